@@ -1,0 +1,130 @@
+"""The words of megapatch as small frozen types; imports nothing else of megapatch.
+
+A *patch* repairs one upstream defect at one or more *sites*. A site is a module, a diagnosis of it and the
+targets in it; its targets are installed all or none. Diagnosing returns a *verdict* about the code that is
+really there; the *status* says what became of the site in this process.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+MARK = "__megapatch__"
+"""Attribute that the installer sets on every function it puts in: the name of the patch."""
+
+
+class MegapatchError(Exception):
+    """Base of every exception that megapatch raises on its own account."""
+
+
+class VerdictKind(enum.Enum):
+    """What a diagnosis can find."""
+
+    NEEDED = "needed"
+    FIXED = "fixed"
+    ABSENT = "absent"
+    UNSUPPORTED = "unsupported"
+    UNKNOWN = "unknown"
+
+
+NEEDED = VerdictKind.NEEDED
+"""The defect is there, in a shape that the patch knows."""
+FIXED = VerdictKind.FIXED
+"""Upstream has repaired it."""
+ABSENT = VerdictKind.ABSENT
+"""This version has no such feature."""
+UNSUPPORTED = VerdictKind.UNSUPPORTED
+"""The code is known, and we do not patch it."""
+UNKNOWN = VerdictKind.UNKNOWN
+"""The code looks like nothing known: the patch refuses."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a diagnosis found, and why, in words that a user can act on."""
+
+    kind: VerdictKind
+    reason: str
+
+
+class Status(enum.Enum):
+    """What became of a site in this process; the one that most needs attention comes first."""
+
+    FAILED = "failed"
+    OVERWRITTEN = "overwritten"
+    REFUSED = "refused"
+    UNSUPPORTED = "unsupported"
+    PENDING = "pending"
+    DISABLED = "disabled"
+    APPLIED = "applied"
+    NOT_NEEDED = "not-needed"
+    NOT_INSTALLED = "not-installed"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a patch applies.
+
+    module: dotted name of the concrete module to watch (namespace packages never fire).
+    diagnose: called with the loaded module; inspects or runs the real code in milliseconds, without GPU or
+        process group, and leaves no trace.
+    replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
+        and returns the plain function to install.
+    """
+
+    module: str
+    diagnose: Callable[[ModuleType], Verdict]
+    replace: Mapping[str, Callable[[Any], Callable[..., Any]]]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One fix for one upstream defect.
+
+    name: ``family.what-it-makes-right``.
+    doc: the docstring of the patch's module; its first line is the summary.
+    upstream: the issue or pull request that describes the defect, as a URL.
+    sites: where it applies; they stand and fall alone.
+    changes_numbers: whether a run that did not crash before gives other numbers with the patch.
+    """
+
+    name: str
+    doc: str
+    upstream: str
+    sites: tuple[Site, ...]
+    changes_numbers: bool = False
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", self.name):
+            raise ValueError(f"patch name {self.name!r} is not of the form family.what-it-makes-right")
+        if not self.sites:
+            raise ValueError(f"patch {self.name} has no site")
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def summary(self) -> str:
+        return self.doc.strip().partition("\n")[0]
+
+
+def unpatched(function: Any) -> Any:
+    """The function that megapatch found, seen through its own replacements and whatever wraps those.
+
+    Without a replacement of ours in the ``__wrapped__`` chain, `function` itself: a decorator of upstream's
+    is part of the code that a diagnosis looks at.
+    """
+    found, layer = function, function
+    while layer is not None:
+        below = getattr(layer, "__wrapped__", None)
+        # functools.wraps copies the mark to a wrapper on top of ours, so the lowest marked layer counts.
+        if below is not None and MARK in getattr(layer, "__dict__", ()):
+            found = below
+        layer = below
+    return found

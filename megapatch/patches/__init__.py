@@ -1,0 +1,1 @@
+"""The patches, a package a family, a file a patch."""

@@ -1,0 +1,70 @@
+"""What patches share about DistributedDataParallel's bucket groups: gathers and reduces that are not done.
+
+With overlap_param_gather the optimizer steps each rank's shard of the parameters and leaves gathering them to
+the next forward pass. Until then the bucket group says so: `param_gather_dispatched` is False from the moment
+its gradients are reduced, and `param_gather_handle` is set while the gather is under way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def bucket_groups(ddp: Any) -> list[Any]:
+    """All bucket groups of one DistributedDataParallel chunk, dense and expert."""
+    return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+
+
+def gathers_on_demand(ddp: Any) -> bool:
+    """Whether the parameters of this chunk can be gathered at any time.
+
+    Not without overlap_param_gather (the optimizer has gathered them), and never with
+    reuse_grad_buf_for_mxfp8_param_ag: there the parameter buffer is the gradient buffer, and gathering from it
+    would overwrite the parameters with what is left of the gradients.
+    """
+    config = ddp.ddp_config
+    return bool(config.overlap_param_gather) and not getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+
+
+def has_ungathered_params(ddp: Any) -> bool:
+    """Whether some bucket group has not finished (or not begun) its gather since the last step."""
+    return any(
+        group.param_gather_handle is not None or not group.param_gather_dispatched for group in bucket_groups(ddp)
+    )
+
+
+def finish_param_gathers(ddp: Any) -> None:
+    """Bring the parameters of one chunk in sync with Megatron's own pieces, and no gather more than needed.
+
+    A gather under way is waited for, one not dispatched since the last step is done, one that is done stays.
+    A collective over the data-parallel group where something is to be done: call it on all ranks.
+    """
+    if not gathers_on_demand(ddp):
+        return
+    import torch
+
+    with torch.no_grad():
+        for group in bucket_groups(ddp):
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def settle_grad_reduces(ddp: Any) -> None:
+    """Wait for gradient reduces that an interrupted backward pass has left under way, and forget them.
+
+    A later step would take the old handle for its own and never reduce its gradients.
+    """
+    for group in bucket_groups(ddp):
+        if group.grad_reduce_handle is not None:
+            group.grad_reduce_handle.wait()
+            group.grad_reduce_handle = None
+
+
+def forget_interrupted_window(ddp: Any) -> None:
+    """Drop the gradient-ready counts of a first step that was interrupted (Megatron 0.16 and later).
+
+    Megatron learns from its first step how often each gradient becomes ready; a step that was cut short would
+    teach it the wrong number, or trip its assertion that every parameter was seen.
+    """
+    for group in bucket_groups(ddp):
+        if getattr(group, "is_first_batch", False):
+            group.per_param_grad_ready_counts = {}

@@ -1,0 +1,129 @@
+"""Forward pre-hooks can be disabled and enabled in any order, any number of times.
+
+Symptom   with --overlap-param-gather, a second disable_forward_pre_hook() raises KeyError with the model's
+          repr as its message, a second enable_forward_pre_hook() a bare AssertionError. Megatron's train()
+          disables at entry and at exit, so a second train() in one process meets it; so does every framework
+          that disables them around a checkpoint or a weight sync.
+Upstream  unfixed in 0.12 to 0.19; reported with THUDM/slime#1857 and #2066.
+Seam      the two class attributes of DistributedDataParallel. Each chunk is on its own.
+          Disabling where the hooks are off removes nothing. With param_sync=True it gathers the parameters
+          only of bucket groups that have not dispatched their gather since the last step, and waits for those
+          under way; enabling where they are on does nothing. Otherwise the original runs.
+Limits    `remove_forward_pre_hook_handles` stays the dict that Megatron reads. Submodules added or removed
+          while the hooks are on still meet Megatron's own error. With reuse_grad_buf_for_mxfp8_param_ag a
+          disable that finds the hooks off never gathers. Without overlap_param_gather both methods raise as
+          before.
+Cost      none in training; a repeated call is a loop over the bucket groups.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ..probe import missing_attributes, missing_names, missing_parameters
+from .bucket_groups import finish_param_gathers
+
+MODULE = "megatron.core.distributed.distributed_data_parallel"
+DDP = f"{MODULE}:DistributedDataParallel"
+GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Call the real methods on a stand-in with one submodule, where there is nothing left to do."""
+    missing = [
+        *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
+        *missing_names(f"{DDP}.__init__", "remove_forward_pre_hook_handles"),
+        *missing_names(f"{GROUP}.__init__", "param_gather_handle", "param_gather_dispatched"),
+        *missing_parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
+        *missing_parameters(f"{DDP}.disable_forward_pre_hook", "param_sync"),
+        *missing_attributes(DDP, "enable_forward_pre_hook"),
+    ]
+    if missing:
+        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+    ddp = module.DistributedDataParallel
+    try:
+        disable_again = _error(unpatched(ddp.disable_forward_pre_hook), _stand_in(hooked=False))
+        enable_again = _error(unpatched(ddp.enable_forward_pre_hook), _stand_in(hooked=True))
+    except Exception as error:
+        return Verdict(UNKNOWN, f"the methods need more than this patch knows: {type(error).__name__}: {error}")
+    if disable_again or enable_again:
+        return Verdict(
+            NEEDED,
+            f"called again, disable_forward_pre_hook {disable_again or 'works'}, "
+            f"enable_forward_pre_hook {enable_again or 'works'}",
+        )
+    return Verdict(FIXED, "both methods can be called again")
+
+
+def disable_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(disable_forward_pre_hook)
+
+    @functools.wraps(disable_forward_pre_hook)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.remove_forward_pre_hook_handles or not self.use_forward_hook:
+            return disable_forward_pre_hook(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        if call.arguments["param_sync"]:
+            finish_param_gathers(self)
+        return None
+
+    return replacement
+
+
+def enable_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(enable_forward_pre_hook)
+    def replacement(self: Any) -> Any:
+        if self.remove_forward_pre_hook_handles and self.use_forward_hook:
+            return None
+        return enable_forward_pre_hook(self)
+
+    return replacement
+
+
+def _stand_in(hooked: bool) -> SimpleNamespace:
+    """Just enough of a DistributedDataParallel for the two methods; its hooks are on or off."""
+    handle = SimpleNamespace(remove=lambda: None)
+
+    class Submodule:
+        register_forward_pre_hook = staticmethod(lambda hook: handle)
+
+    submodule = Submodule()
+    return SimpleNamespace(
+        use_forward_hook=True,
+        module=SimpleNamespace(modules=lambda: [submodule]),
+        remove_forward_pre_hook_handles={submodule: handle} if hooked else {},
+        start_param_sync=lambda *args, **kwargs: None,
+        _make_forward_pre_hook=lambda: None,
+    )
+
+
+def _error(method: Callable[..., Any], stand_in: SimpleNamespace) -> str:
+    """What calling the method where nothing is to be done raises, in words; empty when it works."""
+    try:
+        method(stand_in)
+    except (KeyError, AssertionError) as error:
+        return f"raises {type(error).__name__}"
+    return ""
+
+
+PATCH = Patch(
+    name="megatron.forward-pre-hook",
+    doc=__doc__,
+    upstream="https://github.com/THUDM/slime/pull/1857",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={
+                "DistributedDataParallel.disable_forward_pre_hook": disable_when_on,
+                "DistributedDataParallel.enable_forward_pre_hook": enable_when_off,
+            },
+        ),
+    ),
+)

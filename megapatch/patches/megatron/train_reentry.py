@@ -1,0 +1,214 @@
+"""megatron.training.training.train() can be called again in the same process.
+
+Symptom   a second train() dies on "When overlap_grad_reduce is True, config.no_sync_func must be None" (the
+          first call has left its own no_sync there), or, in every configuration, on "timer has already been
+          started" ('interval-time' is started at entry and never stopped). After an exception in the first
+          call more is left over: config hooks, a rerun state machine that believes it is in the middle of a
+          step, parameters that were stepped but not gathered.
+Upstream  unfixed in 0.12 to 0.19 and on main; reported for a copy of this function in THUDM/slime#1779.
+Seam      the module function, rebound where others hold it by name. Everything is set right around the call:
+          at entry, a no_sync_func that is a model chunk's own no_sync is forgotten (a user's meets Megatron's
+          assertion as before), and in a repeated call the timer is stopped, reduces left under way are waited
+          for, and parameters that were not gathered since the last step are gathered before the forward
+          pre-hooks go; at exit the timer is stopped. After an exception the config's hooks are what they were
+          at entry, and the rerun state machine is as before the interrupted step, in its old mode.
+          The first call of a process runs as it does without megapatch.
+Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
+          What is promised after an exception holds when it was raised on all ranks: raised on one rank alone,
+          the others wait for it in a collective, as without megapatch.
+          With reuse_grad_buf_for_mxfp8_param_ag, parameters that an exception has left stepped but not
+          gathered cannot be gathered: the next call raises MegapatchError instead of training from old ones.
+          What stays the caller's: args.iteration is read at entry and never written, so set it (and
+          args.train_iters) between calls; --manual-gc leaves Python's garbage collector off after the call;
+          a full-iteration CUDA graph that an earlier call has captured is replayed. Each is warned of, once,
+          where it is seen. Microbatches that the interrupted step has drawn from the iterator are gone.
+Cost      once a call, a look at the config, the timer and the bucket groups; nothing in a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, NEEDED, UNKNOWN, MegapatchError, Patch, Site, Verdict, unpatched
+from ..probe import missing_attributes, missing_names, missing_parameters
+from .bucket_groups import (
+    finish_param_gathers,
+    forget_interrupted_window,
+    gathers_on_demand,
+    has_ungathered_params,
+    settle_grad_reduces,
+)
+
+log = logging.getLogger("megapatch")
+
+MODULE = "megatron.training.training"
+INTERVAL_TIMER = "interval-time"
+NO_SYNC_ASSERTION = "config.no_sync_func must be None"
+BEFORE_STEP = {
+    "INITIAL_RUN": "NOT_RUNNING_YET",
+    "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
+    "RERUNNING_FROM_CHECKPOINT": "WILL_RERUN_FROM_CHECKPOINT",
+}
+"""States of the rerun state machine inside a step, and the one it had before that step."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real function: running it needs a process group, a model and half of Megatron's globals."""
+    if not hasattr(module, "train"):
+        return Verdict(ABSENT, "this module has no train()")
+    train = f"{MODULE}:train"
+    missing = [
+        *missing_parameters(train, "model", "config"),
+        *missing_names(train, "no_sync_func", NO_SYNC_ASSERTION, INTERVAL_TIMER),
+        *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine", "DDP"),
+        *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
+        *missing_names("megatron.core.timers:Timer.__init__", "_started"),
+        *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
+    ]
+    if missing:
+        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+    return Verdict(
+        NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and starts the {INTERVAL_TIMER} timer for good"
+    )
+
+
+def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(train)
+    training = sys.modules[train.__module__]
+    warn = _once()
+    ended_at = 0
+
+    @functools.wraps(train)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        nonlocal ended_at
+        call = signature.bind(*args, **kwargs).arguments
+        model, config = call["model"], call["config"]
+        machine = training.get_rerun_state_machine()
+        mode = machine.get_mode()
+        hooks = {name: value for name, value in vars(config).items() if name.endswith("_func")}
+        collecting = gc.isenabled()
+
+        if _interval_timer(training) is not None:  # an earlier call, patched or not, has started it
+            _leave_earlier_call(training, model, machine)
+            _warn_of_what_stays(training, ended_at, warn)
+        if _is_own_no_sync(config.no_sync_func, model):
+            config.no_sync_func = None
+        try:
+            result = train(*args, **kwargs)
+        except BaseException:
+            for name, value in hooks.items():
+                setattr(config, name, value)
+            if machine.get_mode() is not mode:  # evaluation, where the exception may come from, switches it off
+                machine.set_mode(mode)
+            _before_interrupted_step(machine)
+            for chunk in _ddp_chunks(training, model):
+                forget_interrupted_window(chunk)
+            raise
+        finally:
+            _stop_interval_timer(training)
+        if config.param_sync_func is None:  # set aside by a call in which no step succeeded
+            config.param_sync_func = hooks["param_sync_func"]
+        ended_at = result[0]
+        if collecting and not gc.isenabled():
+            warn("gc", "train() has left Python's garbage collector off (--manual-gc); gc.enable() turns it on")
+        return result
+
+    return replacement
+
+
+def _leave_earlier_call(training: ModuleType, model: Sequence[Any], machine: Any) -> None:
+    """Finish what an earlier call has left open, so that this one begins from gathered parameters."""
+    _stop_interval_timer(training)
+    _before_interrupted_step(machine)
+    for chunk in _ddp_chunks(training, model):
+        settle_grad_reduces(chunk)
+        if gathers_on_demand(chunk):
+            finish_param_gathers(chunk)
+        elif chunk.ddp_config.overlap_param_gather and has_ungathered_params(chunk):
+            raise MegapatchError(
+                "train() was interrupted after an optimizer step and before the parameters were gathered. With "
+                "reuse_grad_buf_for_mxfp8_param_ag that cannot be made up for, and this call would train from "
+                "old parameters: load a checkpoint in a new process"
+            )
+
+
+def _ddp_chunks(training: ModuleType, model: Sequence[Any]) -> list[Any]:
+    return [chunk for chunk in model if isinstance(chunk, training.DDP)]
+
+
+def _is_own_no_sync(hook: Any, model: Sequence[Any]) -> bool:
+    """Whether the hook is what train() itself sets: the no_sync of a model chunk, or a list of them.
+
+    A bound method taken before a late activation does not equal one taken after it, so parts are compared.
+    """
+    hooks = hook if isinstance(hook, list) else [hook]
+    own = [chunk.no_sync for chunk in model if hasattr(chunk, "no_sync")]
+    return bool(hooks) and all(any(_same_method(one, other) for other in own) for one in hooks)
+
+
+def _same_method(one: Any, other: Any) -> bool:
+    return (
+        inspect.ismethod(one)
+        and inspect.ismethod(other)
+        and one.__self__ is other.__self__
+        and unpatched(one.__func__) is unpatched(other.__func__)
+    )
+
+
+def _interval_timer(training: ModuleType) -> Any:
+    """Megatron's timer around the training loop; None before the first call of train()."""
+    return training.get_timers()._timers.get(INTERVAL_TIMER)
+
+
+def _stop_interval_timer(training: ModuleType) -> None:
+    timer = _interval_timer(training)
+    if timer is not None and timer._started:
+        timer.stop()
+
+
+def _before_interrupted_step(machine: Any) -> None:
+    """Put a rerun state machine that believes to be inside a step back before that step."""
+    before = BEFORE_STEP.get(machine.state.name)
+    if before is not None:
+        machine.state = type(machine.state)[before]
+
+
+def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str, str], None]) -> None:
+    """Say what a repeated call cannot be spared, where it can be seen."""
+    start = training.get_args().iteration
+    if start < ended_at:
+        warn(
+            "iteration",
+            f"train() starts again at iteration {start} though the last call ended at {ended_at}: Megatron "
+            "reads args.iteration at entry and never writes it, so set it between calls",
+        )
+    graphs = getattr(getattr(training, "FullCudaGraphWrapper", None), "cuda_graph", None) or {}
+    if graphs.get("training") is not None:
+        warn("graph", "train() replays the full-iteration CUDA graph that an earlier call has captured")
+
+
+def _once() -> Callable[[str, str], None]:
+    """A function that logs a warning of each kind once, however often train() is called."""
+    said: set[str] = set()
+
+    def warn(kind: str, message: str) -> None:
+        if kind not in said:
+            said.add(kind)
+            log.warning("megatron.train-reentry: %s", message)
+
+    return warn
+
+
+PATCH = Patch(
+    name="megatron.train-reentry",
+    doc=__doc__,
+    upstream="https://github.com/THUDM/slime/issues/1779",
+    sites=(Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant}),),
+)

@@ -1,0 +1,53 @@
+"""What diagnoses share: looking at the real code without running all of it.
+
+A path is ``"module:Class.function"``; the module is one that the target has loaded. Each function returns what
+was expected and is not there, in words for an UNKNOWN verdict.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any
+
+from ..patch import unpatched
+
+
+def missing_names(path: str, *names: str) -> list[str]:
+    """Names that the function's own code does not mention: as attribute, global, local, or within a text."""
+    function = _find(path)
+    if function is None:
+        return [path]
+    code = function.__code__
+    texts = [constant for constant in code.co_consts if isinstance(constant, str)]
+    mentioned = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
+    return [
+        f"{name!r} in {path}"
+        for name in names
+        if name not in mentioned and not any(name in text for text in texts)
+    ]
+
+
+def missing_parameters(path: str, *names: str) -> list[str]:
+    """Parameters that the function does not take."""
+    function = _find(path)
+    if function is None:
+        return [path]
+    parameters = inspect.signature(function).parameters
+    return [f"parameter {name!r} of {path}" for name in names if name not in parameters]
+
+
+def missing_attributes(path: str, *names: str) -> list[str]:
+    """Attributes that the object (``"module:"`` for a module) does not have."""
+    found = _find(path)
+    return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
+
+
+def _find(path: str) -> Any:
+    module, _, attributes = path.partition(":")
+    try:
+        found = functools.reduce(getattr, filter(None, attributes.split(".")), sys.modules[module])
+    except (KeyError, AttributeError):
+        return None
+    return unpatched(found)

@@ -1,0 +1,54 @@
+"""Tells when a module has finished loading: before, during or after `import megapatch`, from any thread.
+
+wrapt's import hooks do the watching. Two of their habits need care: registered for a module that is already
+in `sys.modules` a hook fires at once, even if the module's body is still running; and called by the module's
+own loader it finds `__spec__._initializing` still set although the body has run. So that flag decides only
+when nobody told us that the body is done.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+
+import wrapt
+
+
+def half_loaded(module: ModuleType) -> bool:
+    """Whether the module's body is (as far as its spec tells) still running."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def loaded(name: str) -> ModuleType | None:
+    """The module if its body has run, else None; imports nothing that nobody is importing.
+
+    When another thread is importing it, waits until that is done. Half-loaded in our own thread it is None.
+    """
+    module = sys.modules.get(name)
+    if module is not None and half_loaded(module):
+        try:
+            module = importlib.import_module(name)  # takes the module's lock, and so waits for its importer
+        except Exception:
+            return None  # the importer has failed, and says so itself
+        if half_loaded(module):
+            return None
+    return module
+
+
+def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
+    """Call `on_loaded(module)` once the module `name` has been imported, if that is still to come.
+
+    For a module that is there already nothing is called: look with `loaded` after registering.
+    """
+    registering: int | None = threading.get_ident()
+
+    def hook(module: ModuleType) -> None:
+        # Fired at once, by our own registering: the module was there already, perhaps half-loaded.
+        if threading.get_ident() != registering:
+            on_loaded(module)
+
+    wrapt.register_post_import_hook(hook, name)
+    registering = None

@@ -1,0 +1,37 @@
+"""What tests of the engine share: modules to patch, made for one test."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+_numbers = itertools.count()
+
+
+class Modules:
+    """Writes importable modules whose names are used once: import hooks cannot be taken back."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: list[str] = []
+
+    def write(self, source: str, stem: str = "target") -> str:
+        name = f"{stem}_{next(_numbers)}"
+        (self.folder / f"{name}.py").write_text(source)
+        self.names.append(name)
+        importlib.invalidate_caches()
+        return name
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a rewritten module must be read again
+    made = Modules(tmp_path)
+    yield made
+    for name in made.names:
+        sys.modules.pop(name, None)

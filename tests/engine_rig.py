@@ -1,0 +1,51 @@
+"""Patches to test the engine with; not about any upstream."""
+
+from __future__ import annotations
+
+import functools
+
+from megapatch.engine import Engine
+from megapatch.patch import NEEDED, Patch, Site, Verdict
+from megapatch.settings import Settings
+
+TARGET = """
+def greet(name):
+    return "hello " + name
+
+class Greeter:
+    def greet(self, name):
+        return "hello " + name
+"""
+
+
+def louder(greet):
+    @functools.wraps(greet)
+    def replacement(*args):
+        return greet(*args) + "!"
+
+    return replacement
+
+
+def needed(module):
+    return Verdict(NEEDED, "it is too quiet")
+
+
+def make_patch(module, *paths, diagnose=needed, factory=louder, name="test.louder", changes_numbers=False):
+    site = Site(module=module, diagnose=diagnose, replace={path: factory for path in paths or ("greet",)})
+    return Patch(
+        name=name,
+        doc="Greetings are loud.\n\nSymptom   whispers",
+        upstream="https://example.com/issues/1",
+        sites=(site,),
+        changes_numbers=changes_numbers,
+    )
+
+
+def make_engine(*patches, **settings):
+    return Engine(patches, Settings(**settings))
+
+
+def status_of(engine, position=0):
+    record = engine.records[position]
+    record.refresh()
+    return record.status.value

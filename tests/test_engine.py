@@ -1,0 +1,200 @@
+"""Activation before, during and after the import; applying often; what goes wrong stays inside."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+import types
+
+import pytest
+from engine_rig import TARGET, louder, make_engine, make_patch, status_of
+
+from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, Verdict
+
+
+def test_activation_before_the_import(modules):
+    name = modules.write(TARGET)
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    engine.activate()
+    assert name not in sys.modules
+    assert status_of(engine) == "pending"
+    target = importlib.import_module(name)
+    assert target.greet("you") == "hello you!"
+    assert target.Greeter().greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+def test_activation_after_the_import(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    assert target.greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+def test_activation_while_another_thread_imports(modules):
+    gate = types.ModuleType("gate")
+    gate.reached, gate.go_on = threading.Event(), threading.Event()
+    sys.modules["megapatch_test_gate"] = gate
+    name = modules.write(
+        "import megapatch_test_gate as gate\ngate.reached.set()\nassert gate.go_on.wait(10)\n" + TARGET
+    )
+    importer = threading.Thread(target=importlib.import_module, args=(name,))
+    importer.start()
+    assert gate.reached.wait(10)
+    engine = make_engine(make_patch(name))
+    activator = threading.Thread(target=engine.activate)
+    activator.start()
+    activator.join(0.2)
+    assert activator.is_alive()  # it waits for the other thread rather than patch half a module
+    gate.go_on.set()
+    importer.join(10)
+    activator.join(10)
+    assert sys.modules[name].greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+@pytest.mark.parametrize("finish", ["next event", "apply"])
+def test_activation_in_the_middle_of_the_import_in_our_own_thread(modules, finish):
+    caller = types.ModuleType("caller")
+    sys.modules["megapatch_test_caller"] = caller
+    name = modules.write("import megapatch_test_caller as c; c.engine.activate(); c.seen = c.status()\n" + TARGET)
+    other = modules.write(TARGET, stem="other")
+    engine = caller.engine = make_engine(make_patch(name), make_patch(other, name="test.other"))
+    caller.status = lambda: status_of(engine)
+    target = importlib.import_module(name)
+    assert caller.seen == "pending"
+    assert target.greet("you") == "hello you"
+    if finish == "apply":
+        engine.apply()
+    else:
+        importlib.import_module(other)
+    assert target.greet("you") == "hello you!"
+
+
+def test_an_import_that_fails_at_first_is_patched_when_it_succeeds(modules):
+    name = modules.write("raise RuntimeError('no GPU')")
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    with pytest.raises(RuntimeError, match="no GPU"):
+        importlib.import_module(name)
+    (modules.folder / f"{name}.py").write_text(TARGET)
+    importlib.invalidate_caches()
+    assert importlib.import_module(name).greet("you") == "hello you!"
+
+
+def test_applying_often_changes_a_target_once(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    threads = [
+        threading.Thread(target=lambda: [engine.activate() or engine.apply() for _ in range(20)])
+        for _ in range(16)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert target.greet("you") == "hello you!"
+    assert target.Greeter().greet("you") == "hello you!"
+
+
+def test_a_reloaded_module_is_patched_again_by_apply(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    engine.activate()
+    importlib.reload(target)
+    assert target.greet("you") == "hello you"
+    assert status_of(engine) == "pending"
+    engine.apply()
+    assert target.greet("you") == "hello you!"
+    assert target.Greeter().greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [(FIXED, "not-needed"), (ABSENT, "not-needed"), (UNSUPPORTED, "unsupported"), (UNKNOWN, "refused")],
+)
+def test_a_verdict_other_than_needed_leaves_the_target_alone(modules, caplog, kind, status):
+    target = importlib.import_module(name := modules.write(TARGET))
+    before = target.greet
+    engine = make_engine(make_patch(name, diagnose=lambda module: Verdict(kind, "as it happens")))
+    engine.activate()
+    engine.apply()
+    assert target.greet is before
+    assert (status_of(engine), engine.records[0].reason) == (status, "as it happens")
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == (status == "refused")  # said once, however often it is applied
+    assert all("test.louder" in text and "as it happens" in text for text in warnings)
+
+
+def test_not_installed(modules):
+    engine = make_engine(make_patch("megapatch_no_such_package.module"))
+    engine.activate()
+    assert status_of(engine) == "not-installed"
+
+
+def _raise(*ignored):
+    raise ZeroDivisionError("a bug of ours")
+
+
+@pytest.mark.parametrize(
+    ("bug", "reason"),
+    [
+        ({"diagnose": _raise}, "ZeroDivisionError: a bug of ours"),
+        ({"diagnose": lambda module: "yes"}, "not a Verdict"),
+        ({"factory": _raise}, "ZeroDivisionError: a bug of ours"),
+        ({"factory": lambda original: type("Proxy", (), {"__call__": original})()}, "not a plain function"),
+    ],
+)
+def test_a_bug_in_a_patch_does_not_break_the_import(modules, caplog, bug, reason):
+    name = modules.write(TARGET)
+    engine = make_engine(make_patch(name, **bug))
+    engine.activate()
+    target = importlib.import_module(name)
+    assert target.greet("you") == "hello you"
+    assert status_of(engine) == "failed"
+    assert reason in engine.records[0].reason
+    assert "Traceback" in engine.records[0].traceback
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "test.louder" in warning.getMessage() and "Traceback" in warning.getMessage()
+
+
+def test_switched_off(modules, caplog):
+    name = modules.write(TARGET)
+    engine = make_engine(make_patch(name), disable=("test.loud*",))
+    engine.activate()
+    assert importlib.import_module(name).greet("you") == "hello you"
+    assert status_of(engine) == "disabled"
+    assert engine.records[0].reason == "switched off by MEGAPATCH_DISABLE=test.loud*"
+    engine.apply()
+    assert status_of(engine) == "disabled"
+
+
+def test_an_unknown_name_in_the_environment_is_said_with_what_was_meant(caplog):
+    make_engine(make_patch("nowhere"), disable=("test.lauder",)).activate()
+    assert "MEGAPATCH_DISABLE: no patch is called 'test.lauder'; did you mean test.louder?" in caplog.text
+
+
+def test_one_info_line_names_the_patches_that_change_numbers(modules, caplog):
+    caplog.set_level(logging.INFO)
+    name = modules.write(TARGET)
+    engine = make_engine(make_patch(name, changes_numbers=True))
+    engine.activate()
+    engine.activate()
+    (line,) = [record.message for record in caplog.records if record.levelno == logging.INFO]
+    assert "1 pending" in line and "may change numbers: test.louder" in line
+
+
+def test_two_patches_of_one_module_stand_alone(modules):
+    name = modules.write(TARGET)
+    engine = make_engine(
+        make_patch(name, diagnose=_raise, name="test.broken"), make_patch(name, "Greeter.greet", factory=louder)
+    )
+    engine.activate()
+    target = importlib.import_module(name)
+    assert target.greet("you") == "hello you"
+    assert target.Greeter().greet("you") == "hello you!"
+    assert [status_of(engine, 0), status_of(engine, 1)] == ["failed", "applied"]

@@ -1,0 +1,148 @@
+"""All targets of a site or none, other holders by name, and back again."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import pickle
+import sys
+
+import pytest
+from engine_rig import TARGET, make_engine, make_patch, status_of
+
+from megapatch import MegapatchError, RestoreError
+
+
+def test_names_that_held_the_original_are_rebound_and_reported(modules):
+    name = modules.write(TARGET + "also_greet = greet\n")
+    holder = modules.write(f"from {name} import greet, greet as say\nother = 1\n", stem="holder")
+    importlib.import_module(holder)
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    target, user = sys.modules[name], sys.modules[holder]
+    assert target.also_greet is user.greet is user.say is target.greet
+    assert user.say("you") == "hello you!"
+    assert sorted(engine.records[0].installed[0].rebound) == [
+        f"{holder}:greet",
+        f"{holder}:say",
+        f"{name}:also_greet",
+    ]
+
+
+def test_the_search_for_holders_triggers_no_lazy_attribute(modules):
+    lazy = modules.write("def __getattr__(name):\n    raise SystemError('loaded: ' + name)\n", stem="lazy")
+    importlib.import_module(lazy)
+    target = importlib.import_module(name := modules.write(TARGET))
+    make_engine(make_patch(name)).activate()
+    assert target.greet("you") == "hello you!"
+
+
+def test_a_site_goes_in_whole_or_not_at_all_when_a_target_is_missing(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    before = target.greet
+    engine = make_engine(make_patch(name, "greet", "Greeter.whisper"))
+    engine.activate()
+    assert target.greet is before
+    assert status_of(engine) == "failed"
+    assert "whisper" in engine.records[0].reason
+
+
+def test_a_site_goes_in_whole_or_not_at_all_when_a_target_cannot_be_set(modules):
+    source = (
+        TARGET
+        + """
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise TypeError("sealed")
+
+class Sealed(metaclass=Meta):
+    def greet(self, name):
+        return name
+"""
+    )
+    target = importlib.import_module(name := modules.write(source))
+    before = dict(vars(target)), dict(vars(target.Greeter))
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet", "Sealed.greet"))
+    engine.activate()
+    assert (dict(vars(target)), dict(vars(target.Greeter))) == before
+    assert engine.records[0].reason == "TypeError: sealed"
+
+
+def test_what_is_installed_is_a_plain_function_that_pickles_copies_and_shows_its_signature(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    signature = inspect.signature(target.greet)
+    make_engine(make_patch(name, "greet", "Greeter.greet")).activate()
+    for function in (target.greet, target.Greeter.greet):
+        assert pickle.loads(pickle.dumps(function)) is function
+        assert copy.deepcopy(function) is function
+        assert inspect.isfunction(function)
+    assert inspect.signature(target.greet) == signature
+
+
+def test_restore_gives_the_identical_original_everywhere(modules):
+    name = modules.write(TARGET)
+    target = importlib.import_module(name)
+    functions = target.greet, target.Greeter.greet
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    engine.activate()
+    late = importlib.import_module(modules.write(f"from {name} import greet\n", stem="late"))
+    assert late.greet("you") == "hello you!"
+    engine.restore("test.louder")
+    assert (target.greet, target.Greeter.greet) == functions
+    assert late.greet is functions[0]
+    assert status_of(engine) == "disabled"
+    engine.apply()
+    assert target.greet("you") == late.greet("you") == "hello you!"
+
+
+def test_restore_before_the_import_keeps_the_patch_away_until_apply(modules):
+    name = modules.write(TARGET)
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    engine.restore()
+    target = importlib.import_module(name)
+    assert target.greet("you") == "hello you"
+    engine.apply()
+    assert target.greet("you") == "hello you!"
+
+
+def test_restore_deletes_what_was_inherited(modules):
+    source = TARGET + "class Heir(Greeter):\n    pass\n"
+    target = importlib.import_module(name := modules.write(source))
+    engine = make_engine(make_patch(name, "Heir.greet"))
+    engine.activate()
+    assert target.Heir().greet("you") == "hello you!" and target.Greeter().greet("you") == "hello you"
+    engine.restore()
+    assert "greet" not in vars(target.Heir)
+
+
+def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    engine.activate()
+    ours = target.Greeter.greet
+
+    @functools.wraps(ours)
+    def foreign(self, name):
+        return ours(self, name).upper()
+
+    foreign.__module__, foreign.__qualname__ = "someone_else", "shout"
+    target.Greeter.greet = foreign
+    assert status_of(engine) == "overwritten"
+    assert "someone_else.shout" in engine.records[0].reason
+    with pytest.raises(RestoreError, match=r"Greeter\.greet cannot be restored: someone_else\.shout"):
+        engine.restore()
+    assert target.Greeter.greet is foreign and target.greet("you") == "hello you!"  # nothing was changed
+    engine.apply()
+    assert target.Greeter().greet("you") == "HELLO YOU!"
+    assert caplog.text.count("is overwritten") == 1
+    target.Greeter.greet = ours
+    assert status_of(engine) == "applied"
+
+
+def test_restoring_an_unknown_name_is_an_error_that_helps():
+    engine = make_engine(make_patch("nowhere"))
+    with pytest.raises(MegapatchError, match=r"no patch is called 'test.laud'; did you mean test\.louder\?"):
+        engine.restore("test.laud")
