@@ -105,9 +105,9 @@ def list_patches(markdown: bool) -> int:
 
 def demo() -> int:
     """Run the demo, or say in one sentence what it lacks."""
-    from . import demo
+    from .demo import main as run_demo
 
-    return demo.main()
+    return run_demo()
 
 
 def _import_targets() -> list[str]:

@@ -138,7 +138,9 @@ class Engine:
             if record.disabled == _RESTORED:
                 record.disabled = None
                 record.set(Status.PENDING, _NOT_IMPORTED)
-        self._look(self.records)
+        for record in self.records:
+            if module := watch.loaded(record.site.module):
+                record.consider(module)
 
     def restore(self, *names: str) -> None:
         """Put back the originals of the named patches (names or globs; all without names) until `apply()`.
@@ -168,13 +170,11 @@ class Engine:
         for record in self.records:
             if record.site.module == name:
                 record.consider(module)
-        # A module that was half-loaded in our own thread gets no event of its own.
-        self._look([record for record in self.records if record.status is Status.PENDING])
-
-    def _look(self, records: Iterable[SiteRecord]) -> None:
-        for record in records:
-            if (module := watch.loaded(record.site.module)) is not None:
-                record.consider(module)
+        # A module that was half-loaded in our own thread gets no event of its own. No waiting here: this thread
+        # holds the import lock of `name`, and who is importing the other module may want it.
+        for record in self.records:
+            if record.status is Status.PENDING and (other := watch.loaded(record.site.module, wait=False)):
+                record.consider(other)
 
     def _one_line(self) -> str:
         count = dict.fromkeys((Status.APPLIED, Status.PENDING, Status.DISABLED), 0)

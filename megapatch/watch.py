@@ -22,13 +22,16 @@ def half_loaded(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
-def loaded(name: str) -> ModuleType | None:
+def loaded(name: str, wait: bool = True) -> ModuleType | None:
     """The module if its body has run, else None; imports nothing that nobody is importing.
 
-    When another thread is importing it, waits until that is done. Half-loaded in our own thread it is None.
+    When another thread is importing it, waits until that is done, unless told not to. Half-loaded in our own
+    thread it is None.
     """
     module = sys.modules.get(name)
     if module is not None and half_loaded(module):
+        if not wait:
+            return None
         try:
             module = importlib.import_module(name)  # takes the module's lock, and so waits for its importer
         except Exception:

@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-
-
-def run(*arguments, path="", **environment):
-    """`python -m megapatch`, or `python -c` when the first argument says so, with `path` first on PYTHONPATH."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")}
-    search = os.pathsep.join(filter(None, [str(path), known.get("PYTHONPATH", "")]))
-    command = list(arguments) if arguments[0] == "-c" else ["-m", "megapatch", *arguments]
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**known, "PYTHONPATH": search, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
+from command import run
 
 # A stand-in for Megatron where only the command line is under test.
 DDP = """

@@ -1,0 +1,44 @@
+"""The real megatron-core on CPU: several local ranks over gloo, a tiny GPT, the real schedules and optimizers.
+
+    from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+    def job(rank, world_size):                    # of module level: it is sent to other processes
+        init_parallel(pp=2)
+        model = tiny_gpt(overlap_grad_reduce=True, use_distributed_optimizer=True, optimizer="adam")
+        return [model.train_step(step).loss for step in range(3)]
+
+    def test_losses_fall():
+        first, second = run_ranks(job, 2)
+        assert first == second and first[0] > first[-1]
+
+Weights only depend on parameters' names and data only on the step, so that every layout (tensor, pipeline,
+expert, data parallel) can be compared with every other, and with one process. Nothing of Megatron is imitated.
+"""
+
+from __future__ import annotations
+
+from .availability import megatron_core_available, megatron_training_available
+from .cuda_stubs import install_cuda_stubs
+from .data import microbatches
+from .layout import destroy_parallel, init_parallel
+from .model import StepResult, TinyGPT, mean_loss
+from .ranks import RanksFailed, run_ranks
+from .tiny_gpt import tiny_gpt
+from .training_loop import Fault, MegatronLoop
+
+__all__ = [
+    "Fault",
+    "MegatronLoop",
+    "RanksFailed",
+    "StepResult",
+    "TinyGPT",
+    "destroy_parallel",
+    "init_parallel",
+    "install_cuda_stubs",
+    "mean_loss",
+    "megatron_core_available",
+    "megatron_training_available",
+    "microbatches",
+    "run_ranks",
+    "tiny_gpt",
+]

@@ -1,0 +1,61 @@
+"""Data that only depends on the step, and the forward step and loss that train on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
+
+
+def microbatches(
+    step: int, count: int, *, micro_batch_size: int = 2, seq: int = 8, vocab: int = 32, seed: int = 0
+) -> list[torch.Tensor]:
+    """This data-parallel rank's `count` microbatches of a step.
+
+    Each has the shape (micro_batch_size, seq + 1): tokens, of which the first `seq` are the input and the last
+    `seq` the labels. The step's global batch has ``count * data parallel size`` microbatches; the i-th only
+    depends on (seed, step, i), and goes to rank ``i % data parallel size``.
+    """
+    from megatron.core import parallel_state
+
+    dp, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    return [
+        torch.randint(vocab, (micro_batch_size, seq + 1), generator=_generator(seed, step, index))
+        for index in range(rank, count * dp, dp)
+    ]
+
+
+def _generator(seed: int, step: int, index: int) -> torch.Generator:
+    return torch.Generator().manual_seed((seed * 10_000 + step) * 10_000 + index)
+
+
+def loss_mask(labels: torch.Tensor, masked: bool) -> torch.Tensor:
+    """Which tokens count, as floats in the shape of `labels`: all, or (masked) about two in three, so that
+    microbatches differ in their number of tokens."""
+    return (labels % 3 != 0).float() if masked else torch.ones(labels.shape)
+
+
+def loss_function(mask: torch.Tensor, output: torch.Tensor, two_tuple: bool = False) -> tuple[Any, ...]:
+    """A microbatch's loss as Megatron's schedules take it: (sum, number of tokens, metrics), or the older
+    (mean, metrics). The metrics' "loss" is a tensor [sum, number of tokens]."""
+    loss = (output.float() * mask).sum()
+    tokens = mask.sum().to(torch.int)
+    metrics = {"loss": torch.stack([loss.detach(), tokens.float()])}
+    return (loss / tokens, metrics) if two_tuple else (loss, tokens, metrics)
+
+
+def forward_step(
+    data: Iterator[torch.Tensor], model: Any, *, two_tuple: bool = False, masked: bool = False
+) -> tuple[torch.Tensor, LossFunction]:
+    """Take one microbatch and run the model on it: Megatron's forward step function."""
+    tokens = next(data)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    batch, seq = inputs.shape
+    hidden_positions = torch.triu(torch.ones(seq, seq, dtype=torch.bool), 1)[None, None]
+    positions = torch.arange(seq).expand(batch, -1)
+    output = model(inputs, positions, hidden_positions, labels=labels)
+    return output, partial(loss_function, loss_mask(labels, masked), two_tuple=two_tuple)

@@ -1,0 +1,48 @@
+"""One model for every layout: names and values of parameters that do not depend on how the model is cut."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any
+
+import torch
+
+
+def global_name(model: Any, name: str) -> str:
+    """A parameter's name in the whole model, from its name in a GPTModel that is one pipeline chunk of it and
+    that may hold some of the experts only."""
+    from megatron.core import parallel_state
+
+    def layer(match: re.Match[str]) -> str:
+        return f"decoder.layers.{model.decoder.layers[int(match[1])].layer_number - 1}."
+
+    def expert(match: re.Match[str]) -> str:
+        here = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        return f"local_experts.{int(match[1]) + here * parallel_state.get_expert_model_parallel_rank()}."
+
+    name = re.sub(r"decoder\.layers\.(\d+)\.", layer, name)
+    return re.sub(r"local_experts\.(\d+)\.", expert, name)
+
+
+def set_weights(model: Any) -> None:
+    """Fill a GPTModel's parameters with values that only depend on their global names.
+
+    A tensor-parallel shard gets its part of the whole parameter's values.
+    """
+    from megatron.core import parallel_state
+
+    tp, tp_rank = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
+    for name, parameter in model.named_parameters():
+        sharded = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
+        shape = list(parameter.shape)
+        if sharded:
+            shape[parameter.partition_dim] *= tp
+        generator = torch.Generator().manual_seed(zlib.crc32(global_name(model, name).encode()))
+        whole = torch.randn(shape, generator=generator) * 0.2
+        if "norm" in name and name.endswith("weight"):
+            whole += 1.0
+        parameter.data.copy_(whole.chunk(tp, parameter.partition_dim)[tp_rank] if sharded else whole)

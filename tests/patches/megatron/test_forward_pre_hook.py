@@ -1,0 +1,187 @@
+"""megatron.forward-pre-hook on the real DistributedDataParallel, at 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
+ADAM = {"optimizer": "adam", "lr": 0.5, "optim": {"adam_eps": 1.0}}  # nearly SGD, which distopt does not take
+OVERLAP = {
+    **ADAM,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+}
+
+
+def raised(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except (AssertionError, KeyError) as error:
+        return type(error).__name__
+    return None
+
+
+class Gathers:
+    """Counts the parameter all-gathers that Megatron dispatches, one a bucket."""
+
+    def __init__(self):
+        self.count = 0
+        self.module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
+        self.original = self.module.dist_all_gather_func
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        return self.original(*args, **kwargs)
+
+    def during(self, function, *args, **kwargs):
+        self.count = 0
+        with mock.patch.object(self.module, "dist_all_gather_func", self):
+            function(*args, **kwargs)
+        return self.count
+
+
+def buckets(ddp):
+    return sum(len(group.buckets) for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups)
+
+
+def under_way(ddp):
+    return any(group.param_gather_handle for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups)
+
+
+def defect(rank, world_size):
+    init_parallel()
+    ddp = tiny_gpt(**OVERLAP).chunks[0]
+    enabled_twice = raised(ddp.enable_forward_pre_hook)
+    ddp.disable_forward_pre_hook()
+    return {"enable": enabled_twice, "disable": raised(ddp.disable_forward_pre_hook)}
+
+
+def test_without_the_patch_a_repeated_call_fails():
+    assert run_ranks(defect, 2, env=UNPATCHED) == [{"enable": "AssertionError", "disable": "KeyError"}] * 2
+
+
+def test_with_the_patch_it_does_not():
+    assert run_ranks(defect, 2) == [{"enable": None, "disable": None}] * 2
+
+
+def behaviour(rank, world_size):
+    """Everything that needs one model, in one go; returns what was found."""
+    init_parallel()
+    model, gathers, found = tiny_gpt(**OVERLAP), Gathers(), {}
+    (ddp,) = model.chunks
+    modules = len(list(ddp.module.modules()))
+    handles = ddp.remove_forward_pre_hook_handles
+
+    found["handles"] = []
+    for switch_on in (True, False, False, True, True, False):
+        (ddp.enable_forward_pre_hook if switch_on else ddp.disable_forward_pre_hook)()
+        found["handles"].append(len(handles) / modules)
+    found["same dict"] = type(handles) is dict and ddp.remove_forward_pre_hook_handles is handles
+
+    model.train_step(0)  # hooks are off: stepped, not gathered
+    found["not asked for"] = gathers.during(ddp.disable_forward_pre_hook, param_sync=False)
+    found["missing"] = gathers.during(ddp.disable_forward_pre_hook)
+    found["buckets"] = buckets(ddp)
+    found["all there"] = gathers.during(ddp.disable_forward_pre_hook, True)
+
+    model.train_step(1)
+    ddp.start_param_sync()
+    found["under way before"] = under_way(ddp)
+    found["under way"] = gathers.during(ddp.disable_forward_pre_hook)
+    found["under way after"] = under_way(ddp)
+
+    model.train_step(2)
+    first = ddp.bucket_groups[0]
+    first.start_param_sync()  # one group gathered, the others not
+    found["rest"] = gathers.during(ddp.disable_forward_pre_hook)
+    found["rest expected"] = buckets(ddp) - len(first.buckets)
+
+    model.train_step(3)
+    # On CPU nothing is MXFP8; the switch alone decides.
+    object.__setattr__(ddp.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True)
+    found["mxfp8"] = gathers.during(ddp.disable_forward_pre_hook)
+    object.__setattr__(ddp.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
+    found["after mxfp8"] = gathers.during(ddp.disable_forward_pre_hook)
+
+    plain = tiny_gpt(use_distributed_optimizer=True, **ADAM).chunks[0]
+    found["no overlap"] = [raised(plain.disable_forward_pre_hook), raised(plain.enable_forward_pre_hook)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def found():
+    first, second = run_ranks(behaviour, 2)
+    assert first == second
+    return first
+
+
+def test_any_order_leaves_the_hooks_on_or_off_in_megatrons_own_dict(found):
+    assert found["handles"] == [1, 0, 0, 1, 1, 0]
+    assert found["same dict"]
+
+
+def test_a_disable_that_removes_nothing_gathers_what_was_not_gathered_since_the_step(found):
+    assert found["not asked for"] == 0
+    assert found["missing"] == found["buckets"] > 1
+    assert found["all there"] == 0
+    assert 0 < found["rest"] == found["rest expected"]
+
+
+def test_it_waits_for_a_gather_under_way_and_adds_none(found):
+    assert found["under way before"]
+    assert found["under way"] == 0
+    assert not found["under way after"]
+
+
+def test_it_never_gathers_when_the_gradient_buffer_holds_the_parameters(found):
+    assert found["mxfp8"] == 0
+    assert found["after mxfp8"] == found["buckets"]
+
+
+def test_without_overlap_megatrons_own_error_stays(found):
+    assert found["no overlap"] == ["AssertionError", "AssertionError"]
+
+
+def trained(rank, world_size, layout, options, switching):
+    """Parameters after four steps; between them hooks go off and on, as around checkpoints."""
+    init_parallel(**layout)
+    model = tiny_gpt(layers=4, **options)
+    norms = []
+    for step in range(4):
+        norms.append(model.train_step(step).grad_norm)
+        if switching:
+            for chunk, again in itertools.product(model.chunks, range(1 + step % 2)):
+                chunk.disable_forward_pre_hook(param_sync=again == 0)
+                chunk.disable_forward_pre_hook()
+            for chunk in model.chunks[: 1 + step]:  # not all chunks alike, at first
+                chunk.enable_forward_pre_hook()
+                chunk.enable_forward_pre_hook()
+    for chunk in model.chunks if switching else ():
+        chunk.disable_forward_pre_hook()
+    return norms, model.parameters()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "extra"),
+    [
+        pytest.param(2, {}, {}, id="dp2"),
+        pytest.param(4, {"pp": 2, "vpp": 2}, {}, id="pp2 vpp2 dp2"),
+        pytest.param(4, {"ep": 2}, {"experts": 4}, id="ep2 dp2"),
+    ],
+)
+def test_switching_hooks_between_steps_gives_the_numbers_of_a_run_without_overlap(world_size, layout, extra):
+    switched = run_ranks(trained, world_size, layout, {**OVERLAP, **extra}, True)
+    plain = run_ranks(trained, world_size, layout, {**ADAM, **extra}, False, env=UNPATCHED)
+    for (norms, parameters), (expected_norms, expected) in zip(switched, plain, strict=True):
+        assert norms == pytest.approx(expected_norms, rel=1e-5)
+        assert parameters.keys() == expected.keys()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6, msg=name)

@@ -1,0 +1,33 @@
+"""What is installed is what is tested."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points, requires, version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import megapatch
+
+in_tox = pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="needs megapatch installed, as tox does it")
+
+
+@in_tox
+def test_the_wheel_is_tested_and_not_the_source_tree():
+    assert "site-packages" in Path(megapatch.__file__).parts
+    assert version("megapatch") == megapatch.__version__
+    assert (Path(megapatch.__file__).parent / "py.typed").exists()
+
+
+@in_tox
+def test_two_runtime_dependencies():
+    needed = [Requirement(text) for text in requires("megapatch") or ()]
+    assert sorted(one.name for one in needed if one.marker is None) == ["packaging", "wrapt"]
+
+
+@in_tox
+def test_the_command_is_installed():
+    (command,) = entry_points(group="console_scripts", name="megapatch")
+    assert command.value == "megapatch.cli:main"

@@ -1,0 +1,83 @@
+"""The stubs: harmless where Megatron asks for CUDA, real where it asks for random numbers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks
+
+UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
+
+
+def test_they_refuse_to_come_after_megatron(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
+    synchronize = torch.cuda.synchronize
+    with pytest.raises(RuntimeError, match="before the first import of megatron"):
+        install_cuda_stubs()
+    assert torch.cuda.synchronize is synchronize
+
+
+def devices(rank, world_size):
+    import megatron.core  # noqa: F401  (a second call is fine even now)
+
+    install_cuda_stubs()
+    made = [
+        torch.zeros(1, device="cuda"),
+        torch.empty(1, device=torch.device("cuda", 0)),
+        torch.tensor([1.0], device=torch.cuda.current_device()),
+        torch.ones(1).cuda(),
+        torch.ones(1).to("cuda"),
+        torch.ones(1).to(device="cuda:0", dtype=torch.bfloat16),
+        torch.ones(1).pin_memory(),
+        torch.nn.Linear(1, 1).cuda().weight,
+    ]
+
+    def in_a_thread():
+        install_cuda_stubs()
+        made.append(torch.zeros(1, device="cuda"))
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
+        torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+        torch.cuda.Event(enable_timing=True).record()
+    torch.cuda.synchronize()
+    return [tensor.device.type for tensor in made], torch.cuda.is_available(), torch.ones(1).type()
+
+
+def test_cuda_means_cpu():
+    found, available, type_name = run_ranks(devices, 1, env=UNPATCHED)[0]
+    assert found == ["cpu"] * 9
+    assert not available
+    assert type_name == "torch.cuda.FloatTensor"  # what Megatron's optimizers want to see
+
+
+def draw(rank, world_size):
+    from megatron.core import tensor_parallel
+
+    init_parallel(tp=2)
+    shared = torch.rand(3)
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        own = torch.rand(3)
+        with_a_device = torch.rand(3, device="cuda")
+    tensor_parallel.model_parallel_cuda_manual_seed(123)
+    again = torch.rand(3)
+    with tensor_parallel.get_cuda_rng_tracker().fork():
+        own_again = torch.rand(3)
+    return shared, own, with_a_device, again, own_again
+
+
+def test_the_random_state_tracker_does_its_work():
+    first, second = run_ranks(draw, 2, env=UNPATCHED)
+    shared, own, with_a_device, again, own_again = first
+    assert torch.equal(shared, second[0])  # the default state is the same in a tensor-parallel group
+    assert not torch.equal(own, second[1])  # the model-parallel one is not
+    assert not torch.equal(own, with_a_device)
+    assert torch.equal(shared, again)
+    assert torch.equal(own, own_again)

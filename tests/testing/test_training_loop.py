@@ -1,0 +1,148 @@
+"""MegatronLoop drives the real train(): the same numbers as by hand, upstream's failures, faults where asked."""
+
+from __future__ import annotations
+
+import traceback
+
+import pytest
+import torch
+
+from megapatch.testing import (
+    Fault,
+    MegatronLoop,
+    init_parallel,
+    megatron_training_available,
+    run_ranks,
+    tiny_gpt,
+)
+
+pytestmark = pytest.mark.skipif(
+    not megatron_training_available(), reason="this megatron-core comes without megatron.training"
+)
+
+UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
+BOTH = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+    "optimizer": "adam",
+    "optim": {"adam_eps": 1.0},
+}
+CASES = [
+    ("plain", {}, {}, "disabled"),
+    ("plain, validated", {}, {}, "validate_results"),
+    ("overlap", {}, {"overlap_grad_reduce": True}, "disabled"),
+    ("distopt overlap", {}, BOTH, "disabled"),
+    ("bf16 distopt overlap, validated", {}, {**BOTH, "dtype": "bf16"}, "validate_results"),
+    ("fp16", {}, {"dtype": "fp16"}, "disabled"),
+    ("pp2 vpp2 distopt overlap", {"pp": 2, "vpp": 2}, {**BOTH, "align_param_gather": True}, "disabled"),
+    ("tp2, validated", {"tp": 2}, {}, "validate_results"),
+    ("moe ep2", {"ep": 2}, {"experts": 4}, "disabled"),
+]
+
+
+def by_hand_and_with_train(rank, world_size):
+    return [compare(*case) for _, *case in CASES]
+
+
+def compare(layout, options, rerun_mode):
+    init_parallel(**layout)
+    count = 4 if {"tp", "pp"} & set(layout) else 2
+    by_hand = tiny_gpt(layers=4, **options)
+    expected = [by_hand.train_step(step, num_microbatches=count).loss for step in range(3)]
+
+    init_parallel(**layout)
+    model = tiny_gpt(layers=4, hooks=False, **options)
+    loop = MegatronLoop(model, num_microbatches=count, rerun_mode=rerun_mode)
+    losses = loop.train(3)
+    assert loop.iteration == loop.args.iteration + 3 == 3
+    return expected, losses, by_hand.parameters(), model.parameters()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    by_rank = run_ranks(by_hand_and_with_train, 2, env=UNPATCHED)
+    return {name: [results[index] for results in by_rank] for index, (name, *_) in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("case", [name for name, *_ in CASES])
+def test_one_call_is_the_same_steps_by_hand(trained, case):
+    for expected, losses, by_hand, parameters in trained[case]:
+        assert losses == pytest.approx(expected, abs=1e-5)
+        assert parameters.keys() == by_hand.keys()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(parameter, by_hand[name], rtol=0, atol=1e-5)
+
+
+def call_twice(rank, world_size):
+    """What the second call raises; then what it raises when that is set right by hand, and so on."""
+    from megatron.training.global_vars import get_timers
+
+    init_parallel()
+    model = tiny_gpt(hooks=False, **BOTH)
+    loop = MegatronLoop(model)
+    loop.train(2)
+    raised = [failure(loop)]
+    model.config.no_sync_func = None
+    raised.append(failure(loop))
+    model.config.no_sync_func = None
+    get_timers()("interval-time").stop()
+    raised.append(failure(loop))
+    return raised, loop.iteration
+
+
+def failure(loop, **options):
+    try:
+        loop.train(2, **options)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def test_a_second_call_fails_as_upstream_has_it():
+    for (hooks, timer, pre_hooks), iteration in run_ranks(call_twice, 2, env=UNPATCHED):
+        assert iteration == 2
+        assert "config.no_sync_func must be None" in hooks
+        assert "timer has already been started" in timer
+        assert "in disable_forward_pre_hook" in pre_hooks
+        assert "KeyError: " in pre_hooks
+        assert all("megatron/training/training.py" in text for text in (hooks, timer, pre_hooks))
+
+
+def interrupt_everywhere(rank, world_size):
+    raised = {}
+    for place in ("data", "loss", "backward"):
+        init_parallel()
+        loop = MegatronLoop(tiny_gpt(hooks=False))
+        raised[place] = failure(loop, fault=Fault(ConnectionError(place), microbatch=3, place=place))
+        assert loop.iteration == 0
+        assert loop.args.curr_iteration == 1  # the fourth microbatch belongs to the second step
+    return raised
+
+
+def test_a_fault_strikes_where_it_is_told():
+    for raised in run_ranks(interrupt_everywhere, 2, env=UNPATCHED):
+        for place, text in raised.items():
+            assert text.rstrip().endswith(f"ConnectionError: {place}")
+        assert "in __next__" in raised["data"]
+        assert "in loss_function" in raised["loss"]
+        assert "run_backward" in raised["backward"]
+
+
+def train_on_given_data(rank, world_size):
+    results = []
+    for given in (False, True):
+        init_parallel()
+        model = tiny_gpt(hooks=False)
+        loop = MegatronLoop(model, iteration=5, masked=True)
+        samples = [sample for step in (5, 6) for sample in model.microbatches(step)]
+        results.append((loop.train(2, microbatches=samples if given else None), model.parameters()))
+        assert loop.iteration == 7
+    return results
+
+
+def test_data_of_ones_own():
+    for (losses, parameters), (losses_given, parameters_given) in run_ranks(train_on_given_data, 2, env=UNPATCHED):
+        assert losses == losses_given
+        for name in parameters:
+            assert torch.equal(parameters[name], parameters_given[name])
