@@ -81,8 +81,7 @@ def train_once(rank: int, world_size: int) -> Outcome:
 
 
 def _loop(options: Mapping[str, Any]) -> Any:
-    from .testing import init_parallel, tiny_gpt
-    from .testing.training_loop import MegatronLoop
+    from .testing import MegatronLoop, init_parallel, tiny_gpt
 
     _quiet()
     init_parallel()

@@ -9,8 +9,9 @@ from command import run
 
 from megapatch.versions import find_module
 
-needs_megatron = pytest.mark.skipif(find_module("megatron.core") is None, reason="megatron-core is not installed")
-HAS_TRAIN = find_module("megatron.training.training") is not None
+HAS_CORE = find_module("megatron.core") is not None
+HAS_TRAIN = find_module("megatron.training") is not None
+needs_megatron = pytest.mark.skipif(not HAS_CORE, reason="megatron-core is not installed")
 
 
 @needs_megatron
@@ -62,8 +63,8 @@ def test_without_torch_it_says_what_to_install():
     assert shown.stderr == 'the demo needs torch: pip install "megapatch[demo]"\n'
 
 
-@pytest.mark.skipif(find_module("torch") is not None, reason="torch is installed")
+@pytest.mark.skipif(HAS_CORE, reason="megatron-core is installed")
 def test_where_torch_is_really_missing():
     shown = run("demo")
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert shown.stderr.startswith("the demo needs torch and megatron-core: pip install")
+    assert "megatron-core: pip install" in shown.stderr

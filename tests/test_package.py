@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megapatch
+from megapatch.versions import find_module
 
 in_tox = pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="needs megapatch installed, as tox does it")
 
@@ -25,6 +27,21 @@ def test_the_wheel_is_tested_and_not_the_source_tree():
 def test_two_runtime_dependencies():
     needed = [Requirement(text) for text in requires("megapatch") or ()]
     assert sorted(one.name for one in needed if one.marker is None) == ["packaging", "wrapt"]
+
+
+@in_tox
+def test_the_environment_is_what_its_name_says():
+    """Tests that find no Megatron skip themselves; here a lack of it is an error."""
+    factors = os.environ["TOX_ENV_NAME"].split("-")
+    assert f"py{sys.version_info.major}{sys.version_info.minor}" in factors
+    for factor in factors:
+        if number := factor.partition("mcore0")[2]:
+            assert version("megatron-core").startswith(f"0.{number}.")
+            assert (find_module("megatron.training") is not None) == (int(number) >= 17)
+        if number := factor.partition("wrapt")[2]:
+            assert version("wrapt").replace(".", "").startswith(number)
+        if factor == "notorch":
+            assert find_module("torch") is None
 
 
 @in_tox

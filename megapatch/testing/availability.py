@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from ..versions import find_module
 
 
 def megatron_core_available() -> bool:
     """Whether there is a megatron.core to test with."""
-    return _found("megatron.core")
+    return find_module("megatron.core") is not None
 
 
 def megatron_training_available() -> bool:
     """Whether there is a megatron.training: in a checkout always, in wheels of megatron-core from 0.17 on."""
-    return _found("megatron.training")
-
-
-def _found(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even the namespace package megatron
-        return False
+    return find_module("megatron.training") is not None

@@ -110,15 +110,19 @@ class TinyGPT:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """{global name: float32 copy} of this rank's parameters (its shard, with tensor parallelism).
+    def gather_parameters(self) -> None:
+        """With overlap_param_gather, gather the last step's values now, as the next forward pass would.
 
-        With overlap_param_gather the last step's values are still to be gathered; that is done here, and the
-        call is a collective then. What follows does not notice.
+        A collective. What follows does not notice.
         """
         if self.ddp_config.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """{global name: float32 copy} of this rank's parameters (its shard, with tensor parallelism), as they
+        are: with overlap_param_gather the last step's values may still have to be gathered.
+        """
         return {name: parameter.detach().float().clone() for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor]:

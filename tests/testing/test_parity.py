@@ -88,6 +88,7 @@ def train_one(world_size: int, configuration: Configuration) -> Trained:
     model = tiny_gpt(layers=4, **configuration.model)
     count = MICROBATCHES // parallel_state.get_data_parallel_world_size()
     steps = [model.train_step(step, num_microbatches=count, **configuration.step) for step in range(STEPS)]
+    model.gather_parameters()
     losses, grad_norms = map(list, zip(*steps, strict=True))
     return Trained(losses, grad_norms, model.parameters(), parallel_state.get_tensor_model_parallel_rank())
 

@@ -51,6 +51,8 @@ def compare(layout, options, rerun_mode):
     by_hand = tiny_gpt(layers=4, **options)
     expected = [by_hand.train_step(step, num_microbatches=count).loss for step in range(3)]
 
+    by_hand.gather_parameters()
+
     init_parallel(**layout)
     model = tiny_gpt(layers=4, hooks=False, **options)
     loop = MegatronLoop(model, num_microbatches=count, rerun_mode=rerun_mode)

@@ -12,8 +12,14 @@ import pytest
 import torch
 
 from megapatch import MegapatchError, apply, report, restore
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.training_loop import Fault, MegatronLoop, megatron_training_available
+from megapatch.testing import (
+    Fault,
+    MegatronLoop,
+    init_parallel,
+    megatron_training_available,
+    run_ranks,
+    tiny_gpt,
+)
 
 pytestmark = pytest.mark.skipif(
     not megatron_training_available(), reason="this megatron-core has no megatron.training (wheels: from 0.17)"
