@@ -8,17 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+from megatron_rig import ADAM, BOTH, UNPATCHED
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-
-UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
-ADAM = {"optimizer": "adam", "lr": 0.5, "optim": {"adam_eps": 1.0}}  # nearly SGD, which distopt does not take
-OVERLAP = {
-    **ADAM,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "use_distributed_optimizer": True,
-}
 
 
 def raised(function, *args, **kwargs):
@@ -58,7 +50,7 @@ def under_way(ddp):
 
 def defect(rank, world_size):
     init_parallel()
-    ddp = tiny_gpt(**OVERLAP).chunks[0]
+    ddp = tiny_gpt(**BOTH).chunks[0]
     enabled_twice = raised(ddp.enable_forward_pre_hook)
     ddp.disable_forward_pre_hook()
     return {"enable": enabled_twice, "disable": raised(ddp.disable_forward_pre_hook)}
@@ -75,7 +67,7 @@ def test_with_the_patch_it_does_not():
 def behaviour(rank, world_size):
     """Everything that needs one model, in one go; returns what was found."""
     init_parallel()
-    model, gathers, found = tiny_gpt(**OVERLAP), Gathers(), {}
+    model, gathers, found = tiny_gpt(**BOTH), Gathers(), {}
     (ddp,) = model.chunks
     modules = len(list(ddp.module.modules()))
     handles = ddp.remove_forward_pre_hook_handles
@@ -178,7 +170,7 @@ def trained(rank, world_size, layout, options, switching):
     ],
 )
 def test_switching_hooks_between_steps_gives_the_numbers_of_a_run_without_overlap(world_size, layout, extra):
-    switched = run_ranks(trained, world_size, layout, {**OVERLAP, **extra}, True)
+    switched = run_ranks(trained, world_size, layout, {**BOTH, **extra}, True)
     plain = run_ranks(trained, world_size, layout, {**ADAM, **extra}, False, env=UNPATCHED)
     for (norms, parameters), (expected_norms, expected) in zip(switched, plain, strict=True):
         assert norms == pytest.approx(expected_norms, rel=1e-5)

@@ -9,9 +9,9 @@ import logging
 import sys
 
 import pytest
-import torch
+from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED, Interrupted, assert_same, plain_steps
 
-from megapatch import MegapatchError, apply, report, restore
+from megapatch import apply, report, restore
 from megapatch.testing import (
     Fault,
     MegatronLoop,
@@ -24,30 +24,6 @@ from megapatch.testing import (
 pytestmark = pytest.mark.skipif(
     not megatron_training_available(), reason="this megatron-core has no megatron.training (wheels: from 0.17)"
 )
-
-UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
-ADAM = {"optimizer": "adam", "lr": 0.5, "optim": {"adam_eps": 1.0}}  # nearly SGD, which distopt does not take
-GRADS = {"overlap_grad_reduce": True}
-BOTH = {**ADAM, **GRADS, "overlap_param_gather": True, "use_distributed_optimizer": True}
-
-
-class Interrupted(Exception):
-    """What the tests raise in the middle of train()."""
-
-
-def plain_steps(rank, world_size, layout, options, steps):
-    """The reference: Megatron's pieces called by hand, no overlap, no train(); losses and parameters."""
-    init_parallel(**layout)
-    model = tiny_gpt(layers=4, **options)
-    return [model.train_step(step).loss for step in range(steps)], model.parameters()
-
-
-def assert_same(got, expected):
-    for (losses, parameters), (expected_losses, expected_parameters) in zip(got, expected, strict=True):
-        assert losses == pytest.approx(expected_losses, rel=1e-6)
-        assert parameters.keys() == expected_parameters.keys()
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter, expected_parameters[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
 # ------------------------------------------------------------------------------------------ the defect
@@ -106,128 +82,6 @@ def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train
     assert_same(got, run_ranks(plain_steps, world_size, layout, plain, 6, env=UNPATCHED))
 
 
-# ------------------------------------------------------------------------------------------ exceptions
-PLACES = {  # where, and at which microbatch; a step has two
-    "data, before any step": ("data", 0),
-    "loss, in the first step": ("loss", 1),
-    "half of the backward, in the first step": ("half backward", 1),
-    "data, right after a step": ("data", 2),
-    "data, right after the second step": ("data", 4),
-    "loss, after a step": ("loss", 3),
-    "half of the backward, after two steps": ("half backward", 5),
-    "half of the backward of a first microbatch": ("half backward", 4),
-}
-
-
-def interrupt(loop, place, microbatch, steps=4):
-    """Call train(), and raise in the middle."""
-    with contextlib.ExitStack() as stack:
-        fault = None
-        if place == "half backward":
-            stack.enter_context(raising_half_way(loop.model, microbatch))
-        else:
-            fault = Fault(Interrupted(), microbatch=microbatch, place=place)
-        with contextlib.suppress(Interrupted):
-            loop.train(steps, fault=fault)
-            raise AssertionError("the call was not interrupted")
-
-
-@contextlib.contextmanager
-def raising_half_way(model, microbatch):
-    """Raise when the second of four layers is differentiated: the gradients of later ones are under way."""
-    calls = iter(range(microbatch + 1))
-
-    def hook(*ignored):
-        if next(calls) == microbatch:
-            raise Interrupted
-
-    handle = model.chunks[0].module.decoder.layers[1].register_full_backward_hook(hook)
-    yield
-    handle.remove()
-
-
-def interrupted_at(rank, world_size, options, rerun_mode, healthy_calls):
-    """For each place: some good calls, one that is interrupted there, then more; what is left in between."""
-    init_parallel()
-    found = {}
-    for place, (where, microbatch) in PLACES.items():
-        model = tiny_gpt(layers=4, hooks=False, **options)
-        loop = MegatronLoop(model, rerun_mode=rerun_mode)
-        for _ in range(healthy_calls):
-            loop.train(2)
-        before = hooks_of(model.config)
-        interrupt(loop, where, microbatch)
-        machine = sys.modules["megatron.core.rerun_state_machine"].get_rerun_state_machine()
-        timer = sys.modules["megatron.training.global_vars"].get_timers()("interval-time")
-        left = {
-            "hooks": hooks_of(model.config) == before,
-            "machine": (machine.state.name, machine.get_mode().value),
-            "timer": timer._started,
-        }
-        loop.iteration += microbatch // loop.num_microbatches  # the steps that were completed
-        first = loop.iteration
-        losses = loop.train(2) + loop.train(1)
-        found[place] = left, first, losses, model.parameters()
-    return found
-
-
-def hooks_of(config):
-    return {name: value for name, value in vars(config).items() if name.endswith("_func")}
-
-
-@pytest.mark.parametrize("healthy_calls", [0, 1])
-@pytest.mark.parametrize(
-    ("options", "rerun_mode"),
-    [
-        pytest.param(BOTH, "disabled", id="both"),
-        pytest.param({**BOTH, "align_param_gather": True}, "validate_results", id="both aligned, validating"),
-        pytest.param({**ADAM, **GRADS, "use_distributed_optimizer": True}, "disabled", id="grads"),
-    ],
-)
-def test_after_an_exception_the_next_call_goes_on_with_the_right_numbers(options, rerun_mode, healthy_calls):
-    first, second = run_ranks(interrupted_at, 2, options, rerun_mode, healthy_calls)
-    for place in PLACES:
-        left, start, losses, parameters = first[place]
-        assert left == {"hooks": True, "machine": ("NOT_RUNNING_YET", rerun_mode), "timer": False}, place
-        expected = run_plain(start + 3)
-        assert losses == pytest.approx(expected[0][0][start:], rel=1e-6), place
-        for rank, mine in enumerate((parameters, second[place][3])):
-            for name, parameter in mine.items():
-                expected_parameter = expected[rank][1][name]
-                torch.testing.assert_close(
-                    parameter, expected_parameter, rtol=1e-5, atol=1e-6, msg=f"{place} {name}"
-                )
-
-
-_plain = {}
-
-
-def run_plain(steps):
-    """The reference run of so many steps, made once."""
-    if steps not in _plain:
-        _plain[steps] = run_ranks(plain_steps, 2, {}, ADAM, steps, env=UNPATCHED)
-    return _plain[steps]
-
-
-def only_cleared_by_hand(rank, world_size):
-    """What a fix that only removes the asserts would do: clear away what they look at, and go on."""
-    init_parallel()
-    model = tiny_gpt(layers=4, hooks=False, **BOTH)
-    loop = MegatronLoop(model)
-    interrupt(loop, "data", 4)
-    model.config.no_sync_func = None
-    sys.modules["megatron.training.global_vars"].get_timers()("interval-time").stop()
-    rerun = sys.modules["megatron.core.rerun_state_machine"]
-    rerun.get_rerun_state_machine().state = rerun.RerunState.NOT_RUNNING_YET
-    loop.iteration = 2
-    return loop.train(2)
-
-
-def test_clearing_away_the_asserts_alone_trains_from_old_parameters_silently():
-    losses = run_ranks(only_cleared_by_hand, 2, env=UNPATCHED)[0]
-    assert losses != pytest.approx(run_plain(4)[0][0][2:], rel=1e-4)
-
-
 # ------------------------------------------------------------------------------------------ one model each
 class Log(logging.Handler):
     """Keeps what megapatch says in this process."""
@@ -255,7 +109,8 @@ def users_hooks(rank, world_size):
     model.config.no_sync_func = None
 
     param_sync = model.config.param_sync_func = lambda *ignored: None
-    interrupt(loop, "loss", 1)
+    with contextlib.suppress(Interrupted):
+        loop.train(2, fault=Fault(Interrupted(), microbatch=1))
     found["param_sync after an exception"] = model.config.param_sync_func is param_sync
     loop.train(0)
     found["param_sync after no step"] = model.config.param_sync_func is param_sync
@@ -307,7 +162,8 @@ def _wrap_no_sync():
 
 def test_activation_between_two_calls():
     got = run_ranks(activated_between_calls, 2)
-    assert_same([(losses, parameters) for losses, parameters, _, _ in got], run_plain(6))
+    reference = run_ranks(plain_steps, 2, {}, ADAM, 6, env=UNPATCHED)
+    assert_same([(losses, parameters) for losses, parameters, _, _ in got], reference)
     for _, _, told, rebound in got:
         assert rebound
         assert told["targets"] == ["megatron.training.training:train"]
@@ -338,26 +194,6 @@ def test_no_gather_more_than_once_a_step_and_bucket():
         for count, needed in run_ranks(gathers_of, 2, calls, steps):
             assert count == needed
     assert run_ranks(gathers_of, 2, 1, 4, env=UNPATCHED) == run_ranks(gathers_of, 2, 1, 4)
-
-
-def mxfp8_after_an_exception(rank, world_size):
-    init_parallel()
-    model = tiny_gpt(hooks=False, **BOTH)
-    loop = MegatronLoop(model)
-    loop.train(1)
-    interrupt(loop, "data", 2)
-    # On CPU nothing is MXFP8; the switch alone decides.
-    object.__setattr__(model.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True)
-    try:
-        loop.train(1)
-    except MegapatchError as error:
-        return str(error)
-
-
-def test_parameters_that_cannot_be_gathered_any_more_are_an_error_rather_than_other_numbers():
-    for text in run_ranks(mxfp8_after_an_exception, 2):
-        assert "reuse_grad_buf_for_mxfp8_param_ag" in text
-        assert "checkpoint" in text
 
 
 def what_stays_the_callers(rank, world_size):

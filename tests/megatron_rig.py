@@ -1,0 +1,37 @@
+"""What tests of Megatron's patches share: options of the tiny GPT, and the reference to compare with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapatch.testing import init_parallel, tiny_gpt
+
+UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
+ADAM = {"optimizer": "adam", "lr": 0.5, "optim": {"adam_eps": 1.0}}  # nearly SGD, which distopt does not take
+GRADS = {"overlap_grad_reduce": True}
+BOTH = {**ADAM, **GRADS, "overlap_param_gather": True, "use_distributed_optimizer": True}
+
+
+class Interrupted(Exception):
+    """What tests raise in the middle of Megatron's functions."""
+
+
+def plain_steps(rank, world_size, layout, options, steps):
+    """The reference: Megatron's pieces called by hand, without overlap. By step: (loss, parameters after it)."""
+    init_parallel(**layout)
+    model = tiny_gpt(layers=4, **options)
+    return [(model.train_step(step).loss, model.parameters()) for step in range(steps)]
+
+
+def assert_same(got, reference, first=0):
+    """Compare each rank's (losses, parameters at the end) with the reference's steps from `first` on."""
+    for (losses, parameters), steps in zip(got, reference, strict=True):
+        steps = steps[first : first + len(losses)]
+        assert losses == pytest.approx([loss for loss, _ in steps], rel=1e-6)
+        expected = steps[-1][1]
+        assert parameters.keys() == expected.keys()
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(
+                parameter, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )

@@ -1,0 +1,177 @@
+"""megatron.train-reentry after an exception in the middle of the real train(), at 2 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+
+import pytest
+from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED, Interrupted, assert_same, plain_steps
+
+from megapatch import MegapatchError
+from megapatch.testing import (
+    Fault,
+    MegatronLoop,
+    init_parallel,
+    megatron_training_available,
+    run_ranks,
+    tiny_gpt,
+)
+
+pytestmark = pytest.mark.skipif(
+    not megatron_training_available(), reason="this megatron-core has no megatron.training (wheels: from 0.17)"
+)
+
+PLACES = {  # where, and at which microbatch; a step has two
+    "data, before any step": ("data", 0),
+    "loss, in the first step": ("loss", 1),
+    "half of the backward, in the first step": ("half backward", 1),
+    "data, right after a step": ("data", 2),
+    "data, right after the second step": ("data", 4),
+    "loss, after a step": ("loss", 3),
+    "half of the backward, after two steps": ("half backward", 5),
+    "half of the backward of a first microbatch": ("half backward", 4),
+}
+HEALTHY_CALLS = (0, 1)
+LONGEST = 2 + 2 + 3  # steps: of a healthy call, before the exception, after it
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return run_ranks(plain_steps, 2, {}, ADAM, LONGEST, env=UNPATCHED)
+
+
+def interrupt(loop, place, microbatch, steps=4):
+    """Call train(), and raise in the middle."""
+    fault, half_way = None, contextlib.nullcontext()
+    if place == "half backward":
+        half_way = raising_half_way(loop.model, microbatch)
+    else:
+        fault = Fault(Interrupted(), microbatch=microbatch, place=place)
+    with half_way, contextlib.suppress(Interrupted):
+        loop.train(steps, fault=fault)
+        raise AssertionError("the call was not interrupted")
+
+
+@contextlib.contextmanager
+def raising_half_way(model, microbatch):
+    """Raise when the second of four layers is differentiated: the gradients of later ones are under way."""
+    calls = iter(range(microbatch + 1))
+
+    def hook(*ignored):
+        if next(calls) == microbatch:
+            raise Interrupted
+
+    handle = model.chunks[0].module.decoder.layers[1].register_full_backward_hook(hook)
+    yield
+    handle.remove()
+
+
+def hooks_of(config):
+    return {name: value for name, value in vars(config).items() if name.endswith("_func")}
+
+
+def state():
+    """Of what train() leaves running in this process: rerun state machine and timer."""
+    machine = sys.modules["megatron.core.rerun_state_machine"].get_rerun_state_machine()
+    timer = sys.modules["megatron.training.global_vars"].get_timers()("interval-time")
+    return {"state": machine.state.name, "mode": machine.get_mode().value, "timer": timer._started}
+
+
+def interrupted_everywhere(rank, world_size, options, rerun_mode):
+    """For each place: some good calls, one that is interrupted there, then more; what is left in between."""
+    init_parallel()
+    found = {}
+    for place, (where, microbatch) in PLACES.items():
+        for healthy_calls in HEALTHY_CALLS:
+            model = tiny_gpt(layers=4, hooks=False, **options)
+            loop = MegatronLoop(model, rerun_mode=rerun_mode)
+            for _ in range(healthy_calls):
+                loop.train(2)
+            before = hooks_of(model.config)
+            interrupt(loop, where, microbatch)
+            left = {**state(), "hooks": hooks_of(model.config) == before}
+            loop.iteration += microbatch // loop.num_microbatches  # the steps that were completed
+            first = loop.iteration
+            losses = loop.train(2) + loop.train(1)
+            found[place, healthy_calls] = left, first, losses, model.parameters()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "rerun_mode"),
+    [
+        pytest.param(BOTH, "disabled", id="both"),
+        pytest.param({**BOTH, "align_param_gather": True}, "validate_results", id="both aligned, validating"),
+        pytest.param({**ADAM, **GRADS, "use_distributed_optimizer": True}, "disabled", id="grads"),
+    ],
+)
+def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_mode):
+    by_rank = run_ranks(interrupted_everywhere, 2, options, rerun_mode)
+    for place in by_rank[0]:
+        for left, *_ in (found[place] for found in by_rank):
+            assert left == {"state": "NOT_RUNNING_YET", "mode": rerun_mode, "timer": False, "hooks": True}, place
+        assert_same([found[place][2:] for found in by_rank], reference, first=by_rank[0][place][1])
+
+
+def only_cleared_by_hand(rank, world_size):
+    """What a fix that only removes the asserts would do: clear away what they look at, and go on."""
+    init_parallel()
+    model = tiny_gpt(layers=4, hooks=False, **BOTH)
+    loop = MegatronLoop(model)
+    interrupt(loop, "data", 4)
+    model.config.no_sync_func = None
+    sys.modules["megatron.training.global_vars"].get_timers()("interval-time").stop()
+    rerun = sys.modules["megatron.core.rerun_state_machine"]
+    rerun.get_rerun_state_machine().state = rerun.RerunState.NOT_RUNNING_YET
+    loop.iteration = 2
+    return loop.train(2)
+
+
+def test_clearing_away_the_asserts_alone_trains_from_old_parameters_silently(reference):
+    losses = run_ranks(only_cleared_by_hand, 2, env=UNPATCHED)[0]
+    assert losses != pytest.approx([loss for loss, _ in reference[0][2:4]], rel=1e-4)
+
+
+def interrupted_in_evaluation(rank, world_size):
+    """There is no validation data, so that evaluate() raises, with the rerun state machine switched off."""
+    init_parallel()
+    model = tiny_gpt(layers=4, hooks=False, **BOTH)
+    loop = MegatronLoop(model, rerun_mode="validate_results", flags=["--eval-interval", "1", "--eval-iters", "1"])
+    loop.args.do_valid = True
+    try:
+        loop.train(2)
+    except TypeError as error:
+        text = str(error)
+    left = state()
+    loop.args.do_valid = False
+    loop.iteration = 1
+    return text, left, loop.train(2), model.parameters()
+
+
+def test_an_exception_in_evaluation_leaves_the_rerun_state_machine_in_its_mode(reference):
+    by_rank = run_ranks(interrupted_in_evaluation, 2)
+    for text, left, *_ in by_rank:
+        assert "NoneType" in text
+        assert left == {"state": "NOT_RUNNING_YET", "mode": "validate_results", "timer": False}
+    assert_same([found[2:] for found in by_rank], reference, first=1)
+
+
+def mxfp8_after_an_exception(rank, world_size):
+    init_parallel()
+    model = tiny_gpt(hooks=False, **BOTH)
+    loop = MegatronLoop(model)
+    loop.train(1)
+    interrupt(loop, "data", 2)
+    # On CPU nothing is MXFP8; the switch alone decides.
+    object.__setattr__(model.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True)
+    try:
+        loop.train(1)
+    except MegapatchError as error:
+        return str(error)
+
+
+def test_parameters_that_cannot_be_gathered_any_more_are_an_error_rather_than_other_numbers():
+    for text in run_ranks(mxfp8_after_an_exception, 2):
+        assert "reuse_grad_buf_for_mxfp8_param_ag" in text
+        assert "checkpoint" in text
