@@ -45,19 +45,13 @@ class SiteRecord:
         self.installed: tuple[Installed, ...] = ()
         self.disabled = disabled
 
-    def set(self, status: Status, reason: str, traceback: str | None = None) -> None:
+    def set(self, status: Status, reason: str, trace: str | None = None) -> None:
         """Record the status; one that needs attention is logged at WARNING, once."""
         news = (status, reason) != (self.status, self.reason)
-        self.status, self.reason, self.traceback = status, reason, traceback
+        self.status, self.reason, self.traceback = status, reason, trace
         if news and status in _LOUD:
-            log.warning(
-                "%s: %s is %s: %s%s",
-                self.patch.name,
-                self.site.module,
-                status.value,
-                reason,
-                f"\n{traceback}" if traceback else "",
-            )
+            what = f"{self.patch.name}: {self.site.module} is {status.value}: {reason}"
+            log.warning("%s", f"{what}\n{trace}" if trace else what)
 
     def consider(self, module: ModuleType) -> None:
         """Diagnose the loaded module and install what is needed; never raises."""
@@ -90,9 +84,10 @@ class SiteRecord:
                     self.set(Status.PENDING, _NOT_IMPORTED)
 
     def _lost(self) -> bool:
-        """Whether the module was reloaded, so that nothing of ours is left to keep; notes who overwrote us."""
+        """Whether the module was loaded anew, so that nothing of ours is in it; notes who overwrote us."""
         gone = [one for one in self.installed if not one.is_in_place]
-        if gone and all(one.was_reloaded for one in gone):
+        imported_anew = sys.modules.get(self.site.module) not in (None, self.installed[0].module)
+        if imported_anew or (gone and all(one.was_reloaded for one in gone)):
             self.installed = ()
             self.set(Status.PENDING, "reloaded; megapatch.apply() patches the new code")
             return True
@@ -120,7 +115,7 @@ class Engine:
         self._active = False
 
     def activate(self) -> None:
-        """Watch for every target and patch what is there; a second call only looks again, as `apply` does."""
+        """Watch for every target and patch what is there; a second call only looks again."""
         with self._activating:
             first, self._active = not self._active, True
         if first:
@@ -128,19 +123,17 @@ class Engine:
                 log.warning("%s", complaint)
             for name in dict.fromkeys(record.site.module for record in self.records):
                 watch.watch(name, partial(self._on_loaded, name))
-        self.apply()
+        self._look()
         if first:
             log.info("%s", self._one_line())
 
     def apply(self) -> None:
-        """Consider every site whose module is loaded; what is in place already stays as it is."""
+        """Consider every site whose module is loaded, restored ones too; what is in place stays as it is."""
         for record in self.records:
             if record.disabled == _RESTORED:
                 record.disabled = None
                 record.set(Status.PENDING, _NOT_IMPORTED)
-        for record in self.records:
-            if module := watch.loaded(record.site.module):
-                record.consider(module)
+        self._look()
 
     def restore(self, *names: str) -> None:
         """Put back the originals of the named patches (names or globs; all without names) until `apply()`.
@@ -165,6 +158,11 @@ class Engine:
                 if not record.disabled:
                     record.disabled = _RESTORED
                     record.set(Status.DISABLED, _RESTORED)
+
+    def _look(self) -> None:
+        for record in self.records:
+            if module := watch.loaded(record.site.module):
+                record.consider(module)
 
     def _on_loaded(self, name: str, module: ModuleType) -> None:
         for record in self.records:

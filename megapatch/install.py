@@ -39,8 +39,11 @@ class Installed:
 
     @property
     def current(self) -> Any:
-        """What the module has at the target's path now (after a reload, in the new class)."""
-        return wrapt.resolve_path(self.module, self.target.partition(":")[2])[2]
+        """What the module has at the target's path now (after a reload, in the new class); None for nothing."""
+        try:
+            return wrapt.resolve_path(self.module, self.target.partition(":")[2])[2]
+        except AttributeError:
+            return None
 
     @property
     def is_in_place(self) -> bool:
@@ -54,6 +57,8 @@ class Installed:
     def overwritten_by(self) -> str:
         """Who stands at the target instead of us, in words."""
         other = self.current
+        if other is None:
+            return "nothing"
         return f"{getattr(other, '__module__', '?')}.{getattr(other, '__qualname__', repr(other))}"
 
 

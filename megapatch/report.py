@@ -11,7 +11,7 @@ from .engine import SiteRecord
 from .patch import Patch, Status
 
 SCHEMA = 1
-DISTRIBUTIONS = ("megapatch", "megatron-core", "torch", "wrapt")
+DISTRIBUTIONS = ("megatron-core", "torch", "wrapt")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,8 @@ class Report:
 
 def make_report(records: Iterable[SiteRecord]) -> Report:
     """The report of these sites as they are now."""
+    from . import __version__  # known by now, unlike when this module is imported
+
     by_patch: dict[str, tuple[Patch, list[SiteReport]]] = {}
     for record in records:
         record.refresh()
@@ -132,5 +134,5 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
         by_patch.setdefault(record.patch.name, (record.patch, []))[1].append(site)
     return Report(
         patches=tuple(PatchReport(patch, tuple(sites)) for patch, sites in by_patch.values()),
-        versions=versions.installed(*DISTRIBUTIONS),
+        versions={"megapatch": __version__, **versions.installed(*DISTRIBUTIONS)},
     )

@@ -113,6 +113,19 @@ def test_a_reloaded_module_is_patched_again_by_apply(modules):
     assert status_of(engine) == "applied"
 
 
+def test_a_module_that_was_imported_anew_is_patched_again_by_apply(modules):
+    importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    del sys.modules[name]
+    assert status_of(engine) == "applied"
+    target = importlib.import_module(name)
+    assert target.greet("you") == "hello you"
+    assert status_of(engine) == "pending"
+    engine.apply()
+    assert target.greet("you") == "hello you!"
+
+
 @pytest.mark.parametrize(
     ("kind", "status"),
     [(FIXED, "not-needed"), (ABSENT, "not-needed"), (UNSUPPORTED, "unsupported"), (UNKNOWN, "refused")],

@@ -93,6 +93,8 @@ def test_restore_gives_the_identical_original_everywhere(modules):
     assert (target.greet, target.Greeter.greet) == functions
     assert late.greet is functions[0]
     assert status_of(engine) == "disabled"
+    engine.activate()  # a framework's init hook, say
+    assert target.greet is functions[0]
     engine.apply()
     assert target.greet("you") == late.greet("you") == "hello you!"
 
@@ -140,6 +142,15 @@ def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
     assert caplog.text.count("is overwritten") == 1
     target.Greeter.greet = ours
     assert status_of(engine) == "applied"
+
+
+def test_a_target_that_someone_deleted_is_overwritten_by_nothing(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    del target.greet
+    assert status_of(engine) == "overwritten"
+    assert engine.records[0].reason.endswith("greet is now nothing")
 
 
 def test_restoring_an_unknown_name_is_an_error_that_helps():

@@ -15,7 +15,8 @@ Seam      the module function, rebound where others hold it by name. Everything 
           The first call of a process runs as it does without megapatch.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           What is promised after an exception holds when it was raised on all ranks: raised on one rank alone,
-          the others wait for it in a collective, as without megapatch.
+          the others wait for it in a collective, as without megapatch. With pipeline parallelism a stage that
+          waits for another stage's message is such a rank.
           With reuse_grad_buf_for_mxfp8_param_ag, parameters that an exception has left stepped but not
           gathered cannot be gathered: the next call raises MegapatchError instead of training from old ones.
           What stays the caller's: args.iteration is read at entry and never written, so set it (and
@@ -32,6 +33,7 @@ import gc
 import inspect
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -84,6 +86,7 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     training = sys.modules[train.__module__]
     warn = _once()
     ended_at = 0
+    trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(train)
     def replacement(*args: Any, **kwargs: Any) -> Any:
@@ -95,9 +98,11 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         hooks = {name: value for name, value in vars(config).items() if name.endswith("_func")}
         collecting = gc.isenabled()
 
-        if _interval_timer(training) is not None:  # an earlier call, patched or not, has started it
+        # An earlier call, patched or not, has started the timer; Megatron's globals may be new since.
+        if _interval_timer(training) is not None or any(chunk in trained for chunk in model):
             _leave_earlier_call(training, model, machine)
             _warn_of_what_stays(training, ended_at, warn)
+        trained.update(model)
         if _is_own_no_sync(config.no_sync_func, model):
             config.no_sync_func = None
         try:
