@@ -16,10 +16,9 @@ from ..patch import unpatched
 
 def missing_names(path: str, *names: str) -> list[str]:
     """Names that the function's own code does not mention: as attribute, global, local, or within a text."""
-    function = _find(path)
-    if function is None:
+    code = getattr(_find(path), "__code__", None)
+    if code is None:
         return [path]
-    code = function.__code__
     texts = [constant for constant in code.co_consts if isinstance(constant, str)]
     mentioned = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
     return [
@@ -32,7 +31,7 @@ def missing_names(path: str, *names: str) -> list[str]:
 def missing_parameters(path: str, *names: str) -> list[str]:
     """Parameters that the function does not take."""
     function = _find(path)
-    if function is None:
+    if not inspect.isfunction(function):
         return [path]
     parameters = inspect.signature(function).parameters
     return [f"parameter {name!r} of {path}" for name in names if name not in parameters]

@@ -4,7 +4,7 @@ Symptom   with --overlap-param-gather, a second disable_forward_pre_hook() raise
           repr as its message, a second enable_forward_pre_hook() a bare AssertionError. Megatron's train()
           disables at entry and at exit, so a second train() in one process meets it; so does every framework
           that disables them around a checkpoint or a weight sync.
-Upstream  unfixed in 0.12 to 0.19; reported with THUDM/slime#1857 and #2066.
+Upstream  unfixed in 0.12 to 0.19 and on main; met by slime, THUDM/slime#1779 and pull request #1857.
 Seam      the two class attributes of DistributedDataParallel. Each chunk is on its own.
           Disabling where the hooks are off removes nothing. With param_sync=True it gathers the parameters
           only of bucket groups that have not dispatched their gather since the last step, and waits for those

@@ -56,30 +56,51 @@ def test_without_the_patch_a_second_call_fails_three_times_over():
 
 
 # ------------------------------------------------------------------------------------------ the repair
-def called_again(rank, world_size, layout, options, calls, steps):
-    init_parallel(**layout)
-    model = tiny_gpt(layers=4, hooks=False, **options)
-    loop = MegatronLoop(model)
-    return [loss for _ in range(calls) for loss in loop.train(steps)], model.parameters()
+ALIGNED = {**BOTH, "align_param_gather": True}
+CASES = {  # ranks, layout, options, options of the run without overlap
+    "dp2": (2, {}, {}, {}),
+    "dp2 grads": (2, {}, GRADS, {}),
+    "dp2 both": (2, {}, BOTH, ADAM),
+    "dp2 both aligned": (2, {}, ALIGNED, ADAM),
+    "pp2 grads": (2, {"pp": 2}, GRADS, {}),
+    "pp2 vpp2 dp2 both": (4, {"pp": 2, "vpp": 2}, BOTH, ADAM),
+    "ep2 dp2 both": (4, {"ep": 2}, {**BOTH, "experts": 4}, {**ADAM, "experts": 4}),
+}
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout", "options", "plain"),
-    [
-        pytest.param(2, {}, {}, {}, id="dp2"),
-        pytest.param(2, {}, GRADS, {}, id="dp2 grads"),
-        pytest.param(2, {}, BOTH, ADAM, id="dp2 both"),
-        pytest.param(2, {}, {**BOTH, "align_param_gather": True}, ADAM, id="dp2 both aligned"),
-        pytest.param(2, {"pp": 2}, GRADS, {}, id="pp2 grads"),
-        pytest.param(4, {"pp": 2, "vpp": 2}, BOTH, ADAM, id="pp2 vpp2 dp2 both"),
-        pytest.param(4, {"ep": 2}, {**BOTH, "experts": 4}, {**ADAM, "experts": 4}, id="ep2 dp2 both"),
-    ],
-)
-def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train(
-    world_size, layout, options, plain
-):
-    got = run_ranks(called_again, world_size, layout, options, 3, 2)
-    assert_same(got, run_ranks(plain_steps, world_size, layout, plain, 6, env=UNPATCHED))
+def called_three_times(rank, world_size):
+    """Losses and parameters of each case for so many ranks, after three calls of two steps."""
+    found = {}
+    for name, (ranks, layout, options, _) in CASES.items():
+        if ranks == world_size:
+            init_parallel(**layout)
+            model = tiny_gpt(layers=4, hooks=False, **options)
+            loop = MegatronLoop(model)
+            found[name] = [loss for _ in range(3) for loss in loop.train(2)], model.parameters()
+    return found
+
+
+def plain_runs(rank, world_size):
+    return {
+        name: plain_steps(rank, world_size, layout, options, 6)
+        for name, (ranks, layout, _, options) in CASES.items()
+        if ranks == world_size
+    }
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """By number of ranks: what every rank found with train() called again, and in the run to compare with."""
+    return {
+        ranks: (run_ranks(called_three_times, ranks), run_ranks(plain_runs, ranks, env=UNPATCHED))
+        for ranks in (2, 4)
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train(runs, name):
+    again, plain = runs[CASES[name][0]]
+    assert_same([found[name] for found in again], [found[name] for found in plain])
 
 
 # ------------------------------------------------------------------------------------------ one model each
@@ -170,13 +191,14 @@ def test_activation_between_two_calls():
         assert f"{__name__}:train_by_name" in told["rebound"]
 
 
-def gathers_of(rank, world_size, calls, steps):
+CALLS_AND_STEPS = ((1, 4), (4, 1), (3, 2))
+
+
+def gathers(rank, world_size, calls_and_steps):
     """How many buckets train() gathers over some calls, and how many it would have to."""
     init_parallel()
-    model = tiny_gpt(layers=4, hooks=False, **BOTH)
-    loop, count = MegatronLoop(model), 0
     module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
-    gather = module.dist_all_gather_func
+    gather, count = module.dist_all_gather_func, 0
 
     def counting(*args, **kwargs):
         nonlocal count
@@ -184,16 +206,22 @@ def gathers_of(rank, world_size, calls, steps):
         return gather(*args, **kwargs)
 
     module.dist_all_gather_func = counting
-    for _ in range(calls):
-        loop.train(steps)
-    return count, calls * steps * sum(len(group.buckets) for group in model.chunks[0].bucket_groups)
+    found = []
+    for calls, steps in calls_and_steps:
+        model = tiny_gpt(layers=4, hooks=False, **BOTH)
+        loop, count = MegatronLoop(model), 0
+        for _ in range(calls):
+            loop.train(steps)
+        found.append((count, calls * steps * sum(len(group.buckets) for group in model.chunks[0].bucket_groups)))
+    return found
 
 
 def test_no_gather_more_than_once_a_step_and_bucket():
-    for calls, steps in ((1, 4), (4, 1), (3, 2)):
-        for count, needed in run_ranks(gathers_of, 2, calls, steps):
-            assert count == needed
-    assert run_ranks(gathers_of, 2, 1, 4, env=UNPATCHED) == run_ranks(gathers_of, 2, 1, 4)
+    found = run_ranks(gathers, 2, CALLS_AND_STEPS)
+    for count, needed in found[0] + found[1]:
+        assert count == needed
+    # The first call of a process gathers no more than it does without megapatch.
+    assert run_ranks(gathers, 2, CALLS_AND_STEPS[:1], env=UNPATCHED) == [each[:1] for each in found]
 
 
 def what_stays_the_callers(rank, world_size):
