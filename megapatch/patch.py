@@ -22,6 +22,10 @@ class MegapatchError(Exception):
     """Base of every exception that megapatch raises on its own account."""
 
 
+class MisuseError(MegapatchError, RuntimeError):
+    """megapatch was called in a way, or at a moment, in which it cannot work."""
+
+
 class VerdictKind(enum.Enum):
     """What a diagnosis can find."""
 
@@ -101,9 +105,9 @@ class Patch:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", self.name):
-            raise ValueError(f"patch name {self.name!r} is not of the form family.what-it-makes-right")
+            raise MisuseError(f"patch name {self.name!r} is not of the form family.what-it-makes-right")
         if not self.sites:
-            raise ValueError(f"patch {self.name} has no site")
+            raise MisuseError(f"patch {self.name} has no site")
 
     @property
     def family(self) -> str:

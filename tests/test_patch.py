@@ -7,7 +7,7 @@ import functools
 import pytest
 from engine_rig import make_patch
 
-from megapatch.patch import MARK, Patch, unpatched
+from megapatch.patch import MARK, MisuseError, Patch, unpatched
 
 
 def test_family_and_summary():
@@ -17,12 +17,12 @@ def test_family_and_summary():
 
 @pytest.mark.parametrize("name", ["", "megatron", "Megatron.x", "megatron.a b", "megatron."])
 def test_a_name_has_a_family(name):
-    with pytest.raises(ValueError, match="family"):
+    with pytest.raises(MisuseError, match="family"):
         make_patch("nowhere", name=name)
 
 
 def test_a_patch_has_a_site():
-    with pytest.raises(ValueError, match="no site"):
+    with pytest.raises(MisuseError, match="no site"):
         Patch(name="a.b", doc="", upstream="", sites=())
 
 

@@ -22,7 +22,7 @@ from .cuda_stubs import install_cuda_stubs
 from .data import microbatches
 from .layout import destroy_parallel, init_parallel
 from .model import StepResult, TinyGPT, mean_loss
-from .ranks import RanksFailed, run_ranks
+from .ranks import RanksFailed, RanksTimedOut, run_ranks
 from .tiny_gpt import tiny_gpt
 from .training_loop import Fault, MegatronLoop
 
@@ -30,6 +30,7 @@ __all__ = [
     "Fault",
     "MegatronLoop",
     "RanksFailed",
+    "RanksTimedOut",
     "StepResult",
     "TinyGPT",
     "destroy_parallel",

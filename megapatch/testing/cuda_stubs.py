@@ -18,6 +18,8 @@ import torch
 import torch.distributed
 from torch.overrides import TorchFunctionMode
 
+from ..patch import MisuseError
+
 _lock = threading.Lock()
 _replaced = False
 _of_this_thread = threading.local()
@@ -30,13 +32,13 @@ def install_cuda_stubs() -> None:
     process and are never undone, the meaning of "cuda" holds for the calling thread: another thread that
     creates tensors calls this again.
 
-    Raises RuntimeError when megatron.core has been imported already: its modules would have kept originals.
+    Raises MisuseError when megatron.core has been imported already: its modules would have kept originals.
     """
     global _replaced
     with _lock:
         if not _replaced:
             if "megatron.core" in sys.modules:
-                raise RuntimeError(
+                raise MisuseError(
                     "install_cuda_stubs() must come before the first import of megatron: "
                     "megatron.core is already imported and holds parts of the real torch.cuda"
                 )

@@ -24,12 +24,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ..patch import MegapatchError
 from . import _rank
 
 _GRACE = 2.0  # seconds that the others get to finish after one rank has failed
 
 
-class RanksFailed(RuntimeError):
+class RanksTimedOut(MegapatchError, TimeoutError):
+    """The ranks did not finish in time; the message names the late ones and where they were."""
+
+
+class RanksFailed(MegapatchError, RuntimeError):
     """At least one rank raised or died.
 
     failures: the traceback's text, or how the process ended, by rank; the first to fail comes first
@@ -63,7 +68,7 @@ def run_ranks(
     timeout           seconds for everything
 
     Raises RanksFailed when a rank raises or dies; the others, that may wait for it for ever, get two seconds
-    more. Raises TimeoutError, naming the late ranks and where they are. However the call ends (the caller may
+    more. Raises RanksTimedOut, naming the late ranks and where they are. However the call ends (the caller may
     even be killed), none of its processes is left, nor any that they started: each rank leads its own process
     group. Only the server stays, until the caller exits.
     """
@@ -91,7 +96,7 @@ def run_ranks(
     if failed:
         raise RanksFailed({rank: dict(outcomes)[rank].failure for _, rank in failed}, waiting, world_size)
     if waiting:
-        raise TimeoutError("\n".join(_where(f"did not finish within {timeout:g} s", waiting, world_size)))
+        raise RanksTimedOut("\n".join(_where(f"did not finish within {timeout:g} s", waiting, world_size)))
     return [_load(outcome.result) for _, outcome in outcomes]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 
+from ..patch import MisuseError
 from . import data
 from .availability import megatron_training_available
 from .model import TinyGPT
@@ -44,7 +45,7 @@ class MegatronLoop:
     args         Megatron's arguments, as get_args() returns them
     checkpointing_context   what train() and Megatron's save_checkpoint() keep between checkpoints
 
-    Raises RuntimeError when megatron.training is not installed. Another loop's global state in this process is
+    Raises MisuseError when megatron.training is not installed. Another loop's global state in this process is
     taken down first.
     """
 
@@ -61,7 +62,7 @@ class MegatronLoop:
 
     def __post_init__(self) -> None:
         if not megatron_training_available():
-            raise RuntimeError("this megatron-core comes without megatron.training (wheels have it from 0.17 on)")
+            raise MisuseError("this megatron-core comes without megatron.training (wheels have it from 0.17 on)")
         import megatron.training.training  # noqa: F401  (what this class drives)
         from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
         from megatron.training.arguments import parse_args, validate_args

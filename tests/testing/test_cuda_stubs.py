@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from megapatch.patch import MisuseError
 from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks
 
 UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
@@ -17,7 +18,7 @@ UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
 def test_they_refuse_to_come_after_megatron(monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
     synchronize = torch.cuda.synchronize
-    with pytest.raises(RuntimeError, match="before the first import of megatron"):
+    with pytest.raises(MisuseError, match="before the first import of megatron"):
         install_cuda_stubs()
     assert torch.cuda.synchronize is synchronize
 

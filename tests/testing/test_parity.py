@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapatch.testing import RanksFailed, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import RanksFailed, RanksTimedOut, init_parallel, run_ranks, tiny_gpt
 
 UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
 STEPS = 3
@@ -106,7 +106,7 @@ class Runs:
             self.waiting = [each for each in self.waiting if each not in together]
             try:
                 by_rank = run_ranks(train, configuration.ranks, together, env=UNPATCHED)
-            except (RanksFailed, TimeoutError):
+            except (RanksFailed, RanksTimedOut):
                 pass  # one of them fails; each on its own shows which, and why
             else:
                 self.done |= {each.name: list(results) for each, *results in zip(together, *by_rank, strict=True)}

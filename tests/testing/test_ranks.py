@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed
 
-from megapatch.testing import RanksFailed, run_ranks
+from megapatch.testing import RanksFailed, RanksTimedOut, run_ranks
 
 
 def is_alive(pid: int) -> bool:
@@ -174,7 +174,7 @@ def test_a_rank_that_just_ends(how, said):
 
 def test_a_rank_that_hangs(tmp_path):
     started = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"rank 1 of 2 did not finish within 2 s") as caught:
+    with pytest.raises(RanksTimedOut, match=r"rank 1 of 2 did not finish within 2 s") as caught:
         run_ranks(hang_on_rank_1, 2, tmp_path, timeout=2)
     assert 2 <= time.monotonic() - started < 10
     assert "in hang" in str(caught.value)
