@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import megapatch
 
 from .catalog import PATCHES
-from .patch import Status
+from .patch import NEEDS_ATTENTION, Status
 
 WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
 
@@ -70,8 +70,7 @@ def doctor(as_json: bool) -> int:
     for name, site in sites:
         if site.status is Status.DISABLED:
             _say(f"disabled on purpose: {name} at {site.module} ({site.reason})")
-    attention = (Status.FAILED, Status.OVERWRITTEN, Status.REFUSED)
-    bad = [(name, site) for name, site in sites if site.status in attention]
+    bad = [(name, site) for name, site in sites if site.status in NEEDS_ATTENTION]
     for name, site in bad:
         _say(f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}")
     if bad:

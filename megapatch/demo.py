@@ -49,6 +49,10 @@ class Outcome:
             self.errors.append((what, f"{type(error).__name__}: {error}".splitlines()[0]))
 
 
+Job = Callable[[int, int], Outcome]
+"""What every rank runs: (rank, world size) to outcome."""
+
+
 # ------------------------------------------------------------------------ the real train(), wheels from 0.17 on
 def train_without(rank: int, world_size: int) -> Outcome:
     """Call train() again; after each failure clear away by hand what it tripped over, and try again."""
@@ -81,11 +85,9 @@ def train_once(rank: int, world_size: int) -> Outcome:
 
 
 def _loop(options: Mapping[str, Any]) -> Any:
-    from .testing import MegatronLoop, init_parallel, tiny_gpt
+    from .testing import MegatronLoop
 
-    _quiet()
-    init_parallel()
-    return MegatronLoop(tiny_gpt(hooks=False, **options))
+    return MegatronLoop(_model({**options, "hooks": False}))
 
 
 # ------------------------------------------------------------------------ the forward pre-hooks, every wheel
@@ -140,18 +142,16 @@ def _quiet() -> None:
 # ------------------------------------------------------------------------ the story
 def main() -> int:
     """Run the demo; the exit code is 0 only if the repaired run equals the plain one."""
-    lacking = [name for name in ("torch", "megatron.core") if find_module(name) is None]
-    if lacking:
-        needed = " and ".join({"torch": "torch", "megatron.core": "megatron-core"}[name] for name in lacking)
-        return _cannot(f'the demo needs {needed}: pip install "megapatch[demo]"')
-    from .testing import RanksFailed
+    modules = {"torch": "torch", "megatron-core": "megatron.core"}
+    if lacking := [name for name, module in modules.items() if find_module(module) is None]:
+        return _cannot(f'the demo needs {" and ".join(lacking)}: pip install "megapatch[demo]"')
+    from .testing import RanksFailed, megatron_training_available
 
     started = time.monotonic()
     versions = installed("megapatch", "megatron-core", "torch")
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     try:
-        with_train = find_module("megatron.training.training") is not None
-        same = _demonstrate_train() if with_train else _demonstrate_hooks()
+        same = _demonstrate_train() if megatron_training_available() else _demonstrate_hooks()
     except RanksFailed as error:
         if module := re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", str(error)):
             return _cannot(
@@ -168,10 +168,8 @@ def _demonstrate_train() -> bool:
         f"A tiny GPT on {RANKS} CPU ranks (gloo) with overlap_grad_reduce, overlap_param_gather and the\n"
         f"distributed optimizer: {CALLS} calls of {STEPS} steps of megatron.training.training.train().\n"
     )
-    without = _run("without megapatch", train_without, UNPATCHED)
-    repaired = _run("with megapatch", train_again)
-    plain = _run("no overlap, one call, without megapatch", train_once, UNPATCHED)
-    return _compare(without, repaired, plain, "train() was called once and worked; called again:")
+    outcomes = _run_all(train_without, train_again, train_once, "no overlap, one call")
+    return _compare(*outcomes, "train() was called once and worked; called again:")
 
 
 def _demonstrate_hooks() -> bool:
@@ -181,13 +179,19 @@ def _demonstrate_hooks() -> bool:
         f"DistributedDataParallel's forward pre-hooks, on {RANKS} CPU ranks (gloo), switched off and on around\n"
         f"every {STEPS} of {CALLS * STEPS} steps of a tiny GPT.\n"
     )
-    without = _run("without megapatch", hooks_without, UNPATCHED)
-    repaired = _run("with megapatch", hooks_switched)
-    plain = _run("no overlap, without megapatch", hooks_never, UNPATCHED)
-    return _compare(without, repaired, plain, "Megatron says:")
+    outcomes = _run_all(hooks_without, hooks_switched, hooks_never, "no overlap")
+    return _compare(*outcomes, "Megatron says:")
 
 
-def _run(title: str, job: Callable[[int, int], Outcome], env: Mapping[str, str] | None = None) -> Outcome:
+def _run_all(without: Job, repaired: Job, plain: Job, plain_title: str) -> tuple[Outcome, Outcome, Outcome]:
+    return (
+        _run("without megapatch", without, UNPATCHED),
+        _run("with megapatch", repaired),
+        _run(f"{plain_title}, without megapatch", plain, UNPATCHED),
+    )
+
+
+def _run(title: str, job: Job, env: Mapping[str, str] | None = None) -> Outcome:
     from .testing import run_ranks
 
     print(f"  running {title} ...", end="", flush=True)

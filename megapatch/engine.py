@@ -16,7 +16,7 @@ from types import ModuleType
 
 from . import watch
 from .install import Installed, check_in_place, install, uninstall
-from .patch import MegapatchError, Patch, Site, Status, Verdict, VerdictKind
+from .patch import NEEDS_ATTENTION, MegapatchError, Patch, Site, Status, Verdict, VerdictKind
 from .settings import Settings, matching, unknown_name
 from .versions import find_module
 
@@ -28,7 +28,6 @@ _STATUS_OF_VERDICT = {
     VerdictKind.UNSUPPORTED: Status.UNSUPPORTED,
     VerdictKind.UNKNOWN: Status.REFUSED,
 }
-_LOUD = (Status.FAILED, Status.REFUSED, Status.OVERWRITTEN)
 _NOT_IMPORTED = "not imported yet"
 _RESTORED = "restored in this process; megapatch.apply() installs it again"
 
@@ -49,7 +48,7 @@ class SiteRecord:
         """Record the status; one that needs attention is logged at WARNING, once."""
         news = (status, reason) != (self.status, self.reason)
         self.status, self.reason, self.traceback = status, reason, trace
-        if news and status in _LOUD:
+        if news and status in NEEDS_ATTENTION:
             what = f"{self.patch.name}: {self.site.module} is {status.value}: {reason}"
             log.warning("%s", f"{what}\n{trace}" if trace else what)
 

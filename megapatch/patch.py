@@ -70,6 +70,10 @@ class Status(enum.Enum):
     NOT_INSTALLED = "not-installed"
 
 
+NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.REFUSED)
+"""Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One place where a patch applies.

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from unittest import mock
+
 import pytest
 import torch
 
-from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing import init_parallel, megatron_training_available, tiny_gpt
+
+needs_training = pytest.mark.skipif(
+    not megatron_training_available(), reason="this megatron-core has no megatron.training (wheels: from 0.17)"
+)
 
 UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
 ADAM = {"optimizer": "adam", "lr": 0.5, "optim": {"adam_eps": 1.0}}  # nearly SGD, which distopt does not take
@@ -29,9 +36,35 @@ def assert_same(got, reference, first=0):
     for (losses, parameters), steps in zip(got, reference, strict=True):
         steps = steps[first : first + len(losses)]
         assert losses == pytest.approx([loss for loss, _ in steps], rel=1e-6)
-        expected = steps[-1][1]
-        assert parameters.keys() == expected.keys()
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(
-                parameter, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-            )
+        assert_same_parameters(parameters, steps[-1][1])
+
+
+def assert_same_parameters(parameters, expected):
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(
+            parameter, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+class Gathers:
+    """Counts the parameter all-gathers that Megatron dispatches, one a bucket."""
+
+    def __init__(self):
+        self.count = 0
+        self.module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
+        self.original = self.module.dist_all_gather_func
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        return self.original(*args, **kwargs)
+
+    def during(self, function, *args, **kwargs):
+        self.count = 0
+        with mock.patch.object(self.module, "dist_all_gather_func", self):
+            function(*args, **kwargs)
+        return self.count
+
+
+def buckets(ddp):
+    return sum(len(group.buckets) for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups)

@@ -10,8 +10,8 @@ from command import run
 # A stand-in for Megatron where only the command line is under test.
 DDP = """
 class DistributedDataParallel:
-    def disable_forward_pre_hook(self): {body}
-    def enable_forward_pre_hook(self): {body}
+    def disable_forward_pre_hook(self): pass
+    def enable_forward_pre_hook(self): pass
     def __init__(self): pass
 """
 
@@ -63,14 +63,14 @@ def test_list_names_every_patch():
 
 
 def test_doctor_refuses_code_that_looks_like_nothing_known(fake_megatron):
-    shown = run("doctor", path=fake_megatron(DDP.format(body="pass")))
+    shown = run("doctor", path=fake_megatron(DDP))
     assert shown.returncode == 1
     assert "not in place: megatron.forward-pre-hook" in shown.stderr
     assert "refused" in shown.stdout
 
 
 def test_doctor_says_what_was_switched_off_and_accepts_it(fake_megatron):
-    shown = run("doctor", path=fake_megatron(DDP.format(body="pass")), MEGAPATCH_DISABLE="megatron.*")
+    shown = run("doctor", path=fake_megatron(DDP), MEGAPATCH_DISABLE="megatron.*")
     assert shown.returncode == 0
     assert "disabled on purpose: megatron.forward-pre-hook" in shown.stderr
     assert "MEGAPATCH_DISABLE=megatron.*" in shown.stderr
@@ -84,10 +84,10 @@ def test_doctor_says_what_cannot_be_imported(fake_megatron):
 
 
 def test_doctor_keeps_standard_output_for_the_json(fake_megatron):
-    shown = run("doctor", "--json", path=fake_megatron("print('noise')\n" + DDP.format(body="pass")))
+    shown = run("doctor", "--json", path=fake_megatron("print('noise')\n" + DDP))
     told = json.loads(shown.stdout)
     assert told["schema"] == 1
-    assert told["patches"][0]["status"] in ("refused", "failed")
+    assert told["patches"][0]["status"] == "refused"
     assert "noise" in shown.stderr
 
 

@@ -8,7 +8,7 @@ import json
 from engine_rig import TARGET, make_engine, make_patch
 
 import megapatch
-from megapatch.patch import FIXED, Patch, Verdict
+from megapatch.patch import FIXED, NEEDED, Patch, Verdict
 from megapatch.report import make_report
 
 
@@ -84,18 +84,13 @@ def test_the_table_tells_status_reason_and_targets(modules):
 def test_the_digest_follows_what_is_in_place_and_not_the_words(modules):
     name = modules.write(TARGET)
 
-    def digest(reason, *paths, kind=None):
-        engine = make_engine(make_patch(name, *paths, diagnose=lambda module: Verdict(kind or _needed(), reason)))
+    def digest(reason, *paths, kind=NEEDED):
+        engine = make_engine(make_patch(name, *paths, diagnose=lambda module: Verdict(kind, reason)))
         engine.activate()
         importlib.import_module(name)
         found = make_report(engine.records).digest
         engine.restore()
         return found
-
-    def _needed():
-        from megapatch.patch import NEEDED
-
-        return NEEDED
 
     assert digest("one reason") == digest("another reason")
     assert digest("") != digest("", "greet", "Greeter.greet")

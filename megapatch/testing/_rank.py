@@ -49,7 +49,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank sends back: its pickled result, or the text of its traceback and when that was."""
+    """What a rank sends back: its result as torch.save writes it, or its traceback's text and when that was."""
 
     result: bytes = b""
     failure: str = ""
@@ -93,8 +93,8 @@ def _result(job: Job) -> bytes:
         "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size
     )
     function, args = pickle.loads(job.call)
-    # By value: multiprocessing's pickle would share a tensor's memory with a process that ends, and with plain
-    # pickle a tensor that megatron.training has touched torch for can only be read by importing Megatron.
+    # Tensors go by value: multiprocessing's pickle would share memory with a process that ends, and plain pickle
+    # names the function that loads a tensor, which megatron.training replaces by one of Megatron's own.
     result = io.BytesIO()
     torch.save(function(job.rank, job.world_size, *args), result)
     return result.getvalue()

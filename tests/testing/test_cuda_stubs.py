@@ -8,11 +8,10 @@ import types
 
 import pytest
 import torch
+from megatron_rig import UNPATCHED
 
 from megapatch.patch import MisuseError
 from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks
-
-UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
 
 
 def test_they_refuse_to_come_after_megatron(monkeypatch):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from megatron_rig import UNPATCHED
 
 from megapatch.testing import init_parallel, mean_loss, run_ranks, tiny_gpt
 
-UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
 HOOKS = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
 

@@ -7,19 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from megatron_rig import ADAM, BOTH, UNPATCHED
+from megatron_rig import GRADS as OVERLAP
 
 from megapatch.testing import RanksFailed, RanksTimedOut, init_parallel, run_ranks, tiny_gpt
 
-UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
 STEPS = 3
 MICROBATCHES = 4  # of the global batch
 
-# The distributed optimizer takes Adam only. With a big epsilon Adam is nearly SGD, and a wrong scale of the
-# gradient shows in the losses.
-ADAM = {"optimizer": "adam", "optim": {"adam_eps": 1.0}}
-OVERLAP = {"overlap_grad_reduce": True}
 DISTOPT = {"use_distributed_optimizer": True, **ADAM}
-BOTH = {**DISTOPT, **OVERLAP, "overlap_param_gather": True}
 MOE = {"experts": 4}
 
 

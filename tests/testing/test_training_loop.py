@@ -6,28 +6,11 @@ import traceback
 
 import pytest
 import torch
+from megatron_rig import BOTH, UNPATCHED, needs_training
 
-from megapatch.testing import (
-    Fault,
-    MegatronLoop,
-    init_parallel,
-    megatron_training_available,
-    run_ranks,
-    tiny_gpt,
-)
+from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
 
-pytestmark = pytest.mark.skipif(
-    not megatron_training_available(), reason="this megatron-core comes without megatron.training"
-)
-
-UNPATCHED = {"MEGAPATCH_DISABLE": "*"}
-BOTH = {
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "use_distributed_optimizer": True,
-    "optimizer": "adam",
-    "optim": {"adam_eps": 1.0},
-}
+pytestmark = needs_training
 CASES = [
     ("plain", {}, {}, "disabled"),
     ("plain, validated", {}, {}, "validate_results"),

@@ -43,7 +43,6 @@ from ..probe import missing_attributes, missing_names, missing_parameters
 from .bucket_groups import (
     finish_param_gathers,
     forget_interrupted_window,
-    gathers_on_demand,
     has_ungathered_params,
     settle_grad_reduces,
 )
@@ -134,9 +133,8 @@ def _leave_earlier_call(training: ModuleType, model: Sequence[Any], machine: Any
     _before_interrupted_step(machine)
     for chunk in _ddp_chunks(training, model):
         settle_grad_reduces(chunk)
-        if gathers_on_demand(chunk):
-            finish_param_gathers(chunk)
-        elif chunk.ddp_config.overlap_param_gather and has_ungathered_params(chunk):
+        finish_param_gathers(chunk)
+        if chunk.ddp_config.overlap_param_gather and has_ungathered_params(chunk):
             raise MegapatchError(
                 "train() was interrupted after an optimizer step and before the parameters were gathered. With "
                 "reuse_grad_buf_for_mxfp8_param_ag that cannot be made up for, and this call would train from "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 from unittest import mock
 
-import pytest
+from megatron_rig import needs_training
 
 from megapatch.patch import MARK
-from megapatch.testing import megatron_training_available, run_ranks
+from megapatch.testing import run_ranks
 
 
 def hook_verdicts(rank, world_size):
@@ -34,14 +34,15 @@ def hook_verdicts(rank, world_size):
         found["half repaired"] = verdict()
         with mock.patch.object(ddp, "enable_forward_pre_hook", works):
             found["repaired"] = verdict()
-    with mock.patch.object(ddp, "enable_forward_pre_hook", needs_more):
-        found["needs more"] = verdict()
-    with mock.patch.object(group, "finish_param_sync", takes_nothing):
-        found["other signature"] = verdict()
-    with mock.patch.object(ddp, "__init__", takes_nothing):
-        found["other attributes"] = verdict()
-    with mock.patch.object(module, "DistributedDataParallel", None):
-        found["no class"] = verdict()
+    changes = {
+        "needs more": (ddp, "enable_forward_pre_hook", needs_more),
+        "other signature": (group, "finish_param_sync", takes_nothing),
+        "other attributes": (ddp, "__init__", takes_nothing),
+        "no class": (module, "DistributedDataParallel", None),
+    }
+    for case, change in changes.items():
+        with mock.patch.object(*change):
+            found[case] = verdict()
     return found
 
 
@@ -85,7 +86,7 @@ def train_verdicts(rank, world_size):
     return {case: (verdict.kind.value, verdict.reason) for case, verdict in verdicts.items()}
 
 
-@pytest.mark.skipif(not megatron_training_available(), reason="this megatron-core has no megatron.training")
+@needs_training
 def test_train_reentry():
     unpatched, patched = run_ranks(train_verdicts, 1, env={"MEGAPATCH_DISABLE": "*"}), run_ranks(train_verdicts, 1)
     assert patched == unpatched

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from unittest import mock
 
 import pytest
-import torch
-from megatron_rig import ADAM, BOTH, UNPATCHED
+from megatron_rig import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
@@ -19,29 +16,6 @@ def raised(function, *args, **kwargs):
     except (AssertionError, KeyError) as error:
         return type(error).__name__
     return None
-
-
-class Gathers:
-    """Counts the parameter all-gathers that Megatron dispatches, one a bucket."""
-
-    def __init__(self):
-        self.count = 0
-        self.module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
-        self.original = self.module.dist_all_gather_func
-
-    def __call__(self, *args, **kwargs):
-        self.count += 1
-        return self.original(*args, **kwargs)
-
-    def during(self, function, *args, **kwargs):
-        self.count = 0
-        with mock.patch.object(self.module, "dist_all_gather_func", self):
-            function(*args, **kwargs)
-        return self.count
-
-
-def buckets(ddp):
-    return sum(len(group.buckets) for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups)
 
 
 def under_way(ddp):
@@ -174,6 +148,4 @@ def test_switching_hooks_between_steps_gives_the_numbers_of_a_run_without_overla
     plain = run_ranks(trained, world_size, layout, {**ADAM, **extra}, False, env=UNPATCHED)
     for (norms, parameters), (expected_norms, expected) in zip(switched, plain, strict=True):
         assert norms == pytest.approx(expected_norms, rel=1e-5)
-        assert parameters.keys() == expected.keys()
-        for name, parameter in parameters.items():
-            torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        assert_same_parameters(parameters, expected)

@@ -9,47 +9,30 @@ import logging
 import sys
 
 import pytest
-from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED, Interrupted, assert_same, plain_steps
+from megatron_rig import (
+    ADAM,
+    BOTH,
+    GRADS,
+    UNPATCHED,
+    Gathers,
+    Interrupted,
+    assert_same,
+    buckets,
+    needs_training,
+    plain_steps,
+)
 
 from megapatch import apply, report, restore
-from megapatch.testing import (
-    Fault,
-    MegatronLoop,
-    init_parallel,
-    megatron_training_available,
-    run_ranks,
-    tiny_gpt,
-)
+from megapatch.demo import train_without
+from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
 
-pytestmark = pytest.mark.skipif(
-    not megatron_training_available(), reason="this megatron-core has no megatron.training (wheels: from 0.17)"
-)
+pytestmark = needs_training
 
 
 # ------------------------------------------------------------------------------------------ the defect
-def failures_one_by_one(rank, world_size):
-    """What the second call raises, each failure after the one before was cleared away by hand."""
-    init_parallel()
-    model = tiny_gpt(hooks=False, **BOTH)
-    loop, texts = MegatronLoop(model), []
-    loop.train(2)
-    for clear in (
-        lambda: None,
-        lambda: setattr(model.config, "no_sync_func", None),
-        lambda: sys.modules["megatron.training.global_vars"].get_timers()("interval-time").stop(),
-    ):
-        clear()
-        try:
-            loop.train(2)
-        except (AssertionError, KeyError) as error:
-            texts.append(f"{type(error).__name__}: {error}")
-        if len(texts) > 1:  # it got as far as setting its hooks again
-            model.config.no_sync_func = None
-    return texts
-
-
 def test_without_the_patch_a_second_call_fails_three_times_over():
-    first, second, third = run_ranks(failures_one_by_one, 2, env=UNPATCHED)[0]
+    outcome = run_ranks(train_without, 2, env=UNPATCHED)[0]  # each failure cleared away by hand before the next
+    first, second, third = (text for _, text in outcome.errors)
     assert "config.no_sync_func must be None" in first
     assert "timer has already been started" in second
     assert third.startswith(("KeyError: DistributedDataParallel(", "KeyError: GPTModel("))
@@ -197,22 +180,12 @@ CALLS_AND_STEPS = ((1, 4), (4, 1), (3, 2))
 def gathers(rank, world_size, calls_and_steps):
     """How many buckets train() gathers over some calls, and how many it would have to."""
     init_parallel()
-    module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
-    gather, count = module.dist_all_gather_func, 0
-
-    def counting(*args, **kwargs):
-        nonlocal count
-        count += 1
-        return gather(*args, **kwargs)
-
-    module.dist_all_gather_func = counting
     found = []
     for calls, steps in calls_and_steps:
         model = tiny_gpt(layers=4, hooks=False, **BOTH)
-        loop, count = MegatronLoop(model), 0
-        for _ in range(calls):
-            loop.train(steps)
-        found.append((count, calls * steps * sum(len(group.buckets) for group in model.chunks[0].bucket_groups)))
+        loop, counter = MegatronLoop(model), Gathers()
+        count = sum(counter.during(loop.train, steps) for _ in range(calls))
+        found.append((count, calls * steps * buckets(model.chunks[0])))
     return found
 
 

@@ -6,21 +6,12 @@ import contextlib
 import sys
 
 import pytest
-from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED, Interrupted, assert_same, plain_steps
+from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED, Interrupted, assert_same, needs_training, plain_steps
 
 from megapatch import MegapatchError
-from megapatch.testing import (
-    Fault,
-    MegatronLoop,
-    init_parallel,
-    megatron_training_available,
-    run_ranks,
-    tiny_gpt,
-)
+from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
 
-pytestmark = pytest.mark.skipif(
-    not megatron_training_available(), reason="this megatron-core has no megatron.training (wheels: from 0.17)"
-)
+pytestmark = needs_training
 
 PLACES = {  # where, and at which microbatch; a step has two
     "data, before any step": ("data", 0),
