@@ -1,10 +1,11 @@
-"""megapatch doctor | list | demo"""
+"""megapatch doctor | list | explain | demo"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from collections.abc import Sequence
 import megapatch
 
 from .catalog import PATCHES
-from .patch import NEEDS_ATTENTION, Status
+from .engine import this_process
+from .patch import NEEDS_ATTENTION, MegapatchError, Status
+from .strict import StrictError
 
 WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
 
@@ -20,7 +23,7 @@ _EXIT_CODES = """\
 exit codes:
   0  every patch that is needed is in place, or was switched off on purpose
   1  a patch that is needed, or may be, is not in place (failed, refused, overwritten)
-  2  could not look: bad usage, nothing to patch is installed, or it cannot be imported
+  2  could not look: bad usage or environment, nothing to patch is installed, or it cannot be imported
 """
 
 
@@ -38,11 +41,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--json", action="store_true", help="the report as JSON on standard output")
-    command.set_defaults(run=lambda options: doctor(as_json=options.json))
+    command.add_argument(
+        "--no-import",
+        action="store_true",
+        help="the quick view: only say what is installed; everything stays pending, and nothing is diagnosed",
+    )
+    command.set_defaults(run=lambda options: doctor(as_json=options.json, importing=not options.no_import))
 
-    command = commands.add_parser("list", help="list all patches", description="List all patches.")
-    command.add_argument("--markdown", action="store_true", help="as the table in the README")
+    command = commands.add_parser(
+        "list",
+        help="list all patches",
+        description="List all patches, in the order in which they are considered; those of third parties last.",
+    )
+    command.add_argument("--markdown", action="store_true", help="megapatch's own, as the table in the README")
     command.set_defaults(run=lambda options: list_patches(markdown=options.markdown))
+
+    command = commands.add_parser(
+        "explain",
+        help="tell all about a patch: symptom, upstream, seam, limits, cost",
+        description="Tell all about a patch: symptom, upstream report, seam, limits, cost, where it applies and "
+        "whether it changes numbers.",
+        epilog="exit codes:\n  0  told\n  2  no patch has such a name\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("names", nargs="+", metavar="NAME", help="a patch's name, or a glob such as 'megatron.*'")
+    command.set_defaults(run=lambda options: explain(options.names))
 
     command = commands.add_parser(
         "demo",
@@ -60,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def doctor(as_json: bool) -> int:
+def doctor(as_json: bool, importing: bool = True) -> int:
     """Import each installed target, print the report and what is wrong; see `_EXIT_CODES`."""
-    problems = _import_targets()
+    problems = _import_targets() if importing else []
     report = megapatch.report()
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
 
@@ -73,19 +96,20 @@ def doctor(as_json: bool) -> int:
     bad = [(name, site) for name, site in sites if site.status in NEEDS_ATTENTION]
     for name, site in bad:
         _say(f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}")
-    if bad:
-        return NOT_APPLIED
     if all(site.status is Status.NOT_INSTALLED for _, site in sites):
         problems.append(
             "nothing to patch is installed here: found no megatron-core; install it next to megapatch "
             "(pip install megatron-core), or run doctor in the environment that trains"
         )
+    problems += _complaints()
     for problem in problems:
         _say(problem)
+    if bad:
+        return NOT_APPLIED
     if problems:
         return COULD_NOT_LOOK
     if not as_json:
-        print("all well: every patch that is needed is in place")
+        print(f"all well: {'every patch that is needed is in place' if importing else 'nothing was judged'}")
     return WELL
 
 
@@ -93,13 +117,33 @@ def list_patches(markdown: bool) -> int:
     """One line a patch, in the catalogue's order."""
     if markdown:
         print("| patch | what it makes right | upstream | changes numbers |\n| --- | --- | --- | --- |")
-    for patch in PATCHES:
-        numbers = "yes" if patch.changes_numbers else "no"
-        if markdown:
+        for patch in PATCHES:
+            numbers = "yes" if patch.changes_numbers else "no"
             print(f"| `{patch.name}` | {patch.summary} | <{patch.upstream}> | {numbers} |")
-        else:
-            print(f"{patch.name:28}  {patch.summary}")
-    return 0
+        return WELL
+    this_process().load_third_parties()
+    for patch in this_process().patches:
+        print(f"{patch.name:28}  {patch.summary}")
+    return WELL
+
+
+def explain(names: Sequence[str]) -> int:
+    """All about the named patches, from their docstrings and sites."""
+    this_process().load_third_parties()
+    try:
+        chosen = this_process().named(*names)
+    except MegapatchError as error:
+        _say(str(error))
+        return COULD_NOT_LOOK
+    for patch in this_process().patches:
+        if patch.name in chosen:
+            print(f"{patch.name}: {inspect.cleandoc(patch.doc)}\n")
+            print(f"Link      {patch.upstream}")
+            print(f"Numbers   {'changed' if patch.changes_numbers else 'not changed'} in a run that did not crash")
+            for site in patch.sites:
+                print(f"Site      {site.module}: {', '.join(site.replace)}")
+            print()
+    return WELL
 
 
 def demo() -> int:
@@ -119,9 +163,16 @@ def _import_targets() -> list[str]:
         try:
             with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's alone
                 importlib.import_module(name)
+        except StrictError:
+            continue  # the site's own status says it
         except Exception as error:
             problems.append(f"{name} is installed but cannot be imported: {type(error).__name__}: {error}")
     return problems
+
+
+def _complaints() -> list[str]:
+    this_process().load_third_parties()
+    return this_process().complaints()
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .versions import find_module, installed
+from . import __version__
+from .versions import TESTED, find_module, here, too_old
 
 RANKS = 2
 CALLS, STEPS = 3, 2
@@ -145,10 +146,12 @@ def main() -> int:
     modules = {"torch": "torch", "megatron-core": "megatron.core"}
     if lacking := [name for name, module in modules.items() if find_module(module) is None]:
         return _cannot(f'the demo needs {" and ".join(lacking)}: pip install "megapatch[demo]"')
+    versions = {"megapatch": __version__, **here()}
+    if too_old("megatron-core", version := versions["megatron-core"]):
+        return _cannot(f"the demo needs megatron-core {TESTED['megatron-core'][0]} or later; this is {version}")
     from .testing import RanksFailed, megatron_training_available
 
     started = time.monotonic()
-    versions = installed("megapatch", "megatron-core", "torch")
     print(", ".join(f"{name} {version}" for name, version in versions.items()))
     try:
         same = _demonstrate_train() if megatron_training_available() else _demonstrate_hooks()

@@ -6,133 +6,78 @@ one that calls `apply()` never wait for each other in a circle.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-import sys
 import threading
-import traceback
 from collections.abc import Iterable
-from functools import partial
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from . import watch
-from .install import Installed, check_in_place, install, uninstall
-from .patch import NEEDS_ATTENTION, MegapatchError, Patch, Site, Status, Verdict, VerdictKind
-from .settings import Settings, matching, unknown_name
-from .versions import find_module
+from . import holders, install, strict, third_party, watch
+from .catalog import PATCHES
+from .patch import NEEDS_ATTENTION, MegapatchError, Patch, Status
+from .settings import DISABLE, STRICT, Settings, matching, unknown_name
+from .site_record import SiteRecord
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 log = logging.getLogger("megapatch")
-
-_STATUS_OF_VERDICT = {
-    VerdictKind.FIXED: Status.NOT_NEEDED,
-    VerdictKind.ABSENT: Status.NOT_NEEDED,
-    VerdictKind.UNSUPPORTED: Status.UNSUPPORTED,
-    VerdictKind.UNKNOWN: Status.REFUSED,
-}
-_NOT_IMPORTED = "not imported yet"
-_RESTORED = "restored in this process; megapatch.apply() installs it again"
-
-
-class SiteRecord:
-    """What became of one site in this process."""
-
-    def __init__(self, patch: Patch, site: Site, disabled: str | None) -> None:
-        self.patch, self.site = patch, site
-        self.lock = threading.RLock()
-        self.status = Status.DISABLED if disabled else Status.PENDING
-        self.reason = disabled or _NOT_IMPORTED
-        self.traceback: str | None = None
-        self.installed: tuple[Installed, ...] = ()
-        self.disabled = disabled
-
-    def set(self, status: Status, reason: str, trace: str | None = None) -> None:
-        """Record the status; one that needs attention is logged at WARNING, once."""
-        news = (status, reason) != (self.status, self.reason)
-        self.status, self.reason, self.traceback = status, reason, trace
-        if news and status in NEEDS_ATTENTION:
-            what = f"{self.patch.name}: {self.site.module} is {status.value}: {reason}"
-            log.warning("%s", f"{what}\n{trace}" if trace else what)
-
-    def consider(self, module: ModuleType) -> None:
-        """Diagnose the loaded module and install what is needed; never raises."""
-        with self.lock:
-            if self.disabled or (self.installed and not self._lost()):
-                return
-            try:
-                verdict = self.site.diagnose(module)
-                if not isinstance(verdict, Verdict):
-                    raise TypeError(f"diagnose returned {verdict!r}, not a Verdict")
-                if verdict.kind is VerdictKind.NEEDED:
-                    self.installed = install(self.patch.name, module, self.site)
-                    self.set(Status.APPLIED, verdict.reason)
-                else:
-                    self.set(_STATUS_OF_VERDICT[verdict.kind], verdict.reason)
-            except Exception as error:  # a bug of ours must not break the user's import
-                self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
-
-    def refresh(self) -> None:
-        """Bring the status up to date with what has happened outside: replaced, reloaded, not there at all."""
-        with self.lock:
-            if self.installed:
-                self._lost()
-            elif self.status in (Status.PENDING, Status.NOT_INSTALLED):
-                if self.site.module in sys.modules:
-                    self.set(Status.PENDING, "its import is under way")
-                elif find_module(self.site.module) is None:
-                    self.set(Status.NOT_INSTALLED, "there is no such module to import")
-                else:
-                    self.set(Status.PENDING, _NOT_IMPORTED)
-
-    def _lost(self) -> bool:
-        """Whether the module was loaded anew, so that nothing of ours is in it; notes who overwrote us."""
-        gone = [one for one in self.installed if not one.is_in_place]
-        imported_anew = sys.modules.get(self.site.module) not in (None, self.installed[0].module)
-        if imported_anew or (gone and all(one.was_reloaded for one in gone)):
-            self.installed = ()
-            self.set(Status.PENDING, "reloaded; megapatch.apply() patches the new code")
-            return True
-        if gone:
-            others = "; ".join(f"{one.target} is now {one.overwritten_by()}" for one in gone)
-            self.set(Status.OVERWRITTEN, f"replaced after megapatch: {others}")
-        elif self.status is Status.OVERWRITTEN:
-            self.set(Status.APPLIED, "in place again")
-        return False
 
 
 class Engine:
     """The patches of one process and what became of them."""
 
-    def __init__(self, patches: Iterable[Patch], settings: Settings) -> None:
-        self.patches = tuple(patches)
+    def __init__(
+        self, patches: Iterable[Patch], settings: Settings, entry_points: Iterable[EntryPoint] = ()
+    ) -> None:
         self.settings = settings
-        self.names = tuple(patch.name for patch in self.patches)
-        self.records = tuple(
-            SiteRecord(patch, site, settings.why_disabled(patch.name))
-            for patch in self.patches
-            for site in patch.sites
-        )
+        self.records: tuple[SiteRecord, ...] = ()
+        self._changing_records = threading.Lock()
         self._activating = threading.Lock()
         self._active = False
+        for patch in patches:
+            self._add(patch)
+        for entry in entry_points:
+            self.records += (third_party.EntryRecord(entry, settings),)
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """All patches in order; placeholders stand for those of third parties that are not loaded yet."""
+        return tuple(dict.fromkeys(record.patch for record in self.records))
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the MEGAPATCH_* environment. Names can be judged once all patches are loaded."""
+        to_come = any(record.status is Status.PENDING for record in self._entries())
+        return self.settings.complaints(None if to_come else [patch.name for patch in self.patches])
 
     def activate(self) -> None:
-        """Watch for every target and patch what is there; a second call only looks again."""
+        """Watch for every target and patch what is there; a second call only looks again.
+
+        Raises StrictError with MEGAPATCH_STRICT when a site needs attention.
+        """
         with self._activating:
             first, self._active = not self._active, True
         if first:
-            for complaint in self.settings.complaints(self.names):
+            for complaint in self.complaints():
                 log.warning("%s", complaint)
             for name in dict.fromkeys(record.site.module for record in self.records):
-                watch.watch(name, partial(self._on_loaded, name))
+                self._watch(name)
         self._look()
         if first:
             log.info("%s", self._one_line())
+        self._insist(self.records)
 
     def apply(self) -> None:
-        """Consider every site whose module is loaded, restored ones too; what is in place stays as it is."""
+        """Consider every site whose module is loaded, restored ones too; what is in place stays as it is.
+
+        Raises StrictError with MEGAPATCH_STRICT when a site needs attention.
+        """
         for record in self.records:
-            if record.disabled == _RESTORED:
-                record.disabled = None
-                record.set(Status.PENDING, _NOT_IMPORTED)
+            record.allow_again()
         self._look()
+        self._insist(self.records)
 
     def restore(self, *names: str) -> None:
         """Put back the originals of the named patches (names or globs; all without names) until `apply()`.
@@ -140,38 +85,103 @@ class Engine:
         Raises MegapatchError for an unknown name, and RestoreError, with nothing changed, when a target has
         been patched by someone else on top of megapatch.
         """
+        named = self.named(*names or "*")
+        chosen = [record for record in self.records if record.patch.name in named]
+        with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
+            for record in chosen:
+                locks.enter_context(record.lock)
+            for record in chosen:
+                install.check_in_place(record.installed)
+            for record in chosen:
+                record.restore()
+
+    def named(self, *names: str) -> list[str]:
+        """The patches that these names or globs stand for. Raises MegapatchError for one that stands for none."""
+        known = [patch.name for patch in self.patches]
         for name in names:
-            if not matching(name, self.names):
-                raise MegapatchError(unknown_name(name, self.names))
-        chosen = [
-            record
-            for record in self.records
-            if not names or any(matching(name, [record.patch.name]) for name in names)
-        ]
-        for record in chosen:
-            check_in_place(record.installed)
-        for record in chosen:
-            with record.lock:
-                uninstall(record.installed)
-                record.installed = ()
-                if not record.disabled:
-                    record.disabled = _RESTORED
-                    record.set(Status.DISABLED, _RESTORED)
+            if not matching(name, known):
+                raise MegapatchError(unknown_name(name, known))
+        return [one for one in known if any(matching(name, [one]) for name in names)]
+
+    def load_third_parties(self) -> None:
+        """Load the patches of all entry points now, whether their targets are imported or not."""
+        for record in self._entries():
+            self._load(record)
+
+    def _entries(self) -> list[third_party.EntryRecord]:
+        return [record for record in self.records if isinstance(record, third_party.EntryRecord)]
 
     def _look(self) -> None:
-        for record in self.records:
-            if module := watch.loaded(record.site.module):
-                record.consider(module)
+        for entry in self._entries():
+            if watch.loaded(entry.site.module):
+                self._load(entry)
+        self._consider((record, watch.loaded(record.site.module)) for record in self.records)
 
     def _on_loaded(self, name: str, module: ModuleType) -> None:
-        for record in self.records:
-            if record.site.module == name:
-                record.consider(module)
+        for entry in self._entries():
+            if entry.site.module == name:
+                self._load(entry)
+        here = [record for record in self.records if record.site.module == name]
         # A module that was half-loaded in our own thread gets no event of its own. No waiting here: this thread
         # holds the import lock of `name`, and who is importing the other module may want it.
-        for record in self.records:
-            if record.status is Status.PENDING and (other := watch.loaded(record.site.module, wait=False)):
-                record.consider(other)
+        late = [record for record in self.records if record.status is Status.PENDING and record not in here]
+        self._consider(
+            [(record, module) for record in here]
+            + [(record, watch.loaded(record.site.module, wait=False)) for record in late]
+        )
+        self._insist([*here, *late])
+
+    def _consider(self, found: Iterable[tuple[SiteRecord, ModuleType | None]]) -> None:
+        """Consider these sites, then look for other holders of what was replaced, once for all of them."""
+        fresh = [record for record, module in found if module is not None and record.consider(module)]
+        originals = [one.original for record in fresh for one in record.installed]
+        places = holders.find(originals, [path for record in fresh for path in record.site.holders])
+        for record in fresh:
+            with record.lock:  # someone may have restored it by now
+                install.rebind(record.installed, places)
+
+    def _load(self, entry: third_party.EntryRecord) -> None:
+        """Put an entry point's patches in the place of its record; a broken or switched-off one stays.
+
+        No lock while it is imported. Of two threads that load it at once, the second changes nothing.
+        """
+        patches = entry.load()
+        with self._changing_records:
+            if not patches or entry not in self.records:
+                return
+            self.records = tuple(record for record in self.records if record is not entry)
+            for patch in patches:
+                self._add(patch)
+        for patch in patches:
+            for site in patch.sites:
+                self._watch(site.module)
+        for complaint in self.complaints():
+            log.warning("%s", complaint)
+
+    def _add(self, patch: Patch) -> None:
+        """Add a record for each site; of two patches of one name the first one counts."""
+        others = [one for one in self.patches if one.name == patch.name]
+        if patch in others:
+            return
+        for site in patch.sites:
+            record = SiteRecord(patch, site, self.settings.why_disabled(patch.name))
+            self.records += (record,)
+            if others:
+                record.disabled = "another patch has the same name"
+                record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
+
+    def _watch(self, name: str) -> None:
+        watch.watch(name, functools.partial(self._on_loaded, name))
+
+    def _insist(self, records: Iterable[SiteRecord]) -> None:
+        """With MEGAPATCH_STRICT, raise for sites that need attention, and go on doing so."""
+        bad = [record for record in records if record.status in NEEDS_ATTENTION]
+        if not self.settings.strict or not bad:
+            return
+        for record in bad:
+            if record.status is not Status.OVERWRITTEN:  # that module has been in use for long
+                strict.keep_out(record.site.module, _not_in_place([record]))
+        raise strict.StrictError(_not_in_place(bad))
 
     def _one_line(self) -> str:
         count = dict.fromkeys((Status.APPLIED, Status.PENDING, Status.DISABLED), 0)
@@ -182,3 +192,17 @@ class Engine:
         numbers = [patch.name for patch in self.patches if patch.changes_numbers]
         changing = f"; may change numbers: {', '.join(numbers)}" if numbers else ""
         return f"megapatch is active: {state or 'nothing to do'} (sites){changing}; see `megapatch doctor`"
+
+
+def _not_in_place(records: Iterable[SiteRecord]) -> str:
+    return "; ".join(
+        f"{record.patch.name} is {record.status.value} at {record.site.module}: {record.reason} "
+        f"({STRICT} makes this an error; {DISABLE}={record.patch.name} does without the patch)"
+        for record in records
+    )
+
+
+@functools.cache
+def this_process() -> Engine:
+    """The engine of this process: one, even if `import megapatch` fails at first and is done again."""
+    return Engine(PATCHES, Settings.from_environment(), third_party.entry_points())

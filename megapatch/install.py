@@ -1,4 +1,4 @@
-"""Changes a site's targets all or none, rebinds other holders of the old function, and undoes both.
+"""Changes a site's targets all or none, and undoes it.
 
 What is installed is an ordinary function, never a wrapt proxy: torch.compile silently drops a proxy's body,
 and a proxy cannot be pickled or deep-copied.
@@ -6,14 +6,15 @@ and a proxy cannot be pickled or deep-copied.
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any
 
 import wrapt
 
+from . import holders
 from .patch import MARK, MegapatchError, Site
 
 
@@ -21,21 +22,29 @@ class RestoreError(MegapatchError):
     """A target could not be put back because someone has patched on top of megapatch."""
 
 
-@dataclass(frozen=True)
 class Installed:
     """One target that has been replaced.
 
-    target: ``"module:Class.attribute"``. rebound: other names, as ``"module:name"``, that held the original.
+    target: ``"module:Class.attribute"``. rebound: other places, as ``"module:name"``, that held the original.
     """
 
-    target: str
-    module: ModuleType
-    parent: Any
-    attribute: str
-    original: Any
-    replacement: FunctionType
-    inherited: bool
-    rebound: tuple[str, ...] = ()
+    __slots__ = ("attribute", "inherited", "module", "original", "parent", "rebound", "replacement", "target")
+
+    def __init__(self, patch_name: str, module: ModuleType, path: str, factory: Any) -> None:
+        self.module, self.target = module, f"{module.__name__}:{path}"
+        self.parent, self.attribute, self.original = wrapt.resolve_path(module, path)
+        self.inherited = self.attribute not in vars(self.parent)
+        self.rebound: tuple[str, ...] = ()
+        replacement = factory(self.original)
+        if type(replacement) is not FunctionType:
+            raise TypeError(
+                f"the replacement for {self.target} is a {type(replacement).__name__}, not a plain function"
+            )
+        setattr(replacement, MARK, patch_name)
+        if self.inherited:  # pickle goes by these, and would find the parent's
+            replacement.__module__ = self.parent.__module__
+            replacement.__qualname__ = f"{self.parent.__qualname__}.{self.attribute}"
+        self.replacement = replacement
 
     @property
     def current(self) -> Any:
@@ -51,8 +60,12 @@ class Installed:
 
     @property
     def was_reloaded(self) -> bool:
-        """Whether the module's own code is back at the target, as after `importlib.reload`."""
-        return getattr(self.current, "__globals__", None) is vars(self.module)
+        """Whether the module's own code is at the target anew, as after `importlib.reload`.
+
+        Seen below decorators. What others have put around the old code, with or without us, is not new.
+        """
+        code, old = inspect.unwrap(self.current), inspect.unwrap(self.original)
+        return code is not old and getattr(code, "__globals__", None) is vars(self.module)
 
     def overwritten_by(self) -> str:
         """Who stands at the target instead of us, in words."""
@@ -61,35 +74,46 @@ class Installed:
             return "nothing"
         return f"{getattr(other, '__module__', '?')}.{getattr(other, '__qualname__', repr(other))}"
 
+    def put_in(self) -> None:
+        setattr(self.parent, self.attribute, self.replacement)
+
+    def put_back(self) -> None:
+        if self.inherited:
+            delattr(self.parent, self.attribute)
+        else:
+            setattr(self.parent, self.attribute, self.original)
+
 
 def install(patch_name: str, module: ModuleType, site: Site) -> tuple[Installed, ...]:
     """Replace all targets of a site in its loaded module, or none.
 
     Raises whatever finding a target or a patch's factory raises; the module is then as it was.
     """
-    found = [_prepare(patch_name, module, path, factory) for path, factory in site.replace.items()]
+    found = tuple(Installed(patch_name, module, path, factory) for path, factory in site.replace.items())
     done: list[Installed] = []
     try:
         for one in found:
-            setattr(one.parent, one.attribute, one.replacement)
+            one.put_in()
             done.append(one)
     except BaseException:
         for one in reversed(done):
-            _put_back(one)
+            one.put_back()
         raise
-    rebound = rebind({id(one.original): one.replacement for one in done if isinstance(one.parent, ModuleType)})
-    return tuple(replace(one, rebound=tuple(rebound.get(id(one.original), ()))) for one in done)
+    return found
 
 
-def uninstall(installed: tuple[Installed, ...]) -> None:
+def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
     """Put back the identical originals, also where the replacement was since imported by name.
 
     Raises RestoreError, before anything is changed, when a target is no longer ours.
     """
     check_in_place(installed)
     for one in reversed(installed):
-        _put_back(one)
-    rebind({id(one.replacement): one.original for one in installed if isinstance(one.parent, ModuleType)})
+        one.put_back()
+    found = holders.find([one.replacement for one in installed], site.holders)
+    for one in installed:
+        for holder in found.get(id(one.replacement), ()):
+            holder.swap(one.replacement, one.original)
 
 
 def check_in_place(installed: tuple[Installed, ...]) -> None:
@@ -102,46 +126,42 @@ def check_in_place(installed: tuple[Installed, ...]) -> None:
             )
 
 
-def rebind(replacements: Mapping[int, Any]) -> dict[int, list[str]]:
-    """Rebind every module-level name that holds one of the objects (by identity), in one sweep.
+def rebind(installed: tuple[Installed, ...], found: Mapping[int, list[holders.Holder]]) -> None:
+    """Give the replacements to those who hold the originals, as `holders.find` found them for a whole batch."""
+    for one in installed:
+        if not one.inherited:  # who holds the parent class's function means that one
+            swapped = [
+                holder.where
+                for holder in found.get(id(one.original), ())
+                if holder.swap(one.original, one.replacement)
+            ]
+            one.rebound = (*one.rebound, *swapped)
 
-    Reads modules' dictionaries only, so that a lazy attribute is never triggered. Returns what was rebound:
-    object id to names such as ``"user_script:train"``.
-    """
-    rebound: dict[int, list[str]] = {}
-    if not replacements:
-        return rebound
-    for module_name, module in list(sys.modules.items()):
-        if not isinstance(module, ModuleType):
+
+def left_behind(installed: tuple[Installed, ...]) -> list[str]:
+    """Who still holds an original and could not be given the replacement, in words."""
+    ours = {id(one) for one in installed}
+    for one in installed:
+        ours.update(_parts(one.replacement))
+    found = holders.out_of_reach([one.original for one in installed if not one.inherited], ours)
+    return [
+        f"{text} holds the original of {one.target}"
+        for one in installed
+        for text in found.get(id(one.original), ())
+    ]
+
+
+def _parts(function: FunctionType) -> set[int]:
+    """The ids of a function and of what holds it together: its attributes, its closures, functions in those."""
+    found: set[int] = set()
+    todo = [function]
+    while todo:
+        one = todo.pop()
+        if id(one) in found:
             continue
-        for name, value in list(vars(module).items()):
-            if id(value) in replacements:
-                setattr(module, name, replacements[id(value)])
-                rebound.setdefault(id(value), []).append(f"{module_name}:{name}")
-    return rebound
-
-
-def _prepare(patch_name: str, module: ModuleType, path: str, factory: Any) -> Installed:
-    parent, attribute, original = wrapt.resolve_path(module, path)
-    replacement = factory(original)
-    if type(replacement) is not FunctionType:
-        raise TypeError(
-            f"the replacement for {module.__name__}:{path} is a {type(replacement).__name__}, not a plain function"
-        )
-    setattr(replacement, MARK, patch_name)
-    return Installed(
-        target=f"{module.__name__}:{path}",
-        module=module,
-        parent=parent,
-        attribute=attribute,
-        original=original,
-        replacement=replacement,
-        inherited=attribute not in vars(parent),
-    )
-
-
-def _put_back(one: Installed) -> None:
-    if one.inherited:
-        delattr(one.parent, one.attribute)
-    else:
-        setattr(one.parent, one.attribute, one.original)
+        found |= {id(one), id(vars(one)), *map(id, one.__closure__ or ())}
+        for cell in one.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                if isinstance(cell.cell_contents, FunctionType):
+                    todo.append(cell.cell_contents)
+    return found

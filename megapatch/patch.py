@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 MARK = "__megapatch__"
 """Attribute that the installer sets on every function it puts in: the name of the patch."""
@@ -48,8 +48,7 @@ UNKNOWN = VerdictKind.UNKNOWN
 """The code looks like nothing known: the patch refuses."""
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What a diagnosis found, and why, in words that a user can act on."""
 
     kind: VerdictKind
@@ -74,7 +73,7 @@ NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.REFUSED)
 """Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two are the same when they are one
 class Site:
     """One place where a patch applies.
 
@@ -83,14 +82,17 @@ class Site:
         process group, and leaves no trace.
     replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
         and returns the plain function to install.
+    holders: dictionaries and classes, as ``"module:path"``, that hold an original by value and want the
+        replacement. Names at module level are found without being declared.
     """
 
     module: str
     diagnose: Callable[[ModuleType], Verdict]
     replace: Mapping[str, Callable[[Any], Callable[..., Any]]]
+    holders: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Patch:
     """One fix for one upstream defect.
 

@@ -3,27 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import versions
-from .engine import SiteRecord
+from .install import left_behind
 from .patch import Patch, Status
+from .site_record import SiteRecord
 
 SCHEMA = 1
-DISTRIBUTIONS = ("megatron-core", "torch", "wrapt")
+"""Version of the JSON layout: it grows when a key goes or changes its meaning, not when one is added."""
 
 
-@dataclass(frozen=True)
-class SiteReport:
-    """What became of one site. targets: those really replaced; rebound: other names that now hold the patch."""
+class SiteReport(NamedTuple):
+    """What became of one site.
+
+    targets: those really replaced. rebound: other places that now hold the replacement. out_of_reach: what still
+    holds an original and could not be given the replacement, in words.
+    """
 
     module: str
     status: Status
     reason: str
     targets: tuple[str, ...]
     rebound: tuple[str, ...]
+    out_of_reach: tuple[str, ...]
     traceback: str | None
+
+    def details(self, alone: bool) -> list[str]:
+        """The lines below the patch's own, which tells status and reason of a site that stands alone."""
+        return [
+            f"at {self.module}" if alone else f"at {self.module}: {self.status.value}, {self.reason}",
+            *(f"replaced {target}" for target in self.targets),
+            *(f"rebound {name}" for name in self.rebound),
+            *(f"out of reach: {text}" for text in self.out_of_reach),
+            *(self.traceback or "").splitlines(),
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -32,12 +46,12 @@ class SiteReport:
             "reason": self.reason,
             "targets": list(self.targets),
             "rebound": list(self.rebound),
+            "out_of_reach": list(self.out_of_reach),
             "traceback": self.traceback,
         }
 
 
-@dataclass(frozen=True)
-class PatchReport:
+class PatchReport(NamedTuple):
     """One patch with its sites; its status is the one that most needs attention among its installed sites."""
 
     patch: Patch
@@ -70,8 +84,7 @@ class PatchReport:
         }
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(NamedTuple):
     """What megapatch did in this process, and why. `print` it for a table."""
 
     patches: tuple[PatchReport, ...]
@@ -107,11 +120,7 @@ class Report:
             numbers = " [changes numbers]" if one.patch.changes_numbers else ""
             lines.append(f"{one.patch.name:{width}}  {one.status.value:13}  {one.reason}{numbers}")
             for site in one.sites:
-                if len(one.sites) > 1:
-                    lines.append(f"{'':{width}}  {site.status.value:13}  {site.module}: {site.reason}")
-                lines += [f"{'':{width}}  {'':13}  replaced {target}" for target in site.targets]
-                lines += [f"{'':{width}}  {'':13}  rebound {name}" for name in site.rebound]
-                lines += ["  " + line for line in (site.traceback or "").splitlines()]
+                lines += [f"{'':{width}}  {'':13}  {text}" for text in site.details(alone=len(one.sites) == 1)]
         lines.append(f"digest {self.digest}")
         return "\n".join(lines)
 
@@ -123,16 +132,18 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
     by_patch: dict[str, tuple[Patch, list[SiteReport]]] = {}
     for record in records:
         record.refresh()
+        installed = record.installed
         site = SiteReport(
             module=record.site.module,
             status=record.status,
             reason=record.reason,
-            targets=tuple(one.target for one in record.installed if one.is_in_place),
-            rebound=tuple(name for one in record.installed for name in one.rebound),
+            targets=tuple(one.target for one in installed if one.is_in_place),
+            rebound=tuple(name for one in installed for name in one.rebound),
+            out_of_reach=tuple(left_behind(installed)),
             traceback=record.traceback,
         )
         by_patch.setdefault(record.patch.name, (record.patch, []))[1].append(site)
     return Report(
         patches=tuple(PatchReport(patch, tuple(sites)) for patch, sites in by_patch.values()),
-        versions={"megapatch": __version__, **versions.installed(*DISTRIBUTIONS)},
+        versions={"megapatch": __version__, **versions.here()},
     )

@@ -2,17 +2,21 @@
 
 MEGAPATCH_DISABLE   comma-separated patch names or globs that stay off
 MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays off
+MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 DISABLE = "MEGAPATCH_DISABLE"
 ONLY = "MEGAPATCH_ONLY"
+STRICT = "MEGAPATCH_STRICT"
+
+_OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
 
 
 def matching(pattern: str, known: Iterable[str]) -> list[str]:
@@ -30,35 +34,52 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     return f"no patch is called {name!r}; {meant}"
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What the user switched off or on, as names and globs."""
+class Settings(NamedTuple):
+    """What the user switched off or on, as names and globs; strict is the variable's value."""
 
     disable: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    strict_value: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         def names(variable: str) -> tuple[str, ...]:
             return tuple(part for raw in environment.get(variable, "").split(",") if (part := raw.strip()))
 
-        return cls(disable=names(DISABLE), only=names(ONLY))
+        return cls(names(DISABLE), names(ONLY), environment.get(STRICT, "").strip().lower())
 
-    def why_disabled(self, name: str) -> str | None:
-        """The reason why this patch stays off, or None when it may be applied."""
+    @property
+    def strict(self) -> bool:
+        """Whether what needs attention is an error; for a value that means nothing, too: who set it wants it."""
+        return self.strict_value not in _OFF
+
+    def switched_off(self, name: str) -> str | None:
+        """The reason why this name is explicitly off, or None."""
         for pattern in self.disable:
             if matching(pattern, [name]):
                 return f"switched off by {DISABLE}={pattern}"
-        if self.only and not any(matching(pattern, [name]) for pattern in self.only):
-            return f"not named by {ONLY}={','.join(self.only)}"
         return None
 
-    def complaints(self, known: Iterable[str]) -> list[str]:
-        """One sentence for each name in the environment that stands for no patch."""
-        known = list(known)
-        given = [(DISABLE, pattern) for pattern in self.disable] + [(ONLY, pattern) for pattern in self.only]
-        return [
-            f"{variable}: {unknown_name(pattern, known)}"
-            for variable, pattern in given
-            if not matching(pattern, known)
-        ]
+    def why_disabled(self, name: str) -> str | None:
+        """The reason why this patch stays off, or None when it may be applied."""
+        if self.only and not any(matching(pattern, [name]) for pattern in self.only):
+            return self.switched_off(name) or f"not named by {ONLY}={','.join(self.only)}"
+        return self.switched_off(name)
+
+    def complaints(self, known: Iterable[str] | None) -> list[str]:
+        """One sentence for each bad value in the environment.
+
+        known: the names of all patches; None while some are to come, so that no name can be judged.
+        """
+        found = []
+        if self.strict_value not in (*_OFF, *_ON):
+            found.append(f"{STRICT}={self.strict_value} is neither 1 nor 0; it is taken for 1")
+        if known is not None:
+            known = list(known)
+            given = [(DISABLE, pattern) for pattern in self.disable] + [(ONLY, pattern) for pattern in self.only]
+            found += [
+                f"{variable}: {unknown_name(pattern, known)}"
+                for variable, pattern in given
+                if not matching(pattern, known)
+            ]
+        return found

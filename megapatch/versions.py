@@ -1,9 +1,23 @@
-"""Which distributions are installed and which modules could be imported, without importing any of them."""
+"""Which modules could be imported, and their versions, without importing any of them.
+
+Versions word reasons and nothing else: a Megatron checkout reads like the next release for months. Reading one
+runs neither torch nor git, as importing megatron.core may.
+"""
 
 from __future__ import annotations
 
+import ast
+import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+
+PACKAGES = {"megatron-core": "megatron.core", "torch": "torch", "wrapt": "wrapt"}
+"""Distribution to the package whose version a report tells."""
+
+TESTED = {"megatron-core": ("0.12", "0.19")}
+"""First and last release that the patches are tested with."""
+
+_DISTRIBUTION_OF = {"megatron.core": "megatron-core", "megatron.training": "megatron-core"}
 
 
 def find_module(name: str) -> ModuleSpec | None:
@@ -26,7 +40,7 @@ def _find_one(name: str, path: object) -> ModuleSpec | None:
     # Editable installs bring finders of their own. wrapt's imports parents and finds what others find, too.
     for finder in [PathFinder, *sys.meta_path]:
         find_spec = getattr(finder, "find_spec", None)
-        if find_spec is None or type(finder).__module__.startswith("wrapt"):
+        if find_spec is None or type(finder).__module__.startswith(("wrapt", "megapatch")):
             continue
         spec: ModuleSpec | None = find_spec(name, path)
         if spec is not None:
@@ -34,14 +48,96 @@ def _find_one(name: str, path: object) -> ModuleSpec | None:
     return None
 
 
-def installed(*distributions: str) -> dict[str, str]:
-    """The versions of those of the named distributions that are installed, by their metadata."""
-    from importlib.metadata import PackageNotFoundError, version  # 10 ms, and only a report wants it
+def here() -> dict[str, str]:
+    """The versions of those of `PACKAGES` that are here, as `version_of` tells them."""
+    versions = {distribution: version_of(distribution, module) for distribution, module in PACKAGES.items()}
+    return {name: version for name, version in versions.items() if version is not None}
 
-    found = {}
-    for distribution in distributions:
+
+def version_of(distribution: str, module: str) -> str | None:
+    """The version of the package that is loaded, or that an import would find; None where there is none.
+
+    A checkout (on PYTHONPATH, or installed as editable) may stand in front of an installed distribution: then
+    its source is read, and ``(source)`` follows the version.
+    """
+    folder = _folder(module)
+    if folder is None:
+        return None
+    from importlib import metadata
+
+    try:
+        installed = metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        installed = None
+    if installed and os.path.realpath(str(installed.locate_file(module.replace(".", "/")))) == folder:
+        return installed.version
+    return f"{_version_in_source(folder) or 'unknown version'} (source)"
+
+
+def remark(module: str) -> str:
+    """What to add to the reason why code of this module is not known: version found, versions tested."""
+    for package, distribution in _DISTRIBUTION_OF.items():
+        version = version_of(distribution, package) if f"{module}.".startswith(f"{package}.") else None
+        if version is not None:
+            return f" ({distribution} {version}{_compared(distribution, version)})"
+    return ""
+
+
+def too_old(distribution: str, version: str) -> bool:
+    """Whether the version is older than any that megapatch is tested with; False where that cannot be told."""
+    release = _release(version)
+    return bool(release) and release < _release(TESTED[distribution][0])
+
+
+def _compared(distribution: str, version: str) -> str:
+    first, last = TESTED[distribution]
+    if too_old(distribution, version):
+        return f" is too old: megapatch is tested with {first} to {last}"
+    if _release(version) > _release(last):
+        return f" is newer than what megapatch is tested with, {first} to {last}"
+    return f"; megapatch is tested with {first} to {last}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number; nothing where the text is no version."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(version.partition(" ")[0]).release[:2]
+    except InvalidVersion:
+        return ()
+
+
+def _folder(module: str) -> str | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None:
+        spec = find_module(module)
+        file = spec.origin if spec else None
+    return os.path.dirname(os.path.realpath(file)) if file else None
+
+
+def _version_in_source(folder: str) -> str | None:
+    """The version that the package's own files state: Megatron's and NeMo-RL's package_info.py, or __version__."""
+    for name in ("package_info.py", "version.py", "_version.py", "__init__.py"):
         try:
-            found[distribution] = version(distribution)
-        except PackageNotFoundError:
+            with open(os.path.join(folder, name), encoding="utf-8") as file:
+                stated = _constants(ast.parse(file.read()))
+        except (OSError, SyntaxError, ValueError):
             continue
-    return found
+        if all(part in stated for part in ("MAJOR", "MINOR", "PATCH")):
+            numbers = f"{stated['MAJOR']}.{stated['MINOR']}.{stated['PATCH']}"
+            return f"{numbers}{stated.get('PRE_RELEASE', '')}"
+        if "__version__" in stated:
+            return str(stated["__version__"])
+    return None
+
+
+def _constants(tree: ast.Module) -> dict[str, object]:
+    """Names that are bound to a number or text at the top level."""
+    return {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }

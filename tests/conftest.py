@@ -35,3 +35,18 @@ def modules(tmp_path, monkeypatch):
     yield made
     for name in made.names:
         sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def fake_megatron(tmp_path):
+    """Writes a stand-in for Megatron's DDP module, where only the engine or the command line is under test."""
+    folder = tmp_path / "megatron" / "core" / "distributed"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").touch()
+
+    def write(source):
+        (folder / "distributed_data_parallel.py").write_text(source)
+        return tmp_path
+
+    return write

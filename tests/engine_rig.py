@@ -30,8 +30,11 @@ def needed(module):
     return Verdict(NEEDED, "it is too quiet")
 
 
-def make_patch(module, *paths, diagnose=needed, factory=louder, name="test.louder", changes_numbers=False):
-    site = Site(module=module, diagnose=diagnose, replace={path: factory for path in paths or ("greet",)})
+def make_patch(
+    module, *paths, diagnose=needed, factory=louder, name="test.louder", changes_numbers=False, holders=()
+):
+    replace = {path: factory for path in paths or ("greet",)}
+    site = Site(module=module, diagnose=diagnose, replace=replace, holders=holders)
     return Patch(
         name=name,
         doc="Greetings are loud.\n\nSymptom   whispers",

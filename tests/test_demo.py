@@ -63,6 +63,15 @@ def test_without_torch_it_says_what_to_install():
     assert shown.stderr == 'the demo needs torch: pip install "megapatch[demo]"\n'
 
 
+def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):
+    path = fake_megatron("")
+    (path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n")
+    script = "import sys, megapatch.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.main())"
+    shown = run("-c", script, path=path)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert shown.stderr == "the demo needs megatron-core 0.12 or later; this is 0.11.0 (source)\n"
+
+
 @pytest.mark.skipif(HAS_CORE, reason="megatron-core is installed")
 def test_where_torch_is_really_missing():
     shown = run("demo")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -85,19 +86,44 @@ def test_an_import_that_fails_at_first_is_patched_when_it_succeeds(modules):
     assert importlib.import_module(name).greet("you") == "hello you!"
 
 
-def test_applying_often_changes_a_target_once(modules):
-    target = importlib.import_module(name := modules.write(TARGET))
+def test_a_thousand_calls_from_64_threads_change_a_target_once(modules):
+    name = modules.write(TARGET + "alias = greet\n")
     engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
     threads = [
-        threading.Thread(target=lambda: [engine.activate() or engine.apply() for _ in range(20)])
-        for _ in range(16)
+        threading.Thread(target=lambda: [engine.activate() or engine.apply() for _ in range(1000 // 64 + 1)])
+        for _ in range(64)
     ]
+    threads.append(threading.Thread(target=importlib.import_module, args=(name,)))
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
-    assert target.greet("you") == "hello you!"
-    assert target.Greeter().greet("you") == "hello you!"
+        thread.join(60)
+    target = sys.modules[name]
+    assert target.greet("you") == target.alias("you") == target.Greeter().greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+def test_restoring_and_applying_at_once_leaves_all_or_nothing(modules):
+    target = importlib.import_module(name := modules.write(TARGET + "alias = greet\n"))
+    user = importlib.import_module(modules.write(f"from {name} import greet\n", stem="user"))
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    engine.activate()
+
+    def change():
+        for _ in range(30):
+            engine.restore()
+            engine.apply()
+
+    threads = [threading.Thread(target=change) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    engine.apply()
+    assert target.greet is target.alias is user.greet
+    assert target.greet("you") == target.Greeter().greet("you") == "hello you!"
+    engine.restore()
+    assert target.greet("you") == target.alias("you") == user.greet("you") == "hello you"
 
 
 def test_a_reloaded_module_is_patched_again_by_apply(modules):
@@ -110,6 +136,20 @@ def test_a_reloaded_module_is_patched_again_by_apply(modules):
     engine.apply()
     assert target.greet("you") == "hello you!"
     assert target.Greeter().greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+def test_reloaded_code_is_told_from_what_others_put_around_the_old(modules):
+    source = "import contextlib\n@contextlib.contextmanager\ndef greet():\n    yield\n"
+    target = importlib.import_module(name := modules.write(source))
+    original = target.greet
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    target.greet = functools.wraps(original)(lambda: original())
+    assert status_of(engine) == "overwritten"
+    importlib.reload(target)
+    assert status_of(engine) == "pending"
+    engine.apply()
     assert status_of(engine) == "applied"
 
 
@@ -153,10 +193,15 @@ def _raise(*ignored):
     raise ZeroDivisionError("a bug of ours")
 
 
+def _exit(*ignored):
+    raise SystemExit("usage: megatron")  # as an argument parser of upstream's would
+
+
 @pytest.mark.parametrize(
     ("bug", "reason"),
     [
         ({"diagnose": _raise}, "ZeroDivisionError: a bug of ours"),
+        ({"diagnose": _exit}, "SystemExit: usage: megatron"),
         ({"diagnose": lambda module: "yes"}, "not a Verdict"),
         ({"factory": _raise}, "ZeroDivisionError: a bug of ours"),
         ({"factory": lambda original: type("Proxy", (), {"__call__": original})()}, "not a plain function"),

@@ -8,6 +8,7 @@ import json
 from engine_rig import TARGET, make_engine, make_patch
 
 import megapatch
+from megapatch.catalog import PATCHES
 from megapatch.patch import FIXED, NEEDED, Patch, Verdict
 from megapatch.report import make_report
 
@@ -39,6 +40,7 @@ def test_the_dictionary_has_the_promised_layout(modules):
                     "reason": "it is too quiet",
                     "targets": [f"{name}:greet"],
                     "rebound": [f"{holder}:greet"],
+                    "out_of_reach": [],
                     "traceback": None,
                 }
             ],
@@ -99,6 +101,4 @@ def test_the_digest_follows_what_is_in_place_and_not_the_words(modules):
 
 
 def test_the_public_report_is_of_this_process():
-    names = [one.patch.name for one in megapatch.report().patches]
-    assert names == ["megatron.forward-pre-hook", "megatron.train-reentry"]
-    assert megapatch.apply().to_dict()["patches"][0]["name"] == names[0]
+    assert [one.patch for one in megapatch.report().patches[: len(PATCHES)]] == list(PATCHES)

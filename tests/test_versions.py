@@ -36,5 +36,86 @@ def test_a_module_is_found_without_importing_it(tree, name, found):
     assert not [name for name in sys.modules if name.startswith("megapatch_test_namespace")]
 
 
-def test_versions_are_those_of_what_is_installed():
-    assert versions.installed("pytest", "no-such-distribution") == {"pytest": pytest.__version__}
+def test_the_version_of_what_is_installed():
+    import wrapt
+
+    assert versions.version_of("wrapt", "wrapt") == wrapt.__version__
+    assert versions.here()["wrapt"] == wrapt.__version__
+    assert versions.version_of("no-such-distribution", "megapatch_no_such_module") is None
+
+
+# What importing a real checkout of Megatron may run: torch, and git in a subprocess.
+POISON = "import subprocess\nsubprocess.run(['git', 'rev-parse'])\nraise RuntimeError('imported')\n"
+
+
+def checkout(folder, info, distribution=None, editable=False):
+    """A source tree as it stands on PYTHONPATH; next to it, perhaps, an installed distribution of that name."""
+    package = folder / "src" / "megapatch_test_tree" / "core"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(POISON)
+    for name, text in info.items():
+        (package / name).write_text(text)
+    found = [str(folder / "src")]
+    if distribution:
+        metadata = folder / "site" / f"megapatch_test_tree-{distribution}.dist-info"
+        metadata.mkdir(parents=True)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: megapatch-test-tree\nVersion: {distribution}\n"
+        )
+        if not editable:
+            other = folder / "site" / "megapatch_test_tree" / "core"
+            other.mkdir(parents=True)
+            (other / "__init__.py").write_text(POISON)
+        found.append(str(folder / "site"))
+    return found
+
+
+PACKAGE_INFO = "MAJOR = 0\nMINOR = 18\nPATCH = 0\nPRE_RELEASE = 'rc0'\n" + POISON
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ({"info": {"package_info.py": PACKAGE_INFO}}, "0.18.0rc0 (source)"),
+        ({"info": {"package_info.py": PACKAGE_INFO}, "distribution": "0.15.3"}, "0.18.0rc0 (source)"),
+        (
+            {"info": {"package_info.py": PACKAGE_INFO}, "distribution": "0.15.3", "editable": True},
+            "0.18.0rc0 (source)",
+        ),
+        ({"info": {"version.py": "__version__ = '2.1'\n" + POISON}}, "2.1 (source)"),
+        ({"info": {"package_info.py": "MAJOR = compute()\n"}}, "unknown version (source)"),
+        ({"info": {"package_info.py": "MAJOR = 'not closed\n"}}, "unknown version (source)"),
+    ],
+)
+def test_a_checkout_is_read_and_not_imported(tmp_path, monkeypatch, case, told):
+    monkeypatch.setattr(sys, "path", [*checkout(tmp_path, **case), *sys.path])
+    importlib.invalidate_caches()
+    assert versions.version_of("megapatch-test-tree", "megapatch_test_tree.core") == told
+
+
+def test_what_comes_first_on_the_path_is_told(tmp_path, monkeypatch):
+    source, site = checkout(tmp_path, {"package_info.py": PACKAGE_INFO}, distribution="0.15.3")
+    monkeypatch.setattr(sys, "path", [site, source, *sys.path])
+    importlib.invalidate_caches()
+    assert versions.version_of("megapatch-test-tree", "megapatch_test_tree.core") == "0.15.3"
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("0.10.0", "0.10.0 is too old: megapatch is tested with 0.12 to 0.19"),
+        ("0.20.0rc0+abc (source)", "0.20.0rc0+abc (source) is newer than what megapatch is tested with"),
+        ("0.16.1", "0.16.1; megapatch is tested with 0.12 to 0.19"),
+        ("0.19.2", "0.19.2; megapatch is tested with"),
+        ("unknown version (source)", "unknown version (source); megapatch is tested with"),
+    ],
+)
+def test_a_reason_to_refuse_tells_the_version_found_and_those_tested(monkeypatch, version, words):
+    monkeypatch.setattr(versions, "version_of", lambda distribution, module: version)
+    assert f"(megatron-core {words}" in versions.remark("megatron.training.training")
+    assert versions.remark("megatron_other.core") == ""
+
+
+def test_the_remark_is_empty_without_the_package(monkeypatch):
+    monkeypatch.setattr(versions, "version_of", lambda distribution, module: None)
+    assert versions.remark("megatron.core.anything") == ""

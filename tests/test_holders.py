@@ -1,0 +1,132 @@
+"""Other holders of a replaced function: rebound, or told."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+
+import pytest
+from engine_rig import TARGET, make_engine, make_patch, status_of
+
+from megapatch import holders
+from megapatch.report import make_report
+
+REGISTRY = """
+from {target} import greet
+
+HANDLERS = {{"greet": greet, "other": print}}
+
+class Desk:
+    answer = staticmethod(print)
+    greet = greet
+
+class Nested:
+    class Inner:
+        table = {{1: greet}}
+"""
+
+
+def reached(engine):
+    return make_report(engine.records).patches[0].sites[0]
+
+
+@pytest.fixture
+def target(modules):
+    return importlib.import_module(modules.write(TARGET + "also_greet = greet\n"))
+
+
+def test_names_that_held_the_original_are_rebound_and_reported(modules, target):
+    holder = modules.write(f"from {target.__name__} import greet, greet as say\nother = 1\n", stem="holder")
+    user = importlib.import_module(holder)
+    engine = make_engine(make_patch(target.__name__))
+    engine.activate()
+    assert target.also_greet is user.greet is user.say is target.greet
+    assert user.say("you") == "hello you!"
+    assert sorted(reached(engine).rebound) == [f"{holder}:greet", f"{holder}:say", f"{target.__name__}:also_greet"]
+
+
+def test_an_alias_of_a_method_is_rebound_and_one_of_an_inherited_function_is_not(modules):
+    source = TARGET + "class Heir(Greeter):\n    pass\nalias = Greeter.greet\n"
+    target = importlib.import_module(name := modules.write(source))
+    original = target.alias
+    engine = make_engine(make_patch(name, "Heir.greet"))
+    engine.activate()
+    assert target.alias is original  # who took the parent's function means the parent's
+    engine.restore()
+    make_engine(make_patch(name, "Greeter.greet")).activate()
+    assert target.alias is target.Greeter.greet is not original
+
+
+def test_dictionaries_and_classes_that_a_site_declares(modules, target):
+    name = modules.write(REGISTRY.format(target=target.__name__), stem="registry")
+    user = importlib.import_module(name)
+    declared = (f"{name}:HANDLERS", f"{name}:Desk", f"{name}:Nested.Inner.table", f"{name}:nothing", "nowhere:X")
+    original = target.greet
+    engine = make_engine(make_patch(target.__name__, holders=declared))
+    engine.activate()
+    assert user.HANDLERS["greet"] is user.Desk.greet is user.Nested.Inner.table[1] is target.greet is not original
+    for place in (f"{name}:HANDLERS['greet']", f"{name}:Desk.greet", f"{name}:Nested.Inner.table[1]"):
+        assert place in reached(engine).rebound
+    assert reached(engine).out_of_reach == ()
+    engine.restore()
+    assert user.HANDLERS["greet"] is user.Desk.greet is user.Nested.Inner.table[1] is user.greet is original
+
+
+def test_what_someone_else_has_put_there_in_the_meantime_stays():
+    table = {"greet": "old"}
+    assert not holders.Holder("here", table, "greet").swap("other", "new")
+    assert table == {"greet": "old"}
+
+
+def test_what_is_out_of_reach_is_reported(modules, target):
+    name = modules.write(REGISTRY.format(target=target.__name__) + "LIST = [greet]\n", stem="registry")
+    user = importlib.import_module(name)
+    greet, greeter = target.greet, target.Greeter()
+    bound = greeter.greet
+
+    def closure():
+        return greet
+
+    partial = functools.partial(target.greet, "you")
+    engine = make_engine(make_patch(target.__name__, "greet", "Greeter.greet"))
+    engine.activate()
+    told = "\n".join(reached(engine).out_of_reach)
+    for expected in (
+        f"a dict ({name}:HANDLERS) holds the original of {target.__name__}:greet",
+        f"a list ({name}:LIST) holds the original of {target.__name__}:greet",
+        "a functools.partial holds",
+        "a closure (test_holders.test_what_is_out_of_reach_is_reported.<locals>.closure) holds",
+        f"a bound method of a Greeter holds the original of {target.__name__}:Greeter.greet",
+    ):
+        assert expected in told.replace(f"{__name__}.", "test_holders.")
+    assert f"out of reach: a list ({name}:LIST)" in str(make_report(engine.records))
+    assert user.LIST[0]("you") == partial() == bound("you") == closure()("you") == "hello you"
+
+
+def test_nothing_is_out_of_reach_in_a_usual_program(modules, target):
+    engine = make_engine(make_patch(target.__name__, "greet", "Greeter.greet"))
+    engine.activate()
+    assert reached(engine).out_of_reach == ()
+
+
+def test_the_search_for_holders_triggers_no_lazy_attribute(modules, target):
+    lazy = modules.write("def __getattr__(name):\n    raise SystemError('loaded: ' + name)\n", stem="lazy")
+    importlib.import_module(lazy)
+    engine = make_engine(make_patch(target.__name__))
+    engine.activate()
+    assert target.greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch):
+    other = importlib.import_module(modules.write(TARGET))
+    sweeps = []
+    find = holders.find
+    monkeypatch.setattr(
+        holders, "find", lambda objects, declared: sweeps.append(objects) or find(objects, declared)
+    )
+    engine = make_engine(make_patch(target.__name__), make_patch(other.__name__, name="test.other"))
+    engine.activate()
+    assert [len(originals) for originals in sweeps] == [2]
+    assert sys.modules[other.__name__].greet("you") == "hello you!"
