@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import sys
 from unittest import mock
 
@@ -68,3 +70,49 @@ class Gathers:
 
 def buckets(ddp):
     return sum(len(group.buckets) for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups)
+
+
+def rerun():
+    return importlib.import_module("megatron.core.rerun_state_machine")
+
+
+def new_machine(mode="VALIDATE_RESULTS"):
+    """A new rerun state machine, in place of the one that there is."""
+    rerun().destroy_rerun_state_machine()
+    rerun().initialize_rerun_state_machine(mode=rerun().RerunMode[mode])
+    return rerun().get_rerun_state_machine()
+
+
+def rerun_data(rank):
+    return rerun().RerunDataIterator(iter(range(100 * rank, 100 * rank + 100)))
+
+
+def iterate(machine, data, faulty=False):
+    """One iteration of two microbatches, as train_step() has it; what the machine then wants, and its state.
+
+    faulty   the results are NaN; validated from a machine's second iteration on
+    """
+    while machine.should_run_forward_backward(data):
+        for _ in range(2):
+            number = float(next(data))
+            result = torch.tensor(float("nan") if faulty else number)
+            machine.validate_result(result, rejection_func=torch.isnan, message="NaN", fatal=True)
+    return machine.should_checkpoint_and_exit(), machine.state.name
+
+
+def quick_writer():
+    """Let the writer of checkpoints collect its results in a process forked from this one. Megatron's own way is
+    a new process, which first imports all of Megatron, for seconds."""
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    assert hasattr(module, "_results_queue")
+    module._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+
+
+def attempt(function, *args, **kwargs):
+    """(None, result), or the error's name and text. torch's CheckpointException is no Exception."""
+    try:
+        return None, function(*args, **kwargs)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return type(error).__name__, str(error)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from unittest import mock
 
-from megatron_rig import needs_training
+from megatron_rig import UNPATCHED, needs_training
 
 from megapatch.patch import MARK
 from megapatch.testing import run_ranks
+
+
+def assert_verdicts(found, expected):
+    """Compare {case: (verdict, reason)} with {case: (verdict, words of the reason)}."""
+    assert found.keys() == expected.keys()
+    for case, (kind, words) in expected.items():
+        assert found[case][0] == kind, case
+        assert words in found[case][1], case
 
 
 def hook_verdicts(rank, world_size):
@@ -47,7 +56,7 @@ def hook_verdicts(rank, world_size):
 
 
 def test_forward_pre_hook():
-    unpatched = run_ranks(hook_verdicts, 1, env={"MEGAPATCH_DISABLE": "*"})[0]
+    unpatched = run_ranks(hook_verdicts, 1, env=UNPATCHED)[0]
     patched = run_ranks(hook_verdicts, 1)[0]
     assert (unpatched.pop("marked"), patched.pop("marked")) == (False, True)
     assert patched == unpatched  # a second look, through the patch, gives the same answers
@@ -63,10 +72,77 @@ def test_forward_pre_hook():
         "other attributes": ("unknown", "'expert_parallel_bucket_groups' in megatron.core.distributed."),
         "no class": ("unknown", "DistributedDataParallel.__init__"),
     }
-    assert patched.keys() == expected.keys()
-    for case, (kind, words) in expected.items():
-        assert patched[case][0] == kind, case
-        assert words in patched[case][1], case
+    assert_verdicts(patched, expected)
+
+
+def no_sync_verdicts(rank, world_size):
+    from megapatch.patches.megatron.nested_no_sync import diagnose
+
+    module = importlib.import_module("megatron.core.distributed.distributed_data_parallel")
+    group = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
+    ddp = module.DistributedDataParallel
+
+    @contextlib.contextmanager
+    def keeps_what_was(self):
+        groups = self.bucket_groups + self.expert_parallel_bucket_groups
+        before = [group.is_last_microbatch for group in groups]
+        for group in groups:
+            group.is_last_microbatch = False
+        yield
+        for group, flag in zip(groups, before, strict=True):
+            group.is_last_microbatch = flag
+
+    @contextlib.contextmanager
+    def forgets_experts(self):
+        before = self.bucket_groups[0].is_last_microbatch
+        self.bucket_groups[0].is_last_microbatch = False
+        yield
+        self.bucket_groups[0].is_last_microbatch = before
+
+    @contextlib.contextmanager
+    def never_ends(self):
+        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
+            group.is_last_microbatch = False
+        yield
+
+    @contextlib.contextmanager
+    def needs_more(self):
+        yield self.something_new
+
+    def takes_nothing(self): ...
+
+    found = {"as it is": diagnose(module)}
+    changes = {
+        "repaired": (ddp, "no_sync", keeps_what_was),
+        "no experts": (ddp, "no_sync", forgets_experts),
+        "never ends": (ddp, "no_sync", never_ends),
+        "needs more": (ddp, "no_sync", needs_more),
+        "other attributes": (ddp, "__init__", takes_nothing),
+        "other switch": (group, "register_grad_ready", takes_nothing),
+        "no class": (module, "DistributedDataParallel", None),
+    }
+    for case, change in changes.items():
+        with mock.patch.object(*change):
+            found[case] = diagnose(module)
+    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+
+
+def test_nested_no_sync():
+    unpatched, (patched,) = run_ranks(no_sync_verdicts, 1, env=UNPATCHED), run_ranks(no_sync_verdicts, 1)
+    assert [patched] == unpatched
+    assert_verdicts(
+        patched,
+        {
+            "as it is": ("needed", "ends the outer one"),
+            "repaired": ("fixed", "stays in force"),
+            "no experts": ("unknown", "expected no_sync() to clear is_last_microbatch"),
+            "never ends": ("unknown", "'after': [False, False]"),
+            "needs more": ("unknown", "something_new"),
+            "other attributes": ("unknown", "'expert_parallel_bucket_groups' in megatron.core.distributed."),
+            "other switch": ("unknown", "'is_last_microbatch' in megatron.core.distributed."),
+            "no class": ("unknown", "DistributedDataParallel.no_sync"),
+        },
+    )
 
 
 def train_verdicts(rank, world_size):
@@ -88,7 +164,7 @@ def train_verdicts(rank, world_size):
 
 @needs_training
 def test_train_reentry():
-    unpatched, patched = run_ranks(train_verdicts, 1, env={"MEGAPATCH_DISABLE": "*"}), run_ranks(train_verdicts, 1)
+    unpatched, patched = run_ranks(train_verdicts, 1, env=UNPATCHED), run_ranks(train_verdicts, 1)
     assert patched == unpatched
     (found,) = patched
     assert {case: kind for case, (kind, _) in found.items()} == {

@@ -1,0 +1,110 @@
+"""An outer `with ddp.no_sync():` stays in force when an inner one exits.
+
+Symptom   an optimizer step cut into several forward-backward calls reduces too early. Each call's schedule uses
+          no_sync() itself, and where that one ends, the caller's own `with ddp.no_sync():` around the call is
+          over. Up to 0.15 gradients are reduced before the step is complete, and the next backward pass fails
+          on "Cannot set grad twice". From 0.16 on Megatron learns from its first step how many backward passes
+          a step has, and learns the wrong number; or, if that step was in one piece, reduces after the first
+          piece of a later one and never reduces the rest: silently, training goes on with wrong gradients.
+Upstream  unfixed in 0.12 to 0.19 and on main: leaving no_sync() lets every bucket group reduce, whatever was
+          before. NVIDIA-NeMo/RL#3660 and its forerunners #2683 and #2831 work around it.
+Seam      the class attribute of DistributedDataParallel; the original context manager runs inside ours, which
+          then holds back again what was held back before and all the time in between. The last exit, and any
+          use that is not nested, are Megatron's own.
+Limits    no_sync() holds back what gradients becoming ready set off, and nothing else: config.grad_sync_func and
+          config.finalize_model_grads_func reduce inside of it, so set them aside as well. zero_grad_buffer()
+          ends it, and so does an outer context that is left before the inner one.
+          The no_sync of Megatron-FSDP is another one, and that of TorchFullyShardedDataParallel does nothing.
+          A bound method taken before activation (config.no_sync_func = ddp.no_sync) is Megatron's own still.
+Numbers   change where no_sync() is nested and nothing failed (from 0.16), to those of a step in one piece.
+Cost      about 2 us a use, of which a schedule makes one a call; nothing in a forward or backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ..probe import missing_attributes, missing_names
+from .bucket_groups import bucket_groups
+
+MODULE = "megatron.core.distributed.distributed_data_parallel"
+DDP = f"{MODULE}:DistributedDataParallel"
+GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Nest the real context manager on a stand-in that has nothing but bucket groups."""
+    missing = [
+        *missing_attributes(DDP, "no_sync"),
+        *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups"),
+        *missing_names(f"{GROUP}.register_grad_ready", "is_last_microbatch"),
+    ]
+    if missing:
+        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+    try:
+        seen = _nest(unpatched(module.DistributedDataParallel.no_sync))
+    except Exception as error:
+        return Verdict(UNKNOWN, f"no_sync() needs more than this patch knows: {type(error).__name__}: {error}")
+    holding = {place: not any(may_reduce) for place, may_reduce in seen.items()}
+    if not (holding["outer"] and holding["inner"] and all(seen["after"])):
+        return Verdict(
+            UNKNOWN, f"expected no_sync() to clear is_last_microbatch and to set it at the end; found {seen}"
+        )
+    if holding["outer again"]:
+        return Verdict(FIXED, "an outer no_sync() stays in force when an inner one exits")
+    return Verdict(NEEDED, "an inner no_sync() that exits ends the outer one as well")
+
+
+def keep_outer(no_sync: Callable[..., Any]) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def nested(ddp: Any) -> Iterator[Any]:
+        outer = [group for group in bucket_groups(ddp) if not group.is_last_microbatch]
+        try:
+            with no_sync(ddp) as value:
+                try:
+                    yield value
+                finally:
+                    # An inner one that is left late (by the garbage collector, after an exception in a schedule)
+                    # finds the outer one gone, and must not bring it back.
+                    outer = [group for group in outer if not group.is_last_microbatch]
+        finally:
+            for group in outer:
+                group.is_last_microbatch = False
+
+    @functools.wraps(no_sync)
+    def replacement(self: Any) -> Any:
+        return nested(self)
+
+    return replacement
+
+
+def _nest(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:
+    """What the bucket groups of a stand-in may do in and after two nested uses."""
+    groups = [SimpleNamespace(is_last_microbatch=True) for _ in range(2)]
+    ddp = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
+    seen = {}
+
+    def look(place: str) -> None:
+        seen[place] = [group.is_last_microbatch for group in groups]
+
+    with no_sync(ddp):
+        look("outer")
+        with no_sync(ddp):
+            look("inner")
+        look("outer again")
+    look("after")
+    return seen
+
+
+PATCH = Patch(
+    name="megatron.nested-no-sync",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/3660",
+    sites=(Site(module=MODULE, diagnose=diagnose, replace={"DistributedDataParallel.no_sync": keep_outer}),),
+    changes_numbers=True,
+)

@@ -1,0 +1,158 @@
+"""What the two diagnoses of megatron.rerun-state-dict say of the real code, and of code made up."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from unittest import mock
+
+import pytest
+from megatron_rig import UNPATCHED
+
+from megapatch.testing import run_ranks
+
+KEY = "rerun_state_machine_state"
+
+
+def words(verdict):
+    return verdict.kind.value, verdict.reason
+
+
+def saving():
+    from megapatch.patches.megatron.rerun_state_dict import diagnose_saving as diagnose
+
+    module = importlib.import_module("megatron.core.rerun_state_machine")
+    found = {"as it is": words(diagnose(module))}
+
+    def idle_is_none(self, data_iterator, ckpt_format, force=False):
+        ShardedObject = tuple
+        return ShardedObject(("rerun_state_machine_state", self.mode)) if force else None
+
+    def builds(self, data_iterator, ckpt_format, force=False):
+        ShardedObject = tuple
+        return ShardedObject(("rerun_state_machine_state", (self.mode, self.rerun_requested)))
+
+    def gives_one(self, data_iterator, ckpt_format, force=False):
+        ShardedObject = tuple
+        return ShardedObject(("rerun_state_machine_state", self.mode))
+
+    def builds_without_force(self, data_iterator, ckpt_format):
+        ShardedObject = tuple
+        return ShardedObject(("rerun_state_machine_state", (self.mode, self.rerun_requested)))
+
+    def none_without_force(self, data_iterator, ckpt_format):
+        ShardedObject = tuple
+        return None if self.mode else ShardedObject(("rerun_state_machine_state", self.mode))
+
+    def raises(self, data_iterator, ckpt_format, force=False):
+        ShardedObject = tuple
+        raise RuntimeError(ShardedObject(("rerun_state_machine_state", self.mode)))
+
+    def says_nothing(self, data_iterator, ckpt_format, force=False):
+        return None
+
+    def takes_a_switch(self, use_dist_ckpt):
+        return None
+
+    for made_up in (
+        idle_is_none,
+        builds,
+        gives_one,
+        builds_without_force,
+        none_without_force,
+        raises,
+        says_nothing,
+        takes_a_switch,
+    ):
+        with mock.patch.object(module.RerunStateMachine, "state_dict", made_up):
+            found[made_up.__name__] = words(diagnose(module))
+    for name in ("RerunStateMachine", "RerunMode"):
+        with mock.patch.object(module, name, None):
+            found[f"no {name}"] = words(diagnose(module))
+    state_dict = getattr(module.RerunStateMachine.state_dict, "__wrapped__", module.RerunStateMachine.state_dict)
+    found["takes force"] = "force" in state_dict.__code__.co_varnames
+    return found
+
+
+def loading():
+    from megapatch.patches.megatron.rerun_state_dict import diagnose_loading as diagnose
+
+    module = importlib.import_module("megatron.core.dist_checkpointing.validation")
+    found = {"as it is": words(diagnose(module))}
+
+    def forgives(missing_keys, unexpected_keys, raise_error=True):
+        if missing_keys - {KEY}:
+            raise module.CheckpointingException
+
+    def never_raises(missing_keys, unexpected_keys, raise_error=True): ...
+
+    def raises_another(missing_keys, unexpected_keys, raise_error=True):
+        raise ValueError("another")
+
+    def takes_a_list(keys): ...
+
+    name = "maybe_report_missing_and_unexpected_keys"
+    for made_up in (forgives, never_raises, raises_another, takes_a_list):
+        with mock.patch.object(module, name, made_up):
+            found[made_up.__name__] = words(diagnose(module))
+    with mock.patch.object(module, "validate_integrity_and_strict_load", takes_a_list):
+        found["not looked up"] = words(diagnose(module))
+    with mock.patch.dict(vars(module)):
+        delattr(module, name)
+        found["no function"] = words(diagnose(module))
+    with mock.patch.dict(sys.modules):
+        del sys.modules["megatron.core.rerun_state_machine"]
+        found["without the machine's module"] = words(diagnose(module))
+    return found
+
+
+def both(rank, world_size):
+    return saving(), loading()
+
+
+@pytest.fixture(scope="module")
+def found():
+    unpatched, patched = run_ranks(both, 1, env=UNPATCHED), run_ranks(both, 1)
+    assert patched == unpatched  # a second look, through the patch, gives the same answers
+    return patched[0]
+
+
+def test_saving(found):
+    found, _ = found
+    possible = ("needed", "fixed") if found.pop("takes force") else ("absent",)
+    assert found.pop("as it is")[0] in possible
+    expected = {
+        "idle_is_none": ("needed", "is None as long as no rerun is pending"),
+        "builds": ("fixed", "builds a state"),
+        "gives_one": ("fixed", "builds a state"),
+        "builds_without_force": ("absent", "has always saved"),
+        "none_without_force": ("unknown", "parameter 'force' of megatron.core.rerun_state_machine:"),
+        "raises": ("unknown", "RuntimeError"),
+        "says_nothing": ("unknown", f"'{KEY}' in megatron.core.rerun_state_machine:"),
+        "takes_a_switch": ("unknown", "parameter 'ckpt_format' of megatron.core.rerun_state_machine:"),
+        "no RerunStateMachine": ("unknown", "RerunStateMachine.state_dict"),
+        "no RerunMode": ("unknown", "RerunMode.DISABLED"),
+    }
+    assert found.keys() == expected.keys()
+    for case, (kind, text) in expected.items():
+        assert found[case][0] == kind, case
+        assert text in found[case][1], case
+
+
+def test_loading(found):
+    _, found = found
+    needed = ("needed", f"raises for {KEY}")
+    expected = {
+        "as it is": needed,
+        "forgives": ("fixed", f"does not raise for {KEY}"),
+        "never_raises": ("unknown", "expected missing keys to raise"),
+        "raises_another": ("unknown", "ValueError: another"),
+        "takes_a_list": ("unknown", "parameter 'missing_keys' of megatron.core.dist_checkpointing.validation:"),
+        "not looked up": ("unknown", "in megatron.core.dist_checkpointing.validation:validate_integrity_and_"),
+        "no function": ("unknown", "validation:maybe_report_missing_and_unexpected_keys"),
+        "without the machine's module": needed,
+    }
+    assert found.keys() == expected.keys()
+    for case, (kind, text) in expected.items():
+        assert found[case][0] == kind, case
+        assert text in found[case][1], case

@@ -1,0 +1,290 @@
+"""megatron.nested-no-sync on the real DistributedDataParallel and the real schedules, at 2 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from unittest import mock
+
+import pytest
+from megatron_rig import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
+
+from megapatch import apply, restore
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+MICROBATCHES = 4
+HALVES = ((2, 2), (2, 2), (4,), (2, 2))
+CASES = {  # layout, options, and how each step's microbatches are cut into calls
+    # Pipelines go first: 0.12 does not quite forget a layout that is taken down.
+    "pp2": ({"pp": 2}, GRADS, HALVES),
+    "pp2 vpp2": ({"pp": 2, "vpp": 2}, GRADS, HALVES),
+    "dp2": ({}, GRADS, HALVES),
+    "dp2 uneven": ({}, GRADS, ((1, 3), (1, 1, 1, 1), (3, 1), (1, 2, 1))),
+    "dp2 distributed optimizer": ({}, {**ADAM, **GRADS, "use_distributed_optimizer": True}, HALVES),
+    "ep2": ({"ep": 2}, {**GRADS, "experts": 4}, HALVES),
+}
+IN_ONE_CALL = ((MICROBATCHES,),) * 4
+
+
+class Reduces:
+    """Counts the bucket groups whose gradients Megatron begins to reduce."""
+
+    def __init__(self):
+        self.count = 0
+        self.group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
+        self.original = self.group.start_grad_sync
+
+    def during(self, function, *args, **kwargs):
+        def counted(group, *args, **kwargs):
+            before = group.grad_reduce_handle
+            self.original(group, *args, **kwargs)
+            self.count += group.grad_reduce_handle is not before
+
+        self.count = 0
+        with mock.patch.object(self.group, "start_grad_sync", counted):
+            function(*args, **kwargs)
+        return self.count
+
+
+def groups(model):
+    return [group for chunk in model.chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
+
+
+def may_reduce(model):
+    """is_last_microbatch of all bucket groups: True, False, or "some"."""
+    flags = {group.is_last_microbatch for group in groups(model)}
+    return flags.pop() if len(flags) == 1 else "some"
+
+
+def step_in_pieces(model, step, cut):
+    """One optimizer step from as many calls as `cut` says; what was reduced when, and its gradients."""
+    config, reduces = model.config, Reduces()
+    samples = iter(model.microbatches(step, MICROBATCHES))
+    finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
+    model.zero_grad()
+    reduced, held = [], []
+    for index, count in enumerate(cut):
+        last = index == len(cut) - 1
+        # Each call takes the mean over its own microbatches.
+        config.grad_scale_func = lambda loss, share=count / MICROBATCHES: model.optimizer.scale_loss(loss) * share
+        config.finalize_model_grads_func = finalize if last else None
+        config.grad_sync_func = grad_sync if last else None
+        with contextlib.ExitStack() as outer:
+            for chunk in () if last else model.chunks:
+                outer.enter_context(chunk.no_sync())
+            piece = [next(samples) for _ in range(count)]
+            reduced.append(reduces.during(model.forward_backward, microbatches=piece))
+            held.append(not may_reduce(model))
+    gradients = model.gradients()
+    model.optimizer.step()
+    return reduced, held, gradients
+
+
+def run_case(name, cuts=None):
+    layout, options, its_cuts = CASES[name]
+    init_parallel(**layout)
+    model = tiny_gpt(layers=4 if "vpp" in layout else 2, **options)
+    steps = [step_in_pieces(model, step, cut) for step, cut in enumerate(cuts or its_cuts)]
+    return steps, model.parameters(), len(groups(model))
+
+
+def with_patch(rank, world_size):
+    """Each case, cut; and what other uses do."""
+    return {name: run_case(name) for name in CASES}, uses()
+
+
+def without_patch(rank, world_size):
+    """Each case in one call a step; and what comes of cutting, where that fails."""
+    single = {name: run_case(name, IN_ONE_CALL[: len(CASES[name][2])]) for name in CASES}
+    cut = {}
+    for case, cuts in {"calibrated in one call": IN_ONE_CALL[:1] + HALVES[:1], "cut": HALVES[:2]}.items():
+        init_parallel()
+        model = tiny_gpt(**GRADS)
+        for step, pieces in enumerate(cuts):
+            try:
+                reduced, held, gradients = step_in_pieces(model, step, pieces)
+            except AssertionError as error:
+                cut[case, step] = str(error), len(groups(model)), may_reduce(model)
+                break
+            cut[case, step] = reduced, held, gradients
+    return single, cut
+
+
+@pytest.fixture(scope="module")
+def unpatched():
+    return run_ranks(without_patch, 2, env=UNPATCHED)
+
+
+@pytest.fixture(scope="module")
+def patched():
+    return run_ranks(with_patch, 2)
+
+
+# ------------------------------------------------------------------------------------------ the defect
+def test_without_the_patch_the_inner_no_sync_ends_the_outer_one(unpatched):
+    for _, cut in unpatched:
+        outcome = cut["cut", 0]
+        if isinstance(outcome[0], str):  # up to 0.15
+            assert "Cannot set grad twice" in outcome[0]
+        else:
+            _, held, _ = outcome
+            assert held == [False, False]
+            assert len(cut) == 4  # the same cut in every step goes well, once Megatron has counted it
+
+
+def test_without_the_patch_a_calibrated_megatron_reduces_early_and_leaves_out_the_rest(unpatched):
+    for rank, (single, cut) in enumerate(unpatched):
+        outcome = cut["calibrated in one call", 1]
+        if isinstance(outcome[0], str):
+            assert "Cannot set grad twice" in outcome[0]
+            continue
+        (early, late), _, gradients = outcome
+        _, _, expected = single["dp2"][0][1]
+        assert (early, late) == (single["dp2"][2], 0), rank
+        with pytest.raises(AssertionError):
+            assert_same_parameters(gradients, expected)
+
+
+# ------------------------------------------------------------------------------------------ the repair
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_cut_in_pieces_is_the_step_of_one_single_call(unpatched, patched, name):
+    for (single, _), (found, _) in zip(unpatched, patched, strict=True):
+        steps, parameters, number = found[name]
+        expected_steps, expected_parameters, _ = single[name]
+        for (reduced, held, gradients), (expected_reduced, _, expected) in zip(steps, expected_steps, strict=True):
+            *before, last = reduced
+            assert set(before) <= {0}
+            assert [last] == expected_reduced == [number]
+            assert held == [True] * len(before) + [False]
+            assert_same_parameters(gradients, expected)
+        assert_same_parameters(parameters, expected_parameters)
+
+
+# ------------------------------------------------------------------------------------------ one model, many uses
+def uses():
+    """Where the bucket groups may reduce, in all kinds of use."""
+    init_parallel(ep=2)
+    model, found = tiny_gpt(experts=4, **GRADS), {}
+    (ddp,) = model.chunks
+    found["experts"] = len(ddp.expert_parallel_bucket_groups)
+    found["kind"] = isinstance(ddp.no_sync(), contextlib._GeneratorContextManager)
+
+    seen = found["not nested"] = [may_reduce(model)]
+    with ddp.no_sync() as value:
+        seen.append(may_reduce(model))
+    seen += [may_reduce(model), value]
+
+    seen = found["three levels"] = []
+    with ddp.no_sync():
+        with ddp.no_sync():
+            with ddp.no_sync():
+                seen.append(may_reduce(model))
+            seen.append(may_reduce(model))
+        seen.append(may_reduce(model))
+        with ddp.no_sync():
+            pass
+        seen.append(may_reduce(model))
+    seen.append(may_reduce(model))
+
+    seen = found["exception"] = []
+    raised = Interrupted()
+    with ddp.no_sync():
+        try:
+            with ddp.no_sync():
+                raise raised
+        except Interrupted as error:
+            seen += [error is raised, may_reduce(model)]
+    seen.append(may_reduce(model))
+    with contextlib.suppress(Interrupted), ddp.no_sync(), ddp.no_sync():
+        raise Interrupted
+    seen.append(may_reduce(model))
+
+    @ddp.no_sync()
+    def decorated():
+        return may_reduce(model)
+
+    found["decorator"] = [decorated(), decorated(), may_reduce(model)]
+
+    seen = found["never left"] = []
+    with ddp.no_sync():
+        _enter(ddp.no_sync())
+        seen.append(may_reduce(model))  # the garbage collector has left it
+    seen.append(may_reduce(model))
+
+    seen = found["left after the outer one"] = []
+    with ddp.no_sync():
+        late, later = ddp.no_sync(), ddp.no_sync()
+        late.__enter__()
+        later.__enter__()
+    seen.append(may_reduce(model))
+    late.__exit__(None, None, None)
+    seen.append(may_reduce(model))
+    with ddp.no_sync():
+        later.__exit__(None, None, None)
+        seen.append(may_reduce(model))
+    seen.append(may_reduce(model))
+
+    groups(model)[0].is_last_microbatch = False
+    with ddp.no_sync():
+        pass
+    found["one group held"] = [group.is_last_microbatch for group in groups(model)].count(False), may_reduce(model)
+    groups(model)[0].is_last_microbatch = True
+
+    with ddp.no_sync():
+        ddp.zero_grad_buffer()
+        found["a new step"] = may_reduce(model)
+
+    found["own no_sync"] = _own_no_sync(ddp)
+    return found
+
+
+def _enter(context):
+    context.__enter__()
+    del context
+    gc.collect()
+
+
+def _own_no_sync(ddp):
+    """Whether train-reentry takes a bound method for the chunk's own, taken before activation and after."""
+    from megapatch.patches.megatron.train_reentry import _is_own_no_sync
+
+    after = ddp.no_sync
+    restore()
+    before = ddp.no_sync
+    found = [before == after, _is_own_no_sync(after, [ddp])]
+    apply()
+    return [*found, ddp.no_sync == after, _is_own_no_sync(before, [ddp]), _is_own_no_sync([after], [ddp])]
+
+
+@pytest.fixture(scope="module")
+def found(patched):
+    first, second = (found for _, found in patched)
+    assert first == second
+    assert first["experts"] > 0
+    return first
+
+
+def test_a_use_that_is_not_nested_is_megatrons_own(found):
+    assert found["not nested"] == [True, False, True, None]
+    assert found["decorator"] == [False, False, True]
+    assert found["kind"]
+
+
+def test_only_the_outermost_exit_lets_groups_reduce(found):
+    assert found["three levels"] == [False, False, False, False, True]
+    assert found["exception"] == [True, False, True, True]
+    assert found["one group held"] == (1, "some")
+
+
+def test_a_context_that_is_left_late_or_never_brings_nothing_back(found):
+    assert found["never left"] == [False, True]
+    assert found["left after the outer one"] == [True, True, False, True]
+
+
+def test_a_new_step_ends_it_as_without_the_patch(found):
+    assert found["a new step"] is True
+
+
+def test_train_knows_its_own_no_sync_whenever_it_was_taken(found):
+    assert found["own no_sync"] == [False, True, False, True, True]
