@@ -18,6 +18,7 @@ expert, data parallel) can be compared with every other, and with one process. N
 from __future__ import annotations
 
 from .availability import megatron_core_available, megatron_training_available
+from .contract import check_contract
 from .cuda_stubs import install_cuda_stubs
 from .data import microbatches
 from .layout import destroy_parallel, init_parallel
@@ -33,6 +34,7 @@ __all__ = [
     "RanksTimedOut",
     "StepResult",
     "TinyGPT",
+    "check_contract",
     "destroy_parallel",
     "init_parallel",
     "install_cuda_stubs",

@@ -1,0 +1,96 @@
+"""Our own patches keep the contract, on the real code of the Megatron that is installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+from megatron_rig import BOTH, GRADS
+
+from megapatch.catalog import PATCHES
+from megapatch.patch import NEEDED, Patch, Site, Verdict
+from megapatch.testing import (
+    MegatronLoop,
+    check_contract,
+    init_parallel,
+    megatron_training_available,
+    tiny_gpt,
+)
+
+
+def hooks_twice():
+    init_parallel()
+    ddp = tiny_gpt(**BOTH, hooks=True).chunks[0]
+    for switch in (ddp.disable_forward_pre_hook, ddp.enable_forward_pre_hook):
+        switch()
+        switch()
+
+
+def no_sync_in_no_sync():
+    init_parallel()
+    ddp = tiny_gpt(**GRADS).chunks[0]
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        assert not any(group.is_last_microbatch for group in ddp.bucket_groups)
+
+
+def idle_rerun_state():
+    init_parallel()
+    rerun = importlib.import_module("megatron.core.rerun_state_machine")
+    machine = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)
+    assert machine.state_dict(None, "torch_dist") is not None
+    validation = importlib.import_module("megatron.core.dist_checkpointing.validation")
+    validation.maybe_report_missing_and_unexpected_keys({"rerun_state_machine_state"}, set())
+
+
+def train_twice():
+    if megatron_training_available():
+        init_parallel()
+        loop = MegatronLoop(tiny_gpt(**GRADS))
+        loop.train(1)
+        loop.train(1)
+
+
+# ------------------------------------------------------------------------ a submodule that a function hides
+def has_finalize(module):
+    """Its package has a function of the module's name, which `import a.b as module` would give."""
+    return Verdict(NEEDED, "it goes by its parameters") if callable(module.finalize_model_grads) else None
+
+
+def accepts_no_chunk(finalize_model_grads):
+    @functools.wraps(finalize_model_grads)
+    def replacement(model, *args, **kwargs):
+        return finalize_model_grads(model, *args, **kwargs) if model else "nothing to do"
+
+    return replacement
+
+
+def finalize_nothing():
+    package = importlib.import_module("megatron.core.distributed")
+    assert package.finalize_model_grads([]) == "nothing to do"
+
+
+SHADOWED = Patch(
+    name="test.shadowed",
+    doc="A module that is hidden by a function is found.",
+    upstream="https://example.com/1",
+    sites=(
+        Site(
+            module="megatron.core.distributed.finalize_model_grads",
+            diagnose=has_finalize,
+            replace={"finalize_model_grads": accepts_no_chunk},
+        ),
+    ),
+)
+
+SCENARIOS = {
+    "megatron.forward-pre-hook": hooks_twice,
+    "megatron.nested-no-sync": no_sync_in_no_sync,
+    "megatron.rerun-state-dict": idle_rerun_state,
+    "megatron.train-reentry": train_twice,
+}
+
+
+def test_every_patch_keeps_the_contract():
+    check_contract({**{patch: SCENARIOS[patch.name] for patch in PATCHES}, SHADOWED: finalize_nothing})
