@@ -46,7 +46,10 @@ def main(folder: str) -> bool:
     in_sdist = {name for name in files - {"PKG-INFO"} if ".egg-info/" not in name}
     package = files_below("megapatch")
     wheel_is_right = compare(wheel.name, in_wheel, package)
-    return compare(sdist.name, in_sdist, package | files_below("tests") | set(OUTSIDE)) and wheel_is_right
+    return (
+        compare(sdist.name, in_sdist, package | files_below("tests", "benchmarks") | set(OUTSIDE))
+        and wheel_is_right
+    )
 
 
 if __name__ == "__main__":
