@@ -37,6 +37,7 @@ class Engine:
         self._changing_records = threading.Lock()
         self._activating = threading.Lock()
         self._active = False
+        self._complained: set[str] = set()
         for patch in patches:
             self._add(patch)
         for entry in entry_points:
@@ -60,8 +61,7 @@ class Engine:
         with self._activating:
             first, self._active = not self._active, True
         if first:
-            for complaint in self.complaints():
-                log.warning("%s", complaint)
+            self._complain()
             for name in dict.fromkeys(record.site.module for record in self.records):
                 self._watch(name)
         self._look()
@@ -155,8 +155,13 @@ class Engine:
         for patch in patches:
             for site in patch.sites:
                 self._watch(site.module)
+        self._complain()
+
+    def _complain(self) -> None:
         for complaint in self.complaints():
-            log.warning("%s", complaint)
+            if complaint not in self._complained:
+                self._complained.add(complaint)
+                log.warning("%s", complaint)
 
     def _add(self, patch: Patch) -> None:
         """Add a record for each site; of two patches of one name the first one counts."""
@@ -189,7 +194,8 @@ class Engine:
             if record.status in count:
                 count[record.status] += 1
         state = ", ".join(f"{number} {status.value}" for status, number in count.items() if number)
-        numbers = [patch.name for patch in self.patches if patch.changes_numbers]
+        on = [record.patch for record in self.records if record.status in (Status.APPLIED, Status.PENDING)]
+        numbers = dict.fromkeys(patch.name for patch in on if patch.changes_numbers)
         changing = f"; may change numbers: {', '.join(numbers)}" if numbers else ""
         return f"megapatch is active: {state or 'nothing to do'} (sites){changing}; see `megapatch doctor`"
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megapatch import report
 from megapatch.patch import Status
 
 ROOT = Path(__file__).parent.parent
@@ -29,3 +30,14 @@ def test_ci_runs_the_command_for_users():
 def test_every_status_is_explained():
     for status in Status:
         assert f"| `{status.value}` |" in README
+
+
+def test_every_key_of_the_json_is_documented():
+    def keys(told):
+        for key, value in told.items():
+            yield key
+            for one in value if isinstance(value, list) else ():
+                yield from keys(one) if isinstance(one, dict) else ()
+
+    for key in keys(report().to_dict()):
+        assert f"`{key}`" in README, key

@@ -161,10 +161,11 @@ def test_its_patches_are_switched_by_their_own_names(distribute, target, patches
 
 def test_an_unknown_name_is_said_once_all_are_loaded(distribute, target, patches, caplog):
     distribute(target, f"{patches}:LOUDER")
-    make_engine(disable=("acme.lauder",)).activate()
+    make_engine(disable=("acme.lauder",), strict_value="perhaps").activate()
     assert "no patch is called" not in caplog.text
     importlib.import_module(target)
     assert "MEGAPATCH_DISABLE: no patch is called 'acme.lauder'; did you mean acme.louder?" in caplog.text
+    assert caplog.text.count("perhaps is neither 1 nor 0") == 1
 
 
 def test_metadata_that_cannot_be_read_is_passed_over(distribute, target, patches, caplog):
