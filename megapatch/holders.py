@@ -68,12 +68,12 @@ def out_of_reach(originals: Sequence[Any], ours: Collection[int]) -> dict[int, l
     """
     import gc  # only a report comes this way
 
-    wanted = {id(one): one for one in originals}
+    wanted, sought = {id(one) for one in originals}, tuple(originals)
     found: dict[int, list[str]] = {}
-    for holder in gc.get_referrers(*wanted.values()) if wanted else ():
-        if holder is wanted or holder is originals or id(holder) in ours or isinstance(holder, FrameType):
+    for holder in gc.get_referrers(*sought):
+        if holder is sought or holder is originals or id(holder) in ours or isinstance(holder, FrameType):
             continue
-        for one in {id(each) for each in gc.get_referents(holder)} & wanted.keys():
+        for one in {id(each) for each in gc.get_referents(holder)} & wanted:
             found.setdefault(one, []).append(_describe(holder))
     return found
 
