@@ -1,7 +1,7 @@
 """What diagnoses share: looking at the real code without running all of it.
 
 A path is ``"module:Class.function"``; the module is one that the target has loaded. Each function returns what
-was expected and is not there, in words for an UNKNOWN verdict.
+was expected and is not there, in words; `lacking` makes a verdict of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ import inspect
 import sys
 from typing import Any
 
-from ..patch import unpatched
+from ..patch import UNKNOWN, Verdict, unpatched
+
+
+def lacking(missing: list[str]) -> Verdict:
+    """The verdict on code in which something that the patch relies on is missing."""
+    return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
 
 
 def missing_names(path: str, *names: str) -> list[str]:

@@ -25,7 +25,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import missing_attributes, missing_names, missing_parameters
+from ..probe import lacking, missing_attributes, missing_names, missing_parameters
 from .bucket_groups import finish_param_gathers
 
 MODULE = "megatron.core.distributed.distributed_data_parallel"
@@ -44,7 +44,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_attributes(DDP, "enable_forward_pre_hook"),
     ]
     if missing:
-        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+        return lacking(missing)
     ddp = module.DistributedDataParallel
     try:
         disable_again = _error(unpatched(ddp.disable_forward_pre_hook), _stand_in(hooked=False))

@@ -29,7 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import missing_attributes, missing_names
+from ..probe import lacking, missing_attributes, missing_names
 from .bucket_groups import bucket_groups
 
 MODULE = "megatron.core.distributed.distributed_data_parallel"
@@ -45,7 +45,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_names(f"{GROUP}.register_grad_ready", "is_last_microbatch"),
     ]
     if missing:
-        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+        return lacking(missing)
     try:
         seen = _nest(unpatched(module.DistributedDataParallel.no_sync))
     except Exception as error:

@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import missing_attributes, missing_names, missing_parameters
+from ..probe import lacking, missing_attributes, missing_names, missing_parameters
 
 MACHINE_MODULE = "megatron.core.rerun_state_machine"
 STATE_DICT = f"{MACHINE_MODULE}:RerunStateMachine.state_dict"
@@ -57,7 +57,7 @@ def diagnose_saving(module: ModuleType) -> Verdict:
         *missing_attributes(f"{MACHINE_MODULE}:RerunState", "NOT_RUNNING_YET"),
     ]
     if missing:
-        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+        return lacking(missing)
     machine = object.__new__(module.RerunStateMachine)
     machine.mode, machine.state = module.RerunMode.VALIDATE_RESULTS, module.RerunState.NOT_RUNNING_YET
     try:
@@ -102,7 +102,7 @@ def diagnose_loading(module: ModuleType) -> Verdict:
         *missing_attributes(f"{STRICT_MODULE}:", "CheckpointingException"),
     ]
     if missing:
-        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+        return lacking(missing)
 
     def raises(key: str) -> bool:
         try:

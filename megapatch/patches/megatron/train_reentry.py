@@ -38,8 +38,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, NEEDED, UNKNOWN, MegapatchError, Patch, Site, Verdict, unpatched
-from ..probe import missing_attributes, missing_names, missing_parameters
+from ...patch import ABSENT, NEEDED, MegapatchError, Patch, Site, Verdict, unpatched
+from ..probe import lacking, missing_attributes, missing_names, missing_parameters
 from .bucket_groups import (
     finish_param_gathers,
     forget_interrupted_window,
@@ -74,7 +74,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
     ]
     if missing:
-        return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+        return lacking(missing)
     return Verdict(
         NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and starts the {INTERVAL_TIMER} timer for good"
     )
