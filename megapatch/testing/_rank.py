@@ -44,7 +44,7 @@ class Job:
     stack: str  # file for this rank's stack, written on STACK_SIGNAL
     setup: bytes  # pickled function or None
     call: bytes  # pickled (function, args)
-    files: dict[str, str]  # where the modules of the two functions come from, by name
+    files: dict[str, str]  # where the modules of what was pickled come from, by name
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _find_modules(files: dict[str, str]) -> None:
 
 
 class _ByFile(MetaPathFinder):
-    """Finds modules that nobody else finds: pytest's importlib mode gives test modules names of its own."""
+    """Finds modules that nobody else finds."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files

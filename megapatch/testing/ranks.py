@@ -7,7 +7,6 @@ is Megatron's import. Nothing of Megatron or megapatch is in that server.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import multiprocessing
 import multiprocessing.forkserver
@@ -72,8 +71,8 @@ def run_ranks(
     even be killed), none of its processes is left, nor any that they started: each rank leads its own process
     group. Only the server stays, until the caller exits.
     """
-    first, then = pickle.dumps(setup), pickle.dumps((function, args))
-    files = {name: file for name, file in map(_module_and_file, (setup, function)) if file}
+    files: dict[str, str] = {}
+    first, then = _dumps(setup, files), _dumps((function, args), files)
     environment = {**os.environ, **(env or {})}
     with tempfile.TemporaryDirectory(prefix="megapatch-ranks-") as directory:
         ranks = [
@@ -149,11 +148,21 @@ class _Rank:
         process.close()
 
 
-def _module_and_file(function: Any) -> tuple[str, str | None]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__module__", None) or ""
-    return name, getattr(sys.modules.get(name), "__file__", None)
+def _dumps(value: Any, files: dict[str, str]) -> bytes:
+    """Pickle it, and add where the modules of its functions and classes come from: a rank may not find them, as
+    pytest's importlib mode gives test modules names of its own."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, (type, types.FunctionType)):
+                file = getattr(sys.modules.get(obj.__module__), "__file__", None)
+                if file and obj.__module__.partition(".")[0] != "megapatch":
+                    files[obj.__module__] = file
+            return NotImplemented
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
 
 
 def _listen(ranks: list[_Rank], deadline: float) -> None:

@@ -198,7 +198,15 @@ def test_a_result_that_cannot_be_sent():
         run_ranks(return_a_function, 1)
 
 
-def test_an_interrupted_call_leaves_nothing(tmp_path):
+@pytest.fixture
+def interruptible():
+    """Python leaves SIGINT alone where it was started to ignore it, as in a shell's background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_call_leaves_nothing(tmp_path, interruptible):
     def interrupt():
         noted_pids(tmp_path, 2)
         os.kill(os.getpid(), signal.SIGINT)
