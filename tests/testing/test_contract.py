@@ -118,7 +118,6 @@ def test_what_is_wrong_is_told():
         "held by name: {",
         "test.denies: its scenario fails without the patch, although the diagnosis says it is not needed",
         "test.exaggerates: its scenario works without the patch, although the diagnosis says that it is needed",
-        "test.exaggerates: its scenario works after restore()",
         "colorsys:yiq_to_rgb has another signature: (*arguments)",
         "colorsys:yiq_to_rgb has lost its name or docstring",
         "colorsys:yiq_to_rgb cannot be pickled by pickle",
