@@ -98,9 +98,18 @@ def _describe(holder: Any) -> str:
 
 
 def _name_of(container: Any) -> str:
-    """`` named module:NAME`` for a container that a module names."""
+    """Whose it is, in parentheses: a module's name for it, or the class or object that it belongs to."""
+    import gc
+
     named = find([container]).get(id(container))
-    return f" ({named[0].where})" if named else ""
+    if named:
+        return f" ({named[0].where})"
+    for owner in gc.get_referrers(container):
+        if isinstance(owner, type):
+            return f" (class {owner.__module__}.{owner.__qualname__})"
+        if getattr(owner, "__dict__", None) is container:
+            return f" (attributes of a {type(owner).__qualname__})"
+    return ""
 
 
 def _resolve(path: str) -> Owner | None:

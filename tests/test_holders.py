@@ -82,6 +82,8 @@ def test_what_someone_else_has_put_there_in_the_meantime_stays():
 def test_what_is_out_of_reach_is_reported(modules, target):
     name = modules.write(REGISTRY.format(target=target.__name__) + "LIST = [greet]\n", stem="registry")
     user = importlib.import_module(name)
+    user.object = type("Custom", (), {})()
+    vars(user.object)["callback"] = target.greet
     greet, greeter = target.greet, target.Greeter()
     bound = greeter.greet
 
@@ -96,10 +98,12 @@ def test_what_is_out_of_reach_is_reported(modules, target):
         f"a dict ({name}:HANDLERS) holds the original of {target.__name__}:greet",
         f"a list ({name}:LIST) holds the original of {target.__name__}:greet",
         "a functools.partial holds",
+        f"a dict (class {name}.Desk) holds",
         "a closure (test_holders.test_what_is_out_of_reach_is_reported.<locals>.closure) holds",
         f"a bound method of a Greeter holds the original of {target.__name__}:Greeter.greet",
     ):
         assert expected in told.replace(f"{__name__}.", "test_holders.")
+    assert "(attributes of a Custom) holds" in told or f"a Custom ({name}:object) holds" in told  # from 3.13 on
     assert f"out of reach: a list ({name}:LIST)" in str(make_report(engine.records))
     assert user.LIST[0]("you") == partial() == bound("you") == closure()("you") == "hello you"
 
