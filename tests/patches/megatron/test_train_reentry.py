@@ -142,7 +142,7 @@ def activated_between_calls(rank, world_size):
     losses = loop.train(2)
     apply()
     _wrap_no_sync()
-    told = report().to_dict()["patches"][1]["sites"][0]
+    told = report().to_dict()["patches"][-1]["sites"][0]
     losses += loop.train(2) + loop.train(2)
     rebound = holder.train_by_name is sys.modules["megatron.training.training"].train
     return losses, model.parameters(), told, rebound
