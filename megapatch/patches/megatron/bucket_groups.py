@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+MODULE = "megatron.core.distributed.distributed_data_parallel"
+DDP = f"{MODULE}:DistributedDataParallel"
+GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
 
 def bucket_groups(ddp: Any) -> list[Any]:
     """All bucket groups of one DistributedDataParallel chunk, dense and expert."""

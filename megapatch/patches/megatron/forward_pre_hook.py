@@ -26,11 +26,7 @@ from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
-from .bucket_groups import finish_param_gathers
-
-MODULE = "megatron.core.distributed.distributed_data_parallel"
-DDP = f"{MODULE}:DistributedDataParallel"
-GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+from .bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
 
 
 def diagnose(module: ModuleType) -> Verdict:
