@@ -8,6 +8,7 @@ read, so that a module's lazy attributes are never triggered.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from types import CellType, FrameType, MethodType, ModuleType
@@ -63,11 +64,9 @@ def out_of_reach(originals: Sequence[Any], ours: Collection[int]) -> dict[int, l
     """What still holds one of the originals and no sweep finds, in words, by the original's id: closures, lists,
     bound methods, dictionaries that nobody declared.
 
-    ours: ids of what holds an original rightly. Goes through all objects of the process: tens of milliseconds
-    once torch is loaded.
+    ours: ids of what holds an original rightly. Goes through all objects of the process: about a tenth of a
+    second once torch is loaded.
     """
-    import gc  # only a report comes this way
-
     wanted, sought = {id(one) for one in originals}, tuple(originals)
     found: dict[int, list[str]] = {}
     for holder in gc.get_referrers(*sought):
@@ -79,8 +78,6 @@ def out_of_reach(originals: Sequence[Any], ours: Collection[int]) -> dict[int, l
 
 
 def _describe(holder: Any) -> str:
-    import gc
-
     if isinstance(holder, MethodType):
         return f"a bound method of a {type(holder.__self__).__qualname__}"
     if isinstance(holder, functools.partial):
@@ -99,8 +96,6 @@ def _describe(holder: Any) -> str:
 
 def _name_of(container: Any) -> str:
     """Whose it is, in parentheses: a module's name for it, or the class or object that it belongs to."""
-    import gc
-
     named = find([container]).get(id(container))
     if named:
         return f" ({named[0].where})"

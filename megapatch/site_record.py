@@ -44,6 +44,10 @@ class SiteRecord:
             what = f"{self.patch.name}: {self.site.module} is {status.value}: {reason}"
             log.warning("%s", f"{what}\n{trace}" if trace else what)
 
+    def fail(self, error: BaseException) -> None:
+        """Record an exception that is being handled, with its traceback."""
+        self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
+
     def consider(self, module: ModuleType) -> bool:
         """Diagnose the loaded module and install what is needed; whether something was. Never raises."""
         with self.lock:
@@ -59,10 +63,10 @@ class SiteRecord:
                     return True
                 known = versions.remark(self.site.module) if verdict.kind is VerdictKind.UNKNOWN else ""
                 self.set(_STATUS_OF_VERDICT[verdict.kind], verdict.reason + known)
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:  # a bug of ours must not break the user's import
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
+                self.fail(error)
             return False
 
     def restore(self) -> None:

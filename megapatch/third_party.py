@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-import traceback
 from typing import TYPE_CHECKING
 
 from .patch import Patch, Site, Status, Verdict
@@ -70,10 +69,10 @@ class EntryRecord(SiteRecord):
             patches = (value,) if isinstance(value, Patch) else tuple(value)
             if not patches or not all(isinstance(patch, Patch) for patch in patches):
                 raise TypeError(f"{self.entry.value} is {value!r}; expected a megapatch.Patch or a tuple of them")
+        except KeyboardInterrupt:
+            raise
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
+            self.fail(error)
             return ()
         return patches
 

@@ -29,8 +29,8 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
     engine = Engine(patches, Settings())
     import_targets(engine)
     before = {record: _contents(record) for record in engine.records}
-    verdicts = {record: _diagnose(record) for record in engine.records}
-    problems = [text for record in engine.records for text in _traces(record)]
+    problems: list[str] = []
+    verdicts = {record: _first_verdict(record, problems) for record in engine.records}
 
     engine.activate()
     installed = [one for record in engine.records for one in record.installed]
@@ -45,9 +45,9 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
 
     engine.restore()
     for record, contents in before.items():
-        changed = [name for name, value in _contents(record).items() if contents.get(name) is not value]
-        gone = contents.keys() - _contents(record).keys()
-        problems += [f"{record.patch.name}: restore() leaves {name} changed" for name in (*changed, *sorted(gone))]
+        problems += [
+            f"{record.patch.name}: restore() leaves {name} changed" for name in _changed(record, contents)
+        ]
     return problems
 
 
@@ -105,14 +105,20 @@ def _diagnose(record: SiteRecord) -> Any:
     return record.site.diagnose(module) if module else None
 
 
-def _traces(record: SiteRecord) -> list[str]:
-    """What a diagnosis has changed around it."""
+def _changed(record: SiteRecord, before: dict[str, Any]) -> list[str]:
+    """What is another object than it was, new, or gone."""
+    now = _contents(record)
+    return [name for name in {**before, **now} if name not in now or before.get(name) is not now[name]]
+
+
+def _first_verdict(record: SiteRecord, problems: list[str]) -> Any:
+    """Diagnose for the first time (what is imported or cached stays), and note what that has changed."""
     contents, surroundings = _contents(record), _surroundings()
-    _diagnose(record)
+    verdict = _diagnose(record)
     after = _surroundings()
-    changed = [name for name in surroundings if surroundings[name] != after[name]]
-    changed += [name for name, value in _contents(record).items() if contents.get(name) is not value]
-    return [f"{record.patch.name}: its diagnosis changes {name}" for name in changed]
+    changed = [name for name in surroundings if surroundings[name] != after[name]] + _changed(record, contents)
+    problems += [f"{record.patch.name}: its diagnosis changes {name}" for name in changed]
+    return verdict
 
 
 def _surroundings() -> dict[str, Any]:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import random
 import sys
+import types
 
 import pytest
 
@@ -49,6 +50,12 @@ def test_a_good_patch_keeps_it():
 def careless(module):
     random.random()
     return verdict_of(module, "rgb_to_hls")
+
+
+def imports(module):
+    """Leaves its trace the first time only."""
+    sys.modules.setdefault("megapatch_contract_trace", types.ModuleType("megapatch_contract_trace"))
+    return Verdict(FIXED, "it does not")
 
 
 def blind(module):
@@ -100,6 +107,7 @@ def needs(function):
 def test_what_is_wrong_is_told():
     broken = {
         make_patch("careless", careless, target="rgb_to_hls"): needs("rgb_to_hls"),
+        make_patch("imports", imports): does_nothing,
         make_patch("blind", blind, target="hls_to_rgb"): needs("hls_to_rgb"),
         make_patch("moody", moody, target="hsv_to_rgb"): needs("hsv_to_rgb"),
         make_patch("denies", denies, target="rgb_to_hsv"): needs("rgb_to_hsv"),
@@ -114,6 +122,7 @@ def test_what_is_wrong_is_told():
     told = str(caught.value)
     for expected in (
         "test.careless: its diagnosis changes Python's random numbers",
+        "test.imports: its diagnosis changes the modules that are loaded",
         "test.blind: once patched, its verdict is Verdict(kind=<VerdictKind.FIXED",
         "held by name: {",
         "test.denies: its scenario fails without the patch, although the diagnosis says it is not needed",
