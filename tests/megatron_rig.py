@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import sys
@@ -47,6 +48,24 @@ def assert_same_parameters(parameters, expected):
         torch.testing.assert_close(
             parameter, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@contextlib.contextmanager
+def raising_half_way(model, microbatch):
+    """Raise when the second of four layers is differentiated: the gradients of later ones are under way."""
+    calls = iter(range(microbatch + 1))
+
+    def hook(*ignored):
+        if next(calls) == microbatch:
+            raise Interrupted
+
+    handle = model.chunks[0].module.decoder.layers[1].register_full_backward_hook(hook)
+    yield
+    handle.remove()
+
+
+def hooks_of(config):
+    return {name: value for name, value in vars(config).items() if name.endswith("_func")}
 
 
 class Gathers:

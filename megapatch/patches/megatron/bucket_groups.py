@@ -52,6 +52,17 @@ def finish_param_gathers(ddp: Any) -> None:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
+def gather_in_next_forward(ddp: Any) -> None:
+    """Leave parameters that are not gathered to the next forward pass, which does it in its pre-hooks.
+
+    No collective. An interrupted step may have left the hooks off, and a forward pass that is no training step
+    would run on old parameters.
+    """
+    hooked = ddp.remove_forward_pre_hook_handles or not ddp.use_forward_hook
+    if not hooked and gathers_on_demand(ddp) and has_ungathered_params(ddp):
+        ddp.enable_forward_pre_hook()
+
+
 def settle_grad_reduces(ddp: Any) -> None:
     """Wait for gradient reduces that an interrupted backward pass has left under way, and forget them.
 

@@ -11,7 +11,8 @@ Seam      the module function, rebound where others hold it by name. Everything 
           assertion as before), and in a repeated call the timer is stopped, reduces left under way are waited
           for, and parameters that were not gathered since the last step are gathered before the forward
           pre-hooks go; at exit the timer is stopped. After an exception the config's hooks are what they were
-          at entry, and the rerun state machine is as before the interrupted step, in its old mode.
+          at entry, the rerun state machine is as before the interrupted step, in its old mode, and the next
+          forward pass gathers what is not gathered.
           The first call of a process runs as it does without megapatch.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           What is promised after an exception holds when it was raised on all ranks: raised on one rank alone,
@@ -34,24 +35,18 @@ import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, NEEDED, MegapatchError, Patch, Site, Verdict, unpatched
+from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
-from .bucket_groups import (
-    finish_param_gathers,
-    forget_interrupted_window,
-    has_ungathered_params,
-    settle_grad_reduces,
-)
+from .around_train import NO_SYNC_ASSERTION, config_hooks_kept, finish_earlier_call
 
 log = logging.getLogger("megapatch")
 
 MODULE = "megatron.training.training"
 INTERVAL_TIMER = "interval-time"
-NO_SYNC_ASSERTION = "config.no_sync_func must be None"
 BEFORE_STEP = {
     "INITIAL_RUN": "NOT_RUNNING_YET",
     "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
@@ -68,7 +63,7 @@ def diagnose(module: ModuleType) -> Verdict:
     missing = [
         *missing_parameters(train, "model", "config"),
         *missing_names(train, "no_sync_func", NO_SYNC_ASSERTION, INTERVAL_TIMER),
-        *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine", "DDP"),
+        *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
         *missing_names("megatron.core.timers:Timer.__init__", "_started"),
         *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
@@ -94,75 +89,31 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         model, config = call["model"], call["config"]
         machine = training.get_rerun_state_machine()
         mode = machine.get_mode()
-        hooks = {name: value for name, value in vars(config).items() if name.endswith("_func")}
         collecting = gc.isenabled()
 
         # An earlier call, patched or not, has started the timer; Megatron's globals may be new since.
         if _interval_timer(training) is not None or any(chunk in trained for chunk in model):
-            _leave_earlier_call(training, model, machine)
+            _stop_interval_timer(training)
+            _before_interrupted_step(machine)
+            finish_earlier_call(model)
             _warn_of_what_stays(training, ended_at, warn)
         trained.update(model)
-        if _is_own_no_sync(config.no_sync_func, model):
-            config.no_sync_func = None
         try:
-            result = train(*args, **kwargs)
+            with config_hooks_kept(config, model):
+                result = train(*args, **kwargs)
         except BaseException:
-            for name, value in hooks.items():
-                setattr(config, name, value)
             if machine.get_mode() is not mode:  # evaluation, where the exception may come from, switches it off
                 machine.set_mode(mode)
             _before_interrupted_step(machine)
-            for chunk in _ddp_chunks(training, model):
-                forget_interrupted_window(chunk)
             raise
         finally:
             _stop_interval_timer(training)
-        if config.param_sync_func is None:  # set aside by a call in which no step succeeded
-            config.param_sync_func = hooks["param_sync_func"]
         ended_at = result[0]
         if collecting and not gc.isenabled():
             warn("gc", "train() has left Python's garbage collector off (--manual-gc); gc.enable() turns it on")
         return result
 
     return replacement
-
-
-def _leave_earlier_call(training: ModuleType, model: Sequence[Any], machine: Any) -> None:
-    """Finish what an earlier call has left open, so that this one begins from gathered parameters."""
-    _stop_interval_timer(training)
-    _before_interrupted_step(machine)
-    for chunk in _ddp_chunks(training, model):
-        settle_grad_reduces(chunk)
-        finish_param_gathers(chunk)
-        if chunk.ddp_config.overlap_param_gather and has_ungathered_params(chunk):
-            raise MegapatchError(
-                "train() was interrupted after an optimizer step and before the parameters were gathered. With "
-                "reuse_grad_buf_for_mxfp8_param_ag that cannot be made up for, and this call would train from "
-                "old parameters: load a checkpoint in a new process"
-            )
-
-
-def _ddp_chunks(training: ModuleType, model: Sequence[Any]) -> list[Any]:
-    return [chunk for chunk in model if isinstance(chunk, training.DDP)]
-
-
-def _is_own_no_sync(hook: Any, model: Sequence[Any]) -> bool:
-    """Whether the hook is what train() itself sets: the no_sync of a model chunk, or a list of them.
-
-    A bound method taken before a late activation does not equal one taken after it, so parts are compared.
-    """
-    hooks = hook if isinstance(hook, list) else [hook]
-    own = [chunk.no_sync for chunk in model if hasattr(chunk, "no_sync")]
-    return bool(hooks) and all(any(_same_method(one, other) for other in own) for one in hooks)
-
-
-def _same_method(one: Any, other: Any) -> bool:
-    return (
-        inspect.ismethod(one)
-        and inspect.ismethod(other)
-        and one.__self__ is other.__self__
-        and unpatched(one.__func__) is unpatched(other.__func__)
-    )
 
 
 def _interval_timer(training: ModuleType) -> Any:

@@ -6,7 +6,18 @@ import contextlib
 import sys
 
 import pytest
-from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED, Interrupted, assert_same, needs_training, plain_steps
+from megatron_rig import (
+    ADAM,
+    BOTH,
+    GRADS,
+    UNPATCHED,
+    Interrupted,
+    assert_same,
+    hooks_of,
+    needs_training,
+    plain_steps,
+    raising_half_way,
+)
 
 from megapatch import MegapatchError
 from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
@@ -42,24 +53,6 @@ def interrupt(loop, place, microbatch, steps=4):
     with half_way, contextlib.suppress(Interrupted):
         loop.train(steps, fault=fault)
         raise AssertionError("the call was not interrupted")
-
-
-@contextlib.contextmanager
-def raising_half_way(model, microbatch):
-    """Raise when the second of four layers is differentiated: the gradients of later ones are under way."""
-    calls = iter(range(microbatch + 1))
-
-    def hook(*ignored):
-        if next(calls) == microbatch:
-            raise Interrupted
-
-    handle = model.chunks[0].module.decoder.layers[1].register_full_backward_hook(hook)
-    yield
-    handle.remove()
-
-
-def hooks_of(config):
-    return {name: value for name, value in vars(config).items() if name.endswith("_func")}
 
 
 def state():
