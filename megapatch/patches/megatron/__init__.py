@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ...patch import Patch
-from . import forward_pre_hook, nested_no_sync, rerun_state_dict, train_reentry
+from . import forward_pre_hook, nested_no_sync, prepare_grads_once, rerun_state_dict, train_reentry
 
 PATCHES: tuple[Patch, ...] = (
     forward_pre_hook.PATCH,
     nested_no_sync.PATCH,
+    prepare_grads_once.PATCH,
     rerun_state_dict.PATCH,
     train_reentry.PATCH,
 )

@@ -145,6 +145,60 @@ def test_nested_no_sync():
     )
 
 
+def prepare_verdicts(rank, world_size):
+    from megapatch import apply, restore
+    from megapatch.patches.megatron.prepare_grads_once import diagnose
+
+    module = importlib.import_module("megatron.core.optimizer")
+    mixed, chained = module.optimizer.MixedPrecisionOptimizer, module.optimizer.ChainedOptimizer
+
+    def unscales_once(self):
+        if not hasattr(self, "found"):
+            self.found = self._unscale_main_grads_and_check_for_nan()
+        return self.found
+
+    def always_overflows(self):
+        return True
+
+    def needs_more(self):
+        return self.something_new
+
+    found = {"as it is": diagnose(module)}
+    restore("megatron.prepare-grads-once")
+    found["restored"] = diagnose(module)
+    apply()
+    changes = {
+        "repaired": (mixed, "prepare_grads", unscales_once),
+        "repaired in part": (chained, "step", always_overflows),
+        "unscaled elsewhere": (mixed, "prepare_grads", always_overflows),
+        "needs more": (mixed, "prepare_grads", needs_more),
+        "other buffers": (module, "_ParamAndGradBuffer", None),
+        "other chains": (module.optimizer, "ChainedOptimizer", None),
+    }
+    for case, change in changes.items():
+        with mock.patch.object(*change):
+            found[case] = diagnose(module)
+    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+
+
+def test_prepare_grads_once():
+    (found,) = run_ranks(prepare_verdicts, 1)
+    methods = "MixedPrecisionOptimizer.prepare_grads, MixedPrecisionOptimizer.step, ChainedOptimizer.step"
+    assert_verdicts(
+        found,
+        {
+            "as it is": ("needed", methods),
+            "restored": ("needed", methods),
+            "repaired": ("fixed", "not unscaled again"),
+            "repaired in part": ("unknown", "'ChainedOptimizer.step': 1"),
+            "unscaled elsewhere": ("unknown", "'MixedPrecisionOptimizer.step': 0"),
+            "needs more": ("unknown", "something_new"),
+            "other buffers": ("unknown", "not found: megatron.core.optimizer:_ParamAndGradBuffer.reset"),
+            "other chains": ("unknown", "megatron.core.optimizer:optimizer.ChainedOptimizer.step"),
+        },
+    )
+
+
 def train_verdicts(rank, world_size):
     from megapatch.patches.megatron.train_reentry import diagnose
 

@@ -1,0 +1,177 @@
+"""Gradients are prepared once a step, however often prepare_grads() is called.
+
+Symptom   a caller looks for an overflow with optimizer.prepare_grads(), and then calls optimizer.step(), which
+          prepares again: gradients are divided by the loss scale twice. The grad norm reads 0.0, clipping never
+          engages, updates nearly vanish, and the dynamic loss scale counts each step twice. slime and miles do
+          so wherever the NaN check is off; Megatron's arguments turn it off for fp16 with a dynamic loss scale.
+Upstream  unfixed in Megatron 0.12 to 0.19 and on main, and in slime up to 0.3.1: THUDM/slime#1842, #1495.
+Seam      class attributes of the optimizers. One with a loss scale that has prepared its gradients answers with
+          what it found, until step(), step_with_ready_grads(), zero_grad() or load_state_dict() ends, however it
+          ends, or the buffer of some gradients is zeroed. It is not prepared when preparing raises. A chain asks
+          its optimizers, which may have been prepared one by one. Without a loss scale (bf16, fp32) preparing
+          again does no harm and is Megatron's own.
+Limits    zero_grad_buffer() of any DistributedDataParallel is the end for all optimizers of the process: between
+          prepare_grads() and step() it makes step() prepare again, as without the patch. That of Megatron-FSDP
+          does not count: call optimizer.zero_grad(). What is written to main_grad in between may go unseen.
+          slime's `assert update_successful` is left alone. A step() after a prepare_grads() that found nothing
+          succeeds. With the NaN check on an overflow ends the run, in Megatron's own check or at the assertion,
+          as it should; and slime does not know the steps that Megatron 0.18 skips by grad_norm_skip_threshold.
+          slime up to 0.2.4 raises UnboundLocalError (grad_norm) after an overflow; 0.3.0 repairs it, slime#1762.
+Numbers   change where gradients were prepared twice, to those of a caller of step() alone.
+Cost      about 0.2 us in each of these calls, a few a step; nothing in a forward or backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ..probe import lacking, missing_attributes
+
+MODULE = "megatron.core.optimizer"
+MIXED = "optimizer.MixedPrecisionOptimizer"
+FLOAT16 = "optimizer.Float16OptimizerWithFloat16Params"
+DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
+CHAINED = "optimizer.ChainedOptimizer"
+BUFFER = "_ParamAndGradBuffer"
+PREPARED = "_megapatch_prepared"
+"""Attribute of an optimizer whose gradients are prepared: (the window in which that was, what it found)."""
+
+_window = 0
+"""Rises whenever gradients are thrown away: an optimizer prepared in an earlier window is so no longer."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Prepare gradients with the real methods on a stand-in, and again in each way there is."""
+    missing = [
+        name
+        for path in PATCH.sites[0].replace
+        for name in missing_attributes(f"{MODULE}:{path.rpartition('.')[0]}", path.rpartition(".")[2])
+    ]
+    if missing:
+        return lacking(missing)
+    try:
+        times = _times_unscaled(module.optimizer)
+    except Exception as error:
+        return Verdict(UNKNOWN, f"preparing needs more than this patch knows: {type(error).__name__}: {error}")
+    if set(times.values()) == {1}:
+        return Verdict(FIXED, "gradients that are prepared are not unscaled again")
+    if set(times.values()) == {2}:
+        return Verdict(NEEDED, f"gradients that are prepared are unscaled again by {', '.join(times)}")
+    return Verdict(UNKNOWN, f"expected gradients to be unscaled again by each of these; the times are {times}")
+
+
+def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
+    _new_window()  # what an earlier installation has marked, no one may have cleared since
+
+    @functools.wraps(prepare_grads)
+    def replacement(self: Any) -> Any:
+        prepared = getattr(self, PREPARED, None)
+        if prepared is not None and prepared[0] == _window:
+            return prepared[1]
+        found_inf = prepare_grads(self)
+        if self.grad_scaler:
+            setattr(self, PREPARED, (_window, found_inf))
+        return found_inf
+
+    return replacement
+
+
+def ending(method: Callable[..., Any]) -> Callable[..., Any]:
+    """After it, gradients count as unprepared."""
+
+    @functools.wraps(method)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            _forget(self)
+
+    return replacement
+
+
+def ending_all(reset: Callable[..., Any]) -> Callable[..., Any]:
+    """A buffer does not know its optimizers: after it, gradients count as unprepared in all of them."""
+
+    @functools.wraps(reset)
+    def replacement(self: Any) -> Any:
+        _new_window()
+        return reset(self)
+
+    return replacement
+
+
+def _new_window() -> None:
+    global _window
+    _window += 1
+
+
+def _forget(optimizer: Any) -> None:
+    """Also in a chain's children: step() leaves them out after an overflow, and may raise in any of them."""
+    attributes = optimizer.__dict__
+    if PREPARED in attributes:
+        del attributes[PREPARED]
+    if "chained_optimizers" in attributes:
+        for child in attributes["chained_optimizers"]:
+            _forget(child)
+
+
+def _times_unscaled(optimizer: ModuleType) -> dict[str, int]:
+    """By the call that comes after prepare_grads(): how often a stand-in has unscaled its gradients in both."""
+    mixed, chained = optimizer.MixedPrecisionOptimizer, optimizer.ChainedOptimizer
+    times = {}
+    for owner, method in ((mixed, "prepare_grads"), (mixed, "step"), (chained, "step")):
+        unscale = _Overflow()
+        one = SimpleNamespace(
+            config=SimpleNamespace(timers=None),
+            is_stub_optimizer=False,
+            grad_scaler=SimpleNamespace(update=lambda found_inf: None),
+            _copy_model_grads_to_main_grads=lambda: None,
+            _unscale_main_grads_and_check_for_nan=unscale,
+        )
+        chain = SimpleNamespace(chained_optimizers=[one])
+        one.prepare_grads = functools.partial(unpatched(mixed.prepare_grads), one)
+        chain.prepare_grads = functools.partial(unpatched(chained.prepare_grads), chain)
+        one.prepare_grads()
+        unpatched(getattr(owner, method))(chain if owner is chained else one)
+        times[f"{owner.__name__}.{method}"] = unscale.times
+    return times
+
+
+class _Overflow:
+    """Finds one, after which step() has nothing more to do, and counts its calls."""
+
+    times = 0
+
+    def __call__(self) -> bool:
+        self.times += 1
+        return True
+
+
+PATCH = Patch(
+    name="megatron.prepare-grads-once",
+    doc=__doc__,
+    upstream="https://github.com/THUDM/slime/pull/1842",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={
+                f"{MIXED}.prepare_grads": prepare_once,
+                f"{MIXED}.step": ending,
+                f"{MIXED}.step_with_ready_grads": ending,
+                f"{CHAINED}.step": ending,
+                f"{CHAINED}.step_with_ready_grads": ending,
+                f"{FLOAT16}.zero_grad": ending,
+                f"{FLOAT16}.load_state_dict": ending,
+                f"{DISTRIBUTED}.zero_grad": ending,
+                f"{DISTRIBUTED}.load_state_dict": ending,
+                f"{BUFFER}.reset": ending_all,
+            },
+        ),
+    ),
+    changes_numbers=True,
+)
