@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .patch import Patch
-from .patches import megatron
+from .patches import megatron, slime
 
-PATCHES: tuple[Patch, ...] = (*megatron.PATCHES,)
+PATCHES: tuple[Patch, ...] = (*megatron.PATCHES, *slime.PATCHES)

@@ -47,7 +47,7 @@ def main(folder: str) -> bool:
     package = files_below("megapatch")
     wheel_is_right = compare(wheel.name, in_wheel, package)
     return (
-        compare(sdist.name, in_sdist, package | files_below("tests", "benchmarks") | set(OUTSIDE))
+        compare(sdist.name, in_sdist, package | files_below("docs", "tests", "benchmarks") | set(OUTSIDE))
         and wheel_is_right
     )
 

@@ -7,13 +7,19 @@ import importlib
 
 import torch
 import wrapt
-from megatron_rig import BOTH, GRADS
+from megatron_rig import ADAM, BOTH, GRADS
 
 from megapatch.catalog import PATCHES
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 STRICT_LOAD = "megatron.core.dist_checkpointing.validation:maybe_report_missing_and_unexpected_keys"
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+OPTIMIZERS = "megatron.core.optimizer:optimizer"
+MIXED = f"{OPTIMIZERS}.MixedPrecisionOptimizer"
+CHAINED = f"{OPTIMIZERS}.ChainedOptimizer"
+FLOAT16 = f"{OPTIMIZERS}.Float16OptimizerWithFloat16Params"
+DISTRIBUTED = "megatron.core.optimizer:distrib_optimizer.DistributedOptimizer"
+BUFFER = "megatron.core.optimizer:_ParamAndGradBuffer"
 RERUN = "megatron.core.rerun_state_machine:RerunStateMachine"
 
 
@@ -51,6 +57,27 @@ def nest():
     return call
 
 
+def prepared(method, of="chain", **options):
+    """Of an optimizer that finds an overflow, and is prepared again after `method`."""
+
+    def make():
+        model = tiny_gpt(dtype="fp16", **options)
+        (child,) = model.optimizer.chained_optimizers
+        child.is_stub_optimizer = True  # PyTorch's own step() is not for compiling
+        child._unscale_main_grads_and_check_for_nan = lambda: True
+        child.prepare_grads()
+        owner = {"chain": model.optimizer, "child": child, "buffer": model.chunks[0].buffers[0]}[of]
+
+        def call(x):
+            getattr(owner, method)()
+            child.prepare_grads()
+            return x + child.grad_scaler._hysteresis_tracker
+
+        return call
+
+    return make
+
+
 def save_idle():
     rerun = importlib.import_module("megatron.core.rerun_state_machine")
     machine = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)
@@ -72,11 +99,29 @@ CALLS = {
     f"{DDP}.disable_forward_pre_hook": disable_twice,
     f"{DDP}.enable_forward_pre_hook": enable_twice,
     f"{DDP}.no_sync": nest,
+    f"{MIXED}.prepare_grads": prepared("prepare_grads", of="child"),
+    f"{MIXED}.step": prepared("step", of="child"),
+    f"{MIXED}.step_with_ready_grads": prepared("step_with_ready_grads", of="child"),
+    f"{CHAINED}.step": prepared("step"),
+    f"{CHAINED}.step_with_ready_grads": prepared("step_with_ready_grads"),
+    f"{FLOAT16}.zero_grad": prepared("zero_grad", of="child"),
+    f"{DISTRIBUTED}.zero_grad": prepared("zero_grad", of="child", **ADAM, use_distributed_optimizer=True),
+    f"{BUFFER}.reset": prepared("reset", of="buffer"),
     f"{RERUN}.state_dict": save_idle,
     STRICT_LOAD: load_strictly,
 }
-# A training loop, with timers, files and signals: no one can compile it, patched or not.
-NOT_COMPILED = {"megatron.training.training:train"}
+NOT_COMPILED = {
+    # A training loop, with timers, files and signals: no one can compile it, patched or not.
+    "megatron.training.training:train",
+    *(
+        f"{framework}.backends.megatron_utils.model:{name}"
+        for framework in ("slime", "miles")
+        for name in ("train", "save")
+    ),
+    # Nor the loading of an optimizer's state, which PyTorch's own is not compiled in.
+    f"{FLOAT16}.load_state_dict",
+    f"{DISTRIBUTED}.load_state_dict",
+}
 
 
 def targets():

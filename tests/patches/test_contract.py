@@ -6,6 +6,7 @@ import functools
 import importlib
 
 from megatron_rig import BOTH, GRADS
+from slime_rig import IMITATIONS, SlimeLoop
 
 from megapatch.catalog import PATCHES
 from megapatch.patch import NEEDED, Patch, Site, Verdict
@@ -35,6 +36,15 @@ def no_sync_in_no_sync():
         assert not any(group.is_last_microbatch for group in ddp.bucket_groups)
 
 
+def prepare_and_step():
+    init_parallel()
+    model = tiny_gpt(dtype="fp16")
+    model.forward_backward()
+    assert not model.optimizer.prepare_grads()
+    norm = model.optimizer.get_grad_norm()
+    assert model.optimizer.step()[:2] == (True, norm)
+
+
 def idle_rerun_state():
     init_parallel()
     rerun = importlib.import_module("megatron.core.rerun_state_machine")
@@ -50,6 +60,15 @@ def train_twice():
         loop = MegatronLoop(tiny_gpt(**GRADS))
         loop.train(1)
         loop.train(1)
+
+
+def two_rollouts():
+    """Of the imitations of slime and miles."""
+    init_parallel()
+    loop = SlimeLoop(tiny_gpt(hooks=False, **GRADS))
+    loop.train(1)
+    loop.save()
+    loop.train(1)
 
 
 # ------------------------------------------------------------------------ a submodule that a function hides
@@ -87,10 +106,13 @@ SHADOWED = Patch(
 SCENARIOS = {
     "megatron.forward-pre-hook": hooks_twice,
     "megatron.nested-no-sync": no_sync_in_no_sync,
+    "megatron.prepare-grads-once": prepare_and_step,
     "megatron.rerun-state-dict": idle_rerun_state,
     "megatron.train-reentry": train_twice,
+    "slime.train-reentry": two_rollouts,
 }
 
 
-def test_every_patch_keeps_the_contract():
+def test_every_patch_keeps_the_contract(monkeypatch):
+    monkeypatch.syspath_prepend(str(IMITATIONS))
     check_contract({**{patch: SCENARIOS[patch.name] for patch in PATCHES}, SHADOWED: finalize_nothing})

@@ -1,0 +1,101 @@
+"""slime's and miles' train() and save() can be called in any order, once per rollout.
+
+Symptom   with --overlap-grad-reduce the second rollout dies on "When overlap_grad_reduce is True,
+          config.no_sync_func must be None" (the first has left its own no_sync there). With
+          --overlap-param-gather as well, save() after a rollout, and the next rollout once the assertion is out
+          of the way, die on a KeyError with the model's repr. After an exception in train() the next call fails,
+          or trains from parameters that were stepped but not gathered, without a word.
+Upstream  THUDM/slime#1779; pull requests #1857 (leaves save() broken) and #2066 (only the assertion) are open.
+          The code is the same in every slime from v0.1.0 to v0.3.1 and on main, and in miles.
+Seam      train() and save() of megatron_utils.model, rebound in actor.py, which holds them by name. At entry, a
+          no_sync_func that is a model chunk's own no_sync is forgotten (a user's meets slime's assertion as
+          before), and after an earlier call reduces left under way are waited for and parameters that were not
+          gathered since the last step are gathered. After an exception the config's hooks are what they were.
+          Switching the forward pre-hooks is megatron.forward-pre-hook's, which this patch needs.
+Limits    What is promised after an exception holds when it was raised on all ranks: raised on one rank alone,
+          the others wait for it in a collective, as without megapatch. After it the parameters are gathered by
+          the next train(), save() or forward pass; what reads them in another way before that, such as a weight
+          sync or a backup, finds them as the exception left them.
+          Megatron's FSDP meets slime's own assertion: slime takes DistributedDataParallel alone.
+          --manual-gc leaves Python's garbage collector off for the life of the actor.
+Cost      once a call, a look at the config's hooks; nothing in a step, and no gather beyond slime's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import NEEDED, Patch, Site, Verdict
+from ..megatron.around_train import NO_SYNC_ASSERTION, config_hooks_kept, finish_earlier_call
+from ..probe import lacking, missing_attributes, missing_names, missing_parameters
+
+_trained: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The model chunks that train() was called with: from then on there may be something to finish."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real functions: running them needs process groups, a model and Megatron's global arguments."""
+    train, save = f"{module.__name__}:train", f"{module.__name__}:save"
+    missing = [
+        *missing_parameters(train, "model"),
+        *missing_names(train, "get_model_config", "no_sync_func", NO_SYNC_ASSERTION, "disable_forward_pre_hook"),
+        *missing_parameters(save, "model"),
+        *missing_names(save, "disable_forward_pre_hook", "enable_forward_pre_hook"),
+        *missing_attributes(f"{module.__name__}:", "get_model_config"),
+    ]
+    if missing:
+        return lacking(missing)
+    return Verdict(NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and sets it for good")
+
+
+def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(train)
+    module = sys.modules[train.__module__]
+
+    @functools.wraps(train)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        model = signature.bind(*args, **kwargs).arguments["model"]
+        _finish_earlier_call(model)
+        _trained.update(model)
+        with config_hooks_kept(module.get_model_config(model[0]), model):
+            return train(*args, **kwargs)
+
+    return replacement
+
+
+def after_any_train(save: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        _finish_earlier_call(signature.bind(*args, **kwargs).arguments["model"])
+        return save(*args, **kwargs)
+
+    return replacement
+
+
+def _finish_earlier_call(model: Any) -> None:
+    """Where there was one: errors in loading what was never trained should not spread to all ranks."""
+    if any(chunk in _trained for chunk in model):
+        finish_earlier_call(model)
+
+
+PATCH = Patch(
+    name="slime.train-reentry",
+    doc=__doc__,
+    upstream="https://github.com/THUDM/slime/issues/1779",
+    sites=tuple(
+        Site(
+            module=f"{framework}.backends.megatron_utils.model",
+            diagnose=diagnose,
+            replace={"train": reentrant, "save": after_any_train},
+        )
+        for framework in ("slime", "miles")
+    ),
+)

@@ -1,0 +1,1 @@
+"""An imitation of miles, whose code is slime's under another name."""

@@ -1,0 +1,1 @@
+"""Imitation, see miles/__init__.py."""

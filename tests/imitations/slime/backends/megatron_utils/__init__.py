@@ -1,0 +1,1 @@
+"""Imitation, see slime/__init__.py."""

@@ -1,0 +1,48 @@
+"""slime.train-reentry with virtual pipeline stages, where the hooks are lists, of one for each model chunk."""
+
+from __future__ import annotations
+
+import pytest
+from megatron_rig import ADAM, BOTH, UNPATCHED, assert_same_parameters
+from slime_rig import SlimeLoop, find_slime
+
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+LAYOUT = {"pp": 2, "vpp": 2}  # at 4 ranks two are data parallel
+
+
+def loop_for(options):
+    init_parallel(**LAYOUT)
+    return SlimeLoop(tiny_gpt(layers=4, hooks=False, **options))
+
+
+def plain(rank, world_size):
+    loop = loop_for({**ADAM, "use_distributed_optimizer": True})
+    parameters = []
+    for _ in range(3):
+        loop.train(2)
+        parameters.append(loop.model.parameters())
+    return parameters, loop.log
+
+
+def rollouts(rank, world_size):
+    """Between them a save(), and a forward pass, in which the schedule begins gathers (align_param_gather)."""
+    loop = loop_for({**BOTH, "align_param_gather": True})
+    parameters = []
+    for _ in range(3):
+        loop.train(2)
+        parameters.append(loop.model.parameters())
+        loop.save()
+        loop.model.forward_backward(forward_only=True)
+    return parameters, loop.log
+
+
+def test_rollouts_give_the_numbers_of_a_run_without_overlap():
+    got = run_ranks(rollouts, 4, setup=find_slime)
+    expected = run_ranks(plain, 4, env=UNPATCHED, setup=find_slime)
+    assert sum(len(log) for _, log in got) == 6
+    for (parameters, log), (plain_parameters, plain_log) in zip(got, expected, strict=True):
+        for found, reference in zip(parameters, plain_parameters, strict=True):
+            assert_same_parameters(found, reference)
+        for step, plain_step in zip(log, plain_log, strict=True):
+            assert step == pytest.approx(plain_step, rel=1e-5)
