@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,6 +110,15 @@ class _Idle:
         return 0.0
 
 
+def _its_own(stub: Any) -> Any:
+    """A copy of a function: torch.compile, once it runs, refuses two of torch's names for one object."""
+    if not isinstance(stub, FunctionType):
+        return stub
+    copied = FunctionType(stub.__code__, stub.__globals__, stub.__name__, stub.__defaults__, stub.__closure__)
+    copied.__kwdefaults__ = stub.__kwdefaults__
+    return copied
+
+
 def _always(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
@@ -125,11 +134,11 @@ def _replace_torch_cuda() -> None:
     import torch._dynamo  # it looks into torch.cuda when it is imported, so it goes first
 
     for name, stub in {**_devices(), **_streams(), **_memory(), **_random_state(), **_tensor_types()}.items():
-        setattr(torch.cuda, name, stub)
+        setattr(torch.cuda, name, _its_own(stub))
         if hasattr(torch.cuda.random, name):  # Megatron uses either path
-            setattr(torch.cuda.random, name, stub)
+            setattr(torch.cuda.random, name, _its_own(stub))
     for name in ("range_push", "range_pop"):
-        setattr(torch.cuda.nvtx, name, _nothing)
+        setattr(torch.cuda.nvtx, name, _its_own(_nothing))
     torch.nn.Module.cuda = lambda self, device=None: self
     torch.distributed.all_to_all_single = _with_split_sizes_as_lists(torch.distributed.all_to_all_single)
 

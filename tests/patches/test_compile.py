@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 
 import torch
 import wrapt
 from megatron_rig import ADAM, BOTH, GRADS
+from torch._dynamo.testing import CompileCounter
 
 from megapatch.catalog import PATCHES
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -25,9 +27,9 @@ RERUN = "megatron.core.rerun_state_machine:RerunStateMachine"
 
 def disable_twice():
     ddp = tiny_gpt(**BOTH, hooks=True).chunks[0]
+    ddp.disable_forward_pre_hook()  # that PyTorch's hooks are removed, no one can compile
 
     def call(x):
-        ddp.disable_forward_pre_hook()
         ddp.disable_forward_pre_hook()
         return x + len(ddp.remove_forward_pre_hook_handles)
 
@@ -134,19 +136,24 @@ def test_every_target_is_called_here():
 
 def compiled_and_eager(rank, world_size):
     init_parallel()
+    tiny_gpt()  # what Megatron itself compiles is not compiled here
+    del os.environ["TORCHDYNAMO_DISABLE"]  # set by the CUDA stubs
     found = {}
     x = torch.arange(3.0)
     for target, make in CALLS.items():
         eager = make()(x)
         torch._dynamo.reset()
-        compiled = torch.compile(make(), backend="eager", fullgraph=True)(x)
-        found[target] = eager.tolist(), compiled.tolist()
+        counter = CompileCounter()
+        compiled = torch.compile(make(), backend=counter, fullgraph=True)(x)
+        found[target] = counter.frame_count, eager.tolist(), compiled.tolist()
     return found
 
 
 def test_compiled_is_as_eager():
     (found,) = run_ranks(compiled_and_eager, 1)
-    for target, (eager, compiled) in found.items():
+    assert found.keys() == CALLS.keys()
+    for target, (graphs, eager, compiled) in found.items():
+        assert graphs == 1, f"{target} was not compiled"
         assert compiled == eager, target
 
 
