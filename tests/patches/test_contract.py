@@ -54,6 +54,15 @@ def idle_rerun_state():
     validation.maybe_report_missing_and_unexpected_keys({"rerun_state_machine_state"}, set())
 
 
+def fault_that_went_away():
+    rerun = importlib.import_module("megatron.core.rerun_state_machine")
+    machine = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)
+    machine.state = rerun.RerunState.RERUNNING_IN_PLACE
+    checkpoint, leave, _ = machine.should_checkpoint_and_exit()
+    assert leave
+    assert not checkpoint
+
+
 def train_twice():
     if megatron_training_available():
         init_parallel()
@@ -108,6 +117,7 @@ SCENARIOS = {
     "megatron.nested-no-sync": no_sync_in_no_sync,
     "megatron.prepare-grads-once": prepare_and_step,
     "megatron.rerun-state-dict": idle_rerun_state,
+    "megatron.rerun-transient-fault": fault_that_went_away,
     "megatron.train-reentry": train_twice,
     "slime.train-reentry": two_rollouts,
 }

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from ...patch import Patch
-from . import forward_pre_hook, nested_no_sync, prepare_grads_once, rerun_state_dict, train_reentry
+from . import (
+    forward_pre_hook,
+    nested_no_sync,
+    prepare_grads_once,
+    rerun_state_dict,
+    rerun_transient_fault,
+    train_reentry,
+)
 
 PATCHES: tuple[Patch, ...] = (
     forward_pre_hook.PATCH,
     nested_no_sync.PATCH,
     prepare_grads_once.PATCH,
     rerun_state_dict.PATCH,
+    rerun_transient_fault.PATCH,
     train_reentry.PATCH,
 )

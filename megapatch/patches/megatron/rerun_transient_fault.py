@@ -1,0 +1,92 @@
+"""A fault that a rerun does not show again ends the job without a checkpoint that cannot be resumed.
+
+Symptom   a NaN (or another result that is refused) appears in a step and not in its rerun in place. Megatron saves
+          a checkpoint and exits; the resumed job dies on "TypeError: 'NoneType' object is not subscriptable": the
+          checkpoint puts it in the middle of a rerun, which needs what only the old process had.
+Upstream  NVIDIA/Megatron-LM#3981 (issue #3884); in 0.12.0-0.17.1, fixed in 0.18.0.
+Seam      the class attribute. Asked whether to save and to exit right after a rerun in place, the machine's answer
+          is the same but for the checkpoint: exit with the same code, save nothing, as with 0.18.
+Limits    the job goes on from its last checkpoint and repeats the steps since. Checkpoints that were saved this
+          way before stay as they are: resume from an older one. Megatron's own log line still announces a
+          checkpoint; a line of megapatch's after it takes that back.
+Cost      a comparison once a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ..probe import lacking, missing_attributes
+
+log = logging.getLogger("megapatch")
+
+MODULE = "megatron.core.rerun_state_machine"
+MACHINE = f"{MODULE}:RerunStateMachine"
+IN_PLACE = "RERUNNING_IN_PLACE"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Ask a bare machine that believes to have just rerun a step in place."""
+    missing = [
+        *missing_attributes(MACHINE, "should_checkpoint_and_exit"),
+        *missing_attributes(f"{MODULE}:RerunState", IN_PLACE),
+        *missing_attributes(f"{MODULE}:RerunMode", "VALIDATE_RESULTS"),
+        *missing_attributes(f"{MODULE}:logger", "disabled"),
+    ]
+    if missing:
+        return lacking(missing)
+    machine = object.__new__(module.RerunStateMachine)
+    machine.mode, machine.state = module.RerunMode.VALIDATE_RESULTS, module.RerunState[IN_PLACE]
+    before, module.logger.disabled = module.logger.disabled, True  # nothing exits now, whatever it says
+    try:
+        checkpoint, leave, _ = unpatched(module.RerunStateMachine.should_checkpoint_and_exit)(machine)
+    except Exception as error:
+        return Verdict(UNKNOWN, f"the machine needs more than this patch knows: {type(error).__name__}: {error}")
+    finally:
+        module.logger.disabled = before
+    if not leave:
+        return Verdict(UNKNOWN, "expected a fault that a rerun does not show again to end the job")
+    if checkpoint:
+        return Verdict(NEEDED, "a fault that a rerun does not show again is saved, in the middle of the rerun")
+    return Verdict(FIXED, "a fault that a rerun does not show again is not saved")
+
+
+def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(should_checkpoint_and_exit)
+    def replacement(self: Any) -> Any:
+        checkpoint, leave, code = should_checkpoint_and_exit(self)
+        if checkpoint and self.state.name == IN_PLACE:
+            _take_back()
+            return False, leave, code
+        return checkpoint, leave, code
+
+    return replacement
+
+
+def _take_back() -> None:
+    import torch.distributed
+
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        log.warning(
+            "megatron.rerun-transient-fault: no checkpoint is saved, as none could be resumed in the middle of a "
+            "rerun; go on from an earlier one"
+        )
+
+
+PATCH = Patch(
+    name="megatron.rerun-transient-fault",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/3981",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={"RerunStateMachine.should_checkpoint_and_exit": exit_without_checkpoint},
+        ),
+    ),
+)
