@@ -34,14 +34,11 @@ def test_without_the_patch_a_repeated_call_fails():
     assert run_ranks(defect, 2, env=UNPATCHED) == [{"enable": "AssertionError", "disable": "KeyError"}] * 2
 
 
-def test_with_the_patch_it_does_not():
-    assert run_ranks(defect, 2) == [{"enable": None, "disable": None}] * 2
-
-
 def behaviour(rank, world_size):
     """Everything that needs one model, in one go; returns what was found."""
+    found = {"twice": defect(rank, world_size)}
     init_parallel()
-    model, gathers, found = tiny_gpt(**BOTH), Gathers(), {}
+    model, gathers = tiny_gpt(**BOTH), Gathers()
     (ddp,) = model.chunks
     modules = len(list(ddp.module.modules()))
     handles = ddp.remove_forward_pre_hook_handles
@@ -89,6 +86,10 @@ def found():
     return first
 
 
+def test_with_the_patch_it_does_not(found):
+    assert found["twice"] == {"enable": None, "disable": None}
+
+
 def test_any_order_leaves_the_hooks_on_or_off_in_megatrons_own_dict(found):
     assert found["handles"] == [1, 0, 0, 1, 1, 0]
     assert found["same dict"]
@@ -116,8 +117,27 @@ def test_without_overlap_megatrons_own_error_stays(found):
     assert found["no overlap"] == ["AssertionError", "AssertionError"]
 
 
-def trained(rank, world_size, layout, options, switching):
-    """Parameters after four steps; between them hooks go off and on, as around checkpoints."""
+CASES = {  # ranks, layout, more options
+    "dp2": (2, {}, {}),
+    "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2}, {}),
+    "ep2 dp2": (4, {"ep": 2}, {"experts": 4}),
+}
+
+
+def switched(rank, world_size):
+    return {name: trained(layout, {**BOTH, **extra}, True) for name, layout, extra in cases(world_size)}
+
+
+def plain(rank, world_size):
+    return {name: trained(layout, {**ADAM, **extra}, False) for name, layout, extra in cases(world_size)}
+
+
+def cases(world_size):
+    return [(name, layout, extra) for name, (ranks, layout, extra) in CASES.items() if ranks == world_size]
+
+
+def trained(layout, options, switching):
+    """Norms and parameters of four steps; between them hooks go off and on, as around checkpoints."""
     init_parallel(**layout)
     model = tiny_gpt(layers=4, **options)
     norms = []
@@ -135,17 +155,14 @@ def trained(rank, world_size, layout, options, switching):
     return norms, model.parameters()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout", "extra"),
-    [
-        pytest.param(2, {}, {}, id="dp2"),
-        pytest.param(4, {"pp": 2, "vpp": 2}, {}, id="pp2 vpp2 dp2"),
-        pytest.param(4, {"ep": 2}, {"experts": 4}, id="ep2 dp2"),
-    ],
-)
-def test_switching_hooks_between_steps_gives_the_numbers_of_a_run_without_overlap(world_size, layout, extra):
-    switched = run_ranks(trained, world_size, layout, {**BOTH, **extra}, True)
-    plain = run_ranks(trained, world_size, layout, {**ADAM, **extra}, False, env=UNPATCHED)
-    for (norms, parameters), (expected_norms, expected) in zip(switched, plain, strict=True):
-        assert norms == pytest.approx(expected_norms, rel=1e-5)
-        assert_same_parameters(parameters, expected)
+@pytest.fixture(scope="module")
+def runs():
+    """By number of ranks: what every rank found with hooks switched, and in the run to compare with."""
+    return {ranks: (run_ranks(switched, ranks), run_ranks(plain, ranks, env=UNPATCHED)) for ranks in (2, 4)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_switching_hooks_between_steps_gives_the_numbers_of_a_run_without_overlap(runs, name):
+    for found, expected in zip(*runs[CASES[name][0]], strict=True):
+        assert found[name][0] == pytest.approx(expected[name][0], rel=1e-5)
+        assert_same_parameters(found[name][1], expected[name][1])
