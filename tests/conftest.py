@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megapatch.versions import here
+
 _numbers = itertools.count()
+
+
+def pytest_report_header():
+    return "with " + ", ".join(f"{name} {version}" for name, version in here().items())
 
 
 class Modules:
