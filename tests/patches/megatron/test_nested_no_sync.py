@@ -247,14 +247,14 @@ def _enter(context):
 
 def _own_no_sync(ddp):
     """Whether train-reentry takes a bound method for the chunk's own, taken before activation and after."""
-    from megapatch.patches.megatron.train_reentry import _is_own_no_sync
+    from megapatch.patches.megatron.around_train import is_own_no_sync
 
     after = ddp.no_sync
     restore()
     before = ddp.no_sync
-    found = [before == after, _is_own_no_sync(after, [ddp])]
+    found = [before == after, is_own_no_sync(after, [ddp])]
     apply()
-    return [*found, ddp.no_sync == after, _is_own_no_sync(before, [ddp]), _is_own_no_sync([after], [ddp])]
+    return [*found, ddp.no_sync == after, is_own_no_sync(before, [ddp]), is_own_no_sync([after], [ddp])]
 
 
 @pytest.fixture(scope="module")
