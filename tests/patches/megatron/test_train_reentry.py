@@ -142,7 +142,8 @@ def activated_between_calls(rank, world_size):
     losses = loop.train(2)
     apply()
     _wrap_no_sync()
-    told = report().to_dict()["patches"][-1]["sites"][0]
+    (patch,) = (each for each in report().to_dict()["patches"] if each["name"] == "megatron.train-reentry")
+    told = patch["sites"][0]
     losses += loop.train(2) + loop.train(2)
     rebound = holder.train_by_name is sys.modules["megatron.training.training"].train
     return losses, model.parameters(), told, rebound
