@@ -11,14 +11,13 @@ import importlib
 import inspect
 import os
 import sys
-import types
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from megatron_rig import Interrupted
+from stand_ins import StandIns
 
 from megapatch.testing import MegatronLoop, TinyGPT
 
@@ -33,28 +32,7 @@ def find_slime():
     """The setup of a rank: from now on slime can be imported."""
     sys.path.insert(0, CHECKOUT or str(IMITATIONS))
     if CHECKOUT:
-        sys.meta_path.append(_StandIns())
-
-
-class _StandIns:
-    """Finds modules that are only there with GPUs; what is imported from them is an empty class."""
-
-    def find_spec(self, name, path=None, target=None):
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in ONLY_WITH_GPUS else None
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: _StandIns.make(spec.name, name)
-        return module
-
-    def exec_module(self, module):
-        pass
-
-    @staticmethod
-    def make(module, name):
-        if name.startswith("__"):
-            raise AttributeError(f"{module} is a stand-in and has no {name}")
-        return type(name, (), {})
+        sys.meta_path.append(StandIns(ONLY_WITH_GPUS, lambda module, name: type(name, (), {})))
 
 
 @dataclass(frozen=True)

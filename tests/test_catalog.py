@@ -20,7 +20,7 @@ def test_a_patch_is_one_file_whose_docstring_tells_all(patch):
     module = sys.modules[patch.sites[0].diagnose.__module__]
     family, name = patch.name.split(".")
     assert module.__name__ == f"megapatch.patches.{family}.{name.replace('-', '_')}"
-    assert patch.doc is module.__doc__
+    assert patch.doc.startswith(module.__doc__)
     for section in ("Symptom  ", "Upstream ", "Seam     ", "Limits   ", "Cost     "):
         assert f"\n{section} " in patch.doc, section
     assert patch.upstream.startswith("https://github.com/")

@@ -123,6 +123,7 @@ CALLS = {
 NOT_COMPILED = {
     # A training loop, with timers, files and signals: no one can compile it, patched or not.
     "megatron.training.training:train",
+    "megatron.bridge.training.train:train",
     *(
         f"{framework}.backends.megatron_utils.model:{name}"
         for framework in ("slime", "miles")

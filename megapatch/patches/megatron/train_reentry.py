@@ -4,16 +4,17 @@ Symptom   a second train() dies on "When overlap_grad_reduce is True, config.no_
           first call has left its own no_sync there), or, in every configuration, on "timer has already been
           started" ('interval-time' is started at entry and never stopped). After an exception in the first
           call more is left over: config hooks, a rerun state machine that believes it is in the middle of a
-          step, parameters that were stepped but not gathered.
+          step, parameters that were stepped but not gathered, timers that are still running.
 Upstream  unfixed in 0.12 to 0.19 and on main; reported for a copy of this function in THUDM/slime#1779.
 Seam      the module function, rebound where others hold it by name. Everything is set right around the call:
           at entry, a no_sync_func that is a model chunk's own no_sync is forgotten (a user's meets Megatron's
           assertion as before), and in a repeated call the timer is stopped, reduces left under way are waited
           for, and parameters that were not gathered since the last step are gathered before the forward
           pre-hooks go; at exit the timer is stopped. After an exception the config's hooks are what they were
-          at entry, the rerun state machine is as before the interrupted step, in its old mode, and the next
-          forward pass gathers what is not gathered.
+          at entry, timers that it has started are stopped, the rerun state machine is as before the
+          interrupted step, in its old mode, and the next forward pass gathers what is not gathered.
           The first call of a process runs as it does without megapatch.
+          Megatron-Bridge's train() has a site of its own, which differs where Bridge does: see below.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           What is promised after an exception holds when it was raised on all ranks: raised on one rank alone,
           the others wait for it in a collective, as without megapatch. With pipeline parallelism a stage that
@@ -32,7 +33,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import logging
 import sys
 import weakref
 from collections.abc import Callable
@@ -41,18 +41,21 @@ from typing import Any
 
 from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
-from .around_train import NO_SYNC_ASSERTION, config_hooks_kept, finish_earlier_call
-
-log = logging.getLogger("megapatch")
+from . import train_reentry_of_bridge
+from .around_train import (
+    BEFORE_STEP,
+    INTERVAL_TIMER,
+    NO_SYNC_ASSERTION,
+    before_interrupted_step,
+    config_hooks_kept,
+    finish_earlier_call,
+    rerun_machine_kept,
+    stop_interval_timer,
+    timers_stopped,
+    warn_once,
+)
 
 MODULE = "megatron.training.training"
-INTERVAL_TIMER = "interval-time"
-BEFORE_STEP = {
-    "INITIAL_RUN": "NOT_RUNNING_YET",
-    "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
-    "RERUNNING_FROM_CHECKPOINT": "WILL_RERUN_FROM_CHECKPOINT",
-}
-"""States of the rerun state machine inside a step, and the one it had before that step."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -78,7 +81,7 @@ def diagnose(module: ModuleType) -> Verdict:
 def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     training = sys.modules[train.__module__]
-    warn = _once()
+    warn = warn_once()
     ended_at = 0
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -87,51 +90,24 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal ended_at
         call = signature.bind(*args, **kwargs).arguments
         model, config = call["model"], call["config"]
-        machine = training.get_rerun_state_machine()
-        mode = machine.get_mode()
+        timers, machine = training.get_timers(), training.get_rerun_state_machine()
         collecting = gc.isenabled()
 
         # An earlier call, patched or not, has started the timer; Megatron's globals may be new since.
-        if _interval_timer(training) is not None or any(chunk in trained for chunk in model):
-            _stop_interval_timer(training)
-            _before_interrupted_step(machine)
+        if INTERVAL_TIMER in timers._timers or any(chunk in trained for chunk in model):
+            stop_interval_timer(timers)
+            before_interrupted_step(machine)
             finish_earlier_call(model)
             _warn_of_what_stays(training, ended_at, warn)
         trained.update(model)
-        try:
-            with config_hooks_kept(config, model):
-                result = train(*args, **kwargs)
-        except BaseException:
-            if machine.get_mode() is not mode:  # evaluation, where the exception may come from, switches it off
-                machine.set_mode(mode)
-            _before_interrupted_step(machine)
-            raise
-        finally:
-            _stop_interval_timer(training)
+        with timers_stopped(timers), rerun_machine_kept(machine), config_hooks_kept(config, model):
+            result = train(*args, **kwargs)
         ended_at = result[0]
         if collecting and not gc.isenabled():
             warn("gc", "train() has left Python's garbage collector off (--manual-gc); gc.enable() turns it on")
         return result
 
     return replacement
-
-
-def _interval_timer(training: ModuleType) -> Any:
-    """Megatron's timer around the training loop; None before the first call of train()."""
-    return training.get_timers()._timers.get(INTERVAL_TIMER)
-
-
-def _stop_interval_timer(training: ModuleType) -> None:
-    timer = _interval_timer(training)
-    if timer is not None and timer._started:
-        timer.stop()
-
-
-def _before_interrupted_step(machine: Any) -> None:
-    """Put a rerun state machine that believes to be inside a step back before that step."""
-    before = BEFORE_STEP.get(machine.state.name)
-    if before is not None:
-        machine.state = type(machine.state)[before]
 
 
 def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str, str], None]) -> None:
@@ -148,21 +124,12 @@ def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str
         warn("graph", "train() replays the full-iteration CUDA graph that an earlier call has captured")
 
 
-def _once() -> Callable[[str, str], None]:
-    """A function that logs a warning of each kind once, however often train() is called."""
-    said: set[str] = set()
-
-    def warn(kind: str, message: str) -> None:
-        if kind not in said:
-            said.add(kind)
-            log.warning("megatron.train-reentry: %s", message)
-
-    return warn
-
-
 PATCH = Patch(
     name="megatron.train-reentry",
-    doc=__doc__,
+    doc=f"{__doc__}\n{train_reentry_of_bridge.__doc__}",
     upstream="https://github.com/THUDM/slime/issues/1779",
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant}),),
+    sites=(
+        Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant}),
+        train_reentry_of_bridge.SITE,
+    ),
 )

@@ -1,0 +1,274 @@
+"""megatron.train-reentry on Megatron-Bridge's own train(), at 2 ranks; for Bridge's wheels see tox.ini."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+
+import pytest
+from bridge_rig import ALIGNED, MODULE, MXFP8, Fault, needs_bridge, new_loop, ranks, timers_running
+from megatron_rig import (
+    ADAM,
+    BOTH,
+    GRADS,
+    UNPATCHED,
+    Gathers,
+    assert_same,
+    attempt,
+    buckets,
+    hooks_of,
+    plain_steps,
+)
+
+from megapatch import apply, report, restore
+from megapatch.patches.megatron.train_reentry_of_bridge import diagnose
+from megapatch.testing import run_ranks
+
+pytestmark = needs_bridge
+LONGEST = 6  # steps, of any test
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return run_ranks(plain_steps, 2, {}, ADAM, LONGEST, env=UNPATCHED)
+
+
+# ------------------------------------------------------------------------------------------ the defect
+def called_again_without(rank, world_size):
+    loop = new_loop(BOTH)
+    loop.train(2)
+    timer = attempt(loop.train, 2)
+    loop.state.timers("interval-time").stop()
+    hooks = attempt(loop.train, 2)
+    return timer, hooks
+
+
+def test_without_the_patch_a_second_call_fails_twice_over():
+    timer, hooks = ranks(called_again_without, env=UNPATCHED)[0]
+    assert timer == ("AssertionError", "timer has already been started")
+    assert hooks[0] == "KeyError"
+    assert hooks[1].startswith(("DistributedDataParallel(", "GPTModel("))
+
+
+def called_again_with_timer_stopped_by_hand(rank, world_size):
+    loop = new_loop(MXFP8)
+    loop.train(2)
+    loop.state.timers("interval-time").stop()
+    return "is_mxfp8_resume" in loop.module.train.__code__.co_varnames, attempt(loop.train, 3), loop.losses
+
+
+def test_without_the_patch_a_second_call_with_mxfp8_trains_from_old_parameters_silently(reference):
+    resumes, (error, _), losses = ranks(called_again_with_timer_stopped_by_hand, env=UNPATCHED)[0]
+    assert error == "KeyError"  # with Bridge from 0.6 on only at the end
+    expected = [loss for loss, _ in reference[0]]
+    assert len(losses) == (5 if resumes else 2)
+    assert losses[:3] == pytest.approx(expected[: len(losses[:3])], rel=1e-6)
+    if resumes:
+        assert losses[3:] != pytest.approx(expected[3:5], rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------ the repair
+CASES = {  # layout, options, options of the run without overlap
+    "plain": ({}, ADAM, ADAM),
+    "grads": ({}, GRADS, {}),
+    "both": ({}, BOTH, ADAM),
+    "both aligned": ({}, ALIGNED, ADAM),
+    "mxfp8": ({}, MXFP8, ADAM),
+    "mxfp8 aligned": ({}, {**MXFP8, "align_param_gather": True}, ADAM),
+    "pp2 grads": ({"pp": 2}, GRADS, {}),
+}
+
+
+def called_three_times(rank, world_size):
+    found = {}
+    for name, (layout, options, _) in CASES.items():
+        loop = new_loop(options, layout)
+        before = hooks_of(loop.model.config)
+        losses = [loss for _ in range(3) for loss in loop.train(2)]
+        kept = hooks_of(loop.model.config) == before
+        found[name] = (losses, loop.model.parameters()), kept, timers_running(loop)
+    return found
+
+
+def plain_runs(rank, world_size):
+    return {
+        name: plain_steps(rank, world_size, layout, options, 6) for name, (layout, _, options) in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """What every rank found with train() called again and no other patch, and in the run to compare with."""
+    alone = {"MEGAPATCH_ONLY": "megatron.train-reentry"}
+    return ranks(called_three_times, env=alone), run_ranks(plain_runs, 2, env=UNPATCHED)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train(runs, name):
+    again, plain = runs
+    assert_same([found[name][0] for found in again], [found[name] for found in plain])
+    assert all(found[name][1:] == (True, []) for found in again)
+
+
+def activated_between_calls(rank, world_size):
+    """megapatch comes after the first call."""
+    restore()
+    loop = new_loop(BOTH)
+    holder = sys.modules[__name__]
+    holder.train_by_name = loop.module.train
+    losses = loop.train(2)
+    apply()
+    (patch,) = (one for one in report().to_dict()["patches"] if one["name"] == "megatron.train-reentry")
+    losses += loop.train(2) + loop.train(2)
+    return (losses, loop.model.parameters()), patch["sites"][-1], holder.train_by_name is loop.module.train
+
+
+def test_activation_between_two_calls(reference):
+    by_rank = ranks(activated_between_calls)
+    assert_same([run for run, _, _ in by_rank], reference)
+    for _, told, rebound in by_rank:
+        assert rebound
+        assert told["targets"] == [f"{MODULE}:train"]
+
+
+def gathers(rank, world_size, calls, steps):
+    loop, counter = new_loop(BOTH), Gathers()
+    count = sum(counter.during(loop.train, steps) for _ in range(calls))
+    return count, calls * steps * buckets(loop.model.chunks[0])
+
+
+def test_no_gather_more_than_once_a_step_and_bucket():
+    for count, needed in ranks(gathers, 3, 2):
+        assert count == needed
+    # A first call gathers no more than it does without megapatch.
+    assert ranks(gathers, 1, 4) == ranks(gathers, 1, 4, env=UNPATCHED)
+
+
+# ------------------------------------------------------------------------------------------ what a user has set
+def users_own(rank, world_size):
+    loop, found = new_loop(BOTH), {}
+    config = loop.model.config
+    loop.train(1)
+
+    mine = config.param_sync_func = lambda *ignored: None
+    loop.interrupted_train(Fault("loss", 1))
+    found["param_sync_func after an exception"] = config.param_sync_func is mine
+    loop.train(0)
+    found["param_sync_func after no step"] = config.param_sync_func is mine
+    config.param_sync_func = None
+
+    no_sync = loop.model.chunks[0].no_sync
+    mine = config.no_sync_func = lambda: no_sync()
+    loop.train(1)
+    found["no_sync_func"] = config.no_sync_func is mine
+
+    step = loop.model.optimizer.step
+    mine = loop.model.optimizer.step = lambda: step()
+    loop.train(1)
+    found["optimizer.step"] = loop.model.optimizer.step is mine
+
+    loop.state.timers("mine", log_level=0).start()
+    loop.train(1)
+    found["timer"] = timers_running(loop) == ["mine"]
+    loop.interrupted_train(Fault("data", 2))
+    found["timer after an exception"] = timers_running(loop) == ["mine"]
+    return found
+
+
+def test_what_a_user_has_set_stays():
+    for found in ranks(users_own):
+        assert all(found.values()), found
+
+
+def shared_buffers(rank, world_size):
+    loop = new_loop(BOTH)
+    loop.train(1)
+    # On CPU nothing is MXFP8; the switch alone decides.
+    object.__setattr__(loop.model.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True)
+    return attempt(loop.train, 1), loop.steps
+
+
+def test_parameters_that_may_be_gradients_are_an_error_rather_than_other_numbers():
+    for (error, text), steps in ranks(shared_buffers):
+        assert error == "MegapatchError"
+        assert "reuse_grad_buf_for_mxfp8_param_ag" in text
+        assert steps == 1
+
+
+class Log(logging.Handler):
+    """Keeps what megapatch says in this process."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("megapatch").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def garbage_collector_off(rank, world_size):
+    loop, log = new_loop(ADAM, settings={"train.manual_gc": True}), Log()
+    for _ in range(2):
+        gc.enable()
+        loop.train(1)
+    gc.enable()
+    return log.texts
+
+
+def test_what_stays_the_callers_is_warned_of_once():
+    (text,) = ranks(garbage_collector_off)[0]
+    assert "garbage collector" in text
+
+
+def wrapped_steps(rank, world_size):
+    """How many CUDA graph wrappers are around optimizer.step() in each of three calls; none captures here."""
+    loop, found = new_loop(ADAM), []
+    loop.state.cfg.optimizer.optimizer_cuda_graph = True
+    loop.state.cfg.model.cuda_graph_warmup_steps = 1000
+    loop.state.cfg.model.cuda_graph_use_single_mempool = False
+
+    def count(context):
+        step, depth = loop.model.optimizer.step, 0
+        while hasattr(step, "optimizer_step_func"):
+            step, depth = step.optimizer_step_func, depth + 1
+        found.append(depth)
+
+    loop.callbacks.register("on_train_step_start", count)
+    for _ in range(3):
+        loop.train(1)
+    return found, "step" in vars(loop.model.optimizer)
+
+
+def test_optimizer_step_is_wrapped_once_a_call():
+    for depths, left in ranks(wrapped_steps):
+        assert depths in ([1, 1, 1], [0, 0, 0])  # 0: this Bridge has no such wrapper
+        assert not left
+
+
+# ------------------------------------------------------------------------------------------ the diagnosis
+def diagnoses(rank, world_size):
+    restore()
+    loop = new_loop(ADAM)
+    module, train = loop.module, loop.module.train
+    found = [diagnose(module)]
+    lookup = module.__dict__.pop("get_model_config")
+    found.append(diagnose(module))
+    module.get_model_config = lookup
+    module.train = lambda model, optimizer: None
+    found.append(diagnose(module))
+    del module.train
+    found.append(diagnose(module))
+    module.train = train
+    return [(verdict.kind.name, verdict.reason) for verdict in found]
+
+
+def test_diagnosis():
+    needed, without_name, other_train, no_train = ranks(diagnoses, world_size=1)[0]
+    assert needed == ("NEEDED", "train() starts the interval-time timer for good")
+    assert without_name == ("UNKNOWN", f"expected but not found: {MODULE}.get_model_config")
+    assert other_train[0] == "UNKNOWN"
+    assert f"parameter 'global_state' of {MODULE}:train" in other_train[1]
+    assert f"'interval-time' in {MODULE}:train" in other_train[1]
+    assert no_train == ("ABSENT", "this module has no train()")
