@@ -129,6 +129,10 @@ NOT_COMPILED = {
         for framework in ("slime", "miles")
         for name in ("train", "save")
     ),
+    # Nor the saving of checkpoints, in which ranks agree and write files.
+    "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel:"
+    "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
     # Nor the loading of an optimizer's state, which PyTorch's own is not compiled in.
     f"{FLOAT16}.load_state_dict",
     f"{DISTRIBUTED}.load_state_dict",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import tempfile
 
-from megatron_rig import BOTH, GRADS
+from megatron_rig import BOTH, GRADS, quick_writer
 from slime_rig import IMITATIONS, SlimeLoop
 
 from megapatch.catalog import PATCHES
@@ -63,6 +64,21 @@ def fault_that_went_away():
     assert not checkpoint
 
 
+def plan_twice():
+    """Checkpoints are planned and not written: the writer of 0.12 does not work with every torch."""
+    init_parallel()
+    quick_writer()
+    leaf = importlib.import_module("megatron.core.dist_checkpointing.mapping").ShardedObject
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    strategy = module.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    kwargs = {"async_strategy": "mcore"} if hasattr(strategy, "_metadata_cache") else {}
+    for keys in (["one"], ["one", "two"]):
+        with tempfile.TemporaryDirectory() as folder:
+            strategy.async_save({key: leaf(key, "data", (1,), (0,)) for key in keys}, folder, **kwargs)
+        planned = [item.index.fqn for item in strategy.cached_local_plan.items]
+        assert planned == [f"{key}/shard_0_1" for key in keys]
+
+
 def train_twice():
     if megatron_training_available():
         init_parallel()
@@ -118,6 +134,7 @@ SCENARIOS = {
     "megatron.prepare-grads-once": prepare_and_step,
     "megatron.rerun-state-dict": idle_rerun_state,
     "megatron.rerun-transient-fault": fault_that_went_away,
+    "megatron.save-plan-cache": plan_twice,
     "megatron.train-reentry": train_twice,
     "slime.train-reentry": two_rollouts,
 }

@@ -9,6 +9,7 @@ from . import (
     prepare_grads_once,
     rerun_state_dict,
     rerun_transient_fault,
+    save_plan_cache,
     train_reentry,
 )
 
@@ -18,5 +19,6 @@ PATCHES: tuple[Patch, ...] = (
     prepare_grads_once.PATCH,
     rerun_state_dict.PATCH,
     rerun_transient_fault.PATCH,
+    save_plan_cache.PATCH,
     train_reentry.PATCH,
 )

@@ -13,7 +13,9 @@ from megapatch.testing import MegatronLoop, init_parallel, run_ranks, tiny_gpt
 pytestmark = needs_training
 
 KEY = "rerun_state_machine_state"
-WITHOUT = {"MEGAPATCH_DISABLE": "megatron.rerun-state-dict"}  # train() is still called again
+# train() is called again in either; and a plan that is made anew would save what this patch is about, too.
+WITH = {"MEGAPATCH_DISABLE": "megatron.save-plan-cache"}
+WITHOUT = {"MEGAPATCH_DISABLE": "megatron.save-plan-cache,megatron.rerun-state-dict"}
 STRICTNESSES = ("assume_ok_unexpected", "raise_all")
 SCHEDULER = SimpleNamespace(step=lambda increment: None, state_dict=dict, load_state_dict=lambda state: None)
 IDLE, PENDING = 2, 3  # iterations with a checkpoint
@@ -129,7 +131,7 @@ def runs(tmp_path_factory):
     """What each rank found, without the patch and with it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     without = run_ranks(trained, 2, f"{folder}/unpatched", None, env=WITHOUT)
-    return without, run_ranks(trained, 2, f"{folder}/patched", f"{folder}/unpatched")
+    return without, run_ranks(trained, 2, f"{folder}/patched", f"{folder}/unpatched", env=WITH)
 
 
 @pytest.fixture(scope="module")

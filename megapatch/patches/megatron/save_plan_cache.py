@@ -1,0 +1,283 @@
+"""A cached save plan is used only for the structure that it was made for.
+
+Symptom   with --ckpt-assume-constant-structure every save uses the plan of the first one. What has come since is
+          not in the checkpoint, and no one says so: "Missing key in checkpoint state_dict: ..." when it is loaded.
+          Where something is gone the save ends with "ValueError: Could not find FQN: ..."; gone on one rank alone,
+          the others hang. A tensor whose offset has changed is saved in its old place (before 0.15 the save ends
+          with "Could not find shard"). With --ckpt-fully-parallel-save no rank is told to save a new tensor.
+Upstream  unfixed in 0.12 to 0.19 and on main: NVIDIA/Megatron-LM#4378, its "Option 1". What upstream built instead
+          (#4448) keeps the rerun state's part of the structure constant; see megatron.rerun-state-dict.
+Seam      class attributes. Before TorchDistSaveShardedStrategy.async_save, which every save of a torch_dist
+          checkpoint goes through, the sharded leaves (type, key, dtype, shapes, offset, replica) are compared with
+          those of the last save. If they differ on any rank, all ranks forget their plans and metadata, and
+          Megatron plans as at a first save. Before FullyParallelSaveStrategyWrapper.apply_saving_parallelization
+          likewise, and there it is the distribution of tensors over ranks that is forgotten.
+          Metadata of a loaded checkpoint are left to Megatron, which compares them with the new plans by itself.
+Limits    a structure that changes with every save is planned at every save, as without the flag; so is one of
+          which a save has failed. A new plan is validated by the next save and reused from then on, as the first.
+          Ranks that disagree on the flag, or save without the others, hang as before.
+          NVRx's async writer (the default from 0.17 on): its plans and metadata in the strategy are covered. What
+          its worker process keeps of GPU tensors is not: NVRx 0.6 knows them by name, shape and dtype, and does
+          not see that a tensor has been allocated anew, or that its offset alone has changed.
+          Not covered: fsdp_dtensor and torch_dcp, whose plans NVRx keeps for the whole process; local
+          non-persistent checkpoints; a distribution read from a file (pg_cache_path, on main).
+Cost      without the flag none. With it, at each save a pass over the leaves and an all-reduce of two bytes, and
+          both again with --ckpt-fully-parallel-save: with 10,000 leaves on a rank below 2% of planning.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from ..probe import lacking, missing_names, missing_parameters
+
+PLANS_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
+STRATEGY = f"{PLANS_MODULE}:TorchDistSaveShardedStrategy"
+DISTRIBUTION_MODULE = "megatron.core.dist_checkpointing.strategies.fully_parallel"
+WRAPPER = f"{DISTRIBUTION_MODULE}:FullyParallelSaveStrategyWrapper"
+FLAG = "use_cached_ckpt_structure"
+PLANS = ("cached_central_plan", "cached_local_plan")
+METADATA = "cached_global_metadata"
+REUSE = "validated_cache_reuse"
+NVRX = "_metadata_cache"
+"""NVRx's plans and metadata; None until its writer is used, and not there up to 0.16."""
+OBJECT_FIELDS = ("key", "global_shape", "global_offset", "replica_id")
+TENSOR_FIELDS = (*OBJECT_FIELDS, "dtype", "local_shape", "axis_fragmentations", "prepend_axis_num")
+LEAF_FIELDS = (*TENSOR_FIELDS, "flattened_range")
+STRUCTURE = "_megapatch_structure"
+"""Attribute of a strategy or wrapper: the leaves of its last save, if that has not failed."""
+
+
+# ------------------------------------------------------------------------------------------ what is saved
+def structure(tree: Any) -> list[tuple[Any, ...]]:
+    """What a plan is made from, leaf by leaf, and none of the data."""
+    return [_fields(leaf.__class__)(leaf) for leaf in _leaves(tree)]
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    branches = [tree]
+    for branch in branches:
+        for value in branch.values() if isinstance(branch, dict) else branch:
+            if isinstance(value, (dict, list)):
+                branches.append(value)
+            else:
+                yield value
+
+
+@functools.cache
+def _fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+    known = getattr(kind, "__dataclass_fields__", ())
+    return operator.attrgetter("__class__", "__class__", *(name for name in LEAF_FIELDS if name in known))
+
+
+def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> bool:
+    """Whether something is cached that is not for this structure; all ranks get the same answer.
+
+    A rank alone must not decide: planning is collective, and its peers would wait for it. The structure that is
+    compared with is gone afterwards, so that a save that fails leaves none.
+    """
+    import torch
+
+    changed = vars(owner).pop(STRUCTURE, None) != now
+    device = "cpu" if torch.distributed.get_backend() == "gloo" else torch.cuda.current_device()
+    # After a failure one rank may have nothing cached and the others a plan; together that is as good as a change.
+    somewhere = torch.tensor([cached, changed], dtype=torch.int8, device=device)
+    torch.distributed.all_reduce(somewhere, op=torch.distributed.ReduceOp.MAX)
+    return all(somewhere.tolist())
+
+
+# ------------------------------------------------------------------------------------------ the plans
+def replan_when_changed(async_save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(async_save)
+    def replacement(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.use_cached_ckpt_structure:
+            vars(self).pop(STRUCTURE, None)  # such a save keeps its plans, too, and they are for something else
+            return async_save(self, sharded_state_dict, *args, **kwargs)
+        now = structure(sharded_state_dict)
+        planned = any(getattr(self, name, None) is not None for name in (*PLANS, NVRX))
+        if _changed_anywhere(self, now, cached=planned):
+            _forget_plans(self)
+        saving = async_save(self, sharded_state_dict, *args, **kwargs)
+        setattr(self, STRUCTURE, now)
+        return saving
+
+    return replacement
+
+
+def _forget_plans(strategy: Any) -> None:
+    for name in (*PLANS, METADATA):
+        setattr(strategy, name, None)
+    setattr(strategy, REUSE, False)
+    if (cache := getattr(strategy, NVRX, None)) is not None:
+        # Not None: Megatron would give a new one the metadata, which after a save are on one rank alone.
+        setattr(strategy, NVRX, type(cache)())
+
+
+# ------------------------------------------------------------------------------------------ the distribution
+def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(apply_saving_parallelization)
+    def replacement(self: Any, sharded_state_dict: Any) -> Any:
+        if not self.do_cache_distribution:
+            return apply_saving_parallelization(self, sharded_state_dict)
+        now = structure(sharded_state_dict)
+        # All ranks, not those of the wrapper's group alone: all of them validate a new distribution together.
+        if _changed_anywhere(self, now, cached=self.cached_distribution is not None):
+            self.cached_distribution = None
+        result = apply_saving_parallelization(self, sharded_state_dict)
+        setattr(self, STRUCTURE, now)
+        return result
+
+    return replacement
+
+
+# ------------------------------------------------------------------------------------------ the diagnoses
+def diagnose_plans(module: ModuleType) -> Verdict:
+    """Save the same twice and then something else, by the real async_save without planning or writing."""
+    cached = (FLAG, *PLANS, METADATA, REUSE)
+    missing = missing_names(f"{STRATEGY}.__init__", *cached)
+    if len(missing) == len(cached):
+        return Verdict(ABSENT, "this version keeps no plans")
+    missing += [
+        *missing_parameters(f"{STRATEGY}.async_save", "sharded_state_dict"),
+        *_missing_fields(module),
+    ]
+    if missing:
+        return lacking(missing)
+    try:
+        again, changed = _plans_that_are_used(module)
+    except Exception as error:
+        return Verdict(UNKNOWN, f"async_save needs more than this patch knows: {type(error).__name__}: {error}")
+    if not again:
+        return Verdict(UNKNOWN, "expected the plan to be used again for the same structure, and it is not")
+    if changed:
+        return Verdict(NEEDED, "the plan is used again though what is saved has changed")
+    return Verdict(FIXED, "another structure is planned afresh")
+
+
+def diagnose_distribution(module: ModuleType) -> Verdict:
+    """Distribute the same twice and then something else, by the real method without any communication."""
+    cached = ("do_cache_distribution", "cached_distribution")
+    missing = missing_names(f"{WRAPPER}.__init__", *cached)
+    if len(missing) == len(cached):
+        return Verdict(ABSENT, "this version keeps no distribution")
+    missing += [
+        *missing_parameters(f"{WRAPPER}.apply_saving_parallelization", "sharded_state_dict"),
+        *missing_names(f"{WRAPPER}.save", "apply_saving_parallelization"),
+        *missing_names(f"{WRAPPER}.async_save", "apply_saving_parallelization"),
+        *_missing_fields(module),
+    ]
+    if missing:
+        return lacking(missing)
+    try:
+        made = _distributions_that_are_made(module)
+    except Exception as error:
+        return Verdict(UNKNOWN, f"distributing needs more than this patch knows: {type(error).__name__}: {error}")
+    if made == [1, 1, 1]:
+        return Verdict(NEEDED, "the distribution is used again though what is saved has changed")
+    if made == [1, 1, 2]:
+        return Verdict(FIXED, "another structure is distributed afresh")
+    return Verdict(UNKNOWN, f"expected one distribution for two saves of the same; by save there were {made}")
+
+
+def _missing_fields(module: ModuleType) -> list[str]:
+    fields = {"ShardedTensor": TENSOR_FIELDS, "ShardedObject": OBJECT_FIELDS}
+    return [
+        f"field {name!r} of {kind}"
+        for kind, names in fields.items()
+        for name in names
+        if name not in getattr(getattr(module, kind, None), "__dataclass_fields__", ())
+    ]
+
+
+def _plans_that_are_used(module: ModuleType) -> list[bool]:
+    """Whether the second and the third save are told to use a plan that there is.
+
+    Of torch there is only the rank: code in which ranks agree on something is not for running here.
+    """
+    told = []
+
+    def plan(tree: Any, *args: Any, cached_ckpt_structure: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+        told.append(any(plan is not None for plan in (cached_ckpt_structure or ())[:2]))
+        return (None, None, None), sorted(tree), sorted(tree), len(told) > 1, False
+
+    pieces = {"FileSystemWriterAsync": lambda *args, **kwargs: None, "save_state_dict_async_plan": plan}
+    async_save = _with_globals(
+        module.TorchDistSaveShardedStrategy.async_save,
+        mcore_to_pyt_state_dict=lambda tree, *args: tree,
+        # It asks megatron.core.utils, which may be half imported: from 0.17 on it is what imports this module.
+        MCoreSavePlanner=lambda *args, **kwargs: None,
+        get_async_strategy=lambda *args, **kwargs: ("mcore", pieces),
+        torch=SimpleNamespace(distributed=SimpleNamespace(get_rank=lambda: 1)),
+        **pieces,
+    )
+    strategy = module.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    strategy._get_save_and_finalize_callbacks = lambda *args: None
+    for tree in _made_up_trees(module):
+        async_save(strategy, tree, "")
+    return told[1:]
+
+
+def _distributions_that_are_made(module: ModuleType) -> list[int]:
+    """How many there were after each save."""
+    made: list[int] = []
+    distributions: list[str] = []
+
+    def distribute(*args: Any, **kwargs: Any) -> str:
+        distributions.append("a distribution")
+        return distributions[-1]
+
+    apply = _with_globals(
+        module.FullyParallelSaveStrategyWrapper.apply_saving_parallelization,
+        determine_main_replica_uniform_distribution=distribute,
+        distribute_main_replicas_with_precomputed_distribution=lambda *args: None,
+        determine_global_metadata=lambda *args: (None, None),
+        validate_sharding_integrity=lambda *args: None,
+    )
+    strategy = SimpleNamespace(backend="torch_dist", version=1)
+    wrapper = module.FullyParallelSaveStrategyWrapper(strategy, "a group", do_cache_distribution=True)
+    for tree in _made_up_trees(module):
+        apply(wrapper, tree)
+        made.append(len(distributions))
+    return made
+
+
+def _made_up_trees(module: ModuleType) -> list[dict[str, Any]]:
+    return [{key: module.ShardedObject(key, None, (1,), (0,))} for key in ("same", "same", "another")]
+
+
+def _with_globals(function: Any, **stand_ins: Any) -> Any:
+    """The real function, in which other names stand for what it would call; its module stays as it is."""
+    function = inspect.unwrap(function)
+    namespace = {**function.__globals__, **stand_ins}
+    copy = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+PATCH = Patch(
+    name="megatron.save-plan-cache",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/issues/4378",
+    sites=(
+        Site(
+            module=PLANS_MODULE,
+            diagnose=diagnose_plans,
+            replace={"TorchDistSaveShardedStrategy.async_save": replan_when_changed},
+        ),
+        Site(
+            module=DISTRIBUTION_MODULE,
+            diagnose=diagnose_distribution,
+            replace={
+                "FullyParallelSaveStrategyWrapper.apply_saving_parallelization": redistribute_when_changed,
+            },
+        ),
+    ),
+)

@@ -1,0 +1,159 @@
+"""Saves of one strategy by the real dist_checkpointing, and what planning each of them took."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import os
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy
+import torch
+from megatron_rig import attempt, quick_writer
+from torch.distributed.checkpoint import FileSystemReader
+
+from megapatch.testing import init_parallel
+from megapatch.versions import version_of
+
+CALLS = Counter()
+"""What has been called, of what `prepare` counts."""
+
+_steps = itertools.count(1)
+
+
+class Saves:
+    """Each is another step, in a directory of its own. What is saved is told by parts, as `tree` knows them."""
+
+    def __init__(self, rank, folder, parallel=False):
+        self.rank, self.folder = rank, folder
+        self.strategy = self.base = strategies("torch").TorchDistSaveShardedStrategy(
+            "torch_dist", 1, thread_count=1, cached_metadata=True
+        )
+        if parallel:
+            wrapper = strategies("fully_parallel").FullyParallelSaveStrategyWrapper
+            self.strategy = wrapper(self.base, None, do_cache_distribution=True)
+
+    def plan(self, parts, at_once=False):
+        """A save that is not written yet, unless it is to be at once."""
+        from megatron.core import dist_checkpointing
+
+        step = next(_steps)
+        path = f"{self.folder}/{step}"
+        if self.rank == 0:
+            os.makedirs(path)
+        torch.distributed.barrier()
+        kwargs = {"async_sharded_save": not at_once, "validate_access_integrity": False}
+        if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
+            kwargs["async_strategy"] = "mcore"
+        request = dist_checkpointing.save(tree(self.rank, parts, step), path, self.strategy, **kwargs)
+        return SimpleNamespace(path=path, step=step, parts=parts, request=request)
+
+    def plan_often(self, parts, times=3):
+        """Until the plan is validated; what planning that took."""
+        CALLS.clear()
+        for _ in range(times):
+            self.plan(parts)
+        return dict(CALLS)
+
+    def save(self, parts):
+        """Save and load again. The error or what is missing, in words, or None; and what planning it took."""
+        CALLS.clear()
+        error, planned = attempt(self.plan, parts)
+        calls = dict(CALLS)
+        if error:
+            return f"{error}: {planned}", calls
+        planned.request.execute_sync()
+        return self.load(planned), calls
+
+    def change(self, before, after, saves=2):
+        """Three saves of the one, then some of the other."""
+        return self.plan_often(before), *[self.save(after) for _ in range(saves)]
+
+    def load(self, planned):
+        """What the checkpoint lacks, in words, or None."""
+        from megatron.core import dist_checkpointing
+        from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+        torch.distributed.barrier()
+        error, loaded = attempt(dist_checkpointing.load, tree(self.rank, planned.parts, 0), planned.path)
+        if error:
+            return f"{error}: {loaded.strip().splitlines()[-1]}"
+        (expected,) = tree(self.rank, planned.parts, planned.step)["nested"]
+        for name, leaf in expected.items():
+            value = loaded["nested"][0][name]
+            tensor = not isinstance(leaf, ShardedObject)
+            if not (torch.equal(value, leaf.data) if tensor else value == leaf.data):
+                return f"{name} is {value}"
+            if tensor and (dtype := metadata(planned.path, name)) != leaf.dtype:
+                return f"{name} is {dtype} by its metadata"
+        return None
+
+
+def metadata(path, name=None):
+    """All of them, or a tensor's dtype by them."""
+    found = FileSystemReader(path).read_metadata()
+    return found if name is None else found.state_dict_metadata[name].properties.dtype
+
+
+def strategies(name):
+    return importlib.import_module(f"megatron.core.dist_checkpointing.strategies.{name}")
+
+
+def tree(rank, parts, step):
+    """A rank's state dict. By name, a part says what makes it other than a tensor of which each rank has half.
+
+    object      an object of each rank
+    on          a part that this rank alone has
+    replicated  a tensor of both ranks; `main` is the one to save it
+    swapped     the ranks have each other's half
+    size, dtype of what a rank has
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    leaves = {}
+    for name, how in parts.items():
+        if how.get("on", rank) != rank:
+            continue
+        if "object" in how:  # its content grows, which is no change of structure
+            shape, offset = ((1,), (0,)) if "on" in how else ((2,), (rank,))
+            leaves[name] = ShardedObject(name, [(rank, step)] * step, shape, offset)
+            continue
+        data = torch.full((how.get("size", 4),), float(100 * step), dtype=how.get("dtype", torch.float32))
+        if "on" in how:
+            leaves[name] = ShardedTensor.from_rank_offsets(name, data)
+        elif "replicated" in how:
+            replica = int(rank != how.get("main", 0))
+            leaves[name] = ShardedTensor.from_rank_offsets(name, data, replica_id=replica)
+        else:
+            place = 1 - rank if "swapped" in how else rank
+            leaves[name] = ShardedTensor.from_rank_offsets(name, data + place, (0, place, 2))
+    return {"nested": [leaves], "common": "not sharded"}
+
+
+def count(owner, name):
+    """Count the calls of something in CALLS, from now on."""
+    original = getattr(owner, name)
+
+    def counted(*args, **kwargs):
+        CALLS[name] += 1
+        return original(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def prepare():
+    init_parallel()
+    quick_writer()
+    for name in ("create_local_plan", "create_global_plan"):
+        count(strategies("torch").MCoreSavePlanner, name)
+    count(strategies("fully_parallel"), "determine_main_replica_uniform_distribution")
+    count(torch.distributed, "all_reduce")
+    if not hasattr(numpy, "product"):
+        numpy.product = numpy.prod  # what 0.13 distributes with; numpy 2 has dropped it
+
+
+def minor():
+    """Of Megatron's version, which all start with 0."""
+    return int(version_of("megatron-core", "megatron.core").split(".")[1])
