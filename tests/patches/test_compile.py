@@ -16,6 +16,7 @@ from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 STRICT_LOAD = "megatron.core.dist_checkpointing.validation:maybe_report_missing_and_unexpected_keys"
 DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+CORE = "megatron.core"
 OPTIMIZERS = "megatron.core.optimizer:optimizer"
 MIXED = f"{OPTIMIZERS}.MixedPrecisionOptimizer"
 CHAINED = f"{OPTIMIZERS}.ChainedOptimizer"
@@ -43,6 +44,19 @@ def enable_twice():
         ddp.enable_forward_pre_hook()
         ddp.enable_forward_pre_hook()
         return x + len(ddp.remove_forward_pre_hook_handles)
+
+    return call
+
+
+def zero_held():
+    """A bucket group whose learned counts were set aside for a step."""
+    group = tiny_gpt(**GRADS).chunks[0].bucket_groups[0]
+    group.is_first_batch = True
+    group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
+
+    def call(x):
+        group.reset()
+        return x + group.is_first_batch
 
     return call
 
@@ -108,6 +122,7 @@ CALLS = {
     f"{DDP}.disable_forward_pre_hook": disable_twice,
     f"{DDP}.enable_forward_pre_hook": enable_twice,
     f"{DDP}.no_sync": nest,
+    f"{CORE}:distributed.param_and_grad_buffer._ParamAndGradBucketGroup.reset": zero_held,
     f"{MIXED}.prepare_grads": prepared("prepare_grads", of="child"),
     f"{MIXED}.step": prepared("step", of="child"),
     f"{MIXED}.step_with_ready_grads": prepared("step_with_ready_grads", of="child"),
@@ -129,6 +144,12 @@ NOT_COMPILED = {
         for framework in ("slime", "miles")
         for name in ("train", "save")
     ),
+    # Nor the schedules, nor the end of a reduce.
+    *(
+        f"{CORE}:pipeline_parallel.schedules.forward_backward_{name}"
+        for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
+    ),
+    f"{CORE}:distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
     # Nor the saving of checkpoints, in which ranks agree and write files.
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"

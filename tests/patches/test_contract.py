@@ -28,6 +28,20 @@ def hooks_twice():
         switch()
 
 
+def one_call_after_two():
+    """In steps whose gradients are finished after the calls."""
+    init_parallel()
+    model = tiny_gpt(**GRADS)
+    if not hasattr(model.chunks[0].bucket_groups[0], "is_first_batch"):
+        return  # up to 0.15 there can only be one
+    model.config.finalize_model_grads_func = None
+    for calls in (2, 1):
+        model.zero_grad()
+        for _ in range(calls):
+            model.forward_backward()
+        model.chunks[0].finish_grad_sync()
+
+
 def no_sync_in_no_sync():
     init_parallel()
     ddp = tiny_gpt(**GRADS).chunks[0]
@@ -130,6 +144,7 @@ SHADOWED = Patch(
 
 SCENARIOS = {
     "megatron.forward-pre-hook": hooks_twice,
+    "megatron.grad-ready-window": one_call_after_two,
     "megatron.nested-no-sync": no_sync_in_no_sync,
     "megatron.prepare-grads-once": prepare_and_step,
     "megatron.rerun-state-dict": idle_rerun_state,

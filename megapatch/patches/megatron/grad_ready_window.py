@@ -1,0 +1,264 @@
+"""A step with other backward passes than Megatron's first one is reduced once, completely, at its end.
+
+Symptom   with overlap_grad_reduce, Megatron learns in its first step how often each gradient becomes ready, and
+          later reduces as soon as it has been ready that often. A step with more passes is reduced before its last
+          one, silently; one with fewer dies with "Communication call has not been issued"; parameters frozen in
+          the first step trip a bare assertion. It takes several forward-backward calls a step whose gradients are
+          finished after the last, as in SkyRL, in a number that varies; a varying number of microbatches where
+          config.no_sync_func is not set; or parameters that are frozen or unfrozen on the way.
+Upstream  unfixed in 0.16 to 0.19 and on main: NovaSky-AI/SkyRL#2146, Primus#1072. Up to 0.15 nothing is learned;
+          there a second pass fails with "Cannot set grad twice".
+Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). A step is held by the switch that
+          Megatron has for its first one (is_first_batch): hooks start nothing, finish_grad_sync() starts the
+          reduce. A call is held when config.finalize_model_grads_func is None, or has not been seen to finish a
+          call's gradients in it (one that once did not is never trusted again); when gradients of an earlier
+          call of the step wait to be reduced; and when each microbatch counts and there are not as many as in
+          the step learned from. A bucket group with frozen parameters reduces when it is finished, and learns
+          nothing. All else overlaps as before, also the last call of a step whose others were in no_sync().
+Limits    a caller who finishes gradients in each call, and in mid-run begins to leave that to later, has begun to
+          reduce before anyone can know: a second call in that step raises MegapatchError.
+          Finishing more than once a step is Megatron's own: with overlap it fails, or (from 0.18 on) reduces what
+          the first call has left and no more, silently. So are backward passes without Megatron's schedules, and
+          gradients that are missing and not frozen (it says so): ranks that differ in that, or in how they cut a
+          step, would reduce in different orders.
+          A held step has no overlap. To keep that of its last call, put the others in no_sync().
+Numbers   change where a step was reduced before its last backward pass, to those of a run without overlap.
+Cost      about 5 us and 0.5 us a bucket group in a forward-backward call, 0.5 us a bucket group in finishing and
+          zeroing together. Nothing in a forward or backward pass, and nothing a parameter where it can overlap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, MegapatchError, Patch, Site, Verdict, unpatched
+from ..probe import lacking, missing_names, missing_parameters
+from .around_train import ddp_chunks
+from .bucket_groups import DDP, GROUP, bucket_groups
+
+MODULE = "megatron.core"
+SCHEDULES = "pipeline_parallel.schedules"
+GROUPS = "distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
+NO_PIPELINING = "forward_backward_no_pipelining"
+PIPELINING = "forward_backward_pipelining_without_interleaving"
+INTERLEAVING = "forward_backward_pipelining_with_interleaving"
+
+FINISHED = "_megapatch_finished"
+"""Attribute of a bucket group: whether this step's gradients are reduced."""
+UNUSUAL = "_megapatch_unusual"
+"""Attribute of a bucket group: whether this step is none to learn from."""
+COUNTED = "_megapatch_counted"
+"""Attribute of a bucket group: the microbatches that it has learned with; None where only the last one counts."""
+DEFERS = "_megapatch_defers"
+"""Attribute of a model's first chunk: whether its config.finalize_model_grads_func leaves gradients unfinished, as
+seen in its calls; not there before the first."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Let the real bucket group's methods make as many passes as a stand-in has learned, more, and fewer."""
+    if missing_names(f"{GROUP}.__init__", "golden_per_param_grad_ready_counts"):
+        if missing := missing_names(f"{GROUP}.register_grad_ready", "params_with_grad"):
+            return lacking(missing)
+        return Verdict(ABSENT, "Megatron does not learn how often gradients become ready")
+    missing = missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups")
+    for name in (NO_PIPELINING, PIPELINING, INTERLEAVING):
+        schedule = f"{MODULE}.{SCHEDULES}:{name}"
+        missing += missing_parameters(schedule, "model", "num_microbatches", "forward_only")
+        missing += missing_names(schedule, "no_sync_func", "finalize_model_grads_func")
+    if missing:
+        return lacking(missing)
+    group = module.distributed.param_and_grad_buffer._ParamAndGradBucketGroup
+    try:
+        usual, first, more, fewer = (
+            _reduces(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
+        )
+    except Exception as error:
+        return Verdict(UNKNOWN, f"bucket groups need more than this patch knows: {type(error).__name__}: {error}")
+    if usual != ["pass 1"] or first != ["finish"]:
+        return Verdict(
+            UNKNOWN,
+            "expected gradients to be reduced in the pass that was learned, and in a first step when they are "
+            f"finished; found {usual} and {first}",
+        )
+    if more[-1:] in (["pass 2"], ["finish"]) and fewer == ["finish"]:
+        return Verdict(FIXED, "a step with more or fewer passes than were learned is reduced after the last")
+    return Verdict(NEEDED, f"two passes where one was learned: reduced in {more}; one where two were: {fewer}")
+
+
+def held_unless_usual(schedule: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(schedule)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        chunks = () if kwargs.get("forward_only") else _overlapping(kwargs.get("model"))
+        if not chunks:
+            return schedule(*args, **kwargs)
+        with _training_call(chunks, kwargs.get("num_microbatches")):
+            return schedule(*args, **kwargs)
+
+    return replacement
+
+
+def finishing_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(finish_grad_sync)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.ddp_config.overlap_grad_reduce:
+            return finish_grad_sync(self, *args, **kwargs)
+        if self.grad_reduce_handle is None and not getattr(self, FINISHED, False) and _lacks_only_frozen(self):
+            self.is_first_batch = True
+            setattr(self, UNUSUAL, True)
+        result = finish_grad_sync(self, *args, **kwargs)
+        setattr(self, FINISHED, True)
+        _release(self)
+        return result
+
+    return replacement
+
+
+def learning_from_usual(reset: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reset)
+    def replacement(self: Any) -> Any:
+        _release(self)
+        if getattr(self, UNUSUAL, False):
+            setattr(self, UNUSUAL, False)
+            self.per_param_grad_ready_counts = {}
+        setattr(self, FINISHED, False)
+        return reset(self)
+
+    return replacement
+
+
+@contextlib.contextmanager
+def _training_call(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
+    """Around a call of a schedule that makes backward passes."""
+    config, groups = chunks[0].config, [group for chunk in chunks for group in bucket_groups(chunk)]
+    if any(map(_is_reducing, groups)):
+        raise MegapatchError(
+            "a reduce of this model's gradients has begun, and this forward-backward call would come too late for "
+            "it: an earlier call in this step, in which gradients were not finished as they used to be, or an "
+            "exception in it. Put all calls of a step but the last in ddp.no_sync(), or let every step finish its "
+            "gradients after its calls. ddp.finish_grad_sync() and ddp.zero_grad_buffer() begin the step anew"
+        )
+    if any(getattr(group, FINISHED, False) for group in groups):
+        yield  # what comes after the reduce is the caller's own
+        return
+    finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
+    counted = num_microbatches if config.no_sync_func is None else None
+    several = any(group.per_param_grad_ready_counts for group in groups)
+    held = (
+        several
+        or finalize is None
+        or getattr(chunks[0], DEFERS, True)
+        or any(_has_learned(group) and getattr(group, COUNTED, None) != counted for group in groups)
+    )
+    for group in groups:
+        if not _has_learned(group):
+            setattr(group, COUNTED, counted)
+        if held:
+            group.is_first_batch = True
+        if several:
+            setattr(group, UNUSUAL, True)
+    try:
+        if held:
+            config.grad_sync_func = None  # pipelines start a reduce by it, whatever the groups' switches say
+        yield
+    finally:
+        if held:
+            config.grad_sync_func = grad_sync
+    ready = [g for g in groups if g.per_param_grad_ready_counts or g.grad_reduce_handle is not None]
+    if not ready:  # all of it was in the caller's own no_sync(), so that it does not matter to later calls
+        for group in groups:
+            _release(group)
+    elif finalize is not None and not getattr(chunks[0], DEFERS, False):
+        setattr(chunks[0], DEFERS, not all(getattr(group, FINISHED, False) for group in ready))
+
+
+def _overlapping(model: Any) -> list[Any]:
+    """Those of the model's chunks that reduce in the backward pass."""
+    chunks = ddp_chunks(model if isinstance(model, list) else [model])
+    return [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
+
+
+def _is_reducing(group: Any) -> bool:
+    """Also without a handle, which several instances of the distributed optimizer do not keep."""
+    if group.grad_reduce_handle is not None:
+        return True
+    counts = group.per_param_grad_ready_counts
+    if not counts or group.is_first_batch or getattr(group, FINISHED, False):
+        return False
+    return bool(counts == group.golden_per_param_grad_ready_counts)
+
+
+def _has_learned(group: Any) -> bool:
+    return bool(group.golden_per_param_grad_ready_counts)
+
+
+def _release(group: Any) -> None:
+    """End a hold: what was learned before it holds again."""
+    if group.is_first_batch and _has_learned(group):
+        group.is_first_batch = False
+
+
+def _lacks_only_frozen(group: Any) -> bool:
+    """Whether gradients are missing for the reduce to begin, all of frozen parameters: so on every rank."""
+    counts, learned = group.per_param_grad_ready_counts, group.golden_per_param_grad_ready_counts
+    missing = [param for param in group.params if counts.get(param, 0) < learned.get(param, 1)]
+    return bool(missing) and not any(param.requires_grad for param in missing)
+
+
+def _reduces(group: Any, passes: int, learned: int) -> list[str]:
+    """When a stand-in that has learned so many passes (0: nothing yet) reduces, in a step with `passes`."""
+    seen: list[str] = []
+    place = ""
+
+    def start_grad_sync(**ignored: Any) -> None:
+        seen.append(place)
+        stand_in.grad_reduce_handle = SimpleNamespace(wait=lambda: None)
+
+    stand_in = SimpleNamespace(
+        ddp_config=SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=1),
+        buckets=[],
+        params={"weight"},
+        param_to_bucket={"weight": None},
+        golden_per_param_grad_ready_counts={"weight": learned} if learned else {},
+        per_param_grad_ready_counts={},
+        is_last_microbatch=True,
+        is_first_batch=not learned,
+        grad_reduce_handle=None,
+        grad_reduce_finished=False,
+        start_grad_sync=start_grad_sync,
+        _copy_back_extra_main_grads=lambda: None,
+    )
+    try:
+        for number in range(passes):
+            place = f"pass {number + 1}"
+            unpatched(group.register_grad_ready)(stand_in, "weight")
+        place = "finish"
+        unpatched(group.finish_grad_sync)(stand_in)
+        unpatched(group.reset)(stand_in)
+    except AssertionError:
+        seen.append("AssertionError")
+    return seen
+
+
+PATCH = Patch(
+    name="megatron.grad-ready-window",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/2146",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={
+                f"{SCHEDULES}.{NO_PIPELINING}": held_unless_usual,
+                f"{SCHEDULES}.{PIPELINING}": held_unless_usual,
+                f"{SCHEDULES}.{INTERLEAVING}": held_unless_usual,
+                f"{GROUPS}.finish_grad_sync": finishing_without_frozen,
+                f"{GROUPS}.reset": learning_from_usual,
+            },
+        ),
+    ),
+    changes_numbers=True,
+)

@@ -1,0 +1,86 @@
+"""What megatron.grad-ready-window's diagnosis says of the real code, of repaired and of unknown code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from unittest import mock
+
+from megatron_rig import UNPATCHED
+
+from megapatch.testing import run_ranks
+
+
+def verdicts(rank, world_size):
+    """By case: (verdict, reason); and whether Megatron's code speaks of what it has learned."""
+    from megapatch.patches.megatron.grad_ready_window import diagnose
+
+    module = importlib.import_module("megatron.core")
+    buffer = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    ddp = importlib.import_module("megatron.core.distributed.distributed_data_parallel").DistributedDataParallel
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    group = buffer._ParamAndGradBucketGroup
+
+    def takes_nothing(self): ...
+
+    def learns_nothing(self, param):
+        self.params_with_grad.add(param)
+
+    def reduces_every_pass(self, param):
+        self.per_param_grad_ready_counts[param] = self.per_param_grad_ready_counts.get(param, 0) + 1
+        if not self.is_first_batch and self.golden_per_param_grad_ready_counts == {param: 1}:
+            self.start_grad_sync()
+
+    def reduces_what_is_left(self):
+        if self.grad_reduce_handle is None:
+            self.start_grad_sync()
+
+    def never_early(self, param): ...
+
+    def needs_more(self):
+        return self.something_new
+
+    found = {"as it is": diagnose(module)}
+    changes = {
+        "other groups": (group, "__init__", takes_nothing),
+        "other models": (ddp, "__init__", takes_nothing),
+        "other schedule": (schedules, "forward_backward_pipelining_with_interleaving", takes_nothing),
+        "never early": (group, "register_grad_ready", never_early),
+        "needs more": (group, "reset", needs_more),
+        "half repaired": (group, "finish_grad_sync", reduces_what_is_left),
+    }
+    for case, change in changes.items():
+        with mock.patch.object(*change):
+            found[case] = diagnose(module)
+    with mock.patch.multiple(group, __init__=takes_nothing, register_grad_ready=learns_nothing):
+        found["learns nothing"] = diagnose(module)
+    with mock.patch.multiple(group, register_grad_ready=reduces_every_pass, finish_grad_sync=reduces_what_is_left):
+        found["repaired"] = diagnose(module)
+    return (
+        {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()},
+        "golden_per_param_grad_ready_counts" in inspect.getsource(buffer),
+    )
+
+
+def test_diagnosis():
+    unpatched, ((patched, learns),) = run_ranks(verdicts, 1, env=UNPATCHED), run_ranks(verdicts, 1)
+    assert unpatched == [(patched, learns)]
+    if not learns:  # up to 0.15
+        assert patched["as it is"] == ("absent", "Megatron does not learn how often gradients become ready")
+        assert patched["never early"][0] == "unknown"
+        return
+    expected = {
+        "as it is": ("needed", "reduced in ['pass 1']; one where two were: ['AssertionError']"),
+        "learns nothing": ("absent", "does not learn"),
+        "other groups": ("unknown", "'params_with_grad' in megatron.core.distributed."),
+        "other models": ("unknown", "'expert_parallel_bucket_groups' in megatron.core.distributed."),
+        "other schedule": ("unknown", "parameter 'num_microbatches' of megatron.core.pipeline_parallel."),
+        "never early": ("unknown", "found ['AssertionError'] and ['finish']"),
+        "needs more": ("unknown", "something_new"),
+        "half repaired": ("needed", "reduced in ['pass 1']; one where two were: ['finish']"),
+        "repaired": ("fixed", "after the last"),
+    }
+    assert patched.keys() == expected.keys()
+    for case, (kind, words) in expected.items():
+        assert patched[case][0] == kind, case
+        assert words in patched[case][1], case
