@@ -6,25 +6,16 @@ test_diagnosis_of_grad_ready_window.py asserts that the diagnosis says so.
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from pathlib import Path
-from unittest import mock
-
 import pytest
-from megatron_rig import ADAM, GRADS, Interrupted, assert_same_parameters
+from grad_ready_rig import assert_as_without_overlap, needs_learning, run_case
+from megatron_rig import ADAM
 
-from megapatch import MegapatchError, apply, restore
-from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt
-from megapatch.versions import find_module
+from megapatch import apply, restore
+from megapatch.testing import init_parallel, run_ranks
 
-BUFFER = Path(find_module("megatron.core").origin).parent / "distributed" / "param_and_grad_buffer.py"
-pytestmark = pytest.mark.skipif(
-    "golden_per_param_grad_ready_counts" not in BUFFER.read_text(), reason="this Megatron learns nothing (to 0.15)"
-)
+pytestmark = needs_learning
 
 DISTRIBUTED = {**ADAM, "use_distributed_optimizer": True}
-INSTANCES = {**DISTRIBUTED, "ddp": {"num_distributed_optimizer_instances": 2}}
 # Each step's microbatches, cut into calls.
 UNEVEN = (2,), (1, 1), (2,), (1, 1, 1), (2,)
 CUT_FIRST = (1, 1), (2,), (2,)
@@ -60,80 +51,6 @@ IN_PIPELINE = {
 }
 
 
-class Reduces:
-    """Counts the bucket groups that begin to reduce: before they are finished, and by being finished."""
-
-    def __init__(self):
-        self.early = self.late = 0
-        self.finishing = False
-        self.group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
-        self.start, self.finish = self.group.start_grad_sync, self.group.finish_grad_sync
-
-    @contextlib.contextmanager
-    def counted(self):
-        def start(group, *args, **kwargs):
-            before = group.grad_reduce_handle
-            self.start(group, *args, **kwargs)
-            if group.grad_reduce_handle is not before:
-                self.late += self.finishing
-                self.early += not self.finishing
-
-        def finish(group, *args, **kwargs):
-            self.finishing = True
-            self.finish(group, *args, **kwargs)
-            self.finishing = False
-
-        with mock.patch.multiple(self.group, start_grad_sync=start, finish_grad_sync=finish):
-            yield
-
-    def when(self, groups):
-        return {(groups, 0): "early", (0, groups): "late"}.get((self.early, self.late), "some")
-
-
-def finish_nothing(*args, **kwargs):
-    """As SkyRL's own function, which leaves it to the end of the step."""
-
-
-def one_step(model, step, kind, cut):
-    """Calls of the schedule, and the optimizer's step: gradient norm, gradients, when they were reduced."""
-    config = model.config
-    finalize = config.finalize_model_grads_func
-    for name, parameter in model.chunks[0].module.named_parameters():  # before zero_grad() ends the last step
-        parameter.requires_grad_(not ("frozen" in kind and str(step) in kind and "layers.0" in name))
-    model.zero_grad()
-    reduces = Reduces()
-    with contextlib.ExitStack() as restored, reduces.counted():
-        restored.callback(setattr, config, "finalize_model_grads_func", finalize)
-        for index, count in enumerate(cut):
-            last = index == len(cut) - 1
-            config.finalize_model_grads_func = finish_nothing if kind == "later" else finalize if last else None
-            with contextlib.ExitStack() as outer:
-                if kind == "no_sync" and not last:
-                    outer.enter_context(model.chunks[0].no_sync())
-                model.forward_backward(10 * step + index, num_microbatches=count)
-        if kind == "later":
-            finalize(model.chunks, None)
-    gradients = model.gradients()
-    _, norm, _ = model.optimizer.step()
-    groups = [group for chunk in model.chunks for group in chunk.bucket_groups]
-    return float(norm), gradients, reduces.when(len(groups))
-
-
-def run_case(kind, cuts, options, *expected, overlap=True, layers=2):
-    """The steps up to one that fails, what that one says, and parameters at the end."""
-    model = tiny_gpt(layers=layers, **options, **(GRADS if overlap else {}))
-    if kind == "all count":
-        model.config.no_sync_func = None
-    steps, error = [], None
-    for step, cut in enumerate(cuts):
-        try:
-            steps.append(one_step(model, step, kind, cut))
-        except AssertionError as raised:
-            error = str(raised)
-            break
-    return steps, error, model.parameters()
-
-
 def references(cases, **more):
     """What each case has to come to: who finishes when does not matter without overlap."""
     found = {}
@@ -157,75 +74,9 @@ def data_parallel(rank, world_size):
     defects = {name: run_case(*case) for name, case in DEFECTS.items()}
     apply()
     found = {name: run_case(*case) for name, case in CASES.items()}
-    others = {"changed ways": changed_ways({}), "interrupted": interrupted(), "instances": several_instances()}
     restore("megatron.nested-no-sync")
     init_parallel()
-    others["no_sync is not nested"] = run_case("no_sync", UNEVEN, {})
-    return expected, defects, found, others
-
-
-def changed_ways(options):
-    """A caller that has finished in each call leaves it to later, after two; then it begins that step anew."""
-    steps = [(2,), (2,), (1, 1), (1, 1)]
-    model = tiny_gpt(**options, **GRADS)
-    found = [one_step(model, step, "last", steps[step]) for step in range(2)]
-    message = ""
-    try:
-        one_step(model, 2, "later", steps[2])
-    except MegapatchError as error:
-        message = str(error)
-    for chunk in model.chunks:
-        chunk.finish_grad_sync()
-    found += [one_step(model, step, "later", steps[step]) for step in (2, 3)]
-    return message, (found, None, model.parameters()), run_case("", steps, options, overlap=False)
-
-
-def several_instances():
-    """Of the distributed optimizer, which keep no handle."""
-    from megatron.core import parallel_state
-
-    destroy_parallel()
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
-    return changed_ways(INSTANCES)
-
-
-def interrupted():
-    """An exception in a call, which is held or has begun to reduce; then the step again."""
-    found = []
-    for held in (True, False):
-        model = tiny_gpt(**GRADS)
-        config = model.config
-        finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
-        for step in range(2):
-            one_step(model, step, "last", (2,))
-        config.finalize_model_grads_func = None if held else finalize
-        model.zero_grad()
-        with contextlib.suppress(Interrupted), raising(model.chunks[0].module.decoder.layers[0]):
-            model.forward_backward(2)
-        found.append(config.grad_sync_func == grad_sync is not None)
-        config.finalize_model_grads_func = finalize
-        try:
-            found.append(one_step(model, 2, "last", (2,))[2])
-        except MegapatchError:
-            found.append("is reducing")
-    return found
-
-
-@contextlib.contextmanager
-def raising(layer):
-    """When it is differentiated for the second time; the gradients of later layers are under way."""
-    passes = []
-
-    def hook(*ignored):
-        passes.append(1)
-        if len(passes) == 2:
-            raise Interrupted
-
-    handle = layer.register_full_backward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return expected, defects, found, run_case("no_sync", UNEVEN, {})
 
 
 def in_pipelines(rank, world_size):
@@ -249,17 +100,6 @@ def ranks():
 @pytest.fixture(scope="module")
 def pipelines():
     return run_ranks(in_pipelines, 4)
-
-
-def assert_as_without_overlap(found, expected, options=()):
-    """With the distributed optimizer a rank has a part of the gradients."""
-    (steps, error, parameters), (expected_steps, _, expected_parameters) = found, expected
-    assert error is None
-    for (norm, gradients, _), (expected_norm, expected_gradients, _) in zip(steps, expected_steps, strict=True):
-        assert norm == pytest.approx(expected_norm, rel=1e-5)
-        if "use_distributed_optimizer" not in options:
-            assert_same_parameters(gradients, expected_gradients)
-    assert_same_parameters(parameters, expected_parameters)
 
 
 def assert_wrong(steps, expected):
@@ -299,24 +139,9 @@ def test_every_step_is_as_without_overlap_and_usual_steps_overlap(ranks, name):
 
 
 def test_without_nested_no_sync_it_holds_at_the_price_of_the_overlap(ranks):
-    for expected, *_, others in ranks:
-        found = others["no_sync is not nested"]
+    for expected, *_, found in ranks:
         assert_as_without_overlap(found, expected[key_of("no_sync", UNEVEN, {})])
         assert when(found) == "late late early late early"
-
-
-@pytest.mark.parametrize(("name", "options"), [("changed ways", {}), ("instances", INSTANCES)])
-def test_a_second_call_that_comes_too_late_raises_and_the_step_can_begin_anew(ranks, name, options):
-    for *_, others in ranks:
-        message, found, expected = others[name]
-        assert "Put all calls of a step but the last in ddp.no_sync()" in message
-        assert_as_without_overlap(found, expected, options)
-
-
-def test_an_exception_in_a_call_leaves_nothing_behind(ranks):
-    for *_, others in ranks:
-        # What has begun to reduce has to be waited for, as without the patch.
-        assert others["interrupted"] == [True, "early", True, "is reducing"]
 
 
 # ------------------------------------------------------------------------------------------ pipelines

@@ -1,0 +1,107 @@
+"""Steps cut into calls, when their gradients are reduced, and what they come to with and without overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from megatron_rig import GRADS, assert_same_parameters
+
+from megapatch.testing import tiny_gpt
+from megapatch.versions import find_module
+
+BUFFER = Path(find_module("megatron.core").origin).parent / "distributed" / "param_and_grad_buffer.py"
+needs_learning = pytest.mark.skipif(
+    "golden_per_param_grad_ready_counts" not in BUFFER.read_text(), reason="this Megatron learns nothing (to 0.15)"
+)
+
+
+class Reduces:
+    """Counts the bucket groups that begin to reduce: before they are finished, and by being finished."""
+
+    def __init__(self):
+        self.early = self.late = 0
+        self.finishing = False
+        self.group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
+        self.start, self.finish = self.group.start_grad_sync, self.group.finish_grad_sync
+
+    @contextlib.contextmanager
+    def counted(self):
+        def start(group, *args, **kwargs):
+            before = group.grad_reduce_handle
+            self.start(group, *args, **kwargs)
+            if group.grad_reduce_handle is not before:
+                self.late += self.finishing
+                self.early += not self.finishing
+
+        def finish(group, *args, **kwargs):
+            self.finishing = True
+            self.finish(group, *args, **kwargs)
+            self.finishing = False
+
+        with mock.patch.multiple(self.group, start_grad_sync=start, finish_grad_sync=finish):
+            yield
+
+    def when(self, groups):
+        return {(groups, 0): "early", (0, groups): "late"}.get((self.early, self.late), "some")
+
+
+def finish_nothing(*args, **kwargs):
+    """As SkyRL's own function, which leaves it to the end of the step."""
+
+
+def one_step(model, step, kind, cut):
+    """Calls of the schedule, and the optimizer's step: gradient norm, gradients, when they were reduced."""
+    config = model.config
+    finalize = config.finalize_model_grads_func
+    for name, parameter in model.chunks[0].module.named_parameters():  # before zero_grad() ends the last step
+        parameter.requires_grad_(not ("frozen" in kind and str(step) in kind and "layers.0" in name))
+    model.zero_grad()
+    reduces = Reduces()
+    with contextlib.ExitStack() as restored, reduces.counted():
+        restored.callback(setattr, config, "finalize_model_grads_func", finalize)
+        for index, count in enumerate(cut):
+            last = index == len(cut) - 1
+            finishes = last or kind == "each"
+            config.finalize_model_grads_func = (
+                finish_nothing if kind == "later" else finalize if finishes else None
+            )
+            with contextlib.ExitStack() as outer:
+                if kind == "no_sync" and not last:
+                    outer.enter_context(model.chunks[0].no_sync())
+                model.forward_backward(10 * step + index, num_microbatches=count)
+        if kind == "later":
+            finalize(model.chunks, None)
+    gradients = model.gradients()
+    _, norm, _ = model.optimizer.step()
+    groups = [group for chunk in model.chunks for group in chunk.bucket_groups]
+    return float(norm), gradients, reduces.when(len(groups))
+
+
+def run_case(kind, cuts, options, *expected, overlap=True, layers=2):
+    """The steps up to one that fails, what that one says, and parameters at the end."""
+    model = tiny_gpt(layers=layers, **options, **(GRADS if overlap else {}))
+    if kind == "all count":
+        model.config.no_sync_func = None
+    steps, error = [], None
+    for step, cut in enumerate(cuts):
+        try:
+            steps.append(one_step(model, step, kind, cut))
+        except AssertionError as raised:
+            error = str(raised)
+            break
+    return steps, error, model.parameters()
+
+
+def assert_as_without_overlap(found, expected, options=()):
+    """With the distributed optimizer a rank has a part of the gradients."""
+    (steps, error, parameters), (expected_steps, _, expected_parameters) = found, expected
+    assert error is None
+    for (norm, gradients, _), (expected_norm, expected_gradients, _) in zip(steps, expected_steps, strict=True):
+        assert norm == pytest.approx(expected_norm, rel=1e-5)
+        if "use_distributed_optimizer" not in options:
+            assert_same_parameters(gradients, expected_gradients)
+    assert_same_parameters(parameters, expected_parameters)
