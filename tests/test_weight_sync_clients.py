@@ -1,0 +1,247 @@
+"""Weight syncs around clients of all kinds: functions, coroutines, actors, and what cannot pause."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import sys
+import types
+from unittest import mock
+
+import pytest
+from weight_sync_rig import Failure, World
+
+from megapatch import MegapatchError
+from megapatch.weight_sync import _warned, paused_generation, unmarked_on_failure
+
+
+class Plain:
+    def __init__(self, raising=()):
+        self.raising, self.calls = raising, []
+
+    def pause_generation(self):
+        self._call("pause")
+
+    def resume_generation(self):
+        self._call("resume")
+
+    def _call(self, name):
+        self.calls.append(name)
+        if name in self.raising:
+            raise Failure(name)
+
+
+@pytest.mark.parametrize("raising", [*itertools.product(["pause", None], ["body", None], ["resume", None])])
+@pytest.mark.parametrize("how", ["with", "async with"])
+def test_plain_functions(how, raising, caplog):
+    client = Plain(raising)
+
+    def body():
+        client._call("body")
+
+    async def in_loop():
+        async with paused_generation(client) as paused:
+            assert paused
+            body()
+
+    def blocking():
+        with paused_generation(client) as paused:
+            assert paused
+            body()
+
+    def run():
+        blocking() if how == "with" else asyncio.run(in_loop())
+
+    pause, sync, resume = raising
+    if any(raising):
+        with pytest.raises(Failure, match=pause or sync or resume):
+            run()
+    else:
+        run()
+    assert client.calls == ["pause", *([] if pause else ["body"]), "resume"]
+    messages = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert len([text for text in messages if "mixture" in text]) == bool(sync and not pause)
+    assert len([text for text in messages if "could not be resumed" in text]) == bool(resume and (pause or sync))
+
+
+def test_coroutine_functions_without_a_loop():
+    world = World()
+    with paused_generation(world):
+        assert world.calls == ["pause"]
+        assert world.generation_paused_event.is_set()
+    assert world.calls == ["pause", "resume"]
+    assert not world.generation_paused_event.is_set()
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["coroutine function", "function that returns a coroutine"])
+def test_with_cannot_wait_for_coroutines_in_a_loop(hidden):
+    async def run():
+        world = World()
+        coroutine = world.pause_generation
+        pause = (lambda: coroutine()) if hidden else coroutine
+        with (
+            pytest.raises(MegapatchError, match="async with"),
+            paused_generation(world, pause=pause, resume=lambda: world.calls.append("resume")),
+        ):
+            raise AssertionError
+        assert world.calls == []
+
+    asyncio.run(run())
+
+
+def test_with_in_a_loop_where_only_resuming_would_have_to_wait():
+    async def run():
+        world = World(event=False)
+        with (
+            pytest.raises(MegapatchError, match="async with"),
+            paused_generation(world, pause=lambda: world.calls.append("pause")),
+        ):
+            raise AssertionError
+        assert world.calls == []
+
+    asyncio.run(run())
+
+
+def test_a_pause_that_returns_a_future():
+    async def run():
+        done = []
+
+        def later(name):
+            future = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(0.01, lambda: (done.append(name), future.set_result(None)))
+            return future
+
+        async with paused_generation(None, pause=lambda: later("pause"), resume=lambda: later("resume")):
+            assert done == ["pause"]
+        assert done == ["pause", "resume"]
+
+    asyncio.run(run())
+
+
+def test_methods_of_an_actor(monkeypatch):
+    """As Ray has them, without Ray: not to be called, with a remote() whose reference ray.get() waits for."""
+    calls = []
+
+    class ObjectRef(str):
+        def __await__(self):
+            calls.append(f"await {self}")
+            return iter(())
+
+    class ActorMethod:
+        def __init__(self, name):
+            self.name = name
+
+        def __call__(self):
+            raise TypeError("Actor methods cannot be called directly")
+
+        def remote(self):
+            return ObjectRef(self.name)
+
+    actor = types.SimpleNamespace(pause_generation=ActorMethod("pause"), resume_generation=ActorMethod("resume"))
+    ray = types.SimpleNamespace(ObjectRef=ObjectRef, get=lambda ref: calls.append(f"get {ref}"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+
+    async def run():
+        async with paused_generation(actor):
+            calls.append("body")
+
+    asyncio.run(run())
+    assert calls == ["await pause", "body", "await resume"]
+    calls.clear()
+    with paused_generation(actor):
+        calls.append("body")
+    assert calls == ["get pause", "body", "get resume"]
+
+
+def test_a_mock_is_called_as_it_would_be():
+    client = mock.AsyncMock(generation_paused_event=None)
+
+    async def run():
+        async with paused_generation(client):
+            client.resume_generation.assert_not_called()
+
+    asyncio.run(run())
+    client.pause_generation.assert_awaited_once_with()
+    client.resume_generation.assert_awaited_once_with()
+
+
+# ------------------------------------------------------------------------------------------ that cannot pause
+class NoAbort(World):
+    """As SkyRL's client asks engines that have no such method."""
+
+    async def pause_generation(self):
+        await super().pause_generation()
+        object().abort_generation()
+
+
+class NotThere(World):
+    async def pause_generation(self):
+        await super().pause_generation()
+        raise NotImplementedError("this engine cannot abort")
+
+
+class NoMethods:
+    async def body(self):
+        pass
+
+
+class NoResume(NoMethods):
+    async def pause_generation(self):
+        raise AssertionError
+
+
+class BrokenPause(World):
+    """What is not there has nothing to do with pausing."""
+
+    async def pause_generation(self):
+        await super().pause_generation()
+        None.post()
+
+
+@pytest.mark.parametrize("kind", [NoAbort, NotThere, NoMethods, NoResume], ids=lambda kind: kind.__name__)
+def test_what_cannot_pause_is_synced_as_before_with_one_warning(kind, caplog):
+    _warned.discard(kind)
+
+    async def run():
+        for _ in range(2):
+            client = kind()
+            async with paused_generation(client) as paused:
+                assert paused is False
+                await client.body()
+            if isinstance(client, World):
+                assert client.calls == ["pause", "body"]
+                assert not client.generation_paused_event.is_set()
+
+    asyncio.run(run())
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.name == "megapatch"
+    assert f"{kind.__name__} cannot pause generation" in record.message
+
+
+def test_what_fails_for_another_reason_is_not_taken_for_that():
+    async def run():
+        client = BrokenPause()
+        with pytest.raises(AttributeError, match="post"):
+            async with paused_generation(client):
+                raise AssertionError
+        assert not client.generation_paused_event.is_set()
+
+    asyncio.run(run())
+
+
+def test_it_is_for_one_sync():
+    pausing = paused_generation(Plain())
+    with pausing:
+        pass
+    with pytest.raises(MegapatchError, match="make a new one"), pausing:
+        pass
+
+
+def test_a_failed_pause_leaves_a_mark_that_was_there():
+    client = World(paused=True)
+    with contextlib.suppress(Failure), unmarked_on_failure(client):
+        raise Failure
+    assert client.generation_paused_event.is_set()
