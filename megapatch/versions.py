@@ -30,7 +30,7 @@ def find_module(name: str) -> ModuleSpec | None:
         spec = _find_one(".".join(parts[:depth]), path)
         if spec is None:
             return None
-        path = spec.submodule_search_locations
+        path = spec.submodule_search_locations and list(spec.submodule_search_locations)
         if path is None and depth < len(parts):
             return None
     return spec
@@ -38,11 +38,13 @@ def find_module(name: str) -> ModuleSpec | None:
 
 def _find_one(name: str, path: object) -> ModuleSpec | None:
     # Editable installs bring finders of their own. wrapt's imports parents and finds what others find, too.
+    # For a folder without __init__ PathFinder asks for its parent in sys.modules, unless the name has none.
     for finder in [PathFinder, *sys.meta_path]:
+        known_as = name.rpartition(".")[2] if finder is PathFinder else name
         find_spec = getattr(finder, "find_spec", None)
         if find_spec is None or type(finder).__module__.startswith(("wrapt", "megapatch")):
             continue
-        spec: ModuleSpec | None = find_spec(name, path)
+        spec: ModuleSpec | None = find_spec(known_as, path)
         if spec is not None:
             return spec
     return None

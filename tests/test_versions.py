@@ -12,9 +12,11 @@ from megapatch import versions
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A namespace package with a package whose import fails, as megatron.training's does without a GPU."""
+    """A namespace package with a package whose import fails, as megatron.training's does without a GPU, and in
+    that a folder that is no package, as SkyRL's workers/megatron."""
     package = tmp_path / "megapatch_test_namespace" / "package"
-    package.mkdir(parents=True)
+    (package / "folder").mkdir(parents=True)
+    (package / "folder" / "module.py").write_text("raise RuntimeError('imported')")
     (package / "__init__.py").write_text("raise RuntimeError('imported')")
     (package / "module.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -26,6 +28,8 @@ def tree(tmp_path, monkeypatch):
     [
         ("megapatch_test_namespace", True),
         ("megapatch_test_namespace.package.module", True),
+        ("megapatch_test_namespace.package.folder.module", True),
+        ("megapatch_test_namespace.package.folder.other", False),
         ("megapatch_test_namespace.package.other", False),
         ("megapatch_test_namespace.package.module.inner", False),
         ("megapatch_test_other.package", False),
