@@ -154,6 +154,28 @@ NOT_COMPILED = {
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+    # Nor the building of a model, nor seeding, nor coroutines.
+    *(
+        f"{package}.{target}"
+        for package in ("skyrl_train", "skyrl.backends.skyrl_train")
+        for target in (
+            "distributed.megatron.megatron_strategy:MegatronStrategy.set_seed",
+            "workers.megatron.megatron_model_wrapper:MegatronModelWrapper.__init__",
+        )
+    ),
+    *(
+        f"{package}.{target}"
+        for package in ("skyrl_train", "skyrl.backends.skyrl_train")
+        for target in (
+            "inference_engines.inference_engine_client:InferenceEngineClient.pause_generation",
+            "workers.worker_dispatch:WorkerDispatch.save_weights_for_sampler",
+        )
+    ),
+    *(
+        f"{package}.fully_async_trainer:FullyAsyncRayPPOTrainer.{name}"
+        for package in ("skyrl_train", "skyrl.train")
+        for name in ("train", "async_sync_policy_weights_to_inference_engines")
+    ),
     # Nor the loading of an optimizer's state, which PyTorch's own is not compiled in.
     f"{FLOAT16}.load_state_dict",
     f"{DISTRIBUTED}.load_state_dict",

@@ -1,0 +1,14 @@
+"""Patches for SkyRL, old package and new, in the order in which they are listed."""
+
+from __future__ import annotations
+
+from ...patch import Patch
+from . import async_trainer_resume, grad_scale, pause_rollback, pipeline_seed, weight_sync_pause
+
+PATCHES: tuple[Patch, ...] = (
+    async_trainer_resume.PATCH,
+    grad_scale.PATCH,
+    pause_rollback.PATCH,
+    pipeline_seed.PATCH,
+    weight_sync_pause.PATCH,
+)

@@ -1,0 +1,92 @@
+"""SkyRL's fully asynchronous trainer resumes generation after a weight sync that failed.
+
+Symptom   FullyAsyncRayPPOTrainer.train() pauses generation, syncs weights and resumes, without a `finally`. After
+          a sync that raised or was cancelled, engines stay paused: requests wait for ever, and the next pause
+          fails on "Generation is already paused, cannot pause again."
+Upstream  in skyrl-train 0.3.0 and 0.3.1 and in skyrl 0.1.0 and 0.2.0; NovaSky-AI/SkyRL#1584 (skyrl 0.3.0) leaves
+          pausing to WorkerDispatch, which has a `finally`.
+Seam      the class attributes: train() tells its first sync, for which nothing is paused, from the others. One of
+          these that raises is followed by one resume, which its own exception keeps train() from.
+Limits    an ERROR says that engines may hold a mixture of old and new weights: sync again before samples are used.
+          A pause or resume of train()'s own that fails or is cancelled is not repaired here: for an
+          InferenceEngineClient that marks itself as paused see skyrl.pause-rollback; others may be left with some
+          engines paused. A subclass's own train() or sync that does not call this one's is left alone, and so are
+          syncs outside train().
+Cost      nothing but a count.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from ...weight_sync import PAUSE, RESUME, resumed_on_failure
+from ..probe import lacking, missing_names
+from .weight_sync_pause import in_order
+
+MODULES = ("skyrl_train.fully_async_trainer", "skyrl.train.fully_async_trainer")
+TRAINER = "FullyAsyncRayPPOTrainer"
+SYNC = "async_sync_policy_weights_to_inference_engines"
+
+_syncs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""How many each trainer has begun in the train() that it is in."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real coroutine: running it needs models, data and engines."""
+    train = getattr(getattr(module, TRAINER, None), "train", None)
+    if train is None:
+        return Verdict(ABSENT, f"this version has no {TRAINER}.train()")
+    found = in_order(train, SYNC, PAUSE, RESUME)
+    if not found and in_order(train, "save_weights_for_sampler"):
+        return Verdict(FIXED, "train() leaves pausing to WorkerDispatch")
+    expected = [SYNC, PAUSE, SYNC, RESUME]
+    if found != expected:
+        return Verdict(
+            UNKNOWN, f"expected train() to use {', '.join(expected)}; found {', '.join(found) or 'none'}"
+        )
+    missing = missing_names(f"{module.__name__}:{TRAINER}.{SYNC}", "inference_engine_client")
+    return lacking(missing) if missing else Verdict(NEEDED, "train() does not resume after a sync that failed")
+
+
+def counting(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(train)
+    async def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        _syncs[self] = 0
+        try:
+            return await train(self, *args, **kwargs)
+        finally:
+            _syncs.pop(self, None)
+
+    return replacement
+
+
+def resuming(sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(sync)
+    async def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        earlier = _syncs.get(self)
+        if earlier is not None:
+            _syncs[self] = earlier + 1
+        if not earlier:  # the first one, or not train()'s
+            return await sync(self, *args, **kwargs)
+        async with resumed_on_failure(self.inference_engine_client):
+            return await sync(self, *args, **kwargs)
+
+    return replacement
+
+
+PATCH = Patch(
+    name="skyrl.async-trainer-resume",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1584",
+    sites=tuple(
+        Site(
+            module=module, diagnose=diagnose, replace={f"{TRAINER}.train": counting, f"{TRAINER}.{SYNC}": resuming}
+        )
+        for module in MODULES
+    ),
+)

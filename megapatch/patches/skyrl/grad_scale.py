@@ -1,0 +1,73 @@
+"""SkyRL's loss is scaled by the loss scale that its optimizer divides gradients by.
+
+Symptom   gradients are too small by the factor of the loss scale, silently: MegatronModelWrapper does not tell
+          Megatron's schedules about the optimizer's loss scale (config.grad_scale_func), and optimizer.step()
+          unscales all the same. So with trainer.policy.megatron_config.optimizer_config_kwargs.loss_scale, or fp16
+          there. With Adam it looks like training that goes on.
+Upstream  fixed by NovaSky-AI/SkyRL#1212, in all releases of skyrl; skyrl-train 0.2.0 to 0.3.1 and checkouts up to
+          2026-03-01 have the defect.
+Seam      the class attribute. After MegatronModelWrapper.__init__ the model config's grad_scale_func is the
+          optimizer's scale_loss, if there is an optimizer and nothing is set yet. Megatron reads it in each step,
+          for the loss and for a mixture of experts' auxiliary loss.
+Limits    with several optimizers in one (a mixture of experts) and dynamic scales, Megatron scales the loss by the
+          first one's scale alone. SkyRL steps the learning rate after a step that was skipped for an overflow.
+Numbers   change where the loss scale is not 1: to those of a run without a loss scale.
+Cost      once a model. In a step, one multiplication of the loss, as upstream.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
+from ..probe import lacking, missing_attributes, missing_names, missing_parameters
+
+MODULES = (
+    "skyrl_train.workers.megatron.megatron_model_wrapper",
+    "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper",
+)
+WRAPPER = "MegatronModelWrapper"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real constructor: running it needs a model."""
+    if not hasattr(module, WRAPPER):
+        return Verdict(ABSENT, f"this version has no {WRAPPER}")
+    init = f"{module.__name__}:{WRAPPER}.__init__"
+    if not missing_names(init, "grad_scale_func"):
+        return Verdict(FIXED, f"{WRAPPER} sets grad_scale_func")
+    missing = [
+        *missing_parameters(init, "actor_module", "actor_optimizer"),
+        *missing_names(init, "get_model_config", "finalize_model_grads_func"),
+        *missing_attributes(f"{module.__name__}:", "get_model_config"),
+    ]
+    return lacking(missing) if missing else Verdict(NEEDED, f"{WRAPPER} leaves grad_scale_func unset")
+
+
+def scaling(init: Callable[..., None]) -> Callable[..., None]:
+    module = sys.modules[init.__module__]
+
+    @functools.wraps(init)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        config = module.get_model_config(self.actor_module[0])
+        scale_loss = getattr(self.actor_optimizer, "scale_loss", None)
+        if scale_loss is not None and config.grad_scale_func is None:
+            config.grad_scale_func = scale_loss
+
+    return replacement
+
+
+PATCH = Patch(
+    name="skyrl.grad-scale",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    sites=tuple(
+        Site(module=module, diagnose=diagnose, replace={f"{WRAPPER}.__init__": scaling}) for module in MODULES
+    ),
+    changes_numbers=True,
+)

@@ -1,0 +1,72 @@
+"""A pause of SkyRL's inference engines that fails leaves no mark of being paused.
+
+Symptom   InferenceEngineClient.pause_generation() sets generation_paused_event, waits, and asks every engine to
+          abort its requests. When one engine fails or cannot, or the call is cancelled meanwhile, the event stays
+          set: requests wait for ever, and the next pause fails on "Generation is already paused, cannot pause
+          again."
+Upstream  not reported; in skyrl-train 0.3.0 and 0.3.1 and in skyrl 0.1.0, where the pause that
+          NovaSky-AI/SkyRL#1212 added to weight syncs stands before its `try`. In skyrl 0.2.0 the client has no
+          such event any more.
+Seam      the class attribute: an exception in the original clears the event if the original has set it. What
+          the caller had paused stays paused.
+Limits    requests that were aborted before the failure stay aborted; the client continues them, as after a resume.
+          Clients without an event are left alone: the InferenceEngineClient of skyrl 0.2.0 and every
+          RemoteInferenceClient. They ask the engines, of which some may have paused when another one fails; no
+          later pause fails for that, but nobody knows who had paused an engine before, so resuming is for the
+          caller, as megapatch.weight_sync.paused_generation does it.
+Cost      once a pause, a look at the event.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from ...weight_sync import EVENT, PAUSE, RESUME, unmarked_on_failure
+from ..probe import missing_names
+from .weight_sync_pause import in_order
+
+MODULES = (
+    "skyrl_train.inference_engines.inference_engine_client",
+    "skyrl.backends.skyrl_train.inference_engines.inference_engine_client",
+)
+CLIENT = "InferenceEngineClient"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real coroutine: a pause waits for seconds and needs engines."""
+    pause = getattr(getattr(module, CLIENT, None), PAUSE, None)
+    if pause is None:
+        return Verdict(ABSENT, f"this version has no {CLIENT}.{PAUSE}()")
+    if missing_names(f"{module.__name__}:{CLIENT}.__init__", EVENT):
+        return Verdict(ABSENT, f"the client does not mark itself as paused: it has no {EVENT}")
+    found = in_order(pause, EVENT, "is_set", "set", "clear", RESUME)
+    if found == [EVENT, "is_set", EVENT, "set"]:
+        return Verdict(NEEDED, f"a {PAUSE}() that fails leaves {EVENT} set")
+    if "clear" in found or RESUME in found:
+        return Verdict(FIXED, f"{PAUSE}() takes its own mark back")
+    return Verdict(
+        UNKNOWN, f"expected {PAUSE}() to look at {EVENT} and to set it; found {', '.join(found) or 'none'}"
+    )
+
+
+def rolled_back(pause: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(pause)
+    async def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        with unmarked_on_failure(self):
+            return await pause(self, *args, **kwargs)
+
+    return replacement
+
+
+PATCH = Patch(
+    name="skyrl.pause-rollback",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    sites=tuple(
+        Site(module=module, diagnose=diagnose, replace={f"{CLIENT}.{PAUSE}": rolled_back}) for module in MODULES
+    ),
+)

@@ -1,0 +1,71 @@
+"""SkyRL's pipeline stages draw different random numbers.
+
+Symptom   MegatronStrategy.set_seed() gives every pipeline stage the same seed, so that dropout and other noise
+          repeat from stage to stage, silently.
+Upstream  fixed by NovaSky-AI/SkyRL#1212, in all releases of skyrl; skyrl-train 0.2.0 to 0.3.1 and checkouts up to
+          2026-03-01 have the defect.
+Seam      the class attribute. The seed that is passed on is higher by 100 for each stage, as Megatron-LM's own
+          _set_random_seed has it and as upstream has it now. self.seed stays, and calls do not add up.
+Limits    before model parallel is initialised there is no stage to tell: the seed is passed on as it is, where
+          upstream's raises. Data-parallel ranks share a seed, as in SkyRL.
+Numbers   change on every pipeline stage but the first.
+Cost      nothing but the sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
+from ..probe import lacking, missing_names, missing_parameters
+
+MODULES = (
+    "skyrl_train.distributed.megatron.megatron_strategy",
+    "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",
+)
+STRATEGY = "MegatronStrategy"
+STAGE = "get_pipeline_model_parallel_rank"
+PIPELINE_SEED_OFFSET = 100
+"""Between a pipeline stage and the next, as in megatron.training.initialize._set_random_seed."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real methods: running them would seed this process."""
+    if not hasattr(module, STRATEGY):
+        return Verdict(ABSENT, f"this version has no {STRATEGY}")
+    set_seed, setup = (f"{module.__name__}:{STRATEGY}.{name}" for name in ("set_seed", "setup_distributed"))
+    if not missing_names(set_seed, STAGE) or not missing_names(setup, STAGE):
+        return Verdict(FIXED, "the seed depends on the pipeline stage")
+    missing = [
+        *missing_parameters(set_seed, "seed"),
+        *missing_names(set_seed, "manual_seed"),
+        *missing_names(setup, "set_seed", "initialize_model_parallel"),
+    ]
+    return lacking(missing) if missing else Verdict(NEEDED, "all pipeline stages have the same seed")
+
+
+def offset_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_seed)
+    def replacement(self: Any, seed: int) -> None:
+        from megatron.core import parallel_state
+
+        initialized = parallel_state.model_parallel_is_initialized()
+        stage = parallel_state.get_pipeline_model_parallel_rank() if initialized else 0
+        set_seed(self, seed + PIPELINE_SEED_OFFSET * stage)
+
+    return replacement
+
+
+PATCH = Patch(
+    name="skyrl.pipeline-seed",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    sites=tuple(
+        Site(module=module, diagnose=diagnose, replace={f"{STRATEGY}.set_seed": offset_by_stage})
+        for module in MODULES
+    ),
+    changes_numbers=True,
+)

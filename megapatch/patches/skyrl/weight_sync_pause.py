@@ -1,0 +1,84 @@
+"""SkyRL pauses generation while weights are synced.
+
+Symptom   WorkerDispatch.save_weights_for_sampler() broadcasts new weights to inference engines of their own GPUs
+          while these serve requests: a request in flight is computed with old and new weights, silently.
+Upstream  fixed by NovaSky-AI/SkyRL#1212, in all releases of skyrl. skyrl-train up to 0.3.1 has no WorkerDispatch;
+          checkouts from 2026-01-22 to 2026-03-01, such as the tag skyrl_train-v0.4.0, have the defect.
+Seam      the class attribute: the broadcast in it is synchronous, so a pause cannot come from within. Unless
+          trainer and engines share their GPUs, generation is paused before the original and resumed after it,
+          whatever happens, by megapatch.weight_sync.paused_generation. Generation that the caller has paused
+          stays so, and engines that cannot pause are synced as before, with one warning.
+Limits    after a sync that failed, generation is resumed, as upstream does it, and an ERROR says that engines may
+          hold a mixture of old and new weights: sync again before samples are used.
+          A pause that fails is raised, and nothing is synced then.
+          Requests to /completions and batched generate() that arrive in a pause are refused by these clients.
+Cost      what the client's pause takes. InferenceEngineClient waits for five seconds
+          (ABORT_GENERATION_GRACE_PERIOD_SECONDS) in each, even where nothing is in flight.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...weight_sync import PAUSE, RESUME, paused_generation
+from ..probe import lacking, missing_names
+
+MODULES = (
+    "skyrl_train.workers.worker_dispatch",
+    "skyrl.backends.skyrl_train.workers.worker_dispatch",
+)
+DISPATCH = "WorkerDispatch"
+SAVE = "save_weights_for_sampler"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real coroutine: running it needs actors and engines."""
+    save = getattr(getattr(module, DISPATCH, None), SAVE, None)
+    if save is None:
+        return Verdict(ABSENT, f"this version has no {DISPATCH}.{SAVE}()")
+    calls = in_order(save, PAUSE, RESUME)
+    if not calls:
+        missing = missing_names(
+            f"{module.__name__}:{DISPATCH}.{SAVE}",
+            "_inference_engine_client",
+            "colocate_all",
+            "broadcast_to_inference_engines",
+        )
+        return lacking(missing) if missing else Verdict(NEEDED, "weights are synced while engines serve requests")
+    if calls.count(RESUME) > calls.count(PAUSE):  # a `finally` has the call twice: with an exception, and without
+        return Verdict(FIXED, f"{SAVE}() pauses generation, and resumes it in any case")
+    return Verdict(
+        UNKNOWN, f"expected {SAVE}() to resume generation in any case, or not to pause it; found {calls}"
+    )
+
+
+def in_order(function: Any, *names: str) -> list[str]:
+    """Those of the attributes that the function's code reads, in the order of the code."""
+    return [one.argval for one in dis.get_instructions(unpatched(function)) if one.argval in names]
+
+
+def pausing(save: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(save)
+    async def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        client = self._inference_engine_client
+        if self.colocate_all or client is None:  # without a client the original complains
+            return await save(self, *args, **kwargs)
+        async with paused_generation(client):
+            return await save(self, *args, **kwargs)
+
+    return replacement
+
+
+PATCH = Patch(
+    name="skyrl.weight-sync-pause",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    sites=tuple(
+        Site(module=module, diagnose=diagnose, replace={f"{DISPATCH}.{SAVE}": pausing}) for module in MODULES
+    ),
+)

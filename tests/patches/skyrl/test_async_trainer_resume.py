@@ -1,0 +1,169 @@
+"""skyrl.async-trainer-resume: train() of SkyRL's own FullyAsyncRayPPOTrainer, whose syncs fail, and SkyRL's own
+client, for each release. Models, data and samples are ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+from unittest import mock
+
+import pytest
+from skyrl_engines import STEPS, Engines, each_way, logged, outcome, trainer_for
+from skyrl_rig import RELEASES, needs_skyrl
+
+from megapatch.patches.skyrl.async_trainer_resume import MODULES, SYNC, TRAINER, diagnose
+
+pytestmark = needs_skyrl
+
+NEEDED = [
+    "skyrl_train-0.3.0",
+    "skyrl_train-0.3.1",
+    "skyrl-0.1.0",
+    "skyrl-0.2.0",
+    "checkout-0.4.0-old",
+    "checkout-0.4.0-new",
+]
+FAILING = {"first": 1, "second": 2, "last": STEPS + 1}  # of the syncs of a train()
+
+
+def scenarios(release, module):
+    found = {}
+
+    def run(name, run_it, failing=(), resume=None):
+        engines = Engines(release)
+        engines.failing_broadcasts = failing
+        if resume is not None:
+            engines.client.resume_generation = resume
+        with logged() as records:
+            error = outcome(run_it(trainer_for(module, engines), engines))
+        told = engines.told()
+        error = (
+            None if "Unexpected number of consumed data" in str(error) else error
+        )  # 0.3.0 at the end of an epoch
+        again = outcome(engines.client.pause_generation())  # whether another sync could begin
+        found[name] = {"error": error, "log": records, "again": again, **told}
+
+    async def train(trainer, engines):
+        await trainer.train()
+
+    async def train_cancelled(trainer, engines):
+        async def cancelled():
+            if engines.broadcasts == 2:
+                task.cancel()
+                await asyncio.sleep(60)
+
+        engines.between = cancelled
+        task = asyncio.ensure_future(trainer.train())
+        await task
+
+    async def sync_alone(trainer, engines):
+        await getattr(trainer, SYNC)()
+
+    async def train_then_sync_alone(trainer, engines):
+        with contextlib.suppress(AssertionError):  # of 0.3.0, see above
+            await trainer.train()
+        engines.failing_broadcasts = (engines.broadcasts + 1,)
+        await engines.client.pause_generation()
+        await getattr(trainer, SYNC)()
+
+    run("good", train)
+    for name, number in FAILING.items():
+        run(name, train, failing=(number,))
+    run("cancelled", train_cancelled)
+    resume = mock.AsyncMock(side_effect=OSError("no resume"))
+    run("both fail", train, failing=(2,), resume=resume)
+    found["both fail"]["resumes"] = resume.await_count
+    run("sync alone", sync_alone, failing=(1,))
+    run("sync alone, after train()", train_then_sync_alone)
+    return found
+
+
+def found_by(rank, world_size, release):
+    try:
+        (name,) = (name for name in MODULES if name.startswith(f"{release.trainer}."))
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return str(error)
+    verdict = diagnose(module)
+    run = functools.partial(scenarios, release, module) if verdict.kind.value == "needed" else dict
+    names = ["train", SYNC] if hasattr(getattr(module, TRAINER), SYNC) else ["train"]
+    found = each_way("skyrl.async-trainer-resume", module, TRAINER, names, run)
+    return {**found, "verdict": (verdict.kind.value, verdict.reason)}
+
+
+@functools.cache
+def found_for(release):
+    return release.ranks(found_by, 1, release)[0]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)
+def test_the_verdict(release):
+    found = found_for(release)
+    if release.name in NEEDED:
+        assert found["verdict"] == ("needed", "train() does not resume after a sync that failed")
+    elif release.name == "skyrl_train-0.2.0":
+        assert "No module named" in found
+    elif release.name != "checkout":  # one of the user's may be of any state
+        assert found["verdict"] == ("fixed", "train() leaves pausing to WorkerDispatch")
+        assert found["early"]["status"] == found["late"]["status"] == "not-needed"
+        assert not any(found["early"]["replaced"] + found["late"]["replaced"] + found["late, held"])
+
+
+@pytest.fixture(params=[one for one in RELEASES if one.name in (*NEEDED, "checkout")], ids=lambda one: one.name)
+def needed(request):
+    found = found_for(request.param)
+    if request.param.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
+        pytest.skip("this checkout does not need it")
+    return found
+
+
+@pytest.fixture(params=["early", "late"])
+def patched(request, needed):
+    return needed[request.param]
+
+
+def test_it_comes_and_goes(needed):
+    assert needed["early"]["replaced"] == needed["late"]["replaced"] == needed["late, held"] == [True, True]
+    assert needed["without"]["replaced"] == [False, False]
+    assert needed["restored"]
+
+
+def test_without_it_generation_stays_paused(needed):
+    for name in ("second", "last", "cancelled"):
+        found = needed["without"][name]
+        assert found["calls"][-2:] == ["pause", "broadcast"]
+        assert found["serving"] == [False, False]
+        if found["marked"] is not None:
+            assert found["marked"]
+            assert "already paused" in found["again"]
+
+
+@pytest.mark.parametrize("name", ["second", "last", "cancelled"])
+def test_with_it_one_resume_follows(patched, name):
+    found = patched[name]
+    assert found["error"] == ("CancelledError" if name == "cancelled" else "BroadcastFailed")
+    syncs = {"second": 1, "last": STEPS, "cancelled": 1}[name]
+    assert found["calls"] == ["broadcast"] + ["pause", "broadcast", "resume"] * syncs
+    assert found["serving"] == [True, True]
+    assert not found["marked"]
+    assert found["again"] is None
+    ((level, text),) = found["log"]
+    assert level == "ERROR"
+    assert "mixture of old and new weights" in text
+
+
+def test_the_first_sync_and_those_that_are_good_stay_as_they_are(needed, patched):
+    for name in ("good", "first", "sync alone", "sync alone, after train()"):
+        assert patched[name] == needed["without"][name], name
+    assert patched["good"]["error"] is None
+    assert patched["good"]["calls"] == ["broadcast"] + ["pause", "broadcast", "resume"] * STEPS
+    assert patched["first"]["calls"] == ["broadcast"]
+
+
+def test_a_resume_that_fails_hides_nothing(patched):
+    found = patched["both fail"]
+    assert found["error"] == "BroadcastFailed"
+    assert found["resumes"] == 1
+    assert any("no resume" in text for level, text in found["log"] if level == "ERROR")

@@ -1,0 +1,87 @@
+"""The patches around weight syncs keep the contract on SkyRL's own code: one release of the old package and one
+of the new. Checkouts, which have all the defects, come before wheels."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import importlib
+import os
+
+import pytest
+from skyrl_engines import BroadcastFailed, Engines, trainer_for
+from skyrl_rig import RELEASES, Release, find_skyrl, needs_skyrl
+
+from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause
+from megapatch.testing import check_contract, run_ranks
+
+pytestmark = needs_skyrl
+
+
+def here():
+    return Release("this", os.environ["SKYRL_RELEASE"])
+
+
+def module_of(patch):
+    package = here().trainer if patch is async_trainer_resume else here().backend
+    (name,) = (name for name in patch.MODULES if name.startswith(f"{package}."))
+    return importlib.import_module(name)
+
+
+def failed_pause():
+    engines = Engines(here(), OSError("gone"))
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(engines.client.pause_generation())
+    assert not engines.marked
+
+
+def sync():
+    try:
+        module = module_of(weight_sync_pause)
+    except ModuleNotFoundError:
+        return  # skyrl-train of PyPI
+    engines = Engines(here())
+    dispatch = object.__new__(module.WorkerDispatch)
+    dispatch.colocate_all, dispatch._inference_engine_client = False, engines.client
+    dispatch.broadcast_to_inference_engines = lambda client: (
+        engines.begin_broadcast(),
+        engines.finish_broadcast(),
+    )
+    asyncio.run(dispatch.save_weights_for_sampler())
+    assert not engines.told()["seen mixed"]
+
+
+def failed_sync_in_train():
+    module = module_of(async_trainer_resume)
+    if not hasattr(module.FullyAsyncRayPPOTrainer, async_trainer_resume.SYNC):
+        return  # later ones leave it to the dispatch
+    engines = Engines(here())
+    engines.failing_broadcasts = (2,)
+    with pytest.raises(BroadcastFailed):
+        asyncio.run(trainer_for(module, engines).train())
+    assert engines.serving == [True, True]
+
+
+SCENARIOS = {
+    async_trainer_resume.PATCH: failed_sync_in_train,
+    pause_rollback.PATCH: failed_pause,
+    weight_sync_pause.PATCH: sync,
+}
+
+
+def first(releases):
+    """One that has every defect, if there is one: a checkout."""
+    return sorted(releases, key=lambda one: not one.name.startswith("checkout"))[:1]
+
+
+CHOSEN = [
+    *first(one for one in RELEASES if one.old and one.name != "skyrl_train-0.2.0"),
+    *first(one for one in RELEASES if not one.old and one.name not in ("skyrl-0.3.0", "skyrl-0.4.0")),
+]
+
+
+@pytest.mark.parametrize("release", CHOSEN, ids=lambda one: one.name)
+def test_the_contract_is_kept(release, monkeypatch):
+    monkeypatch.setenv("SKYRL_RELEASE", release.folder)
+    monkeypatch.setattr("megapatch.testing.contract.run_ranks", functools.partial(run_ranks, setup=find_skyrl))
+    check_contract(SCENARIOS)

@@ -1,0 +1,140 @@
+"""skyrl.grad-scale: SkyRL's own wrapper around a real model and optimizer, at 2 ranks, for each release."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from megatron_rig import assert_same_parameters
+from skyrl_rig import has_correctness_fixes, needs_skyrl, status_of
+
+from megapatch import apply, restore
+from megapatch.patches.skyrl.grad_scale import diagnose
+from megapatch.testing import init_parallel, tiny_gpt
+
+pytestmark = needs_skyrl
+
+SCALE = 1024.0  # a power of two: scaling and unscaling are exact
+SCALED = {"optim": {"loss_scale": SCALE}}
+AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
+MODELS = {
+    "dense": {},
+    "experts": {"experts": 2, "config": AUXILIARY},
+}
+
+
+def wrapped(release, model, optimizer=None):
+    """SkyRL's wrapper around the model; what it is told about training has no part in this."""
+    module = importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
+    settings = SimpleNamespace(use_sample_packing=False, remove_microbatch_padding=False)
+    settings.trainer = settings
+    known = inspect.signature(module.MegatronModelWrapper).parameters
+    others = {name: None for name in ("hf_config", "tf_config") if name in known}  # of skyrl-train 0.2.0
+    return module.MegatronModelWrapper(
+        config=settings, actor_module=model.chunks, actor_optimizer=optimizer, **others
+    )
+
+
+def trained(release, options):
+    """Gradient norm, the parameters after a step of SGD, and the config's function."""
+    model = tiny_gpt(dtype="bf16", hooks=False, **options, **SCALED)
+    wrapper = wrapped(release, model, model.optimizer)
+    if hasattr(wrapper, "run_pending_grad_sync"):  # from 0.4.0 on reduces are left to the step, and to Bridge
+        model.config.finalize_model_grads_func = finalize_model_grads()
+    return model.train_step().grad_norm, model.parameters()
+
+
+def finalize_model_grads():
+    return importlib.import_module("megatron.core.distributed").finalize_model_grads
+
+
+def found_by(rank, world_size, release):
+    init_parallel()
+    found = {}
+    for name, options in MODELS.items():
+        plain = tiny_gpt(dtype="bf16", **options)
+        found["plain", name] = plain.train_step().grad_norm, plain.parameters()
+    without_auxiliary = tiny_gpt(dtype="bf16", experts=2)
+    found["without auxiliary loss"] = without_auxiliary.train_step().grad_norm
+
+    restore()
+    module = importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
+    original = vars(module.MegatronModelWrapper)["__init__"]
+    holder = sys.modules[__name__]
+    holder.Held = module.MegatronModelWrapper  # as `from ... import MegatronModelWrapper`
+    for name, options in MODELS.items():
+        found["without", name] = trained(release, options)
+    apply()
+    assert holder.Held is module.MegatronModelWrapper
+    for name, options in MODELS.items():
+        found["with", name] = trained(release, options)
+    found["untouched"] = vars(module.MegatronModelWrapper)["__init__"] is original
+    found["status"] = status_of("skyrl.grad-scale")
+
+    model = tiny_gpt(dtype="bf16", hooks=False, **SCALED)
+    wrapped(release, model)
+    found["no optimizer"] = model.config.grad_scale_func
+    model.config.grad_scale_func = torch.neg
+    wrapped(release, model, model.optimizer)
+    found["the user's own"] = model.config.grad_scale_func is torch.neg
+    found["verdicts"] = verdicts(module)
+    return found
+
+
+def verdicts(module):
+    def takes_other_things(self, model): ...
+
+    found = {"as it is": diagnose(module)}
+    with mock.patch.object(module.MegatronModelWrapper, "__init__", takes_other_things):
+        found["another"] = diagnose(module)
+    with mock.patch.object(module, "MegatronModelWrapper"):
+        del module.MegatronModelWrapper
+        found["none"] = diagnose(module)
+        module.MegatronModelWrapper = None
+    return {name: (verdict.kind.value, verdict.reason) for name, verdict in found.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks(release):
+    return release.ranks(found_by, 2, release)
+
+
+def test_verdict(release, ranks):
+    for found in ranks:
+        assert found["status"] == ("not-needed" if has_correctness_fixes(release) else "applied")
+        assert found["untouched"] is has_correctness_fixes(release)
+        assert found["verdicts"]["as it is"][0] == ("fixed" if has_correctness_fixes(release) else "needed")
+        assert found["verdicts"]["none"][0] == "absent"
+        kind, reason = found["verdicts"]["another"]
+        assert kind == "unknown"
+        assert "parameter 'actor_optimizer' of " in reason
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_a_run_without_a_loss_scale(release, ranks, name):
+    for found in ranks:
+        norm, parameters = found["plain", name]
+        scaled_norm, scaled_parameters = found["with", name]
+        assert scaled_norm == pytest.approx(norm, rel=1e-6)
+        assert_same_parameters(scaled_parameters, parameters)
+        defective_norm, _ = found["without", name]
+        assert defective_norm == pytest.approx(norm if has_correctness_fixes(release) else norm / SCALE, rel=1e-6)
+
+
+def test_the_auxiliary_loss_counts(ranks):
+    """Else the test above would say nothing about it."""
+    for found in ranks:
+        assert found["plain", "experts"][0] != pytest.approx(found["without auxiliary loss"], rel=1e-2)
+
+
+def test_nothing_is_set_without_an_optimizer_or_where_the_user_has_set_something(release, ranks):
+    for found in ranks:
+        assert found["no optimizer"] is None
+        assert found["the user's own"] is not has_correctness_fixes(
+            release
+        )  # later releases set theirs in any case

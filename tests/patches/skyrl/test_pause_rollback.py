@@ -1,0 +1,147 @@
+"""skyrl.pause-rollback: the pause of SkyRL's own client, failing and cancelled half way, for each release."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import pytest
+from skyrl_engines import Engines, cancelled_when, each_way, outcome
+from skyrl_rig import RELEASES, needs_skyrl
+
+from megapatch.patches.skyrl.pause_rollback import CLIENT, MODULES, diagnose
+
+pytestmark = needs_skyrl
+
+NEEDED = ["skyrl_train-0.3.0", "skyrl_train-0.3.1", "skyrl-0.1.0", "checkout-0.4.0-old", "checkout-0.4.0-new"]
+NO_MARK = ["skyrl_train-0.2.0", "skyrl-0.2.0"]
+FAILURES = {"engine fails": OSError("gone"), "engine cannot": NotImplementedError("no abort")}
+
+
+def module_of(release):
+    (name,) = (name for name in MODULES if name.startswith(f"{release.backend}."))
+    return importlib.import_module(name)
+
+
+def scenarios(release):
+    found = {}
+    for name, failure in FAILURES.items():
+        engines = Engines(release, None, failure)
+        first = outcome(engines.client.pause_generation()), engines.told()
+        engines[1].failing = None
+        again = outcome(engines.client.pause_generation())
+        found[name] = {"first": first, "again": again, "then": engines.told()}
+    for name, grace in {"cancelled in its grace": 60, "cancelled in abort": 0}.items():
+        found[name] = cancelled(Engines(release, grace=grace))
+    engines = Engines(release)
+    engines.client.generation_paused_event.set()
+    found["paused before"] = outcome(engines.client.pause_generation()), engines.marked
+    engines = Engines(release)
+    found["good"] = outcome(pause_and_resume(engines))
+    engines.client.generation_paused_event = None  # as of one that was pickled to a worker
+    found["pickled"] = outcome(engines.client.pause_generation())
+    return found
+
+
+def cancelled(engines):
+    """In the grace, where there is one, else when engines are asked."""
+    in_grace = engines.module.ABORT_GENERATION_GRACE_PERIOD_SECONDS > 0
+
+    def ready():
+        return engines.marked if in_grace else engines[0].calls
+
+    return outcome(cancelled_when(engines.client.pause_generation(), ready)), engines.told()
+
+
+async def pause_and_resume(engines):
+    for _ in range(2):
+        await engines.client.pause_generation()
+        assert engines.marked
+        await engines.client.resume_generation()
+        assert not engines.marked
+
+
+def found_by(rank, world_size, release):
+    try:
+        module = module_of(release)
+    except ModuleNotFoundError as error:
+        return str(error)
+    marked = hasattr(Engines(release).client, "generation_paused_event")
+    found = each_way(
+        "skyrl.pause-rollback",
+        module,
+        CLIENT,
+        ["pause_generation"] if hasattr(module.InferenceEngineClient, "pause_generation") else [],
+        lambda: scenarios(release) if marked else {},
+    )
+    verdict = diagnose(module)
+    return {**found, "verdict": (verdict.kind.value, verdict.reason)}
+
+
+@functools.cache
+def found_for(release):
+    return release.ranks(found_by, 1, release)[0]
+
+
+@pytest.fixture(params=[one for one in RELEASES if one.name in (*NEEDED, "checkout")], ids=lambda one: one.name)
+def needed(request):
+    found = found_for(request.param)
+    if request.param.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
+        pytest.skip("this checkout does not need it")
+    return found
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)
+def test_the_verdict(release):
+    found = found_for(release)
+    if release.name in NEEDED:
+        assert found["verdict"] == ("needed", "a pause_generation() that fails leaves generation_paused_event set")
+    elif release.name in NO_MARK:
+        assert found["verdict"][0] == "absent"
+        assert found["early"]["status"] == found["late"]["status"] == "not-needed"
+        assert not any(found["early"]["replaced"] + found["late"]["replaced"] + found["late, held"])
+    elif not release.name.startswith("checkout"):  # one of the user's may be of any state
+        assert "No module named" in found
+
+
+def test_it_comes_and_goes(needed):
+    assert needed["early"]["replaced"] == needed["late"]["replaced"] == needed["late, held"] == [True]
+    assert needed["without"]["replaced"] == [False]
+    assert needed["restored"]
+
+
+def test_without_it_a_failed_pause_marks_the_client_for_good(needed):
+    found = needed["without"]
+    for name, failure in FAILURES.items():
+        assert found[name]["first"][0] == f"{type(failure).__name__}: {failure}"
+        assert found[name]["first"][1]["marked"]
+        assert "already paused" in found[name]["again"]
+    for name in ("cancelled in its grace", "cancelled in abort"):
+        assert found[name][0] == "CancelledError"
+        assert found[name][1]["marked"]
+
+
+@pytest.mark.parametrize("activated", ["early", "late"])
+def test_with_it_the_client_is_not_marked_and_the_next_pause_works(needed, activated):
+    for name in FAILURES:
+        found = needed[activated][name]
+        assert found["first"][0] == needed["without"][name]["first"][0]
+        assert not found["first"][1]["marked"]
+        assert found["first"][1]["serving"] == [True, True]
+        assert found["again"] is None
+        assert found["then"]["marked"]
+    for name in ("cancelled in its grace", "cancelled in abort"):
+        error, told = needed[activated][name]
+        assert error == "CancelledError"
+        assert not told["marked"]
+        assert any(told["engine calls"]) == (name == "cancelled in abort")
+
+
+@pytest.mark.parametrize("activated", ["early", "late"])
+def test_all_else_is_as_it_was(needed, activated):
+    for name in ("paused before", "good", "pickled"):
+        assert needed[activated][name] == needed["without"][name]
+    error, marked = needed[activated]["paused before"]
+    assert "already paused" in error
+    assert marked
+    assert needed[activated]["good"] is None

@@ -1,0 +1,269 @@
+"""skyrl.weight-sync-pause: SkyRL's own WorkerDispatch and client, between a broadcast and engines that are ours.
+
+No wheel has the defect: where one has the dispatch and the client, its fixed method gives way to an imitation of
+the former one. A checkout that has the defect is tested as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from skyrl_engines import Engines, EngineThatCannot, cancelled_when, each_way, logged, outcome
+from skyrl_rig import RELEASES, has_correctness_fixes, needs_skyrl
+
+import megapatch
+from megapatch.patches.skyrl.weight_sync_pause import DISPATCH, MODULES, SAVE, diagnose
+
+pytestmark = needs_skyrl
+
+
+def has(release, file):
+    return (Path(release.folder) / release.backend.replace(".", "/") / f"{file}.py").exists()
+
+
+HAVING_BOTH = [
+    one
+    for one in RELEASES
+    if has(one, "workers/worker_dispatch") and has(one, "inference_engines/inference_engine_client")
+]
+
+
+def imitated(release):
+    return has_correctness_fixes(release)
+
+
+async def save_without_pause(self):
+    """As it was before the fix."""
+    if self._inference_engine_client is None:
+        raise RuntimeError("no inference_engine_client")
+    self.prepare_for_weight_sync()
+    if self.colocate_all:
+        await self._inference_engine_client.wake_up(tags=["weights"])
+    self.broadcast_to_inference_engines(self._inference_engine_client)
+    self.finish_weight_sync()
+    if self.colocate_all:
+        await self._inference_engine_client.wake_up(tags=["kv_cache"])
+
+
+class Policy:
+    """A group of actors."""
+
+    def __init__(self, engines):
+        self.engines = engines
+
+    def async_run_ray_method(self, how, name, *args):
+        assert name == "broadcast_to_inference_engines"
+        self.engines.broadcast()
+
+    def offload_to_cpu(self, **what):
+        self.engines.calls.append("offload")
+
+    def backload_to_gpu(self, **what):
+        self.engines.calls.append("backload")
+
+
+def dispatch_for(module, engines, colocated=False):
+    config = mock.MagicMock()
+    config.trainer.placement.colocate_all = config.trainer.placement.colocate_policy_ref = colocated
+    return module.WorkerDispatch(
+        config, policy_actor_group=Policy(engines), inference_engine_client=engines.client
+    )
+
+
+def scenarios(release, module):
+    found = {}
+
+    def sync(name, engines, dispatch=None, times=1):
+        dispatch = dispatch or dispatch_for(module, engines)
+        with logged() as records:
+            errors = [outcome(dispatch.save_weights_for_sampler()) for _ in range(times)]  # each in its own loop
+        found[name] = {"errors": errors, "log": records, **engines.told()}
+
+    sync("good", Engines(release), times=2)
+
+    engines = Engines(release)
+    engines.failing_broadcasts = (1,)
+    sync("broadcast fails", engines, times=2)
+
+    engines = Engines(release)
+    if engines.marked is not None:
+        outcome(engines.client.pause_generation())
+        engines.calls.clear()
+        sync("paused before", engines)
+        engines = Engines(release, grace=60)
+        with logged() as records:
+            saving = dispatch_for(module, engines).save_weights_for_sampler()
+            error = outcome(cancelled_when(saving, lambda: engines.marked or engines.broadcasts))
+        found["cancelled"] = {"errors": [error], "log": records, **engines.told()}
+
+    sync("cannot pause", Engines(release, NotImplementedError("no"), NotImplementedError("no")), times=2)
+
+    sync("no such method", Engines(release, make=EngineThatCannot), times=2)
+    sync("pause fails", Engines(release, None, OSError("gone")))
+
+    engines = Engines(release)
+    sync("colocated", engines, dispatch_for(module, engines, colocated=True))
+
+    for name, failing in {"resume fails": (), "both fail": (1,)}.items():
+        engines = Engines(release)
+        engines.failing_broadcasts = failing
+        engines.client.resume_generation = mock.AsyncMock(side_effect=OSError("no resume"))
+        sync(name, engines)
+        found[name]["resumes"] = engines.client.resume_generation.await_count
+
+    engines = Engines(release)
+    dispatch = dispatch_for(module, engines)
+    dispatch._inference_engine_client = None
+    sync("no client", engines, dispatch)
+    return found
+
+
+def found_by(rank, world_size, release):
+    """The verdict, and what becomes of the release's own method; then the scenarios, where there can be some."""
+    try:
+        (name,) = (name for name in MODULES if name.startswith(f"{release.backend}."))
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return str(error)
+    verdict = diagnose(module)
+    found = {"verdict": (verdict.kind.value, verdict.reason)}
+    found["its own"] = each_way("skyrl.weight-sync-pause", module, DISPATCH, [SAVE], dict)
+    if release not in HAVING_BOTH:
+        return found
+    if imitated(release):
+        setattr(module.WorkerDispatch, SAVE, save_without_pause)
+    megapatch.apply()
+    every = each_way("skyrl.weight-sync-pause", module, DISPATCH, [SAVE], lambda: scenarios(release, module))
+    return {**found, **every}
+
+
+@functools.cache
+def found_for(release):
+    return release.ranks(found_by, 1, release)[0]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)
+def test_the_verdict(release):
+    found = found_for(release)
+    if isinstance(found, str):
+        assert release.name.startswith("skyrl_train-")
+        assert "No module named" in found
+        return
+    if has_correctness_fixes(release):
+        assert found["verdict"] == ("fixed", f"{SAVE}() pauses generation, and resumes it in any case")
+        its_own = found["its own"]
+        assert its_own["early"]["status"] == its_own["late"]["status"] == "not-needed"
+        assert its_own["early"]["replaced"] == its_own["late"]["replaced"] == its_own["late, held"] == [False]
+    elif release.name != "checkout":
+        assert found["verdict"] == ("needed", "weights are synced while engines serve requests")
+
+
+@pytest.fixture(
+    params=HAVING_BOTH, ids=lambda one: f"{'imitation in ' if imitated(one) else ''}{one.name}", scope="module"
+)
+def needed(request):
+    found = found_for(request.param)
+    if request.param.name == "checkout" and found["verdict"][0] != "needed":
+        pytest.skip("this checkout does not need it")
+    return found
+
+
+@pytest.fixture(params=["early", "late"])
+def patched(request, needed):
+    return needed[request.param]
+
+
+def errors(log):
+    return [text for level, text in log if level == "ERROR"]
+
+
+def resumed(found):
+    return found["marked"] in (False, None) and found["serving"] == [True, True]
+
+
+def test_it_comes_and_goes(needed):
+    assert needed["early"]["status"] == needed["late"]["status"] == "applied"
+    assert needed["early"]["replaced"] == needed["late"]["replaced"] == needed["late, held"] == [True]
+    assert needed["without"]["replaced"] == [False]
+    assert needed["restored"]
+
+
+def test_without_it_requests_see_a_mixture(needed):
+    for name in ("good", "broadcast fails"):
+        assert needed["without"][name]["seen mixed"]
+        assert "pause" not in needed["without"][name]["calls"]
+
+
+def test_generation_is_paused_while_weights_are_synced(patched):
+    found = patched["good"]
+    assert found["errors"] == [None, None]
+    assert found["calls"] == ["pause", "broadcast", "resume"] * 2
+    assert found["synced"] and not found["seen mixed"]
+    assert resumed(found)
+    assert found["log"] == []
+
+
+def test_after_a_sync_that_failed_it_is_resumed_and_said(patched):
+    """The next one is good, and so are the weights after it."""
+    found = patched["broadcast fails"]
+    assert found["errors"] == ["BroadcastFailed", None]
+    assert found["calls"] == ["pause", "broadcast", "resume"] * 2
+    assert resumed(found)
+    (error,) = errors(found["log"])
+    assert "mixture of old and new weights" in error
+    assert found["synced"]
+
+
+def test_what_the_caller_has_paused_stays_paused(needed, patched):
+    if found := patched.get("paused before"):
+        assert found["calls"] == ["broadcast"]
+        assert found["marked"] and not found["seen mixed"]
+        assert found["errors"] == [None]
+    else:  # a client without a mark
+        assert patched["good"]["marked"] is None
+
+
+def test_a_pause_that_is_cancelled_or_fails_is_undone_and_nothing_is_synced(patched):
+    if found := patched.get("cancelled"):
+        assert found["errors"] == ["CancelledError"]
+        assert found["calls"] == ["pause"]
+        assert resumed(found)
+    found = patched["pause fails"]
+    assert found["errors"] == ["OSError: gone"]
+    assert found["calls"] == ["pause"] + (["resume"] if found["marked"] is None else [])
+    assert resumed(found)
+    assert not found["synced"]
+
+
+@pytest.mark.parametrize("name", ["cannot pause", "no such method"])
+def test_engines_that_cannot_pause_are_synced_as_before_with_one_warning(needed, patched, name):
+    found = patched[name]
+    assert found["errors"] == [None, None]
+    assert found["synced"] and resumed(found)
+    assert found["calls"] == ["pause", "broadcast"] * 2
+    ((level, text),) = found["log"]
+    assert level == "WARNING"
+    assert "cannot pause generation" in text
+
+
+def test_the_colocated_path_is_untouched(needed, patched):
+    assert patched["colocated"] == needed["without"]["colocated"]
+    assert "pause" not in patched["colocated"]["calls"]
+    assert patched["colocated"]["engine calls"] == [["wake up ['weights']", "wake up ['kv_cache']"]] * 2
+
+
+def test_a_resume_that_fails_is_raised_but_hides_nothing(patched):
+    assert patched["resume fails"]["errors"] == ["OSError: no resume"]
+    found = patched["both fail"]
+    assert found["errors"] == ["BroadcastFailed"]
+    assert any("no resume" in text for text in errors(found["log"]))
+    assert found["resumes"] == patched["resume fails"]["resumes"] == 1
+
+
+def test_without_a_client_the_error_is_skyrls(needed, patched):
+    assert patched["no client"] == needed["without"]["no client"]
+    assert "no inference_engine_client" in patched["no client"]["errors"][0]

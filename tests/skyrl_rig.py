@@ -1,0 +1,132 @@
+"""The releases of SkyRL that are here. Each is loaded in processes of its own: their code has the same names.
+
+SKYRL_RELEASES is a folder of folders, into each of which one wheel was installed; SKYRL_CHECKOUT is the folder of
+a checkout. What has no part in what is tested has stand-ins: inference engines, web servers, datasets, Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from stand_ins import StandIns
+
+from megapatch import report
+from megapatch.testing import run_ranks
+
+STAND_INS = (
+    "aiohttp",
+    "cloudpathlib",
+    "datasets",
+    "fastapi",
+    "httpx",
+    "huggingface_hub",
+    "hydra",
+    "jaxtyping",
+    "loguru",
+    "megatron.bridge",
+    "mbridge",
+    "nvidia_resiliency_ext",
+    "omegaconf",
+    "orjson",
+    "pandas",
+    "peft",
+    "pybase64",
+    "ray",
+    "requests",
+    "rich",
+    "safetensors",
+    "skyrl_gym",
+    "torchdata",
+    "tqdm",
+    "transformers",
+    "uvicorn",
+)
+
+
+@dataclass(frozen=True)
+class Release:
+    """One of SkyRL's; `backend` is the package of what drives Megatron and engines, `trainer` that of trainers."""
+
+    name: str
+    folder: str
+
+    @property
+    def there(self):
+        return self.old or (Path(self.folder) / "skyrl/backends").is_dir()
+
+    @property
+    def old(self):
+        """Whether it is from before the package was renamed."""
+        return (Path(self.folder) / "skyrl_train").is_dir()
+
+    @property
+    def backend(self):
+        return "skyrl_train" if self.old else "skyrl.backends.skyrl_train"
+
+    @property
+    def trainer(self):
+        return "skyrl_train" if self.old else "skyrl.train"
+
+    def ranks(self, function, world_size, *args, env=None, **options):
+        """As run_ranks, in processes that find this release."""
+        env = {**(env or {}), "SKYRL_RELEASE": self.folder}
+        return run_ranks(function, world_size, *args, setup=find_skyrl, env=env, **options)
+
+
+def _releases():
+    found = {}
+    if wheels := os.environ.get("SKYRL_RELEASES"):
+        found.update({path.name: path for path in sorted(Path(wheels).iterdir())})
+    if checkout := os.environ.get("SKYRL_CHECKOUT"):
+        places = [Path(checkout) / place for place in (".", "skyrl-train", "skyrl")]
+        found["checkout"] = next((place for place in places if Release("", str(place)).there), None)
+        if found["checkout"] is None:
+            raise FileNotFoundError(
+                f"SKYRL_CHECKOUT: expected a folder with a checkout of SkyRL, found {checkout!r}"
+            )
+    return [Release(name, str(path)) for name, path in found.items()]
+
+
+RELEASES = _releases()
+needs_skyrl = pytest.mark.skipif(not RELEASES, reason="neither SKYRL_RELEASES nor SKYRL_CHECKOUT is set")
+
+
+def has_correctness_fixes(release):
+    """Whether SkyRL's PR 1212 is in it, by the text of its files, which no diagnosis looks at."""
+    file = "workers/megatron/megatron_model_wrapper.py"
+    return "grad_scale_func" in (Path(release.folder) / release.backend.replace(".", "/") / file).read_text()
+
+
+def status_of(name):
+    (patch,) = (patch for patch in report().to_dict()["patches"] if patch["name"] == name)
+    return patch["status"]
+
+
+def find_skyrl(real=()):
+    """The setup of a rank: from now on the release in SKYRL_RELEASE can be imported; what is `real`, without
+    stand-ins."""
+    sys.path.insert(0, os.environ["SKYRL_RELEASE"])
+    sys.meta_path.insert(0, StandIns(set(STAND_INS) - set(real), lambda module, name: _Anything(name, (), {})))
+    if sys.version_info < (3, 12):  # pydantic insists, where SkyRL says that 3.11 is good enough
+        typing.TypedDict = importlib.import_module("typing_extensions").TypedDict
+
+
+class _Anything(type):
+    """A class that has whatever is asked of it; it can be inherited from, subscripted and called."""
+
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(f"{cls.__name__} is a stand-in and has no {name}")
+        return _Anything(name, (), {})
+
+    def __getitem__(cls, item):
+        return cls
+
+    def __call__(cls, *args, **kwargs):
+        return cls if cls.__bases__ == (object,) else super().__call__(*args, **kwargs)
