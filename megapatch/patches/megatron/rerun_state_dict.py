@@ -22,6 +22,8 @@ Limits    whether a rerun state is asked for is load_checkpoint's decision. Wher
           A Megatron without a rerun machine (up to 0.9), and tools without Megatron, cannot read the common state
           of these checkpoints: it pickles RerunMode and RerunState. That is so with 0.18, too, and was known
           when #4448 was accepted. Megatron with a machine reads them, patched or not, but for raise_all.
+          Python 3.11.0 to 3.11.3 pickle an Enum's members in a way that Megatron's loader refuses, in this state
+          as in Megatron's own arguments.
           A checkpoint saved before, without the state, loads as before; a job resumed from it saves the state.
 Cost      one small object a rank in each checkpoint; nothing in training.
 """

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_rig import UNPATCHED, attempt, iterate, new_machine, quick_writer, rerun_data
+from megatron_rig import UNPATCHED, attempt, iterate, new_machine, quick_writer, rerun, rerun_data
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, run_ranks
@@ -95,6 +95,7 @@ def checkpoints(rank, world_size, folder, older):
         return None  # its writer does not work with this torch
     init_parallel(tp=world_size)
     quick_writer()
+    allow_enums()
     me, found = (rank, world_size), {}
     machine, data = new_machine(), rerun_data(rank)
     strategy = TorchDistSaveShardedStrategy(FORMAT, 1, thread_count=1)
@@ -142,6 +143,13 @@ def checkpoints(rank, world_size, folder, older):
         if isinstance(value, SimpleNamespace):
             value.state = None  # its own classes stay there
     return found
+
+
+def allow_enums():
+    """Python 3.11.0 to 3.11.3 pickle members of an Enum by getattr, which Megatron's loader refuses. They cannot
+    load any checkpoint of Megatron's own, whose arguments have some."""
+    if rerun().RerunMode.DISABLED.__reduce_ex__(2)[0] is getattr:
+        torch.serialization.add_safe_globals([getattr])
 
 
 @pytest.fixture(scope="module")
