@@ -174,9 +174,9 @@ def test_a_rank_that_just_ends(how, said):
 
 def test_a_rank_that_hangs(tmp_path):
     started = time.monotonic()
-    with pytest.raises(RanksTimedOut, match=r"rank 1 of 2 did not finish within 2 s") as caught:
-        run_ranks(hang_on_rank_1, 2, tmp_path, timeout=2)
-    assert 2 <= time.monotonic() - started < 10
+    with pytest.raises(RanksTimedOut, match=r"rank 1 of 2 did not finish within 6 s") as caught:
+        run_ranks(hang_on_rank_1, 2, tmp_path, timeout=6)  # rank 0 has to be done by then
+    assert 6 <= time.monotonic() - started < 20
     assert "in hang" in str(caught.value)
     assert "rank 0" not in str(caught.value)
     assert_ended(tmp_path, 2)
