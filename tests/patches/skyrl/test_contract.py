@@ -1,5 +1,5 @@
-"""The patches around weight syncs keep the contract on SkyRL's own code: one release of the old package and one
-of the new. Checkouts, which have all the defects, come before wheels."""
+"""SkyRL's patches keep the contract on its own code: one release of the old package and one of the new. Checkouts,
+which have all the defects, come before wheels."""
 
 from __future__ import annotations
 
@@ -7,12 +7,22 @@ import asyncio
 import functools
 import importlib
 import os
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from skyrl_engines import BroadcastFailed, Engines, trainer_for
 from skyrl_rig import RELEASES, Release, find_skyrl, needs_skyrl
 
-from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause
+from megapatch.patches.skyrl import (
+    PATCHES,
+    async_trainer_resume,
+    grad_scale,
+    pause_rollback,
+    pipeline_seed,
+    weight_sync_pause,
+)
 from megapatch.testing import check_contract, run_ranks
 
 pytestmark = needs_skyrl
@@ -62,9 +72,35 @@ def failed_sync_in_train():
     assert engines.serving == [True, True]
 
 
+def scaled_loss():
+    module = module_of(grad_scale)
+    settings = SimpleNamespace(use_sample_packing=False, remove_microbatch_padding=False)
+    settings.trainer = settings
+    config = SimpleNamespace(grad_scale_func=None, finalize_model_grads_func=None)
+    optimizer = SimpleNamespace(scale_loss=lambda loss: 1024 * loss)
+    module.MegatronModelWrapper(
+        config=settings, actor_module=[SimpleNamespace(config=config)], actor_optimizer=optimizer
+    )
+    assert config.grad_scale_func is optimizer.scale_loss
+
+
+def second_stage():
+    strategy = object.__new__(module_of(pipeline_seed).MegatronStrategy)
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    stage = {"model_parallel_is_initialized": lambda: True, "get_pipeline_model_parallel_rank": lambda: 1}
+    with (
+        mock.patch.multiple(parallel_state, **stage),
+        mock.patch.object(torch.cuda, "device_count", return_value=0),
+    ):
+        strategy.set_seed(42)
+    assert torch.initial_seed() == 142
+
+
 SCENARIOS = {
     async_trainer_resume.PATCH: failed_sync_in_train,
+    grad_scale.PATCH: scaled_loss,
     pause_rollback.PATCH: failed_pause,
+    pipeline_seed.PATCH: second_stage,
     weight_sync_pause.PATCH: sync,
 }
 
@@ -84,4 +120,5 @@ CHOSEN = [
 def test_the_contract_is_kept(release, monkeypatch):
     monkeypatch.setenv("SKYRL_RELEASE", release.folder)
     monkeypatch.setattr("megapatch.testing.contract.run_ranks", functools.partial(run_ranks, setup=find_skyrl))
+    assert SCENARIOS.keys() == set(PATCHES)
     check_contract(SCENARIOS)
