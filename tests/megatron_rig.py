@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import multiprocessing
 import sys
 from unittest import mock
@@ -85,6 +86,18 @@ class Gathers:
         with mock.patch.object(self.module, "dist_all_gather_func", self):
             function(*args, **kwargs)
         return self.count
+
+
+class Log(logging.Handler):
+    """Keeps what megapatch says in this process."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("megapatch").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
 
 
 def buckets(ddp):

@@ -151,6 +151,19 @@ def _recording(base):
     return Client
 
 
+async def save_without_pause(self):
+    """WorkerDispatch.save_weights_for_sampler as it was before the fix: an imitation."""
+    if self._inference_engine_client is None:
+        raise RuntimeError("no inference_engine_client")
+    self.prepare_for_weight_sync()
+    if self.colocate_all:
+        await self._inference_engine_client.wake_up(tags=["weights"])
+    self.broadcast_to_inference_engines(self._inference_engine_client)
+    self.finish_weight_sync()
+    if self.colocate_all:
+        await self._inference_engine_client.wake_up(tags=["kv_cache"])
+
+
 def trainer_for(module, engines):
     """SkyRL's own, for one epoch of some steps; what a step is made of is left out."""
 

@@ -7,11 +7,13 @@ a checkout. What has no part in what is tested has stand-ins: inference engines,
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import typing
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from stand_ins import StandIns
@@ -73,6 +75,29 @@ class Release:
     def trainer(self):
         return "skyrl_train" if self.old else "skyrl.train"
 
+    def file(self, name):
+        """The path of a module of the backend."""
+        return Path(self.folder) / self.backend.replace(".", "/") / f"{name}.py"
+
+    def has(self, *names):
+        return all(self.file(name).exists() for name in names)
+
+    def module_of(self, modules):
+        """Import that of a patch's modules which is of this package, old or new."""
+        (name,) = (name for name in modules if name.startswith("skyrl_train." if self.old else "skyrl."))
+        return importlib.import_module(name)
+
+    def wrapped(self, chunks, optimizer=None):
+        """SkyRL's MegatronModelWrapper around these; what it is told about training has no part in its tests."""
+        module = importlib.import_module(f"{self.backend}.workers.megatron.megatron_model_wrapper")
+        settings = SimpleNamespace(use_sample_packing=False, remove_microbatch_padding=False)
+        settings.trainer = settings
+        known = inspect.signature(module.MegatronModelWrapper).parameters
+        others = {name: None for name in ("hf_config", "tf_config") if name in known}  # of skyrl-train 0.2.0
+        return module.MegatronModelWrapper(
+            config=settings, actor_module=chunks, actor_optimizer=optimizer, **others
+        )
+
     def ranks(self, function, world_size, *args, env=None, **options):
         """As run_ranks, in processes that find this release."""
         env = {**(env or {}), "SKYRL_RELEASE": self.folder}
@@ -99,8 +124,7 @@ needs_skyrl = pytest.mark.skipif(not RELEASES, reason="neither SKYRL_RELEASES no
 
 def has_correctness_fixes(release):
     """Whether SkyRL's PR 1212 is in it, by the text of its files, which no diagnosis looks at."""
-    file = "workers/megatron/megatron_model_wrapper.py"
-    return "grad_scale_func" in (Path(release.folder) / release.backend.replace(".", "/") / file).read_text()
+    return "grad_scale_func" in release.file("workers/megatron/megatron_model_wrapper").read_text()
 
 
 def status_of(name):

@@ -1,11 +1,12 @@
 """What diagnoses share: looking at the real code without running all of it.
 
-A path is ``"module:Class.function"``; the module is one that the target has loaded. Each function returns what
-was expected and is not there, in words; `lacking` makes a verdict of them.
+A path is ``"module:Class.function"``; the module is one that the target has loaded. Functions that are called
+missing_... return what was expected and is not there, in words; `lacking` makes a verdict of them.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import sys
@@ -46,6 +47,11 @@ def missing_attributes(path: str, *names: str) -> list[str]:
     """Attributes that the object (``"module:"`` for a module) does not have."""
     found = _find(path)
     return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
+
+
+def reads_in_order(function: Any, *names: str) -> list[str]:
+    """Those of the attributes that the function's own code reads, in the order of the code."""
+    return [one.argval for one in dis.get_instructions(unpatched(function)) if one.argval in names]
 
 
 def _find(path: str) -> Any:

@@ -25,8 +25,7 @@ from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import PAUSE, RESUME, resumed_on_failure
-from ..probe import lacking, missing_names
-from .weight_sync_pause import in_order
+from ..probe import lacking, missing_names, reads_in_order
 
 MODULES = ("skyrl_train.fully_async_trainer", "skyrl.train.fully_async_trainer")
 TRAINER = "FullyAsyncRayPPOTrainer"
@@ -41,8 +40,8 @@ def diagnose(module: ModuleType) -> Verdict:
     train = getattr(getattr(module, TRAINER, None), "train", None)
     if train is None:
         return Verdict(ABSENT, f"this version has no {TRAINER}.train()")
-    found = in_order(train, SYNC, PAUSE, RESUME)
-    if not found and in_order(train, "save_weights_for_sampler"):
+    found = reads_in_order(train, SYNC, PAUSE, RESUME)
+    if not found and reads_in_order(train, "save_weights_for_sampler"):
         return Verdict(FIXED, "train() leaves pausing to WorkerDispatch")
     expected = [SYNC, PAUSE, SYNC, RESUME]
     if found != expected:

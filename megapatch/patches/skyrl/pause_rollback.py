@@ -26,8 +26,7 @@ from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import EVENT, PAUSE, RESUME, unmarked_on_failure
-from ..probe import missing_names
-from .weight_sync_pause import in_order
+from ..probe import missing_names, reads_in_order
 
 MODULES = (
     "skyrl_train.inference_engines.inference_engine_client",
@@ -43,7 +42,7 @@ def diagnose(module: ModuleType) -> Verdict:
         return Verdict(ABSENT, f"this version has no {CLIENT}.{PAUSE}()")
     if missing_names(f"{module.__name__}:{CLIENT}.__init__", EVENT):
         return Verdict(ABSENT, f"the client does not mark itself as paused: it has no {EVENT}")
-    found = in_order(pause, EVENT, "is_set", "set", "clear", RESUME)
+    found = reads_in_order(pause, EVENT, "is_set", "set", "clear", RESUME)
     if found == [EVENT, "is_set", EVENT, "set"]:
         return Verdict(NEEDED, f"a {PAUSE}() that fails leaves {EVENT} set")
     if "clear" in found or RESUME in found:

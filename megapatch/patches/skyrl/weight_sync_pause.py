@@ -18,15 +18,14 @@ Cost      what the client's pause takes. InferenceEngineClient waits for five se
 
 from __future__ import annotations
 
-import dis
 import functools
 from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import PAUSE, RESUME, paused_generation
-from ..probe import lacking, missing_names
+from ..probe import lacking, missing_names, reads_in_order
 
 MODULES = (
     "skyrl_train.workers.worker_dispatch",
@@ -41,7 +40,7 @@ def diagnose(module: ModuleType) -> Verdict:
     save = getattr(getattr(module, DISPATCH, None), SAVE, None)
     if save is None:
         return Verdict(ABSENT, f"this version has no {DISPATCH}.{SAVE}()")
-    calls = in_order(save, PAUSE, RESUME)
+    calls = reads_in_order(save, PAUSE, RESUME)
     if not calls:
         missing = missing_names(
             f"{module.__name__}:{DISPATCH}.{SAVE}",
@@ -55,11 +54,6 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(
         UNKNOWN, f"expected {SAVE}() to resume generation in any case, or not to pause it; found {calls}"
     )
-
-
-def in_order(function: Any, *names: str) -> list[str]:
-    """Those of the attributes that the function's code reads, in the order of the code."""
-    return [one.argval for one in dis.get_instructions(unpatched(function)) if one.argval in names]
 
 
 def pausing(save: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import logging
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from megatron_rig import (
     UNPATCHED,
     Gathers,
     Interrupted,
+    Log,
     assert_same,
     buckets,
     needs_training,
@@ -87,18 +87,6 @@ def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train
 
 
 # ------------------------------------------------------------------------------------------ one model each
-class Log(logging.Handler):
-    """Keeps what megapatch says in this process."""
-
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-        logging.getLogger("megapatch").addHandler(self)
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def users_hooks(rank, world_size):
     init_parallel()
     model = tiny_gpt(hooks=False, **BOTH)

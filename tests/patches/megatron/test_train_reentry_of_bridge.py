@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 
 import pytest
@@ -14,6 +13,7 @@ from megatron_rig import (
     GRADS,
     UNPATCHED,
     Gathers,
+    Log,
     assert_same,
     attempt,
     buckets,
@@ -194,18 +194,6 @@ def test_parameters_that_may_be_gradients_are_an_error_rather_than_other_numbers
         assert error == "MegapatchError"
         assert "reuse_grad_buf_for_mxfp8_param_ag" in text
         assert steps == 1
-
-
-class Log(logging.Handler):
-    """Keeps what megapatch says in this process."""
-
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-        logging.getLogger("megapatch").addHandler(self)
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
 
 
 def garbage_collector_off(rank, world_size):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib
 from unittest import mock
 
 import pytest
@@ -82,8 +81,7 @@ def scenarios(release, module):
 
 def found_by(rank, world_size, release):
     try:
-        (name,) = (name for name in MODULES if name.startswith(f"{release.trainer}."))
-        module = importlib.import_module(name)
+        module = release.module_of(MODULES)
     except ModuleNotFoundError as error:
         return str(error)
     verdict = diagnose(module)
@@ -117,11 +115,6 @@ def needed(request):
     if request.param.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
         pytest.skip("this checkout does not need it")
     return found
-
-
-@pytest.fixture(params=["early", "late"])
-def patched(request, needed):
-    return needed[request.param]
 
 
 def test_it_comes_and_goes(needed):

@@ -32,12 +32,6 @@ def here():
     return Release("this", os.environ["SKYRL_RELEASE"])
 
 
-def module_of(patch):
-    package = here().trainer if patch is async_trainer_resume else here().backend
-    (name,) = (name for name in patch.MODULES if name.startswith(f"{package}."))
-    return importlib.import_module(name)
-
-
 def failed_pause():
     engines = Engines(here(), OSError("gone"))
     with pytest.raises(OSError, match="gone"):
@@ -47,7 +41,7 @@ def failed_pause():
 
 def sync():
     try:
-        module = module_of(weight_sync_pause)
+        module = here().module_of(weight_sync_pause.MODULES)
     except ModuleNotFoundError:
         return  # skyrl-train of PyPI
     engines = Engines(here())
@@ -62,7 +56,7 @@ def sync():
 
 
 def failed_sync_in_train():
-    module = module_of(async_trainer_resume)
+    module = here().module_of(async_trainer_resume.MODULES)
     if not hasattr(module.FullyAsyncRayPPOTrainer, async_trainer_resume.SYNC):
         return  # later ones leave it to the dispatch
     engines = Engines(here())
@@ -73,19 +67,14 @@ def failed_sync_in_train():
 
 
 def scaled_loss():
-    module = module_of(grad_scale)
-    settings = SimpleNamespace(use_sample_packing=False, remove_microbatch_padding=False)
-    settings.trainer = settings
     config = SimpleNamespace(grad_scale_func=None, finalize_model_grads_func=None)
     optimizer = SimpleNamespace(scale_loss=lambda loss: 1024 * loss)
-    module.MegatronModelWrapper(
-        config=settings, actor_module=[SimpleNamespace(config=config)], actor_optimizer=optimizer
-    )
+    here().wrapped([SimpleNamespace(config=config)], optimizer)
     assert config.grad_scale_func is optimizer.scale_loss
 
 
 def second_stage():
-    strategy = object.__new__(module_of(pipeline_seed).MegatronStrategy)
+    strategy = object.__new__(here().module_of(pipeline_seed.MODULES).MegatronStrategy)
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     stage = {"model_parallel_is_initialized": lambda: True, "get_pipeline_model_parallel_rank": lambda: 1}
     with (

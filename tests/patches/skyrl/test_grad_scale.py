@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,7 +12,7 @@ from megatron_rig import assert_same_parameters
 from skyrl_rig import has_correctness_fixes, needs_skyrl, status_of
 
 from megapatch import apply, restore
-from megapatch.patches.skyrl.grad_scale import diagnose
+from megapatch.patches.skyrl.grad_scale import MODULES, diagnose
 from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = needs_skyrl
@@ -28,22 +26,10 @@ MODELS = {
 }
 
 
-def wrapped(release, model, optimizer=None):
-    """SkyRL's wrapper around the model; what it is told about training has no part in this."""
-    module = importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
-    settings = SimpleNamespace(use_sample_packing=False, remove_microbatch_padding=False)
-    settings.trainer = settings
-    known = inspect.signature(module.MegatronModelWrapper).parameters
-    others = {name: None for name in ("hf_config", "tf_config") if name in known}  # of skyrl-train 0.2.0
-    return module.MegatronModelWrapper(
-        config=settings, actor_module=model.chunks, actor_optimizer=optimizer, **others
-    )
-
-
 def trained(release, options):
     """Gradient norm, the parameters after a step of SGD, and the config's function."""
     model = tiny_gpt(dtype="bf16", hooks=False, **options, **SCALED)
-    wrapper = wrapped(release, model, model.optimizer)
+    wrapper = release.wrapped(model.chunks, model.optimizer)
     if hasattr(wrapper, "run_pending_grad_sync"):  # from 0.4.0 on reduces are left to the step, and to Bridge
         model.config.finalize_model_grads_func = finalize_model_grads()
     return model.train_step().grad_norm, model.parameters()
@@ -63,7 +49,7 @@ def found_by(rank, world_size, release):
     found["without auxiliary loss"] = without_auxiliary.train_step().grad_norm
 
     restore()
-    module = importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
+    module = release.module_of(MODULES)
     original = vars(module.MegatronModelWrapper)["__init__"]
     holder = sys.modules[__name__]
     holder.Held = module.MegatronModelWrapper  # as `from ... import MegatronModelWrapper`
@@ -77,10 +63,10 @@ def found_by(rank, world_size, release):
     found["status"] = status_of("skyrl.grad-scale")
 
     model = tiny_gpt(dtype="bf16", hooks=False, **SCALED)
-    wrapped(release, model)
+    release.wrapped(model.chunks)
     found["no optimizer"] = model.config.grad_scale_func
     model.config.grad_scale_func = torch.neg
-    wrapped(release, model, model.optimizer)
+    release.wrapped(model.chunks, model.optimizer)
     found["the user's own"] = model.config.grad_scale_func is torch.neg
     found["verdicts"] = verdicts(module)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import pytest
 from skyrl_engines import Engines, cancelled_when, each_way, outcome
@@ -16,11 +15,6 @@ pytestmark = needs_skyrl
 NEEDED = ["skyrl_train-0.3.0", "skyrl_train-0.3.1", "skyrl-0.1.0", "checkout-0.4.0-old", "checkout-0.4.0-new"]
 NO_MARK = ["skyrl_train-0.2.0", "skyrl-0.2.0"]
 FAILURES = {"engine fails": OSError("gone"), "engine cannot": NotImplementedError("no abort")}
-
-
-def module_of(release):
-    (name,) = (name for name in MODULES if name.startswith(f"{release.backend}."))
-    return importlib.import_module(name)
 
 
 def scenarios(release):
@@ -63,7 +57,7 @@ async def pause_and_resume(engines):
 
 def found_by(rank, world_size, release):
     try:
-        module = module_of(release)
+        module = release.module_of(MODULES)
     except ModuleNotFoundError as error:
         return str(error)
     marked = hasattr(Engines(release).client, "generation_paused_event")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import random
 from types import SimpleNamespace
 from unittest import mock
@@ -15,16 +14,12 @@ from megatron_rig import attempt
 from skyrl_rig import RELEASES, has_correctness_fixes, needs_skyrl, status_of
 
 from megapatch import apply, restore
-from megapatch.patches.skyrl.pipeline_seed import diagnose
+from megapatch.patches.skyrl.pipeline_seed import MODULES, diagnose
 from megapatch.testing import destroy_parallel, tiny_gpt
 
 pytestmark = needs_skyrl
 
 SEED = 42
-
-
-def strategy_module(release):
-    return importlib.import_module(f"{release.backend}.distributed.megatron.megatron_strategy")
 
 
 def new_strategy(release, pp=1):
@@ -35,7 +30,7 @@ def new_strategy(release, pp=1):
         expert_model_parallel_size=1,
         expert_tensor_parallel_size=1,
     )
-    return strategy_module(release).MegatronStrategy(SimpleNamespace(**sizes), seed=SEED)
+    return release.module_of(MODULES).MegatronStrategy(SimpleNamespace(**sizes), seed=SEED)
 
 
 def seeds():
@@ -82,7 +77,7 @@ def set_up(release, pp):
 def found_by(rank, world_size, release):
     prepare()
     restore()
-    strategy_class = strategy_module(release).MegatronStrategy
+    strategy_class = release.module_of(MODULES).MegatronStrategy
     original = vars(strategy_class)["set_seed"]
     set_up(release, 2)
     found = {"without": seeds()}
@@ -100,7 +95,7 @@ def found_by(rank, world_size, release):
     destroy_parallel()
     with mock.patch.object(torch.cuda, "device_count", return_value=0):  # else Megatron wants a layout
         found["before"] = attempt(strategy.set_seed, 7), torch.initial_seed()
-    found["verdicts"] = verdicts(strategy_module(release))
+    found["verdicts"] = verdicts(release.module_of(MODULES))
     return found
 
 

@@ -25,24 +25,18 @@ pytestmark = [
 TESTS = str(Path(__file__).parents[2])
 
 
-def has(release, file):
-    return (Path(release.folder) / release.backend.replace(".", "/") / f"{file}.py").exists()
-
-
 def first(releases):
     """A checkout that has the defect, if there is one."""
     return next(iter(sorted(releases, key=has_correctness_fixes)), None)
 
 
 DISPATCH = first(
-    one
-    for one in RELEASES
-    if has(one, "workers/worker_dispatch") and has(one, "inference_engines/inference_engine_client")
+    one for one in RELEASES if one.has("workers/worker_dispatch", "inference_engines/inference_engine_client")
 )
 WRAPPER = first(
     one
     for one in RELEASES
-    if has(one, "workers/megatron/megatron_model_wrapper")
+    if one.has("workers/megatron/megatron_model_wrapper")
     and not has_correctness_fixes(one)
     and one.name != "skyrl_train-0.2.0"  # whose wrapper takes other arguments
 )
@@ -78,17 +72,11 @@ def in_ray(rank, world_size, dispatch, wrapper):
             self.broadcasts += 1
 
         def wrapped(self):
-            import importlib
             from types import SimpleNamespace
 
-            module = importlib.import_module(f"{self.release.backend}.workers.megatron.megatron_model_wrapper")
-            settings = SimpleNamespace(use_sample_packing=False, remove_microbatch_padding=False)
-            settings.trainer = settings
             config = SimpleNamespace(grad_scale_func=None, finalize_model_grads_func=None)
             optimizer = SimpleNamespace(scale_loss=lambda loss: 1024 * loss)
-            module.MegatronModelWrapper(
-                config=settings, actor_module=[SimpleNamespace(config=config)], actor_optimizer=optimizer
-            )
+            self.release.wrapped([SimpleNamespace(config=config)], optimizer)
             return self.active, config.grad_scale_func is optimizer.scale_loss, self.broadcasts
 
     @ray.remote(num_cpus=0)
@@ -98,19 +86,13 @@ def in_ray(rank, world_size, dispatch, wrapper):
         import importlib
         from unittest import mock
 
-        from skyrl_engines import Engines, outcome
+        from skyrl_engines import Engines, outcome, save_without_pause
         from skyrl_rig import has_correctness_fixes
 
         import megapatch
 
         module = importlib.import_module(f"{release.backend}.workers.worker_dispatch")
         if has_correctness_fixes(release):
-
-            async def save_without_pause(self):
-                self.prepare_for_weight_sync()
-                if not self.colocate_all:
-                    self.broadcast_to_inference_engines(self._inference_engine_client)
-
             megapatch.restore()
             module.WorkerDispatch.save_weights_for_sampler = save_without_pause
             megapatch.apply()

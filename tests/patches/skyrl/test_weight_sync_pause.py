@@ -7,12 +7,18 @@ the former one. A checkout that has the defect is tested as it is.
 from __future__ import annotations
 
 import functools
-import importlib
-from pathlib import Path
 from unittest import mock
 
 import pytest
-from skyrl_engines import Engines, EngineThatCannot, cancelled_when, each_way, logged, outcome
+from skyrl_engines import (
+    Engines,
+    EngineThatCannot,
+    cancelled_when,
+    each_way,
+    logged,
+    outcome,
+    save_without_pause,
+)
 from skyrl_rig import RELEASES, has_correctness_fixes, needs_skyrl
 
 import megapatch
@@ -21,32 +27,13 @@ from megapatch.patches.skyrl.weight_sync_pause import DISPATCH, MODULES, SAVE, d
 pytestmark = needs_skyrl
 
 
-def has(release, file):
-    return (Path(release.folder) / release.backend.replace(".", "/") / f"{file}.py").exists()
-
-
 HAVING_BOTH = [
-    one
-    for one in RELEASES
-    if has(one, "workers/worker_dispatch") and has(one, "inference_engines/inference_engine_client")
+    one for one in RELEASES if one.has("workers/worker_dispatch", "inference_engines/inference_engine_client")
 ]
 
 
 def imitated(release):
     return has_correctness_fixes(release)
-
-
-async def save_without_pause(self):
-    """As it was before the fix."""
-    if self._inference_engine_client is None:
-        raise RuntimeError("no inference_engine_client")
-    self.prepare_for_weight_sync()
-    if self.colocate_all:
-        await self._inference_engine_client.wake_up(tags=["weights"])
-    self.broadcast_to_inference_engines(self._inference_engine_client)
-    self.finish_weight_sync()
-    if self.colocate_all:
-        await self._inference_engine_client.wake_up(tags=["kv_cache"])
 
 
 class Policy:
@@ -125,8 +112,7 @@ def scenarios(release, module):
 def found_by(rank, world_size, release):
     """The verdict, and what becomes of the release's own method; then the scenarios, where there can be some."""
     try:
-        (name,) = (name for name in MODULES if name.startswith(f"{release.backend}."))
-        module = importlib.import_module(name)
+        module = release.module_of(MODULES)
     except ModuleNotFoundError as error:
         return str(error)
     verdict = diagnose(module)
@@ -170,11 +156,6 @@ def needed(request):
     if request.param.name == "checkout" and found["verdict"][0] != "needed":
         pytest.skip("this checkout does not need it")
     return found
-
-
-@pytest.fixture(params=["early", "late"])
-def patched(request, needed):
-    return needed[request.param]
 
 
 def errors(log):
