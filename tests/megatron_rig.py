@@ -61,8 +61,10 @@ def raising_half_way(model, microbatch):
             raise Interrupted
 
     handle = model.chunks[0].module.decoder.layers[1].register_full_backward_hook(hook)
-    yield
-    handle.remove()
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def hooks_of(config):

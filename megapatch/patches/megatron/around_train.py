@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ... import ddp
 from ...patch import MegapatchError, unpatched
-from . import bucket_groups
+from ...rerun import before_interrupted_step
 
 log = logging.getLogger("megapatch")
 
@@ -23,12 +24,6 @@ NO_SYNC_ASSERTION = "config.no_sync_func must be None"
 """In the text of the assertion that a second call meets where overlap_grad_reduce is on."""
 INTERVAL_TIMER = "interval-time"
 """Megatron's timer around the training loop, started at entry and never stopped."""
-BEFORE_STEP = {
-    "INITIAL_RUN": "NOT_RUNNING_YET",
-    "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
-    "RERUNNING_FROM_CHECKPOINT": "WILL_RERUN_FROM_CHECKPOINT",
-}
-"""States of the rerun state machine inside a step, and the one it had before that step."""
 
 
 def finish_earlier_call(model: Sequence[Any]) -> None:
@@ -38,9 +33,9 @@ def finish_earlier_call(model: Sequence[Any]) -> None:
     Raises MegapatchError where gathering is not possible any more (reuse_grad_buf_for_mxfp8_param_ag).
     """
     for chunk in ddp_chunks(model):
-        bucket_groups.settle_grad_reduces(chunk)
-        bucket_groups.finish_param_gathers(chunk)
-        if chunk.ddp_config.overlap_param_gather and bucket_groups.has_ungathered_params(chunk):
+        ddp.settle_grad_reduces(chunk)
+        ddp.finish_param_gathers(chunk)
+        if chunk.ddp_config.overlap_param_gather and ddp.has_ungathered_params(chunk):
             raise MegapatchError(
                 "train() was interrupted after an optimizer step and before the parameters were gathered. With "
                 "reuse_grad_buf_for_mxfp8_param_ag that cannot be made up for, and this call would go on with "
@@ -74,8 +69,8 @@ def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
         for name, value in hooks.items():
             setattr(config, name, value)
         for chunk in ddp_chunks(model):
-            bucket_groups.forget_interrupted_window(chunk)
-            bucket_groups.gather_in_next_forward(chunk)
+            ddp.forget_interrupted_window(chunk)
+            ddp.gather_in_next_forward(chunk)
         raise
     if config.param_sync_func is None:  # set aside by a call in which no step succeeded
         config.param_sync_func = hooks["param_sync_func"]
@@ -117,13 +112,6 @@ def rerun_machine_kept(machine: Any) -> Iterator[None]:
         raise
 
 
-def before_interrupted_step(machine: Any) -> None:
-    """Put a rerun state machine that believes to be inside a step back before that step."""
-    before = BEFORE_STEP.get(machine.state.name)
-    if before is not None:
-        machine.state = type(machine.state)[before]
-
-
 def warn_once() -> Callable[[str, str], None]:
     """A function that logs a warning of each kind once, however often train() is called."""
     said: set[str] = set()
@@ -156,5 +144,5 @@ def _same_method(one: Any, other: Any) -> bool:
 
 
 def ddp_chunks(model: Sequence[Any]) -> list[Any]:
-    ddp = sys.modules[bucket_groups.MODULE].DistributedDataParallel
-    return [chunk for chunk in model if isinstance(chunk, ddp)]
+    kind = sys.modules[ddp.MODULE].DistributedDataParallel
+    return [chunk for chunk in model if isinstance(chunk, kind)]

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ...ddp import DDP, GROUP, MODULE, finish_param_gathers
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
-from .bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
 
 
 def diagnose(module: ModuleType) -> Verdict:

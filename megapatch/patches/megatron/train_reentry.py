@@ -40,13 +40,12 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
+from ...rerun import BEFORE_STEP, before_interrupted_step
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
 from . import train_reentry_of_bridge
 from .around_train import (
-    BEFORE_STEP,
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
-    before_interrupted_step,
     config_hooks_kept,
     finish_earlier_call,
     rerun_machine_kept,

@@ -29,12 +29,12 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from ...ddp import DDP
 from ...patch import ABSENT, NEEDED, MegapatchError, Site, Verdict
+from ...rerun import BEFORE_STEP, before_interrupted_step
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
 from .around_train import (
-    BEFORE_STEP,
     INTERVAL_TIMER,
-    before_interrupted_step,
     config_hooks_restored,
     ddp_chunks,
     finish_earlier_call,
@@ -43,7 +43,6 @@ from .around_train import (
     timers_stopped,
     warn_once,
 )
-from .bucket_groups import DDP
 
 MODULE = "megatron.bridge.training.train"
 TRAIN = f"{MODULE}:train"

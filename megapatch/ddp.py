@@ -1,4 +1,4 @@
-"""What patches share about DistributedDataParallel's bucket groups: gathers and reduces that are not done.
+"""Bucket groups of Megatron's DistributedDataParallel: gathers and reduces that are not done.
 
 With overlap_param_gather the optimizer steps each rank's shard of the parameters and leaves gathering them to
 the next forward pass. Until then the bucket group says so: `param_gather_dispatched` is False from the moment
