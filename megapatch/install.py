@@ -50,9 +50,14 @@ class Installed:
     def current(self) -> Any:
         """What the module has at the target's path now (after a reload, in the new class); None for nothing."""
         try:
-            return wrapt.resolve_path(self.module, self.target.partition(":")[2])[2]
+            return self._resolve()[2]
         except AttributeError:
             return None
+
+    def _resolve(self) -> tuple[Any, str, Any]:
+        """Parent, attribute and value, of what the module has now."""
+        found: tuple[Any, str, Any] = wrapt.resolve_path(self.module, self.target.partition(":")[2])
+        return found
 
     @property
     def is_in_place(self) -> bool:
@@ -62,8 +67,13 @@ class Installed:
     def was_reloaded(self) -> bool:
         """Whether the module's own code is at the target anew, as after `importlib.reload`.
 
-        Seen below decorators. What others have put around the old code, with or without us, is not new.
+        Seen below decorators. What others have put around the old code, with or without us, is not new. What was
+        inherited, and is again, is anew where the class is.
         """
+        if self.inherited and self.current is not None:
+            parent, attribute, _ = self._resolve()
+            if attribute not in vars(parent):
+                return parent is not self.parent
         code, old = inspect.unwrap(self.current), inspect.unwrap(self.original)
         return code is not old and getattr(code, "__globals__", None) is vars(self.module)
 

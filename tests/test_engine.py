@@ -153,6 +153,21 @@ def test_reloaded_code_is_told_from_what_others_put_around_the_old(modules):
     assert status_of(engine) == "applied"
 
 
+def test_an_inherited_target_is_patched_again_where_its_class_was_reloaded(modules):
+    base = importlib.import_module(modules.write(TARGET, stem="base"))
+    name = modules.write(f"from {base.__name__} import Greeter\nclass Polite(Greeter): ...\n")
+    target = importlib.import_module(name)
+    engine = make_engine(make_patch(name, "Polite.greet"))
+    engine.activate()
+    del target.Polite.greet
+    assert status_of(engine) == "overwritten"
+    importlib.reload(target)
+    assert status_of(engine) == "pending"
+    engine.apply()
+    assert target.Polite().greet("you") == "hello you!"
+    assert base.Greeter().greet("you") == "hello you"
+
+
 def test_a_module_that_was_imported_anew_is_patched_again_by_apply(modules):
     importlib.import_module(name := modules.write(TARGET))
     engine = make_engine(make_patch(name))
