@@ -31,3 +31,5 @@ def destroy_parallel() -> None:
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
+        # 0.12 leaves these, and a stage without position embeddings then looks for the group that it had.
+        parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None

@@ -121,7 +121,7 @@ def tiny_gpt(
 def _models(config: Any, vocab: int, seq: int) -> list[Any]:
     """This rank's GPTModels: one, or one per virtual pipeline stage."""
     from megatron.core import parallel_state
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
 
     stage, stages = (
@@ -129,15 +129,18 @@ def _models(config: Any, vocab: int, seq: int) -> list[Any]:
         parallel_state.get_pipeline_model_parallel_world_size(),
     )
     virtual_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
     models = []
     for virtual_stage in range(virtual_stages or 1):
         extra = {}
+        if config.mtp_num_layers:
+            extra["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
         if virtual_stages:
             parallel_state.set_virtual_pipeline_model_parallel_rank(virtual_stage)  # where there is no vp_stage
             extra = _accepted(GPTModel.__init__, vp_stage=virtual_stage)
         model = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False),
+            layer,
             vocab,
             seq,
             pre_process=stage == 0 and virtual_stage == 0,
