@@ -9,6 +9,7 @@ before or after this line. It imports neither torch nor megatron.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, Any
 
 if sys.version_info < (3, 10):  # noqa: UP036  (a checkout on PYTHONPATH has no installer that refuses)
     raise ImportError(f"megapatch needs Python 3.10 or later; this is {sys.version.split()[0]}")
@@ -30,6 +31,9 @@ from .patch import (
 from .report import Report, make_report  # before `report` below: importing the module binds that name, too
 from .strict import StrictError
 
+if TYPE_CHECKING:
+    from .train_step import TrainStep
+
 __version__ = "0.1.0"
 __all__ = [
     "ABSENT",
@@ -43,6 +47,7 @@ __all__ = [
     "RestoreError",
     "Site",
     "StrictError",
+    "TrainStep",
     "Verdict",
     "activate",
     "apply",
@@ -50,6 +55,14 @@ __all__ = [
     "restore",
     "unpatched",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TrainStep":  # loaded on first use: most processes that import megapatch have none
+        from .train_step import TrainStep
+
+        return TrainStep
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def activate(*ignored: object, **also_ignored: object) -> None:

@@ -45,11 +45,9 @@ def main(folder: str) -> bool:
         files = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
     in_sdist = {name for name in files - {"PKG-INFO"} if ".egg-info/" not in name}
     package = files_below("megapatch")
+    others = files_below("docs", "examples", "tests", "benchmarks") | set(OUTSIDE)
     wheel_is_right = compare(wheel.name, in_wheel, package)
-    return (
-        compare(sdist.name, in_sdist, package | files_below("docs", "tests", "benchmarks") | set(OUTSIDE))
-        and wheel_is_right
-    )
+    return compare(sdist.name, in_sdist, package | others) and wheel_is_right
 
 
 if __name__ == "__main__":

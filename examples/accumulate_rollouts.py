@@ -1,0 +1,62 @@
+"""Rollouts arrive one after the other. Each is trained on when it comes; the optimizer steps when all are there.
+
+    python examples/accumulate_rollouts.py
+
+Runs on CPU, on two ranks, in seconds: Megatron's GPT in DistributedDataParallel with overlap_grad_reduce, once
+with all rollouts in one call, and once in the pieces in which they arrive. Needs megapatch[demo].
+"""
+
+from __future__ import annotations
+
+import random
+
+import megapatch
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing.data import forward_step
+
+STEPS, ROLLOUTS = 3, 8
+
+
+def arriving(step, rollouts):
+    """The rollouts of a step, a few at a time: as many on each rank, as its peers wait for it in the end only."""
+    chance = random.Random(step)
+    while rollouts:
+        size = chance.randint(1, 3)
+        yield rollouts[:size]
+        rollouts = rollouts[size:]
+
+
+def train(rank, world_size, in_pieces):
+    """By step: what was in its calls, and the gradient's norm; and the parameters after the last."""
+    init_parallel()
+    model = tiny_gpt(overlap_grad_reduce=True, per_token_loss=True)
+    found = []
+    for number in range(STEPS):
+        rollouts = model.microbatches(number, ROLLOUTS)
+        with megapatch.TrainStep(model.chunks, model.optimizer) as step:
+            calls = []
+            for piece in arriving(number, rollouts) if in_pieces else [rollouts]:
+                step.forward_backward(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(piece),
+                    num_microbatches=len(piece),
+                    seq_length=model.seq,
+                    micro_batch_size=len(piece[0]),
+                )
+                calls.append(len(piece))
+            result = step.finish()
+        found.append((calls, result.grad_norm))
+    return found, model.parameters()
+
+
+def main() -> None:
+    (at_once, expected), (in_pieces, parameters) = (run_ranks(train, 2, pieces)[0] for pieces in (False, True))
+    for number, ((_, norm), (calls, norm_in_pieces)) in enumerate(zip(at_once, in_pieces, strict=True)):
+        print(f"step {number}: {ROLLOUTS} microbatches in calls of {calls}")
+        print(f"  gradient norm {norm_in_pieces:.6f}, in one call {norm:.6f}")
+    largest = max(float((parameters[name] - expected[name]).abs().max()) for name in expected)
+    print(f"largest difference of a parameter after {STEPS} steps: {largest:.1e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What is for frameworks with an optimizer step of their own, at 2 ranks: a gradient that is reduced and left to
+them, calls whose losses are normalized beforehand, and steps of adapters that take turns in one model."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from megatron_rig import BOTH, GRADS, assert_same_parameters, attempt
+from train_step_rig import in_pieces
+
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing.data import forward_step
+from megapatch.train_step import TrainStep, open_step
+
+MEAN = {"two_tuple": True}
+CUT = (1, 3)
+EXPERTS = {
+    **GRADS,
+    "experts": 2,
+    "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+}
+
+
+def of_whole(cut):
+    """A loss that is divided by the microbatches of the whole step; Megatron's schedule divides by the call's."""
+    sizes = iter([size for size in cut for _ in range(size)])
+
+    def function(data, model):
+        output, usual = forward_step(data, model, **MEAN)
+
+        def loss_function(output):
+            loss, metrics = usual(output)
+            return loss * next(sizes) / sum(cut), metrics
+
+        return output, loss_function
+
+    return function
+
+
+def added_up(options, **more):
+    """The gradients, and after a step of the optimizer by the caller the parameters; Megatron's of one call."""
+    model, reference = (tiny_gpt(**options) for _ in range(2))
+    step = TrainStep(model.chunks, model.optimizer, calls_add_up=True, **more)
+    for index in range(2):
+        step.begin()
+        in_pieces(step, model, index, CUT, MEAN, function=of_whole(CUT))
+        normalizer = step.reduce()
+        assert not step.is_open
+        gradients = model.gradients()
+        assert model.optimizer.step()[0]
+        reference.train_step(index, num_microbatches=sum(CUT), **MEAN)
+        assert_close(gradients, reference.gradients())
+        for one in (model, reference):
+            one.gather_parameters()
+        assert_same_parameters(model.parameters(), reference.parameters())
+    return normalizer
+
+
+def assert_close(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert (ours[name] - value).abs().max() <= 1e-5 * value.abs().max()
+
+
+def without_data():
+    """Rank 1 has none: the gradient is half of what it is where both have rank 0's."""
+    model, alone = tiny_gpt(**GRADS), tiny_gpt(**GRADS)
+    step = TrainStep(model.chunks, model.optimizer, calls_add_up=True)
+    step.begin()
+    batches = model.microbatches(0, 2)
+    if torch.distributed.get_rank() == 0:
+        in_pieces(step, model, 0, (2,), MEAN)
+    step.reduce()
+    for batch in batches:
+        torch.distributed.broadcast(batch, 0)
+    alone.train_step(microbatches=batches, **MEAN)
+    assert_close({name: gradient * 2 for name, gradient in model.gradients().items()}, alone.gradients())
+
+
+def adapters():
+    """Two steps of one model, whose gradients are swapped between their calls; against each alone."""
+    model, reference = tiny_gpt(**GRADS), tiny_gpt(**GRADS)
+    one, other = (TrainStep(model.chunks, model.optimizer) for _ in range(2))
+    buffers = [buffer.grad_data for chunk in model.chunks for buffer in chunk.buffers]
+    one.begin()
+    in_pieces(one, model, 0, (1,), MEAN)
+    kept = [buffer.clone() for buffer in buffers]
+    one.set_aside()
+    errors = [attempt(one.set_aside), attempt(one.begin), attempt(one.finish)]
+    assert open_step(model.chunks) is None
+    assert one.is_open
+    other.begin()
+    errors.append(attempt(one.take_up))
+    in_pieces(other, model, 1, CUT, MEAN)
+    other.reduce()
+    reference.train_step(1, num_microbatches=4, **MEAN)
+    assert_close(model.gradients(), reference.gradients())
+    for buffer, value in zip(buffers, kept, strict=True):
+        buffer.copy_(value)
+    one.take_up()
+    errors.append(attempt(one.take_up))
+    assert open_step(model.chunks) is one
+    in_pieces(one, model, 2, (2,), MEAN)
+    one.reduce()
+    reference = tiny_gpt(**GRADS)
+    batches = [*reference.microbatches(0, 1), *reference.microbatches(2, 2)]
+    reference.train_step(microbatches=batches, **MEAN)
+    assert_close(model.gradients(), reference.gradients())
+    return errors
+
+
+def aborted_aside():
+    """Its gradients are not in the buffers: those that are there are another's."""
+    model = tiny_gpt(**GRADS)
+    one, other = (TrainStep(model.chunks, model.optimizer) for _ in range(2))
+    one.begin()
+    one.set_aside()
+    other.begin()
+    in_pieces(other, model, 0, CUT, MEAN)
+    one.abort()
+    assert not one.is_open
+    assert other.is_open
+    assert any(gradient.any() for gradient in model.gradients().values())
+    other.finish()
+
+
+def dropped():
+    """A step whose caller has forgotten it."""
+    model = tiny_gpt(**GRADS)
+    TrainStep(model.chunks, model.optimizer).begin()
+    gc.collect()
+    assert open_step(model.chunks) is None
+    with TrainStep(model.chunks, model.optimizer) as step:
+        in_pieces(step, model, 0, CUT, MEAN)
+        step.finish()
+
+
+def found_by(rank, world_size):
+    init_parallel()
+    found = [added_up(options) for options in ({}, GRADS, BOTH)]
+    found.append(added_up(EXPERTS, expected_microbatches=sum(CUT)))
+    without_data()
+    aborted_aside()
+    dropped()
+    model = tiny_gpt()
+    both = attempt(TrainStep, model.chunks, model.optimizer, calls_add_up=True, expected_count=1)
+    return {"normalizers": found, "adapters": adapters(), "both": both}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(found_by, 2)
+
+
+def test_what_is_asserted_on_the_ranks(ranks):
+    for found in ranks:
+        assert found["normalizers"] == [1.0] * 4
+
+
+MISUSES = (
+    "set_aside(): this step was set aside; take_up() before",
+    "begin(): this step was set aside; take_up() or abort() it before",
+    "finish(): this step was set aside; take_up() before",
+    "a step of this model is open already; finish() or abort() it before take_up()",
+    "take_up() needs a step that was set aside",
+)
+
+
+def test_misuse_of_a_step_that_was_set_aside(ranks):
+    for found in ranks:
+        assert found["adapters"] == [("MisuseError", text) for text in MISUSES]
+
+
+def test_two_normalizations_are_refused(ranks):
+    for found in ranks:
+        error, text = found["both"]
+        assert error == "MisuseError"
+        assert "expected_count and calls_add_up are two ways" in text

@@ -1,0 +1,314 @@
+"""What can go wrong in a step, at 2 ranks: each has a clear message, or is the caller's own exception, and leaves
+the model's config, its gradients and the rerun state machine as before; the next step is a fresh one."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from megatron_rig import (
+    BOTH,
+    GRADS,
+    Interrupted,
+    assert_same_parameters,
+    attempt,
+    new_machine,
+    raising_half_way,
+    rerun_data,
+)
+from train_step_rig import in_pieces
+
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing.data import forward_step
+from megapatch.train_step import TrainStep, refuse_while_open
+
+MEAN = {"two_tuple": True}
+CUT = (2, 1)
+
+
+class Scheduler:
+    """Raises where it is told to."""
+
+    def __init__(self, fails=False):
+        self.fails, self.increments = fails, []
+
+    def step(self, increment):
+        if self.fails:
+            raise Interrupted
+        self.increments.append(increment)
+
+
+def raising_in(place, at):
+    """A forward step that raises at a microbatch of the step, in the forward pass or in the loss."""
+    calls = iter(range(10))
+
+    def function(data, model):
+        index = next(calls)
+        if (place, index) == ("forward", at):
+            raise Interrupted
+        output, loss_func = forward_step(data, model, **MEAN)
+        if (place, index) == ("loss", at):
+            return output, mock.Mock(side_effect=Interrupted)
+        return output, loss_func
+
+    return function
+
+
+def misuses(model, step):
+    """By name: a function that ends in an error, from a closed step."""
+
+    def opened(call, *args, **kwargs):
+        step.begin()
+        call(*args, **kwargs)
+
+    def pieces(cut=CUT, **more):
+        in_pieces(step, model, 0, cut, MEAN, **more)
+
+    def whole(num_microbatches=2, **options):
+        with step.accumulate(num_microbatches):
+            model.forward_backward(0, **options)
+
+    def twice_in_one():
+        with step.accumulate(2):
+            model.forward_backward(0)
+            model.forward_backward(0)
+
+    def without_finish():
+        with step:
+            pieces()
+
+    def in_the_body():
+        with step:
+            pieces()
+            raise Interrupted
+
+    def freed():
+        pieces()
+        for chunk in model.chunks:
+            for buffer in chunk.buffers:
+                buffer.grad_data.untyped_storage().resize_(0)
+        step.finish()
+
+    def optimizer_fails():
+        pieces()
+        with mock.patch.object(model.optimizer, "step", side_effect=Interrupted):
+            step.finish()
+
+    def half_way():
+        with raising_half_way(model, 2):
+            pieces()
+
+    return {
+        "call without begin": lambda: pieces(),
+        "finish without begin": lambda: step.finish(),
+        "finish without a call": lambda: opened(step.finish),
+        "no microbatch": lambda: opened(whole, 0),
+        "other number of microbatches": lambda: opened(whole, 3),
+        "forward only": lambda: opened(whole, forward_only=True),
+        "two schedules": lambda: opened(twice_in_one),
+        "count": lambda: opened(lambda: step.accumulate(1, count=1).__enter__()),
+        "without finish": without_finish,
+        "in the body": in_the_body,
+        "optimizer": lambda: opened(optimizer_fails),
+        "forward 0": lambda: opened(pieces, function=raising_in("forward", 0)),
+        "forward 2": lambda: opened(pieces, function=raising_in("forward", 2)),
+        "loss 1": lambda: opened(pieces, function=raising_in("loss", 1)),
+        "half of the backward": lambda: opened(half_way),
+        "freed": lambda: opened(freed),
+    }
+
+
+def state_of(model):
+    gradients = [float(gradient.abs().max()) for gradient in model.gradients().values()]
+    groups = [group for chunk in model.chunks for group in chunk.bucket_groups]
+    handles = [group.grad_reduce_handle for group in groups]
+    return dict(vars(model.config)), max(gradients), set(handles)
+
+
+def after_misuse(options):
+    """By name: the error, what became of the model, and whether the next step is Megatron's own."""
+    found = {}
+    names = list(misuses(None, None))
+    for name in names:
+        machine = new_machine("VALIDATE_RESULTS")
+        data = rerun_data(0)
+        machine.should_run_forward_backward(data)
+        model, reference = (tiny_gpt(layers=4, **options) for _ in range(2))
+        for one in (model, reference):  # not the first step, from which Megatron learns
+            one.train_step(0, **MEAN)
+        step = TrainStep(model.chunks, model.optimizer)
+        config = dict(vars(model.config))
+        error = attempt(misuses(model, step)[name])
+        if name == "freed":
+            found[name] = error
+            continue
+        after, largest, handles = state_of(model)
+        step.abort()  # for the second time
+        state = machine.state.name
+        with step:
+            in_pieces(step, model, 1, CUT, MEAN)
+            norm = step.finish().grad_norm
+        expected = reference.train_step(1, num_microbatches=3, **MEAN).grad_norm
+        for one in (model, reference):
+            one.gather_parameters()
+        assert_same_parameters(model.parameters(), reference.parameters())
+        found[name] = error, after == config, largest, handles == {None}, state, norm == pytest.approx(expected)
+    return found
+
+
+def other_misuses():
+    found = {}
+    model = tiny_gpt(**GRADS)
+    step = TrainStep(model.chunks, model.optimizer)
+    found["nothing to save"] = attempt(refuse_while_open, model.chunks, "saving a checkpoint")
+    step.begin()
+    found["begin twice"] = attempt(step.begin), step.is_open
+    another = TrainStep(model.chunks[0], model.optimizer)
+    found["another step"] = attempt(another.begin), step.is_open
+    found["to save"] = attempt(refuse_while_open, model.chunks, "saving a checkpoint")
+    in_pieces(step, model, 0, (1,), MEAN)
+    step.finish()
+    found["finished twice"] = attempt(step.finish)
+    found["scheduler without increment"] = attempt(stepped, TrainStep(model.chunks, model.optimizer, Scheduler()))
+    found["model"] = attempt(TrainStep, torch.nn.Linear(1, 1), model.optimizer)
+    found["no model"] = attempt(TrainStep, [], model.optimizer)
+    found["norm"] = attempt(TrainStep, model.chunks, model.optimizer, max_grad_norm=1.0)
+    found["expected_count"] = attempt(TrainStep, model.chunks, model.optimizer, expected_count=0)
+    counting = TrainStep(model.chunks, model.optimizer, expected_count=10)
+    with contextlib.suppress(Exception), counting:
+        found["no count"] = attempt(counting.accumulate(1).__enter__)
+    counting.begin()
+    with counting.accumulate(1, count=0):
+        model.forward_backward(0, num_microbatches=1)
+    found["count of zero"] = attempt(counting.finish)
+    return found
+
+
+def stepped(step, cut=CUT, increment=None):
+    with step:
+        in_pieces(step, MODEL[0], 0, cut, MEAN)
+        return step.finish(increment)
+
+
+MODEL = []
+
+
+def no_tokens():
+    """All tokens masked, on all ranks."""
+    model = tiny_gpt(per_token_loss=True)
+
+    def nothing(data, model):
+        output, usual = forward_step(data, model)
+        return output, lambda output: (usual(output)[0] * 0, torch.tensor(0, dtype=torch.int), {})
+
+    step = TrainStep(model.chunks, model.optimizer)
+    step.begin()
+    in_pieces(step, model, 0, CUT, {}, function=nothing)
+    return attempt(step.finish), step.is_open
+
+
+def experts():
+    model = tiny_gpt(experts=2)
+    return attempt(TrainStep, model.chunks, model.optimizer, expected_count=10)
+
+
+def found_by(rank, world_size):
+    init_parallel()
+    MODEL.append(tiny_gpt(**GRADS))
+    found = {"grads": after_misuse(GRADS), "both": after_misuse(BOTH), "others": other_misuses()}
+    return found | {"no tokens": no_tokens(), "experts": experts()}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(found_by, 2)
+
+
+ERRORS = {
+    "call without begin": "accumulate() needs an open step: begin() was not called",
+    "finish without begin": "finish() needs an open step: begin() was not called",
+    "finish without a call": "a step needs at least one forward-backward call on this rank",
+    "no microbatch": "num_microbatches is 0; expected 1 or more",
+    "other number of microbatches": "num_microbatches is 3; the schedule was called with 2",
+    "forward only": "around one call of a schedule, with forward_only=False; found 0 of them",
+    "two schedules": "around one call of a schedule, with forward_only=False; found 2 of them",
+    "count": "count= goes together with TrainStep(..., expected_count=...)",
+    "without finish": "the `with` ended without finish(): the gradients of its calls are dropped",
+    "in the body": None,
+    "optimizer": None,
+    "forward 0": None,
+    "forward 2": None,
+    "loss 1": None,
+    "half of the backward": None,
+}
+
+
+@pytest.mark.parametrize("options", ["grads", "both"])
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_leaves_a_fresh_start(ranks, options, name):
+    for found in ranks:
+        (error, text), *state = found[options][name]
+        assert error == ("Interrupted" if ERRORS[name] is None else "MisuseError")
+        assert (ERRORS[name] or "") in text
+        config_same, largest, no_handles, machine, next_is_right = state
+        began = name not in ("call without begin", "finish without begin")
+        assert config_same
+        assert (largest == 0.0) == began
+        assert no_handles
+        assert machine == ("NOT_RUNNING_YET" if began else "INITIAL_RUN")
+        assert next_is_right
+
+
+@pytest.mark.parametrize("options", ["grads", "both"])
+def test_gradient_buffers_that_were_freed_are_seen(ranks, options):
+    for found in ranks:
+        error, text = found[options]["freed"]
+        assert error == "MisuseError"
+        assert "gradient buffers were freed while the step was open" in text
+
+
+OTHERS = {
+    "to save": "saving a checkpoint while a TrainStep of this model is open: finish() or abort() it before",
+    "finished twice": "finish() needs an open step: it was finished",
+    "scheduler without increment": "finish() needs increment=",
+    "model": "model is Linear; expected Megatron's DistributedDataParallel",
+    "no model": "model is an empty list; expected",
+    "norm": "max_grad_norm is for FSDP2",
+    "expected_count": "expected_count is 0; expected a number above 0",
+    "no count": "this step has an expected_count: each call needs its count=",
+    "count of zero": "the sum of what was counted over all ranks is 0; expected more than 0",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_misuse_is_told(ranks, name):
+    for found in ranks:
+        error, text = found["others"][name]
+        assert error == "MisuseError"
+        assert OTHERS[name] in text
+
+
+def test_a_model_has_one_open_step(ranks):
+    for found in ranks:
+        for name in ("begin twice", "another step"):
+            (error, text), still_open = found["others"][name]
+            assert error == "MisuseError"
+            assert "a step of this model is open already" in text
+            assert still_open
+        assert found["others"]["nothing to save"] == (None, None)
+
+
+def test_no_tokens_on_any_rank(ranks):
+    for found in ranks:
+        (error, text), still_open = found["no tokens"]
+        assert (error, text) == ("MisuseError", "the sum of tokens over all ranks is 0; expected more than 0")
+        assert not still_open
+
+
+def test_a_count_with_experts_asks_for_what_their_losses_weigh(ranks):
+    for found in ranks:
+        error, text = found["experts"]
+        assert error == "MisuseError"
+        assert "needs expected_microbatches" in text

@@ -1,0 +1,235 @@
+"""What a step tells, when its scheduler moves, fp16 with a dynamic loss scale, ranks without data; at 2 ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from megatron_rig import GRADS, assert_same_parameters
+from train_step_rig import in_pieces, sum_forward_step
+
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing.data import forward_step
+from megapatch.train_step import StepResult, TrainStep
+
+MEAN = {"two_tuple": True}
+TOKENS = {"masked": True}
+
+
+def scheduler_for(model):
+    """Megatron's own: the learning rate falls from 0.5 by a hundredth of it a sample."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        model.optimizer,
+        init_lr=0.5,
+        max_lr=0.5,
+        min_lr=0.0,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        lr_decay_style="linear",
+        start_wd=0.0,
+        end_wd=1.0,
+        wd_incr_steps=100,
+        wd_incr_style="linear",
+    )
+
+
+def told():
+    """Three steps of 4 microbatches in pieces, each of 10 samples to the scheduler."""
+    model = tiny_gpt(optim={"log_num_zeros_in_grad": True, "min_lr": 0.0}, per_token_loss=True)
+    step = TrainStep(model.chunks[0], model.optimizer, scheduler_for(model))
+    found = []
+    for index in range(3):
+        with step:
+            in_pieces(step, model, index, (1, 3), TOKENS)
+            result = step.finish(increment=10)
+        tokens = sum(int((batch[:, 1:] % 3 != 0).sum()) for batch in model.microbatches(index, 4))
+        found.append((result, tokens))
+    return found
+
+
+def overflowing(on_skip):
+    """fp16 whose scale is too large at first: by step, the result, the scale, the learning rate then."""
+    model = tiny_gpt(dtype="fp16", loss_scale=2.0**40, optim={"hysteresis": 1, "min_lr": 0.0}, **GRADS)
+    step = TrainStep(model.chunks, model.optimizer, scheduler_for(model), step_scheduler_on_skip=on_skip)
+    before = model.parameters()
+    with step:
+        in_pieces(step, model, 0, (1, 1), MEAN)
+        result = step.finish(increment=10)
+    assert_same_parameters(model.parameters(), before)
+    return result, float(model.optimizer.get_loss_scale()), model.optimizer.param_groups[0]["lr"]
+
+
+def many_tokens():
+    """fp16 with a dynamic scale and 1e5 tokens in a step by a count, in 1 and in 5 pieces; the same in fp32."""
+    found = {}
+    microbatches, size = 10, 625  # of 8 tokens, on 2 ranks
+    for name, dtype, cut in (
+        ("fp32", "fp32", (10,)),
+        ("one", "fp16", (10,)),
+        ("pieces", "fp16", (1, 2, 2, 2, 3)),
+    ):
+        model = tiny_gpt(dtype=dtype, loss_scale=2.0**16)
+        step = TrainStep(model.chunks, model.optimizer, expected_count=100_000)
+        batches = iter(model.microbatches(0, microbatches, micro_batch_size=size))
+        with step:
+            for count in cut:
+                step.forward_backward(
+                    forward_step_func=sum_of_all,
+                    data_iterator=iter([next(batches) for _ in range(count)]),
+                    num_microbatches=count,
+                    count=count * size * model.seq,
+                    seq_length=model.seq,
+                    micro_batch_size=size,
+                )
+            result = step.finish()
+        found[name] = result.succeeded, result.grad_norm, result.normalizer
+    return found
+
+
+def sum_of_all(data, model):
+    output, usual = forward_step(data, model)
+
+    def loss_function(output):
+        total, _, metrics = usual(output)
+        return total, metrics
+
+    return output, loss_function
+
+
+OTHER_LOSSES = {
+    "experts": {
+        "experts": 2,
+        "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+    },
+    "multi-token prediction": {"config": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}},
+}
+
+
+def counted_with(options):
+    """All tokens count, as many in each microbatch: the mean over tokens is that over microbatches. The norms, and
+    that of a model without the other loss."""
+    model, expected, without = tiny_gpt(**options), tiny_gpt(**options), tiny_gpt(**{**options, "config": {}})
+    step = TrainStep(model.chunks, model.optimizer, expected_count=128, expected_microbatches=4)
+    batches = iter(model.microbatches(0, 4))
+    with step:
+        for count in (1, 3):
+            step.forward_backward(
+                forward_step_func=sum_of_all,
+                data_iterator=iter([next(batches) for _ in range(count)]),
+                num_microbatches=count,
+                count=count * 2 * model.seq,
+                seq_length=model.seq,
+                micro_batch_size=2,
+            )
+        result = step.finish()
+    assert result.normalizer == 4 * 2 * model.seq * 2
+    norms = [one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without)]
+    assert_same_parameters(model.parameters(), expected.parameters())
+    return [result.grad_norm, *norms]
+
+
+def without_data(rank):
+    """Rank 1 has no microbatch in a step by a count; the same by hand, with all data on rank 0."""
+    found = {}
+    for name, options in {"": {}, "overlap": GRADS}.items():
+        model, alone = tiny_gpt(**options), tiny_gpt()
+        for index in range(2):
+            batches = model.microbatches(index, 2)
+            step = TrainStep(model.chunks, model.optimizer, expected_count=30)
+            step.begin()
+            if rank == 0:
+                step.forward_backward(
+                    forward_step_func=sum_forward_step,
+                    data_iterator=iter(batches),
+                    num_microbatches=2,
+                    count=sum(int((batch[:, 1:] % 3 != 0).sum()) for batch in batches),
+                    seq_length=model.seq,
+                    micro_batch_size=2,
+                )
+            norm = step.finish().grad_norm
+            found[name, index] = norm, reference(rank, alone, batches)
+            assert_same_parameters(model.parameters(), alone.parameters())
+    return found
+
+
+def reference(rank, model, batches):
+    """A step of plain autograd on rank 0's data: the norm of the gradient."""
+    model.zero_grad()
+    chunk, tokens = model.chunks[0], torch.zeros(())
+    with chunk.no_sync():
+        for batch in batches:
+            output, function = forward_step(iter([batch]), chunk, masked=True)
+            total, counted, _ = function(output)
+            tokens += counted
+            (total * (rank == 0)).backward()
+    torch.distributed.broadcast(tokens, 0)
+    # DistributedDataParallel takes the mean over ranks
+    chunk.scale_gradients(torch.distributed.get_world_size() / float(tokens))
+    chunk.finish_grad_sync()
+    return float(model.optimizer.step()[1])
+
+
+def found_by(rank, world_size):
+    init_parallel()
+    found = {"told": told(), "without data": without_data(rank), "many tokens": many_tokens()}
+    found |= {name: counted_with(options) for name, options in OTHER_LOSSES.items()}
+    return found | {on_skip: overflowing(on_skip) for on_skip in (False, True)}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(found_by, 2)
+
+
+def test_a_result_tells_what_the_step_used(ranks):
+    of_all = [sum(tokens) for tokens in zip(*[[n for _, n in found["told"]] for found in ranks], strict=True)]
+    for found in ranks:
+        for index, (result, _) in enumerate(found["told"]):
+            assert isinstance(result, StepResult)
+            assert result.succeeded
+            assert math.isfinite(result.grad_norm)
+            assert isinstance(result.num_zeros, int)
+            assert (result.num_microbatches, result.num_calls) == (4, 2)
+            assert result.normalizer == of_all[index]
+            assert result.learning_rate == pytest.approx(0.5 * (1 - 10 * index / 100))
+            assert result.weight_decay == pytest.approx(10 * index / 100)
+    assert ranks[0]["told"][2][0] == ranks[1]["told"][2][0]
+
+
+def test_after_an_overflow_the_scheduler_stays_unless_told_otherwise(ranks):
+    for found in ranks:
+        for on_skip, rate in ((False, 0.5), (True, 0.45)):
+            result, scale, later = found[on_skip]
+            assert not result.succeeded
+            assert result.grad_norm is None
+            assert result.learning_rate == 0.5
+            assert scale == 2.0**39
+            assert later == pytest.approx(rate)
+
+
+def test_many_tokens_do_not_overflow_or_get_lost_in_fp16(ranks):
+    for found in ranks:
+        (_, expected, count), *halves = (found["many tokens"][name] for name in ("fp32", "one", "pieces"))
+        assert count == 100_000
+        for succeeded, norm, normalizer in halves:
+            assert succeeded
+            assert normalizer == count
+            assert norm == pytest.approx(expected, rel=1e-2)  # of 11 bits, in sums of many
+        assert halves[0][1] == pytest.approx(halves[1][1], rel=2e-3)
+
+
+def test_a_rank_may_have_no_microbatch_where_a_count_says_what_it_weighs(ranks):
+    for found in ranks:
+        for norm, expected in found["without data"].values():
+            assert norm == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_other_losses_weigh_in_a_count_what_they_weigh_in_one_call(ranks, name):
+    for found in ranks:
+        norm, expected, without = found[name]
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert norm != pytest.approx(without, rel=1e-3)

@@ -1,0 +1,55 @@
+"""What tests of TrainStep share."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest import mock
+
+from megapatch.testing.data import forward_step
+
+
+def sum_forward_step(data, model):
+    """A loss function that returns (sum, metrics), over the tokens that count."""
+    output, usual = forward_step(data, model, masked=True)
+
+    def loss_function(output):
+        total, _, metrics = usual(output)
+        return total, metrics
+
+    return output, loss_function
+
+
+def in_pieces(train_step, model, step, cut, loss=None, function=None):
+    """The calls of an open step, with the data of Megatron's step of one call. With `loss` None, by a count of the
+    tokens; else with these options of the usual forward step."""
+    batches = iter(model.microbatches(step, sum(cut)))
+    usual = sum_forward_step if loss is None else partial(forward_step, **loss)
+    for size in cut:
+        piece = [next(batches) for _ in range(size)]
+        iterators = [iter(piece) for _ in model.chunks]
+        tokens = sum(int((batch[:, 1:] % 3 != 0).sum()) for batch in piece)
+        train_step.forward_backward(
+            forward_step_func=function or usual,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            num_microbatches=size,
+            count=tokens if loss is None else None,
+            seq_length=model.seq,
+            micro_batch_size=2,
+        )
+
+
+def allow_sequence_parallel():
+    """Torch's LayerNorm refuses it, for want of the mark that Apex's puts on its parameters; it is put on here."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    def new(cls, config, *args, **kwargs):
+        sequence_parallel = config.sequence_parallel
+        with mock.patch.object(config, "sequence_parallel", False):
+            norm = original(cls, config, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = sequence_parallel
+        return norm
+
+    WrappedTorchNorm.__new__ = new
