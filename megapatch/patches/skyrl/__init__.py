@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from ...patch import Patch
-from . import async_trainer_resume, grad_scale, pause_rollback, pipeline_seed, weight_sync_pause
+from . import (
+    accumulate_forward_backward,
+    async_trainer_resume,
+    grad_scale,
+    pause_rollback,
+    pipeline_seed,
+    weight_sync_pause,
+)
 
 PATCHES: tuple[Patch, ...] = (
+    accumulate_forward_backward.PATCH,
     async_trainer_resume.PATCH,
     grad_scale.PATCH,
     pause_rollback.PATCH,

@@ -14,16 +14,18 @@ import pytest
 import torch
 from skyrl_engines import BroadcastFailed, Engines, trainer_for
 from skyrl_rig import RELEASES, Release, find_skyrl, needs_skyrl
+from skyrl_worker import GPT, samples, worker_for
 
 from megapatch.patches.skyrl import (
     PATCHES,
+    accumulate_forward_backward,
     async_trainer_resume,
     grad_scale,
     pause_rollback,
     pipeline_seed,
     weight_sync_pause,
 )
-from megapatch.testing import check_contract, run_ranks
+from megapatch.testing import check_contract, init_parallel, run_ranks, tiny_gpt
 
 pytestmark = needs_skyrl
 
@@ -85,7 +87,23 @@ def second_stage():
     assert torch.initial_seed() == 142
 
 
+def two_calls():
+    module = here().module_of(accumulate_forward_backward.MODULES)
+    if "forward_backward" not in vars(module.MegatronPolicyWorkerBase):
+        return  # skyrl-train of PyPI
+    init_parallel()
+    norms = []
+    for cut in ((2,), (1, 1)):
+        worker = worker_for(here(), tiny_gpt(**GPT))
+        batch = samples(here(), 0, 2)
+        for index, size in enumerate(cut):
+            worker.forward_backward(batch[index : index + size])
+        norms.append(worker.optim_step())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
 SCENARIOS = {
+    accumulate_forward_backward.PATCH: two_calls,
     async_trainer_resume.PATCH: failed_sync_in_train,
     grad_scale.PATCH: scaled_loss,
     pause_rollback.PATCH: failed_pause,

@@ -1,0 +1,198 @@
+"""Several forward_backward calls before one optim_step give the gradient of all of them.
+
+Symptom   a batch that comes in several forward_backward requests (Tinker clients split large ones) trains on the
+          last request alone, silently: each call zeroes the gradients of those before it, and reduces its own.
+Upstream  fixed by NovaSky-AI/SkyRL#2008, in 0.4.0. The defect is in skyrl 0.1.0 to 0.3.0, and in checkouts from
+          2026-01-30 on; skyrl-train up to 0.3.1 has no such calls.
+Seam      the policy worker's methods. A window of calls is one `TrainStep`: forward_backward begins it where there
+          is none, runs without zeroing and within `accumulate`; optim_step reduces, once, before SkyRL's own.
+          Each LoRA adapter has a window of its own (0.3.0): SkyRL swaps gradients with the adapter.
+Limits    from 0.2.0 on SkyRL divides the policy's and cross-entropy losses by what the whole batch has, so calls
+          add up, as in 0.4.0; KL, entropy, router's and draft losses are means of each call's, added up all the
+          same. In 0.1.0 all losses are means over microbatches, of the whole window with the patch.
+          A call that raises drops the gradients of the calls before it; optim_step then raises. While a window is
+          open, offloading gradients (which loses them, in 0.4.0 too) and saving a checkpoint (which lacks them)
+          are refused.
+Numbers   change where a window has several calls; those of a window of one call stay.
+Cost      as upstream's: gradients are reduced in optim_step, after the backward pass and not during it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, MisuseError, Patch, Site, Verdict
+from ...train_step import TrainStep, open_step
+from ..probe import lacking, missing_names, missing_parameters
+
+MODULES = (
+    "skyrl_train.workers.megatron.megatron_worker",
+    "skyrl.backends.skyrl_train.workers.megatron.megatron_worker",
+)
+WORKER = "MegatronPolicyWorkerBase"
+
+_windows: weakref.WeakKeyDictionary[Any, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
+"""By worker, and its adapter: the step whose calls optim_step has not seen yet."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real methods: running them needs a model."""
+    if "forward_backward" not in vars(getattr(module, WORKER, object)):  # of its own: other backends' are right
+        return Verdict(ABSENT, f"this version has no {WORKER}.forward_backward")
+    path = f"{module.__name__}:{WORKER}"
+    zeroed_before = not missing_names(f"{path}.forward_backward", "zero_grad_buffer")
+    zeroed_after = not missing_names(f"{path}.optim_step", "zero_grad_buffer")
+    if zeroed_after and not zeroed_before:
+        return Verdict(FIXED, "optim_step zeroes gradients, forward_backward does not")
+    missing = [
+        *missing_names(
+            f"{path}.forward_backward", "zero_grad_buffer", "actor_module", "model", "forward_backward_mini_batch"
+        ),
+        *missing_names(f"{path}.optim_step", "optimizer_step", "optimizer"),
+        *missing_parameters(
+            f"{module.__name__}:MegatronModelWrapper.forward_backward_mini_batch", "micro_batches"
+        ),
+        *missing_parameters(f"{path}.offload_to_cpu", "offload_optimizer"),
+        *missing_parameters(f"{path}.save_checkpoint", "ckpt_dir"),
+    ]
+    return lacking(missing) if missing else Verdict(NEEDED, "each forward_backward zeroes what is accumulated")
+
+
+# ---------------------------------------------------------------------------- the window of a worker
+def _adapter(worker: Any) -> Any:
+    """The one whose gradients are in the buffers; None where there are no adapters to swap."""
+    return getattr(getattr(worker, "adapter_store", None), "current_id", None)
+
+
+def _window(worker: Any) -> TrainStep | None:
+    """That of the live adapter, made the open step of the model; None where optim_step has nothing to do."""
+    windows = _windows.get(worker)
+    if not windows:
+        return None
+    window, current = windows.get(_adapter(worker)), open_step(worker.actor_module)
+    if current is not None and current is not window:
+        current.set_aside()
+    if window is not None and window.is_open and window is not current:
+        window.take_up()
+    return window
+
+
+def _begun(worker: Any, calls_add_up: bool) -> TrainStep:
+    window = _window(worker)
+    if window is None:
+        window = TrainStep(worker.actor_module, worker.optimizer, calls_add_up=calls_add_up)
+        _windows.setdefault(worker, {})[_adapter(worker)] = window
+    if not window.is_open:
+        window.begin()
+    return window
+
+
+@contextlib.contextmanager
+def _in_place_of(thing: Any, name: str, value: Any) -> Iterator[None]:
+    """A method of one object alone, for a while."""
+    setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        delattr(thing, name)
+
+
+# ---------------------------------------------------------------------------- what is installed
+def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    path = f"{forward_backward.__module__}:{WORKER}.forward_backward"
+    undoes_mean = not missing_names(path, "num_microbatches")  # which it tells the loss function, to that end
+
+    @functools.wraps(forward_backward)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        window = _begun(self, calls_add_up=undoes_mean)
+        mini_batch = self.model.forward_backward_mini_batch
+        keeping = contextlib.ExitStack()
+
+        def accumulated(micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
+            keeping.close()  # by now SkyRL has zeroed what it wants to
+            with window.accumulate(len(micro_batches)):
+                return mini_batch(micro_batches, *args, **kwargs)
+
+        try:
+            with keeping, _in_place_of(self.model, "forward_backward_mini_batch", accumulated):
+                for chunk in self.actor_module:
+                    keeping.enter_context(_in_place_of(chunk, "zero_grad_buffer", lambda: None))
+                return forward_backward(self, *args, **kwargs)
+        except BaseException:
+            window.abort()
+            raise
+
+    return replacement
+
+
+def reducing(optim_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(optim_step)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        window = _window(self)
+        if window is not None:
+            if not window.is_open:
+                raise MisuseError(
+                    "optim_step(): a forward_backward() has raised, and the gradients of those before it were "
+                    "dropped with its own; call forward_backward() again, for all of them"
+                )
+            window.reduce()
+            del _windows[self][_adapter(self)]
+        return optim_step(self, *args, **kwargs)
+
+    return replacement
+
+
+def keeping_gradients(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(offload_to_cpu)
+
+    @functools.wraps(offload_to_cpu)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["offload_optimizer"]:
+            _refuse_while_open(self, "offload_to_cpu() would lose the gradients of forward_backward")
+        return offload_to_cpu(self, *args, **kwargs)
+
+    return replacement
+
+
+def between_windows(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save_checkpoint)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_while_open(self, "save_checkpoint() would leave out the gradients of forward_backward")
+        return save_checkpoint(self, *args, **kwargs)
+
+    return replacement
+
+
+def _refuse_while_open(worker: Any, what: str) -> None:
+    window = _window(worker)
+    if window is not None and window.is_open:
+        raise MisuseError(f"{what}: call optim_step() before")
+
+
+PATCH = Patch(
+    name="skyrl.accumulate-forward-backward",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/2008",
+    sites=tuple(
+        Site(
+            module=module,
+            diagnose=diagnose,
+            replace={
+                f"{WORKER}.forward_backward": accumulating,
+                f"{WORKER}.optim_step": reducing,
+                f"{WORKER}.offload_to_cpu": keeping_gradients,
+                f"{WORKER}.save_checkpoint": between_windows,
+            },
+        )
+        for module in MODULES
+    ),
+    changes_numbers=True,
+)
