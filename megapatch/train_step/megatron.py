@@ -45,6 +45,10 @@ class Backend:
 
         if max_grad_norm is not None:
             raise MisuseError("max_grad_norm is for FSDP2; Megatron's optimizer clips by its own config.clip_grad")
+        if calls_add_up and get_model_config(chunks[0]).calculate_per_token_loss:
+            raise MisuseError(
+                "calls_add_up and the model config's calculate_per_token_loss are two ways: expected one"
+            )
         if any(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for chunk in chunks):
             raise MisuseError(
                 "reuse_grad_buf_for_mxfp8_param_ag is not supported: parameters and gradients share memory"
@@ -204,7 +208,7 @@ class Backend:
         return normalizer
 
     def _may_have_none(self) -> bool:
-        """A rank without data does not hold anyone up where none waits for its messages, nor for its tokens."""
+        """A rank without data does not hold anyone up where none waits for its messages."""
         mpu = self.parallel
         sizes = (
             mpu.get_tensor_model_parallel_world_size(),
@@ -212,8 +216,7 @@ class Backend:
             mpu.get_context_parallel_world_size(),
             mpu.get_expert_model_parallel_world_size(),
         )
-        adds_up = self.calls_add_up and not self.per_token
-        return (self.expected_count is not None or adds_up) and set(sizes) == {1}
+        return (self.expected_count is not None or self.calls_add_up) and set(sizes) == {1}
 
     def _normalize(self) -> float | None:
         """Divide this rank's gradient by what the whole step has; None where Megatron's finalize is to do that."""

@@ -22,7 +22,7 @@ class StepResult:
     learning_rate, weight_decay   that this step used; the largest of the optimizer's parameter groups
     num_microbatches, num_calls   on this rank
     normalizer        what the gradient of the sum of all losses was divided by: microbatches (on this rank; with
-                      FSDP2 on all), or tokens or whatever the caller counts, over all ranks
+                      FSDP2 on all), or tokens or whatever the caller counts, over all ranks; 1 where calls add up
     """
 
     succeeded: bool
@@ -132,8 +132,9 @@ class TrainStep:
         step_scheduler_on_skip: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        if expected_count is not None and not expected_count > 0:
-            raise MisuseError(f"expected_count is {expected_count!r}; expected a number above 0")
+        for name, value in (("expected_count", expected_count), ("expected_microbatches", expected_microbatches)):
+            if value is not None and not value > 0:
+                raise MisuseError(f"{name} is {value!r}; expected a number above 0")
         if expected_count is not None and calls_add_up:
             raise MisuseError("expected_count and calls_add_up are two ways to normalize a loss: expected one")
         self._backend = _backend_for(
@@ -147,7 +148,7 @@ class TrainStep:
             max_grad_norm=max_grad_norm,
         )
         self._counts = expected_count is not None
-        self._open = self._aside = False
+        self._open = self._aside = self._in_call = False
         self._ended = "begin() was not called"
 
     @property
@@ -182,8 +183,12 @@ class TrainStep:
             raise MisuseError("this step has an expected_count: each call needs its count=")
         if not self._counts and count is not None:
             raise MisuseError("count= goes together with TrainStep(..., expected_count=...)")
-        with self._aborting(), self._backend.accumulate(num_microbatches, count) as value:
-            yield value
+        self._in_call = True
+        try:
+            with self._aborting(), self._backend.accumulate(num_microbatches, count) as value:
+                yield value
+        finally:
+            self._in_call = False
 
     def forward_backward(self, *, num_microbatches: int, count: float | None = None, **arguments: Any) -> Any:
         """`accumulate` around Megatron's own schedule for this layout, with these keyword arguments; its result.
@@ -262,6 +267,8 @@ class TrainStep:
             raise MisuseError(f"{what} needs an open step: {self._ended}")
         if self._aside:
             raise MisuseError(f"{what}: this step was set aside; take_up() before")
+        if self._in_call:
+            raise MisuseError(f"{what} within accumulate(): its body is for one call of Megatron's own schedule")
 
     def _close(self, how: str) -> None:
         if not self._aside:

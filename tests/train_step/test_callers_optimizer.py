@@ -145,7 +145,9 @@ def found_by(rank, world_size):
     aborted_aside()
     dropped()
     model = tiny_gpt()
-    both = attempt(TrainStep, model.chunks, model.optimizer, calls_add_up=True, expected_count=1)
+    both = [attempt(TrainStep, model.chunks, model.optimizer, calls_add_up=True, expected_count=1)]
+    model = tiny_gpt(per_token_loss=True)
+    both.append(attempt(TrainStep, model.chunks, model.optimizer, calls_add_up=True))
     return {"normalizers": found, "adapters": adapters(), "both": both}
 
 
@@ -175,6 +177,9 @@ def test_misuse_of_a_step_that_was_set_aside(ranks):
 
 def test_two_normalizations_are_refused(ranks):
     for found in ranks:
-        error, text = found["both"]
-        assert error == "MisuseError"
-        assert "expected_count and calls_add_up are two ways" in text
+        for (error, text), other in zip(
+            found["both"], ("expected_count", "calculate_per_token_loss"), strict=True
+        ):
+            assert error == "MisuseError"
+            assert "are two ways" in text
+            assert other in text

@@ -75,6 +75,10 @@ def misuses(model, step):
             model.forward_backward(0)
             model.forward_backward(0)
 
+    def within(call):
+        with step.accumulate(2):
+            call()
+
     def without_finish():
         with step:
             pieces()
@@ -108,6 +112,8 @@ def misuses(model, step):
         "other number of microbatches": lambda: opened(whole, 3),
         "forward only": lambda: opened(whole, forward_only=True),
         "two schedules": lambda: opened(twice_in_one),
+        "call within a call": lambda: opened(within, pieces),
+        "finish within a call": lambda: opened(within, lambda: step.finish()),
         "count": lambda: opened(lambda: step.accumulate(1, count=1).__enter__()),
         "without finish": without_finish,
         "in the body": in_the_body,
@@ -174,6 +180,7 @@ def other_misuses():
     found["scheduler without increment"] = attempt(stepped, TrainStep(model.chunks, model.optimizer, Scheduler()))
     found["model"] = attempt(TrainStep, torch.nn.Linear(1, 1), model.optimizer)
     found["no model"] = attempt(TrainStep, [], model.optimizer)
+    found["microbatches"] = attempt(TrainStep, model.chunks, model.optimizer, expected_microbatches=0)
     found["norm"] = attempt(TrainStep, model.chunks, model.optimizer, max_grad_norm=1.0)
     found["expected_count"] = attempt(TrainStep, model.chunks, model.optimizer, expected_count=0)
     counting = TrainStep(model.chunks, model.optimizer, expected_count=10)
@@ -234,6 +241,8 @@ ERRORS = {
     "other number of microbatches": "num_microbatches is 3; the schedule was called with 2",
     "forward only": "around one call of a schedule, with forward_only=False; found 0 of them",
     "two schedules": "around one call of a schedule, with forward_only=False; found 2 of them",
+    "call within a call": "accumulate() within accumulate(): its body is for one call",
+    "finish within a call": "finish() within accumulate(): its body is for one call",
     "count": "count= goes together with TrainStep(..., expected_count=...)",
     "without finish": "the `with` ended without finish(): the gradients of its calls are dropped",
     "in the body": None,
@@ -277,6 +286,7 @@ OTHERS = {
     "no model": "model is an empty list; expected",
     "norm": "max_grad_norm is for FSDP2",
     "expected_count": "expected_count is 0; expected a number above 0",
+    "microbatches": "expected_microbatches is 0; expected a number above 0",
     "no count": "this step has an expected_count: each call needs its count=",
     "count of zero": "the sum of what was counted over all ranks is 0; expected more than 0",
 }

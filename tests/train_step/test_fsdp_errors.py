@@ -153,6 +153,7 @@ def of_construction(rank):
         "tensor parallel": attempt(TrainStep, tensor_parallel, optimizers(tensor_parallel)[0]),
         "two meshes": attempt(TrainStep, two, optimizers(two)[0]),
         "norm": attempt(TrainStep, sharded.model, sharded.optimizer, max_grad_norm=0),
+        "added up": attempt(TrainStep, sharded.model, sharded.optimizer, calls_add_up=True),
         "not sharded": attempt(TrainStep, plain_model(), sharded.optimizer),
         "open": attempt(lambda: [sharded.train_step.begin() for _ in range(2)]),
     }
@@ -218,6 +219,7 @@ CONSTRUCTION = {
     "tensor parallel": "with FSDP2 all ranks have to be data parallel",
     "two meshes": "with FSDP2 all ranks have to be data parallel",
     "norm": "max_grad_norm is 0; expected a number above 0, or None",
+    "added up": "calls_add_up is for Megatron",
     "not sharded": "model is Tiny; expected Megatron's DistributedDataParallel, a list of them, or a module with",
     "open": "a step of this model is open already",
 }
