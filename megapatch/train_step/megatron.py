@@ -45,10 +45,6 @@ class Backend:
 
         if max_grad_norm is not None:
             raise MisuseError("max_grad_norm is for FSDP2; Megatron's optimizer clips by its own config.clip_grad")
-        if calls_add_up and get_model_config(chunks[0]).calculate_per_token_loss:
-            raise MisuseError(
-                "calls_add_up and the model config's calculate_per_token_loss are two ways: expected one"
-            )
         if any(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for chunk in chunks):
             raise MisuseError(
                 "reuse_grad_buf_for_mxfp8_param_ag is not supported: parameters and gradients share memory"
@@ -146,13 +142,15 @@ class Backend:
                 return 1.0, num_microbatches / (self.expected_microbatches or num_microbatches)
             weight = num_microbatches / self.divisor
             return weight, weight
-        context_parallel = self.parallel.get_context_parallel_world_size()
         if self.per_token:
             # A sum of two is divided by the call's microbatches all the same, times context parallel; a router's
             # loss is not, and is multiplied by the tokens there.
-            return num_microbatches / (context_parallel * self.expected_count), 1.0 / self.expected_count
-        others = num_microbatches / (self.expected_microbatches or 1) / self._data_parallel_size()
-        return num_microbatches / self.expected_count, others
+            loss = num_microbatches / (self.parallel.get_context_parallel_world_size() * self.expected_count)
+            others = 1.0 / self.expected_count
+        else:
+            loss = num_microbatches / self.expected_count
+            others = num_microbatches / (self.expected_microbatches or 1) / self._data_parallel_size()
+        return 1.0 if self.calls_add_up else loss, others
 
     def _scaling(self, scale: Callable[..., Any] | None, loss: float, others: float) -> Callable[..., Any]:
         def scaled(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,12 +222,12 @@ class Backend:
             normalizer = self._total_count()
             check_normalizer(normalizer, "what was counted")
             factor = self.expected_count / normalizer
-            if not self.per_token:  # where ranks are averaged
+            if not self.per_token and not self.calls_add_up:  # where ranks are averaged
                 factor *= self._data_parallel_size()
-        elif self.per_token:
-            return None
         elif self.calls_add_up:
             return 1.0
+        elif self.per_token:
+            return None
         else:
             normalizer = float(self.microbatches)
             factor = self.divisor / normalizer
@@ -250,7 +248,8 @@ class Backend:
         from megatron.core.distributed import finalize_model_grads
 
         finalize = self.config.finalize_model_grads_func or finalize_model_grads
-        num_tokens = self.num_tokens if self.expected_count is None else None
+        by_tokens = self.expected_count is None and not self.calls_add_up
+        num_tokens = self.num_tokens if by_tokens else None
         finalize(self.chunks, num_tokens, **self.finalize_arguments)
 
     def _over_model_parallel(

@@ -85,7 +85,7 @@ class TrainStep:
     scheduler   Megatron's OptimizerParamScheduler, or torch's; None where there is none
     expected_count          see "count" below
     expected_microbatches   about how many microbatches a rank has in a step; see below
-    calls_add_up            each call's loss is divided already by what the whole step has; see "added up" below
+    calls_add_up            losses are divided by the caller; see "added up" below
     step_scheduler_on_skip  whether the scheduler goes on after a step that was skipped for an overflow. Megatron's
                             own train() does not; NeMo-RL does.
     max_grad_norm           with FSDP2: clip gradients to this norm. Megatron's optimizer has its own clip_grad.
@@ -107,7 +107,9 @@ class TrainStep:
     added up `calls_add_up` is set: the sum of the gradients that each call alone would give, for a caller who has
              divided the losses by what the whole step comes to. Others (a router's, multi-token prediction's)
              are means of each call's, added up; with `expected_microbatches` they are divided by these instead,
-             which then have to be exact. Not with FSDP2.
+             which then have to be exact. A caller who does not know yet what the step comes to divides by an
+             `expected_count`, gives each call its count, and the sum is multiplied by expected_count over the
+             sum of the counts (others as in "count"). Tokens that Megatron counts count nothing. Not with FSDP2.
 
     With FSDP2 the mean is over all microbatches of all ranks, each of which weighs the same. A rank that has fewer
     of them in a call makes passes whose loss counts nothing.
@@ -135,8 +137,6 @@ class TrainStep:
         for name, value in (("expected_count", expected_count), ("expected_microbatches", expected_microbatches)):
             if value is not None and not value > 0:
                 raise MisuseError(f"{name} is {value!r}; expected a number above 0")
-        if expected_count is not None and calls_add_up:
-            raise MisuseError("expected_count and calls_add_up are two ways to normalize a loss: expected one")
         self._backend = _backend_for(
             model,
             optimizer,
