@@ -163,6 +163,12 @@ NOT_COMPILED = {
             "workers.megatron.megatron_model_wrapper:MegatronModelWrapper.__init__",
         )
     ),
+    # Nor what a worker does for its driver.
+    *(
+        f"{package}.workers.megatron.megatron_worker:MegatronPolicyWorkerBase.{name}"
+        for package in ("skyrl_train", "skyrl.backends.skyrl_train")
+        for name in ("forward_backward", "optim_step", "offload_to_cpu", "save_checkpoint")
+    ),
     *(
         f"{package}.{target}"
         for package in ("skyrl_train", "skyrl.backends.skyrl_train")
