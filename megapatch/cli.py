@@ -140,7 +140,7 @@ def explain(names: Sequence[str]) -> int:
             print(f"Link      {patch.upstream}")
             print(f"Numbers   {'changed' if patch.changes_numbers else 'not changed'} in a run that did not crash")
             for site in patch.sites:
-                print(f"Site      {site.module}: {', '.join(site.replace)}")
+                print(f"Site      {site.module}: {', '.join(site.paths)}")
             print()
     return WELL
 

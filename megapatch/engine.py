@@ -134,7 +134,7 @@ class Engine:
     def _consider(self, found: Iterable[tuple[SiteRecord, ModuleType | None]]) -> None:
         """Consider these sites, then look for other holders of what was replaced, once for all of them."""
         fresh = [record for record, module in found if module is not None and record.consider(module)]
-        originals = [one.original for record in fresh for one in record.installed]
+        originals = [one.original for record in fresh for one in record.installed if not one.inherited]
         places = holders.find(originals, [path for record in fresh for path in record.site.holders])
         for record in fresh:
             with record.lock:  # someone may have restored it by now

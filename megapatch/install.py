@@ -1,97 +1,19 @@
-"""Changes a site's targets all or none, and undoes it.
-
-What is installed is an ordinary function, never a wrapt proxy: torch.compile silently drops a proxy's body,
-and a proxy cannot be pickled or deep-copied.
-"""
+"""Changes a site's targets all or none, and undoes it."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-import wrapt
-
 from . import holders
-from .patch import MARK, MegapatchError, Site
+from .patch import MegapatchError, Site
+from .target import Added, Installed, Rebuilt
 
 
 class RestoreError(MegapatchError):
     """A target could not be put back because someone has patched on top of megapatch."""
-
-
-class Installed:
-    """One target that has been replaced.
-
-    target: ``"module:Class.attribute"``. rebound: other places, as ``"module:name"``, that held the original.
-    """
-
-    __slots__ = ("attribute", "inherited", "module", "original", "parent", "rebound", "replacement", "target")
-
-    def __init__(self, patch_name: str, module: ModuleType, path: str, factory: Any) -> None:
-        self.module, self.target = module, f"{module.__name__}:{path}"
-        self.parent, self.attribute, self.original = wrapt.resolve_path(module, path)
-        self.inherited = self.attribute not in vars(self.parent)
-        self.rebound: tuple[str, ...] = ()
-        replacement = factory(self.original)
-        if type(replacement) is not FunctionType:
-            raise TypeError(
-                f"the replacement for {self.target} is a {type(replacement).__name__}, not a plain function"
-            )
-        setattr(replacement, MARK, patch_name)
-        if self.inherited:  # pickle goes by these, and would find the parent's
-            replacement.__module__ = self.parent.__module__
-            replacement.__qualname__ = f"{self.parent.__qualname__}.{self.attribute}"
-        self.replacement = replacement
-
-    @property
-    def current(self) -> Any:
-        """What the module has at the target's path now (after a reload, in the new class); None for nothing."""
-        try:
-            return self._resolve()[2]
-        except AttributeError:
-            return None
-
-    def _resolve(self) -> tuple[Any, str, Any]:
-        """Parent, attribute and value, of what the module has now."""
-        found: tuple[Any, str, Any] = wrapt.resolve_path(self.module, self.target.partition(":")[2])
-        return found
-
-    @property
-    def is_in_place(self) -> bool:
-        return self.current is self.replacement
-
-    @property
-    def was_reloaded(self) -> bool:
-        """Whether the module's own code is at the target anew, as after `importlib.reload`.
-
-        Seen below decorators. What others have put around the old code, with or without us, is not new. What was
-        inherited, and is again, is anew where the class is.
-        """
-        if self.inherited and self.current is not None:
-            parent, attribute, _ = self._resolve()
-            if attribute not in vars(parent):
-                return parent is not self.parent
-        code, old = inspect.unwrap(self.current), inspect.unwrap(self.original)
-        return code is not old and getattr(code, "__globals__", None) is vars(self.module)
-
-    def overwritten_by(self) -> str:
-        """Who stands at the target instead of us, in words."""
-        other = self.current
-        if other is None:
-            return "nothing"
-        return f"{getattr(other, '__module__', '?')}.{getattr(other, '__qualname__', repr(other))}"
-
-    def put_in(self) -> None:
-        setattr(self.parent, self.attribute, self.replacement)
-
-    def put_back(self) -> None:
-        if self.inherited:
-            delattr(self.parent, self.attribute)
-        else:
-            setattr(self.parent, self.attribute, self.original)
 
 
 def install(patch_name: str, module: ModuleType, site: Site) -> tuple[Installed, ...]:
@@ -99,17 +21,22 @@ def install(patch_name: str, module: ModuleType, site: Site) -> tuple[Installed,
 
     Raises whatever finding a target or a patch's factory raises; the module is then as it was.
     """
-    found = tuple(Installed(patch_name, module, path, factory) for path, factory in site.replace.items())
+    kinds = {Installed: site.replace, Added: site.add}
+    found = [kind(patch_name, module, path, make) for kind, ones in kinds.items() for path, make in ones.items()]
     done: list[Installed] = []
     try:
         for one in found:
+            one.put_in()
+            done.append(one)
+        for path, make in site.rebuild.items():  # of what is in place by now
+            one = Rebuilt(patch_name, module, path, make)
             one.put_in()
             done.append(one)
     except BaseException:
         for one in reversed(done):
             one.put_back()
         raise
-    return found
+    return tuple(done)
 
 
 def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
@@ -120,8 +47,9 @@ def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
     check_in_place(installed)
     for one in reversed(installed):
         one.put_back()
-    found = holders.find([one.replacement for one in installed], site.holders)
-    for one in installed:
+    replaced = [one for one in installed if one.original is not None]
+    found = holders.find([one.replacement for one in replaced], site.holders)
+    for one in replaced:
         for holder in found.get(id(one.replacement), ()):
             holder.swap(one.replacement, one.original)
 
@@ -161,9 +89,11 @@ def left_behind(installed: tuple[Installed, ...]) -> list[str]:
     ]
 
 
-def _parts(function: FunctionType) -> set[int]:
+def _parts(function: Any) -> set[int]:
     """The ids of a function and of what holds it together: its attributes, its closures, functions in those."""
     found: set[int] = set()
+    if not isinstance(function, FunctionType):
+        return {id(function)}
     todo = [function]
     while todo:
         one = todo.pop()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -82,14 +82,24 @@ class Site:
         process group, and leaves no trace.
     replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
         and returns the plain function to install.
+    add: attribute path where nothing is, to the plain function to put there.
+    rebuild: path of an object that was made of the others, such as a Ray actor class, to a factory that takes it
+        and returns a new one; it is called when all else is in place.
     holders: dictionaries and classes, as ``"module:path"``, that hold an original by value and want the
         replacement. Names at module level are found without being declared.
     """
 
     module: str
     diagnose: Callable[[ModuleType], Verdict]
-    replace: Mapping[str, Callable[[Any], Callable[..., Any]]]
+    replace: Mapping[str, Callable[[Any], Callable[..., Any]]] = field(default_factory=dict)
     holders: tuple[str, ...] = ()
+    add: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    rebuild: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Of all targets, in the order in which they are installed."""
+        return (*self.replace, *self.add, *self.rebuild)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,9 @@ import traceback
 from types import ModuleType
 
 from . import versions
-from .install import Installed, install, uninstall
+from .install import install, uninstall
 from .patch import NEEDS_ATTENTION, Patch, Site, Status, Verdict, VerdictKind
+from .target import Installed
 
 log = logging.getLogger("megapatch")
 

@@ -17,10 +17,10 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from ..engine import Engine
-from ..install import Installed
 from ..patch import Patch
 from ..settings import Settings
 from ..site_record import SiteRecord
+from ..target import Added, Installed, Rebuilt
 from ._orders import import_targets
 
 
@@ -65,13 +65,16 @@ def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
 
 def _looks(one: Installed) -> Iterator[str]:
     """Whether the replacement can stand in for the original wherever functions go."""
+    if isinstance(one, Rebuilt):
+        return
     function = one.current
     if type(function) is not FunctionType:
         yield f"{one.target} is a {type(function).__name__}, not a plain function"
-    if inspect.signature(function) != inspect.signature(one.original):
-        yield f"{one.target} has another signature: {inspect.signature(function)}"
-    if (function.__name__, function.__doc__) != (one.original.__name__, one.original.__doc__):
-        yield f"{one.target} has lost its name or docstring (functools.wraps keeps them)"
+    if not isinstance(one, Added):
+        if inspect.signature(function) != inspect.signature(one.original):
+            yield f"{one.target} has another signature: {inspect.signature(function)}"
+        if (function.__name__, function.__doc__) != (one.original.__name__, one.original.__doc__):
+            yield f"{one.target} has lost its name or docstring (functools.wraps keeps them)"
     if copy.deepcopy(function) is not function:
         yield f"{one.target} is another one once copied"
     for pickler in ("pickle", "cloudpickle"):
@@ -92,7 +95,7 @@ def _contents(record: SiteRecord) -> dict[str, Any]:
     if module is None:
         return {}
     found = {f"{module.__name__}:{name}": value for name, value in vars(module).items()}
-    for path in record.site.replace:
+    for path in record.site.paths:
         owner: Any = module
         for name in path.split(".")[:-1]:
             owner = getattr(owner, name, None)

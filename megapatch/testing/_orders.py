@@ -73,7 +73,7 @@ def held_by_name(engine: Engine) -> None:
     holder = types.ModuleType("megapatch_contract_holder")
     sys.modules[holder.__name__] = holder
     for record in engine.records:
-        for path in record.site.replace if record.site.module in sys.modules else ():
+        for path in (*record.site.replace, *record.site.rebuild) if record.site.module in sys.modules else ():
             target = f"{record.site.module}:{path}"
             if "." not in path:
                 function = getattr(sys.modules[record.site.module], path)

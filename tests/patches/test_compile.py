@@ -189,7 +189,7 @@ NOT_COMPILED = {
 
 
 def targets():
-    return [f"{site.module}:{path}" for patch in PATCHES for site in patch.sites for path in site.replace]
+    return [f"{site.module}:{path}" for patch in PATCHES for site in patch.sites for path in site.paths]
 
 
 def test_every_target_is_called_here():

@@ -1,0 +1,142 @@
+"""Targets that are added where nothing was, and objects that are rebuilt of what was changed."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+
+import pytest
+from engine_rig import make_engine, needed, status_of
+
+from megapatch import Patch, RestoreError, Site
+
+SOURCE = f"""
+from {__name__} import Actor
+
+class Base:
+    def greet(self):
+        raise NotImplementedError
+
+class Worker(Base):
+    def name(self):
+        return "worker"
+
+actor = Actor(Worker)
+"""
+
+
+class Actor:
+    """Takes the methods that a class has when it is made, as Ray does."""
+
+    def __init__(self, cls):
+        self.methods = {name: value for name, value in vars(cls).items() if callable(value)}
+        self.cls = cls
+
+
+def greet(self):
+    return f"hello {self.name()}"
+
+
+def louder(name):
+    def replacement(self):
+        return name(self) + "!"
+
+    return replacement
+
+
+def again(actor):
+    return type(actor)(actor.cls)
+
+
+def fails(actor):
+    raise LookupError("no such actor")
+
+
+def engine_for(name, rebuild=again, **more):
+    site = Site(
+        name, needed, replace={"Worker.name": louder}, add={"Worker.greet": greet}, rebuild={"actor": rebuild}
+    )
+    patch = Patch("test.greeting", "Workers greet.", "https://example.com/issues/1", sites=(site,))
+    return make_engine(patch)
+
+
+@pytest.fixture
+def name(modules):
+    return modules.write(SOURCE)
+
+
+def test_what_is_rebuilt_has_what_was_added_and_replaced(modules, name):
+    target = importlib.import_module(name)
+    other = importlib.import_module(modules.write(f"from {name} import actor\n", stem="other"))
+    worker = target.Worker()
+    engine_for(name).activate()
+    assert target.actor.methods["greet"] is greet
+    assert target.actor.methods["name"](worker) == "worker!"
+    assert worker.greet() == "hello worker!"
+    assert other.actor is target.actor
+
+
+def test_restore_deletes_what_was_added_and_gives_back_what_was_rebuilt(modules, name):
+    target = importlib.import_module(name)
+    other = importlib.import_module(modules.write(f"from {name} import actor\n", stem="other"))
+    before = dict(vars(target.Worker)), target.actor
+    engine = engine_for(name)
+    engine.activate()
+    engine.restore()
+    assert (dict(vars(target.Worker)), target.actor) == before
+    assert other.actor is before[1]
+    with pytest.raises(NotImplementedError):
+        target.Worker().greet()
+
+
+def test_what_was_added_is_pickled_by_its_own_name(name):
+    target = importlib.import_module(name)
+    engine_for(name).activate()
+    assert pickle.loads(pickle.dumps(target.Worker.greet)) is greet
+    assert greet.__module__ == __name__
+
+
+def test_a_rebuild_that_fails_leaves_everything_as_it_was(name):
+    target = importlib.import_module(name)
+    before = dict(vars(target.Worker)), target.actor
+    engine = engine_for(name, rebuild=fails)
+    engine.activate()
+    assert (dict(vars(target.Worker)), target.actor) == before
+    assert status_of(engine) == "failed"
+    assert engine.records[0].reason == "LookupError: no such actor"
+
+
+def test_what_is_there_is_not_added(modules):
+    name = modules.write(SOURCE + "Worker.greet = print\n")
+    target = importlib.import_module(name)
+    engine = engine_for(name)
+    engine.activate()
+    assert status_of(engine) == "failed"
+    assert "Worker.greet is to be added, and is there already" in engine.records[0].reason
+    assert target.Worker().name() == "worker"
+
+
+def test_a_reloaded_module_gets_all_of_it_again(name):
+    target = importlib.import_module(name)
+    engine = engine_for(name)
+    engine.activate()
+    importlib.reload(target)
+    assert status_of(engine) == "pending"
+    engine.apply()
+    assert status_of(engine) == "applied"
+    assert target.Worker().greet() == "hello worker!"
+    assert target.actor.methods["greet"] is greet
+
+
+@pytest.mark.parametrize("attribute", ["Worker.greet", "actor"])
+def test_what_someone_has_put_in_our_place_is_told(name, attribute):
+    target = importlib.import_module(name)
+    engine = engine_for(name)
+    engine.activate()
+    if attribute == "actor":
+        target.actor = object()
+    else:
+        target.Worker.greet = len
+    assert status_of(engine) == "overwritten"
+    with pytest.raises(RestoreError, match=attribute):
+        engine.restore()
