@@ -32,6 +32,7 @@ def test_the_repaired_run_equals_the_plain_one():
 
 
 @needs_megatron
+@pytest.mark.thorough
 def test_it_fails_when_nothing_is_repaired():
     shown = run("demo", MEGAPATCH_DISABLE="megatron.forward-pre-hook")
     assert shown.returncode == 1

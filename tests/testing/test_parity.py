@@ -12,6 +12,8 @@ from megatron_rig import GRADS as OVERLAP
 
 from megapatch.testing import RanksFailed, RanksTimedOut, init_parallel, run_ranks, tiny_gpt
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 3
 MICROBATCHES = 4  # of the global batch
 

@@ -17,13 +17,14 @@ from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing.data import forward_step
 from megapatch.train_step import TrainStep
 
+pytestmark = pytest.mark.thorough
 MEAN = {"two_tuple": True}
 # Both ranks have to do the same, so that nothing is left to chance.
 SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=25,
+    max_examples=15,
     stateful_step_count=25,
     suppress_health_check=list(HealthCheck),
 )

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accumulate_rollouts.py"
 
 
+@pytest.mark.thorough
 def test_rollouts_that_are_accumulated_are_the_step_of_one_call():
     shown = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True).stdout
     norms = re.findall(r"gradient norm (\S+), in one call (\S+)", shown)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from megapatch.testing import run_ranks
 
+pytestmark = pytest.mark.thorough  # needs no Megatron at all
 STEPS = range(3)
 CUTS = {  # microbatches of each rank, by call
     "one call": ((4, 4),),

@@ -15,6 +15,7 @@ from megapatch.patch import MisuseError
 from megapatch.testing import run_ranks
 from megapatch.train_step import TrainStep
 
+pytestmark = pytest.mark.thorough  # needs no Megatron at all
 FIRST = ("before the model", "forward", "backward")  # also in the first pass ever
 CUT = ((1, 2), (2, 1))
 PLACES = ("before the model", "forward", "backward", "second backward", "loss", "body", "optimizer", "abort")

@@ -13,6 +13,8 @@ from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing.data import forward_step
 from megapatch.train_step import StepResult, TrainStep
 
+pytestmark = pytest.mark.thorough
+
 MEAN = {"two_tuple": True}
 TOKENS = {"masked": True}
 

@@ -23,6 +23,8 @@ from slime_rig import Fault, SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, mean_loss, run_ranks, tiny_gpt
 
+pytestmark = pytest.mark.thorough
+
 OPTIONS = {
     "grads": {**ADAM, **GRADS, "use_distributed_optimizer": True},
     "both": BOTH,
