@@ -123,7 +123,7 @@ class Backend:
             hooks["param_sync_func"] = None
         for name in ("moe_grad_scale_func", "mtp_grad_scale_func"):  # from 0.19 on
             if getattr(config, name, None) is not None:
-                hooks[name] = self._scaling(getattr(config, name), others, others)
+                hooks[name] = _times(getattr(config, name), others)
         before = {name: getattr(config, name) for name in hooks}
         try:
             for name, value in hooks.items():
@@ -286,6 +286,10 @@ class Backend:
 
     def _device(self) -> Any:
         return self.chunks[0].buffers[0].grad_data.device
+
+
+def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:
+    return lambda: scale() * weight
 
 
 def _is_freed(chunk: Any) -> bool:

@@ -110,6 +110,9 @@ OTHER_LOSSES = {
 }
 
 
+SCALES = {"experts": "moe_grad_scale_func", "multi-token prediction": "mtp_grad_scale_func"}
+
+
 def counted_with(options):
     """All tokens count, as many in each microbatch: the mean over tokens is that over microbatches. The norms, and
     that of a model without the other loss."""
@@ -131,6 +134,22 @@ def counted_with(options):
     norms = [one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without)]
     assert_same_parameters(model.parameters(), expected.parameters())
     return [result.grad_norm, *norms]
+
+
+def with_scales_of_their_own(options, name):
+    """The norms of a step in pieces, of one call, and of one call with the loss's own scale; None where Megatron
+    (up to 0.18) has no such thing."""
+    model, expected, without = (tiny_gpt(**options) for _ in range(3))
+    if not hasattr(model.config, name):
+        return None
+    for one in (model, expected):
+        setattr(one.config, name, lambda: 3.0)
+    before = dict(vars(model.config))
+    with TrainStep(model.chunks, model.optimizer) as step:
+        in_pieces(step, model, 0, (1, 3), MEAN)
+        norm = step.finish().grad_norm
+    assert vars(model.config) == before
+    return [norm, *(one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without))]
 
 
 def without_data(rank):
@@ -178,6 +197,8 @@ def found_by(rank, world_size):
     init_parallel()
     found = {"told": told(), "without data": without_data(rank), "many tokens": many_tokens()}
     found |= {name: counted_with(options) for name, options in OTHER_LOSSES.items()}
+    for name, function in SCALES.items():
+        found[function] = with_scales_of_their_own(OTHER_LOSSES[name], function)
     return found | {on_skip: overflowing(on_skip) for on_skip in (False, True)}
 
 
@@ -234,4 +255,14 @@ def test_other_losses_weigh_in_a_count_what_they_weigh_in_one_call(ranks, name):
     for found in ranks:
         norm, expected, without = found[name]
         assert norm == pytest.approx(expected, rel=1e-5)
+        assert norm != pytest.approx(without, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", SCALES.values())
+def test_scales_of_their_own_hold_in_each_call(ranks, name):
+    for found in ranks:
+        if found[name] is None:
+            pytest.skip("Megatron has it from 0.19 on")
+        norm, expected, without = found[name]
+        assert norm == pytest.approx(expected, rel=1e-6)
         assert norm != pytest.approx(without, rel=1e-3)
