@@ -285,7 +285,7 @@ class Backend:
         return int(self.parallel.get_data_parallel_world_size())
 
     def _device(self) -> Any:
-        return self.chunks[0].buffers[0].grad_data.device
+        return next(self.chunks[0].parameters()).device  # there may be no gradient buffer: all may be frozen
 
 
 def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:
