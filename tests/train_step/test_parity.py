@@ -69,7 +69,7 @@ COUNTS = {  # the sum of losses by tokens counted by the caller, against calcula
 }
 
 
-# With each Megatron; the others with some: they differ in what Megatron's versions do alike.
+# With each Megatron; the others with the newest: they differ in what its versions do alike.
 WITH_EACH = {
     "dp2, tokens, overlap",
     "dp2, distributed optimizer, both",
