@@ -24,7 +24,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=15,
+    max_examples=10,
     stateful_step_count=25,
     suppress_health_check=list(HealthCheck),
 )
