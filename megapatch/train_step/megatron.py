@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..ddp import MODULE, forget_interrupted_window, settle_grad_reduces
+from ..ddp import MODULE, settle_grad_reduces
 from ..patch import MisuseError
 from ..rerun import before_interrupted_step, machine_of_this_process
 from .step import StepResult, check_normalizer, used_by_optimizer
@@ -272,7 +272,6 @@ class Backend:
     def abort(self) -> None:
         for chunk in self.chunks:
             settle_grad_reduces(chunk)
-            forget_interrupted_window(chunk)
             if not _is_freed(chunk):
                 chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

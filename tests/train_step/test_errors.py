@@ -102,6 +102,11 @@ def misuses(model, step):
         with mock.patch.object(model.optimizer, "step", side_effect=Interrupted):
             step.finish()
 
+    def finalize_fails():
+        pieces()
+        with mock.patch.object(model.config, "finalize_model_grads_func", side_effect=Interrupted):
+            step.finish()
+
     def half_way():
         with raising_half_way(model, 2):
             pieces()
@@ -120,6 +125,7 @@ def misuses(model, step):
         "without finish": without_finish,
         "in the body": in_the_body,
         "optimizer": lambda: opened(optimizer_fails),
+        "finalize": lambda: opened(finalize_fails),
         "forward 0": lambda: opened(pieces, function=raising_in("forward", 0)),
         "forward 2": lambda: opened(pieces, function=raising_in("forward", 2)),
         "loss 1": lambda: opened(pieces, function=raising_in("loss", 1)),
@@ -128,7 +134,7 @@ def misuses(model, step):
     }
 
 
-OF_BOTH = ("optimizer", "forward 0", "loss 1", "half of the backward", "freed")
+OF_BOTH = ("optimizer", "finalize", "forward 0", "loss 1", "half of the backward", "freed")
 
 
 def state_of(model):
@@ -251,6 +257,7 @@ ERRORS = {
     "without finish": "the `with` ended without finish(): the gradients of its calls are dropped",
     "in the body": None,
     "optimizer": None,
+    "finalize": None,
     "forward 0": None,
     "forward 2": None,
     "loss 1": None,
