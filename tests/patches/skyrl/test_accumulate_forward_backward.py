@@ -97,6 +97,11 @@ def with_errors(release):
     broken["advantages"] = broken["advantages"].clone()
     broken["advantages"][-1] = float("nan")
     found["call"] = attempt(worker.forward_backward, broken)
+    worker.forward_backward(batch[:1])
+    found["no loss"] = attempt(worker.forward_backward, None)  # raises before the schedule
+    found["step after that"] = attempt(worker.optim_step)
+    worker.forward_backward(batch[:1])
+    attempt(worker.forward_backward, broken)
     found["gradients"] = max(float(gradient.abs().max()) for gradient in model.gradients().values())
     found["shadows"] = "forward_backward_mini_batch" in vars(worker.model) or any(
         "zero_grad_buffer" in vars(chunk) for chunk in model.chunks
@@ -106,6 +111,7 @@ def with_errors(release):
     found["norms"] = worker.optim_step(), (calls(other, release, 1, (SAMPLES,)), other.optim_step())[1]
     assert_same_parameters(model.parameters(), reference.parameters())
     worker.offload_to_cpu()
+    found["step without a call"] = attempt(worker.optim_step)
     return found
 
 
@@ -248,9 +254,12 @@ def test_errors(repaired):
         assert errors["call"] == ("ValueError", "an advantage is not a number")
         assert errors["gradients"] == 0.0
         assert not errors["shadows"]
-        kind, text = errors["step"]
-        assert kind == "MisuseError"
-        assert "the gradients of those before it were dropped" in text
+        assert errors["no loss"][0] not in (None, "MisuseError")
+        for name in ("step", "step after that"):
+            kind, text = errors[name]
+            assert kind == "MisuseError"
+            assert "the gradients of those before it were dropped" in text
+        assert errors["step without a call"][0] is None  # as without the patch
         assert errors["norms"][0] == pytest.approx(errors["norms"][1], rel=1e-6)
         assert errors["done"] == ["save", "offload", "offload"]
 
