@@ -7,10 +7,17 @@ from unittest import mock
 
 from megapatch.testing.data import forward_step
 
+MEAN = {"two_tuple": True}
+MOE = {
+    "experts": 2,
+    "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+}
+MTP = {"config": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}}
 
-def sum_forward_step(data, model):
+
+def sum_forward_step(data, model, masked=True):
     """A loss function that returns (sum, metrics), over the tokens that count."""
-    output, usual = forward_step(data, model, masked=True)
+    output, usual = forward_step(data, model, masked=masked)
 
     def loss_function(output):
         total, _, metrics = usual(output)

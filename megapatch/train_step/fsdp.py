@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..patch import MisuseError
-from .step import StepResult, check_normalizer, used_by_optimizer
+from .step import Options, StepResult, check_normalizer, used_by_optimizer
 
 MODULE = "torch.distributed.fsdp"
 
@@ -46,25 +46,15 @@ class Backward:
 class Backend:
     fewest_microbatches = 0
 
-    def __init__(
-        self,
-        chunks: list[Any],
-        optimizer: Any,
-        scheduler: Any,
-        *,
-        expected_count: float | None,
-        expected_microbatches: int | None,
-        calls_add_up: bool,
-        step_scheduler_on_skip: bool,
-        max_grad_norm: float | None,
-    ) -> None:
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise MisuseError(f"max_grad_norm is {max_grad_norm!r}; expected a number above 0, or None")
-        if calls_add_up:
+    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any, options: Options) -> None:
+        self.max_grad_norm = options.max_grad_norm
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise MisuseError(f"max_grad_norm is {self.max_grad_norm!r}; expected a number above 0, or None")
+        if options.calls_add_up:
             raise MisuseError("calls_add_up is for Megatron; with FSDP2 expected a mean or an expected_count")
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
-        self.expected_count, self.expected_microbatches = expected_count, expected_microbatches
-        self.max_grad_norm = max_grad_norm
+        self.expected_count = options.expected_count
+        self.expected_microbatches = options.expected_microbatches
         self.mesh = _mesh_of(self._parameters())
         self.drawn: list[Any] = []  # by the last microbatch: stays over steps, for passes that count nothing
         self._forget()

@@ -16,7 +16,7 @@ from typing import Any
 from ..ddp import MODULE, settle_grad_reduces
 from ..patch import MisuseError
 from ..rerun import before_interrupted_step, machine_of_this_process
-from .step import StepResult, check_normalizer, used_by_optimizer
+from .step import Options, StepResult, check_normalizer, used_by_optimizer
 
 
 def chunks_of(model: Any) -> list[Any] | None:
@@ -28,34 +28,23 @@ def chunks_of(model: Any) -> list[Any] | None:
 class Backend:
     fewest_microbatches = 1
 
-    def __init__(
-        self,
-        chunks: list[Any],
-        optimizer: Any,
-        scheduler: Any,
-        *,
-        expected_count: float | None,
-        expected_microbatches: int | None,
-        calls_add_up: bool,
-        step_scheduler_on_skip: bool,
-        max_grad_norm: float | None,
-    ) -> None:
+    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any, options: Options) -> None:
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
-        if max_grad_norm is not None:
+        if options.max_grad_norm is not None:
             raise MisuseError("max_grad_norm is for FSDP2; Megatron's optimizer clips by its own config.clip_grad")
         if any(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for chunk in chunks):
             raise MisuseError(
                 "reuse_grad_buf_for_mxfp8_param_ag is not supported: parameters and gradients share memory"
             )
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
-        self.expected_count, self.step_scheduler_on_skip = expected_count, step_scheduler_on_skip
+        self.expected_count, self.expected_microbatches = options.expected_count, options.expected_microbatches
+        self.calls_add_up, self.step_scheduler_on_skip = options.calls_add_up, options.step_scheduler_on_skip
         self.config = get_model_config(chunks[0])
         self.parallel = parallel_state
         self.per_token = bool(self.config.calculate_per_token_loss)
-        self.expected_microbatches, self.calls_add_up = expected_microbatches, calls_add_up
-        if expected_count is not None and expected_microbatches is None and self._has_other_losses():
+        if self.expected_count is not None and self.expected_microbatches is None and self._has_other_losses():
             raise MisuseError(
                 "expected_count with a mixture of experts or multi-token prediction needs expected_microbatches, "
                 "which says what their losses weigh: about how many microbatches a rank has in a step"

@@ -48,6 +48,17 @@ def check_normalizer(normalizer: float, what: str) -> None:
         raise MisuseError(f"the sum of {what} over all ranks is {normalizer:g}; expected more than 0")
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `TrainStep` was given besides model, optimizer and scheduler; its docstring tells them."""
+
+    expected_count: float | None
+    expected_microbatches: int | None
+    calls_add_up: bool
+    step_scheduler_on_skip: bool
+    max_grad_norm: float | None
+
+
 class Backend(Protocol):
     """What a step does with one kind of model. No call has to check what TrainStep has checked."""
 
@@ -137,16 +148,10 @@ class TrainStep:
         for name, value in (("expected_count", expected_count), ("expected_microbatches", expected_microbatches)):
             if value is not None and not value > 0:
                 raise MisuseError(f"{name} is {value!r}; expected a number above 0")
-        self._backend = _backend_for(
-            model,
-            optimizer,
-            scheduler,
-            expected_count=expected_count,
-            expected_microbatches=expected_microbatches,
-            calls_add_up=calls_add_up,
-            step_scheduler_on_skip=step_scheduler_on_skip,
-            max_grad_norm=max_grad_norm,
+        options = Options(
+            expected_count, expected_microbatches, calls_add_up, step_scheduler_on_skip, max_grad_norm
         )
+        self._backend = _backend_for(model, optimizer, scheduler, options)
         self._counts = expected_count is not None
         self._open = self._aside = self._in_call = False
         self._ended = "begin() was not called"
@@ -281,13 +286,13 @@ class TrainStep:
         registry.take(self._backend.chunks, self)
 
 
-def _backend_for(model: Any, optimizer: Any, scheduler: Any, **options: Any) -> Backend:
+def _backend_for(model: Any, optimizer: Any, scheduler: Any, options: Options) -> Backend:
     from . import fsdp, megatron
 
     for backend in (megatron, fsdp):
         if (chunks := backend.chunks_of(model)) is not None:
             make: Callable[..., Backend] = backend.Backend
-            return make(chunks, optimizer, scheduler, **options)
+            return make(chunks, optimizer, scheduler, options)
     kinds = sorted({type(one).__name__ for one in (model if isinstance(model, (list, tuple)) else [model])})
     raise MisuseError(
         f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from megatron_rig import BOTH, GRADS, Interrupted, assert_same_parameters, raising_half_way
+from train_step_rig import MEAN
 
 from megapatch import MegapatchError
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -18,7 +19,6 @@ from megapatch.testing.data import forward_step
 from megapatch.train_step import TrainStep
 
 pytestmark = pytest.mark.thorough
-MEAN = {"two_tuple": True}
 # Both ranks have to do the same, so that nothing is left to chance.
 SETTINGS = settings(
     derandomize=True,

@@ -8,19 +8,13 @@ import gc
 import pytest
 import torch
 from megatron_rig import BOTH, GRADS, assert_same_parameters, attempt
-from train_step_rig import in_pieces, sum_forward_step
+from train_step_rig import MEAN, MOE, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing.data import forward_step
 from megapatch.train_step import TrainStep, open_step
 
-MEAN = {"two_tuple": True}
 CUT = (1, 3)
-EXPERTS = {
-    **GRADS,
-    "experts": 2,
-    "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-}
 
 
 def of_whole(cut):
@@ -164,7 +158,7 @@ def dropped():
 def found_by(rank, world_size):
     init_parallel()
     found = [added_up(options) for options in ({}, GRADS, BOTH)]
-    found.append(added_up(EXPERTS, expected_microbatches=sum(CUT)))
+    found.append(added_up({**MOE, **GRADS}, expected_microbatches=sum(CUT)))
     without_data()
     aborted_aside()
     dropped()

@@ -18,7 +18,7 @@ from megatron_rig import (
     raising_half_way,
     rerun_data,
 )
-from train_step_rig import in_pieces
+from train_step_rig import MEAN, in_pieces
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing.data import forward_step
@@ -26,7 +26,6 @@ from megapatch.train_step import TrainStep, refuse_while_open
 
 pytestmark = pytest.mark.thorough
 
-MEAN = {"two_tuple": True}
 CUT = (2, 1)
 
 

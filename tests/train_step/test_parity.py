@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED
-from train_step_rig import allow_sequence_parallel, in_pieces
+from train_step_rig import MEAN, MOE, MTP, allow_sequence_parallel, in_pieces
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.train_step import TrainStep
@@ -20,15 +20,9 @@ CUTS = {"one call": (4,), "two": (2, 2), "three": (1, 1, 2), "uneven": (1, 3)}
 # Interleaved stages take a multiple of their number.
 CUTS_OF_STAGES = {"one call": (8,), "two": (4, 4), "three": (2, 2, 4), "uneven": (2, 6)}
 
-MEAN = {"two_tuple": True}
 TOKENS = {"masked": True}  # (sum, tokens, metrics), with another number of tokens in each
 SHARDED = {**ADAM, "use_distributed_optimizer": True}
 FP16 = {"dtype": "fp16", "loss_scale": 2.0**12}
-MOE = {
-    "experts": 2,
-    "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-}
-MTP = {"config": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}}
 PER_TOKEN = {"per_token_loss": True}
 CASES = {  # number of ranks, layout, options, loss
     "dp2, mean": (2, {}, {}, MEAN),

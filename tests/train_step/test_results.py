@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from megatron_rig import GRADS, assert_same_parameters
-from train_step_rig import in_pieces, sum_forward_step
+from train_step_rig import MEAN, MOE, MTP, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing.data import forward_step
@@ -15,8 +16,8 @@ from megapatch.train_step import StepResult, TrainStep
 
 pytestmark = pytest.mark.thorough
 
-MEAN = {"two_tuple": True}
 TOKENS = {"masked": True}
+sum_of_all = partial(sum_forward_step, masked=False)
 
 
 def scheduler_for(model):
@@ -91,25 +92,7 @@ def many_tokens():
     return found
 
 
-def sum_of_all(data, model):
-    output, usual = forward_step(data, model)
-
-    def loss_function(output):
-        total, _, metrics = usual(output)
-        return total, metrics
-
-    return output, loss_function
-
-
-OTHER_LOSSES = {
-    "experts": {
-        "experts": 2,
-        "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-    },
-    "multi-token prediction": {"config": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}},
-}
-
-
+OTHER_LOSSES = {"experts": MOE, "multi-token prediction": MTP}
 SCALES = {"experts": "moe_grad_scale_func", "multi-token prediction": "mtp_grad_scale_func"}
 
 
