@@ -28,12 +28,12 @@ def install(patch_name: str, module: ModuleType, site: Site) -> tuple[Installed,
         for one in found:
             one.put_in()
             done.append(one)
-        for path, make in site.rebuild.items():  # of what is in place by now
-            one = Rebuilt(patch_name, module, path, make)
+        for target, make in site.rebuild(module).items() if site.rebuild else ():
+            one = Rebuilt(target, make)
             one.put_in()
             done.append(one)
     except BaseException:
-        for one in reversed(done):
+        for one in done:  # what was rebuilt last: without the functions
             one.put_back()
         raise
     return tuple(done)
@@ -45,13 +45,14 @@ def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
     Raises RestoreError, before anything is changed, when a target is no longer ours.
     """
     check_in_place(installed)
-    for one in reversed(installed):
+    ours = [one.replacement for one in installed]
+    for one in installed:
         one.put_back()
-    replaced = [one for one in installed if one.original is not None]
-    found = holders.find([one.replacement for one in replaced], site.holders)
-    for one in replaced:
-        for holder in found.get(id(one.replacement), ()):
-            holder.swap(one.replacement, one.original)
+    found = holders.find(ours, site.holders)
+    for one, replacement in zip(installed, ours, strict=True):
+        if one.current is not None:  # of what was added nothing is left
+            for holder in found.get(id(replacement), ()):
+                holder.swap(replacement, one.current)
 
 
 def check_in_place(installed: tuple[Installed, ...]) -> None:

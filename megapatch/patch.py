@@ -83,8 +83,9 @@ class Site:
     replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
         and returns the plain function to install.
     add: attribute path where nothing is, to the plain function to put there.
-    rebuild: path of an object that was made of the others, such as a Ray actor class, to a factory that takes it
-        and returns a new one; it is called when all else is in place.
+    rebuild: for objects that were made of the others, such as Ray actor classes: called with the module when all
+        else is in place, returns their targets, as ``"module:path"``, each with a factory that takes the original
+        object and returns a new one. Sites may share such an object.
     holders: dictionaries and classes, as ``"module:path"``, that hold an original by value and want the
         replacement. Names at module level are found without being declared.
     """
@@ -94,12 +95,12 @@ class Site:
     replace: Mapping[str, Callable[[Any], Callable[..., Any]]] = field(default_factory=dict)
     holders: tuple[str, ...] = ()
     add: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    rebuild: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None = None
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of all targets, in the order in which they are installed."""
-        return (*self.replace, *self.add, *self.rebuild)
+        """Of all targets but what is rebuilt, in the order in which they are installed."""
+        return (*self.replace, *self.add)
 
 
 @dataclass(frozen=True, eq=False)

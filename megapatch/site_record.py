@@ -11,7 +11,7 @@ from types import ModuleType
 from . import versions
 from .install import install, uninstall
 from .patch import NEEDS_ATTENTION, Patch, Site, Status, Verdict, VerdictKind
-from .target import Installed
+from .target import Installed, Rebuilt
 
 log = logging.getLogger("megapatch")
 
@@ -103,7 +103,8 @@ class SiteRecord:
         """Whether the module was loaded anew, so that nothing of ours is in it; notes who overwrote us."""
         gone = [one for one in self.installed if not one.is_in_place]
         imported_anew = sys.modules.get(self.site.module) not in (None, self.installed[0].module)
-        if imported_anew or (gone and all(one.was_reloaded for one in gone)):
+        functions = [one for one in gone if not isinstance(one, Rebuilt)]
+        if imported_anew or (functions and all(one.was_reloaded for one in functions)):
             self.installed = ()
             self.set(Status.PENDING, "reloaded; megapatch.apply() patches the new code")
             return True

@@ -7,6 +7,7 @@ and a proxy cannot be pickled or deep-copied.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -68,13 +69,16 @@ class Installed:
     def was_reloaded(self) -> bool:
         """Whether the module's own code is at the target anew, as after `importlib.reload`.
 
-        Seen below decorators. What others have put around the old code, with or without us, is not new. What was
-        inherited, and is again, is anew where the class is.
+        Seen below decorators. What others have put around the old code, with or without us, is not new. In a class
+        it is anew where the class is, whatever decorators make of it there.
         """
-        if self.inherited and self.current is not None:
-            parent, attribute, _ = self._find()
-            if attribute not in vars(parent):
-                return parent is not self.parent
+        if self.current is None:
+            return False
+        parent, attribute, _ = self._find()
+        if isinstance(parent, type) and parent is not self.parent:
+            return (parent.__module__, parent.__qualname__) == (self.parent.__module__, self.parent.__qualname__)
+        if self.inherited and attribute not in vars(parent):
+            return False
         code, old = inspect.unwrap(self.current), inspect.unwrap(self.original)
         return code is not old and getattr(code, "__globals__", None) is vars(self.module)
 
@@ -122,14 +126,52 @@ class Added(Installed):
 
 
 class Rebuilt(Installed):
-    """An object of a module that was made of what a patch changes, such as a Ray actor class; make: takes it and
-    returns another one, once all other targets of the site are in place."""
+    """An object that was made of what patches change, such as a Ray actor class; make: takes the original and
+    returns one made of what is in place by then.
 
-    __slots__ = ()
+    Several patches may have one made again: there is one for all of them, the latest.
+    """
 
-    def _made(self, patch_name: str, make: Callable[..., Any]) -> Any:
-        return make(self.original)
+    __slots__ = ("_make", "_shared")
+
+    def __init__(self, target: str, make: Callable[[Any], Any]) -> None:
+        self.module, self.target = sys.modules[target.partition(":")[0]], target
+        self.parent, self.attribute, self.original = self._find()
+        self.inherited, self.rebound, self._make = False, (), make
+        shared = _rebuilt.get(target)
+        if shared is None or shared.latest is not self.original:
+            shared = _rebuilt[target] = _Shared(self.original)
+        self._shared = shared
+
+    @property
+    def replacement(self) -> Any:
+        return self._shared.latest
 
     @property
     def was_reloaded(self) -> bool:
-        return self.current is not self.original and type(self.current) is type(self.original)
+        return False  # functions tell: of an object it cannot be seen who has made it
+
+    def put_in(self) -> None:
+        self._put(self._make(self._shared.original))
+        self._shared.users += 1
+
+    def put_back(self) -> None:
+        """Once for all: to be called when the functions of the site are back."""
+        self._shared.users -= 1
+        original = self._shared.original
+        self._put(self._make(original) if self._shared.users else original)
+
+    def _put(self, made: Any) -> None:
+        self._shared.latest = made
+        setattr(self.parent, self.attribute, made)
+
+
+class _Shared:
+    """What is rebuilt for several patches: the original, the latest, and how many want it."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = self.latest = original
+        self.users = 0
+
+
+_rebuilt: dict[str, _Shared] = {}

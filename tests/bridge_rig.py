@@ -11,20 +11,18 @@ import contextlib
 import importlib
 import sys
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed
 from megatron_rig import BOTH, Interrupted
-from stand_ins import StandIns
+from stand_ins import BRIDGE, BareBridge, StandIns
 
 from megapatch.testing import TinyGPT, init_parallel, run_ranks, tiny_gpt
 from megapatch.testing.data import forward_step
 from megapatch.versions import find_module
 
-BRIDGE = "megatron.bridge"
 MODULE = f"{BRIDGE}.training.train"
 ALIGNED = {**BOTH, "align_param_gather": True}
 MXFP8 = {**BOTH, "config": {"fp8_recipe": "mxfp8"}}  # the recipe alone: nothing is MXFP8 here
@@ -60,18 +58,7 @@ def timers_running(loop):
 
 def find_bridge():
     """The setup of a rank: from now on Bridge can be imported."""
-    sys.meta_path[:0] = [_BareBridge(), StandIns(STAND_INS, _make)]
-
-
-class _BareBridge:
-    """Finds Bridge's package without its __init__, which imports all conversions."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name != BRIDGE:
-            return None
-        bare = ModuleSpec(name, None, is_package=True)
-        bare.submodule_search_locations = list(PathFinder.find_spec(name, path).submodule_search_locations)
-        return bare
+    sys.meta_path[:0] = [BareBridge(), StandIns(STAND_INS, _make)]
 
 
 def _make(module, name):

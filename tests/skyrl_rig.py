@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from stand_ins import StandIns
+from stand_ins import Anything, StandIns
 
 from megapatch import report
 from megapatch.testing import run_ranks
@@ -136,21 +136,6 @@ def find_skyrl(real=()):
     """The setup of a rank: from now on the release in SKYRL_RELEASE can be imported; what is `real`, without
     stand-ins."""
     sys.path.insert(0, os.environ["SKYRL_RELEASE"])
-    sys.meta_path.insert(0, StandIns(set(STAND_INS) - set(real), lambda module, name: _Anything(name, (), {})))
+    sys.meta_path.insert(0, StandIns(set(STAND_INS) - set(real), lambda module, name: Anything(name, (), {})))
     if sys.version_info < (3, 12):  # pydantic insists, where SkyRL says that 3.11 is good enough
         typing.TypedDict = importlib.import_module("typing_extensions").TypedDict
-
-
-class _Anything(type):
-    """A class that has whatever is asked of it; it can be inherited from, subscripted and called."""
-
-    def __getattr__(cls, name):
-        if name.startswith("__"):
-            raise AttributeError(f"{cls.__name__} is a stand-in and has no {name}")
-        return _Anything(name, (), {})
-
-    def __getitem__(cls, item):
-        return cls
-
-    def __call__(cls, *args, **kwargs):
-        return cls if cls.__bases__ == (object,) else super().__call__(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 
@@ -52,9 +53,17 @@ def fails(actor):
     raise LookupError("no such actor")
 
 
-def engine_for(name, rebuild=again, **more):
+def rebuilding(module, rebuild=again):
+    return {f"{module.__name__}:actor": rebuild}
+
+
+def engine_for(name, rebuild=again):
     site = Site(
-        name, needed, replace={"Worker.name": louder}, add={"Worker.greet": greet}, rebuild={"actor": rebuild}
+        name,
+        needed,
+        replace={"Worker.name": louder},
+        add={"Worker.greet": greet},
+        rebuild=functools.partial(rebuilding, rebuild=rebuild),
     )
     patch = Patch("test.greeting", "Workers greet.", "https://example.com/issues/1", sites=(site,))
     return make_engine(patch)
@@ -128,15 +137,54 @@ def test_a_reloaded_module_gets_all_of_it_again(name):
     assert target.actor.methods["greet"] is greet
 
 
-@pytest.mark.parametrize("attribute", ["Worker.greet", "actor"])
+def farewell(self):
+    return f"bye {self.name()}"
+
+
+def test_two_patches_share_what_both_have_rebuilt(modules, name):
+    target = importlib.import_module(name)
+    other = importlib.import_module(modules.write(f"from {name} import actor\n", stem="other"))
+    original = target.actor
+    sites = [
+        Site(name, needed, add={f"Worker.{method.__name__}": method}, rebuild=rebuilding)
+        for method in (greet, farewell)
+    ]
+    url = "https://example.com/issues/1"
+    engine = make_engine(*(Patch(f"test.p{i}", "They talk.", url, sites=(site,)) for i, site in enumerate(sites)))
+
+    def known():
+        assert other.actor is target.actor
+        return set(target.actor.methods) - {"name"}
+
+    engine.activate()
+    assert known() == {"greet", "farewell"}
+    assert [record.status.value for record in engine.records] == ["applied", "applied"]
+    engine.restore("test.p0")
+    assert known() == {"farewell"}
+    engine.apply()
+    assert known() == {"greet", "farewell"}
+    engine.restore("test.p1")
+    assert known() == {"greet"}
+    engine.restore()
+    assert target.actor is other.actor is original
+
+    importlib.reload(target)
+    engine.apply()
+    assert set(target.actor.methods) - {"name"} == {"greet", "farewell"}
+    assert [record.status.value for record in engine.records] == ["applied", "applied"]
+
+
+@pytest.mark.parametrize("attribute", ["Worker.greet", "actor", "the same kind of actor"])
 def test_what_someone_has_put_in_our_place_is_told(name, attribute):
     target = importlib.import_module(name)
     engine = engine_for(name)
     engine.activate()
     if attribute == "actor":
         target.actor = object()
-    else:
+    elif attribute == "Worker.greet":
         target.Worker.greet = len
+    else:
+        attribute, target.actor = "actor", again(target.actor)
     assert status_of(engine) == "overwritten"
     with pytest.raises(RestoreError, match=attribute):
         engine.restore()

@@ -71,12 +71,14 @@ def _looks(one: Installed) -> Iterator[str]:
     if type(function) is not FunctionType:
         yield f"{one.target} is a {type(function).__name__}, not a plain function"
     if not isinstance(one, Added):
-        if inspect.signature(function) != inspect.signature(one.original):
+        if not _takes_what(one.original, function):
             yield f"{one.target} has another signature: {inspect.signature(function)}"
         if (function.__name__, function.__doc__) != (one.original.__name__, one.original.__doc__):
             yield f"{one.target} has lost its name or docstring (functools.wraps keeps them)"
     if copy.deepcopy(function) is not function:
         yield f"{one.target} is another one once copied"
+    if "<locals>" in getattr(one.original, "__qualname__", ""):  # it could not be pickled by its name either
+        return
     for pickler in ("pickle", "cloudpickle"):
         try:
             dumps = importlib.import_module(pickler).dumps
@@ -87,6 +89,17 @@ def _looks(one: Installed) -> Iterator[str]:
                 yield f"{one.target} is another one once pickled by {pickler}"
         except Exception as error:
             yield f"{one.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
+
+
+def _takes_what(original: Any, function: Any) -> bool:
+    """The same parameters; what a later release takes besides may be among them, with a default."""
+    theirs, ours = (
+        {one.name: (one.kind, one.default) for one in inspect.signature(which).parameters.values()}
+        for which in (original, function)
+    )
+    more = [default for name, (_, default) in ours.items() if name not in theirs]
+    kept = [(name, told) for name, told in ours.items() if name in theirs]
+    return kept == list(theirs.items()) and inspect.Parameter.empty not in more
 
 
 def _contents(record: SiteRecord) -> dict[str, Any]:

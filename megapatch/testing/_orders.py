@@ -13,6 +13,7 @@ from typing import Any
 from ..engine import Engine
 from ..patch import MARK, NEEDS_ATTENTION, Patch, Status
 from ..settings import Settings
+from ..target import Rebuilt
 from ..versions import find_module
 from ..watch import half_loaded
 
@@ -73,7 +74,7 @@ def held_by_name(engine: Engine) -> None:
     holder = types.ModuleType("megapatch_contract_holder")
     sys.modules[holder.__name__] = holder
     for record in engine.records:
-        for path in (*record.site.replace, *record.site.rebuild) if record.site.module in sys.modules else ():
+        for path in record.site.replace if record.site.module in sys.modules else ():
             target = f"{record.site.module}:{path}"
             if "." not in path:
                 function = getattr(sys.modules[record.site.module], path)
@@ -154,7 +155,7 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, di
         wrong += [
             f"{one.target} was replaced {layers} times"
             for one in record.installed
-            if (layers := _layers(one.current)) != 1
+            if not isinstance(one, Rebuilt) and (layers := _layers(one.current)) != 1
         ]
     return order.__name__.replace("_", " "), outcome, wrong
 

@@ -65,6 +65,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.Tensor.cpu:  # what leaves a GPU is a copy: Megatron offloads, and frees the original
+            return func(*args, **kwargs).clone()
         if func is torch.Tensor.record_stream:
             return None
         if func is torch.Tensor.to:

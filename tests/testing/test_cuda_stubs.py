@@ -81,3 +81,14 @@ def test_the_random_state_tracker_does_its_work():
     assert not torch.equal(own, with_a_device)
     assert torch.equal(shared, again)
     assert torch.equal(own, own_again)
+
+
+def offloaded(rank, world_size):
+    on_gpu = torch.ones(3, device="cuda")
+    on_cpu = on_gpu.cpu().pin_memory()
+    on_gpu.untyped_storage().resize_(0)  # as Megatron frees what it has offloaded
+    return on_cpu.tolist()
+
+
+def test_what_comes_to_the_cpu_is_a_copy():
+    assert run_ranks(offloaded, 1, env=UNPATCHED) == [[1.0, 1.0, 1.0]]

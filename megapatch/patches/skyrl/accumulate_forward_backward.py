@@ -23,12 +23,13 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, MisuseError, Patch, Site, Verdict
 from ...train_step import TrainStep, open_step
+from ..in_place import in_place_of
 from ..probe import lacking, missing_names, missing_parameters
 
 MODULES = (
@@ -93,16 +94,6 @@ def _begun(worker: Any, calls_add_up: bool) -> TrainStep:
     return window
 
 
-@contextlib.contextmanager
-def _in_place_of(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """A method of one object alone, for a while."""
-    setattr(thing, name, value)
-    try:
-        yield
-    finally:
-        delattr(thing, name)
-
-
 # ---------------------------------------------------------------------------- what is installed
 def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     path = f"{forward_backward.__module__}:{WORKER}.forward_backward"
@@ -120,9 +111,9 @@ def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
                 return mini_batch(micro_batches, *args, **kwargs)
 
         try:
-            with keeping, _in_place_of(self.model, "forward_backward_mini_batch", accumulated):
+            with keeping, in_place_of(self.model, "forward_backward_mini_batch", accumulated):
                 for chunk in self.actor_module:
-                    keeping.enter_context(_in_place_of(chunk, "zero_grad_buffer", lambda: None))
+                    keeping.enter_context(in_place_of(chunk, "zero_grad_buffer", lambda: None))
                 return forward_backward(self, *args, **kwargs)
         except BaseException:
             window.abort()

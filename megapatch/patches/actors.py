@@ -1,0 +1,80 @@
+"""Ray actor classes made before we came: Ray captures a class's methods when it decorates it, so that what is
+changed later has no effect in an actor, and a handle knows of nothing that is added."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+log = logging.getLogger("megapatch")
+
+
+Rebuild = Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]]
+
+
+def actors_of(*classes: str) -> Rebuild:
+    """For a site's `rebuild`: every actor class, of any loaded module, that is one of these or derived from one.
+
+    One that stands at no module's top is out of reach, and named in a warning.
+    """
+    return functools.partial(_actors_of, classes)
+
+
+def _actors_of(classes: tuple[str, ...], module: ModuleType) -> Mapping[str, Callable[[Any], Any]]:
+    bases = tuple(getattr(module, name) for name in classes)
+    found: dict[type, str] = {}
+    for where, actor in _at_module_level():
+        cls = class_of(actor)
+        # Others may have imported it from where it was made, and are given the new one like any holder.
+        if issubclass(cls, bases) and not found.get(cls, "").startswith(f"{cls.__module__}:"):
+            found[cls] = where
+    for cls in _decorated(bases):
+        if cls not in found:
+            _warn_of(cls)
+    return dict.fromkeys(found.values(), _made_again)
+
+
+def class_of(actor: Any) -> type:
+    """What Ray made an actor class of."""
+    found: type = actor.__ray_metadata__.modified_class.__ray_actor_class__
+    return found
+
+
+@functools.cache  # several patches change the same class
+def _warn_of(cls: type) -> None:
+    log.warning(
+        "%s.%s was made a Ray actor before megapatch was imported, and is out of its reach: "
+        "`import megapatch` before",
+        cls.__module__,
+        cls.__qualname__,
+    )
+
+
+def _made_again(actor: Any) -> Any:
+    """A Ray actor class of the same class and options, made now."""
+    ray, options = sys.modules["ray"], actor._default_options
+    return ray.remote(**options)(class_of(actor)) if options else ray.remote(class_of(actor))
+
+
+def _at_module_level() -> Iterator[tuple[str, Any]]:
+    kind = getattr(sys.modules.get("ray.actor"), "ActorClass", None)
+    for module_name, module in list(sys.modules.items()):
+        if kind is not None and isinstance(module, ModuleType):
+            for name, value in list(vars(module).items()):
+                if issubclass(type(value), kind):  # isinstance would trigger what is lazy
+                    yield f"{module_name}:{name}", value
+
+
+def _decorated(bases: Iterable[type]) -> Iterator[type]:
+    """The classes that Ray has made actors of. It derives a class of its own from each."""
+    for base in bases:
+        cls: type
+        for cls in base.__subclasses__():
+            if "__ray_actor_class__" in vars(cls):
+                yield base
+            else:
+                yield from _decorated([cls])
