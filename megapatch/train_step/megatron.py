@@ -147,7 +147,8 @@ class Backend:
             self.scaled += is_loss
             result = tensor if scale is None else scale(tensor, *args, **kwargs)
             weight = loss if is_loss else others
-            return result if weight == 1.0 else result * weight
+            result = result if weight == 1.0 else result * weight
+            return result if is_loss else _shaped_as_held(result)
 
         return scaled
 
@@ -274,6 +275,17 @@ class Backend:
 
     def _device(self) -> Any:
         return next(self.chunks[0].parameters()).device  # there may be no gradient buffer: all may be frozen
+
+
+def _shaped_as_held(scale: Any) -> Any:
+    """A router's scale of one element, in the shape of the one that Megatron will copy it into.
+
+    A scale function of a caller's may have left one without dimensions (NeMo-RL's train() does), which Megatron's
+    own of shape [1] cannot be copied into.
+    """
+    routers = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    held = getattr(getattr(routers, "MoEAuxLossAutoScaler", None), "main_loss_backward_scale", None)
+    return scale if held is None else scale.reshape(held.shape)
 
 
 def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:

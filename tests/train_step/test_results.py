@@ -135,6 +135,21 @@ def with_scales_of_their_own(options, name):
     return [norm, *(one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without))]
 
 
+def after_a_scale_without_dimensions():
+    """The norm of a step in pieces of a mixture of experts after someone has set its loss's scale so, as NeMo-RL's
+    train() does, and that of one call before. The last scale is held for good."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler as Scaler
+
+    model, expected = tiny_gpt(**MOE), tiny_gpt(**MOE)
+    norms = [expected.train_step(0, num_microbatches=4, **MEAN).grad_norm]
+    held, Scaler.main_loss_backward_scale = Scaler.main_loss_backward_scale, torch.tensor(1.0)
+    with TrainStep(model.chunks, model.optimizer) as step:
+        in_pieces(step, model, 0, (1, 3), MEAN)
+        norms.append(step.finish().grad_norm)
+    Scaler.main_loss_backward_scale = held
+    return norms
+
+
 def without_data(rank):
     """Rank 1 has no microbatch in a step by a count; the same by hand, with all data on rank 0."""
     found = {}
@@ -182,6 +197,7 @@ def found_by(rank, world_size):
     found |= {name: counted_with(options) for name, options in OTHER_LOSSES.items()}
     for name, function in SCALES.items():
         found[function] = with_scales_of_their_own(OTHER_LOSSES[name], function)
+    found["no dimensions"] = after_a_scale_without_dimensions()
     return found | {on_skip: overflowing(on_skip) for on_skip in (False, True)}
 
 
@@ -249,3 +265,9 @@ def test_scales_of_their_own_hold_in_each_call(ranks, name):
         norm, expected, without = found[name]
         assert norm == pytest.approx(expected, rel=1e-6)
         assert norm != pytest.approx(without, rel=1e-3)
+
+
+def test_a_scale_without_dimensions_can_have_been_there_before(ranks):
+    for found in ranks:
+        expected, norm = found["no dimensions"]
+        assert norm == pytest.approx(expected, rel=1e-6)
