@@ -92,11 +92,14 @@ def _looks(one: Installed) -> Iterator[str]:
 
 
 def _takes_what(original: Any, function: Any) -> bool:
-    """The same parameters; what a later release takes besides may be among them, with a default."""
+    """The same parameters; what a later release takes besides may be among them, with a default. A decorator that
+    takes anything, and hides what the function takes, may be replaced by what says it."""
     theirs, ours = (
         {one.name: (one.kind, one.default) for one in inspect.signature(which).parameters.values()}
         for which in (original, function)
     )
+    if {"args", "kwargs"} <= theirs.keys():
+        return True
     more = [default for name, (_, default) in ours.items() if name not in theirs]
     kept = [(name, told) for name, told in ours.items() if name in theirs]
     return kept == list(theirs.items()) and inspect.Parameter.empty not in more

@@ -149,13 +149,15 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, di
     for record in engine.records:
         record.refresh()
         name = f"{record.patch.name} at {record.site.module}"
-        outcome[name] = [record.status.value, *(one.target for one in record.installed)]
+        # What is rebuilt was made before: which ones there are depends on the order.
+        functions = [one for one in record.installed if not isinstance(one, Rebuilt)]
+        outcome[name] = [record.status.value, *(one.target for one in functions)]
         if record.status in (*NEEDS_ATTENTION, Status.PENDING):
             wrong.append(f"{name} is {record.status.value}: {record.reason} {record.traceback or ''}")
         wrong += [
             f"{one.target} was replaced {layers} times"
-            for one in record.installed
-            if not isinstance(one, Rebuilt) and (layers := _layers(one.current)) != 1
+            for one in functions
+            if (layers := _layers(one.current)) != 1
         ]
     return order.__name__.replace("_", " "), outcome, wrong
 
