@@ -1,0 +1,63 @@
+"""After abort_train_step() the worker can train again.
+
+Symptom   a step in slices was interrupted and aborted; the next one dies with "UnboundLocalError: losses_reduced",
+          for Megatron's rerun state machine takes its forward pass for the end of the interrupted one.
+Upstream  NVIDIA-NeMo/RL#2683 brought it, no issue of its own is known; main at 7ea279abf has it.
+Seam      abort_train_step: the machine is put back before the step.
+Limits    what train() leaves after an exception is not looked at: it opens no step.
+Cost      none: nothing calls it in a run that goes well.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
+from ...rerun import before_interrupted_step, machine_of_this_process
+from ..actors import actors_of
+from ..probe import lacking, missing_attributes
+from .worker import MODULE, WORKER, has_own_split_step, is_open, names_in, no_worker
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """What the real method mentions."""
+    worker = getattr(module, WORKER, None)
+    if worker is None:
+        return no_worker(module)
+    if not has_own_split_step(worker):
+        return Verdict(ABSENT, "this version has no abort_train_step of its own")
+    if any("rerun" in name.lower() for name in names_in(worker, "abort_train_step")):
+        return Verdict(FIXED, "abort_train_step knows of the rerun state machine")
+    missing = missing_attributes(f"{module.__name__}:{WORKER}", "abort_train_step")
+    return lacking(missing) if missing else Verdict(NEEDED, "abort_train_step leaves the rerun state machine")
+
+
+def with_machine_at_rest(abort_train_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(abort_train_step)
+    def replacement(self: Any) -> Any:
+        was_open = is_open(self)
+        result = abort_train_step(self)
+        machine = machine_of_this_process()
+        if was_open and machine is not None:
+            before_interrupted_step(machine)
+        return result
+
+    return replacement
+
+
+PATCH = Patch(
+    name="nemo_rl.abort-resets-rerun",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={f"{WORKER}.abort_train_step": with_machine_at_rest},
+            rebuild=actors_of(WORKER),
+        ),
+    ),
+)

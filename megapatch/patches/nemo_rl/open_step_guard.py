@@ -1,0 +1,147 @@
+"""What would lose the gradients of an open train step is refused.
+
+Symptom   between begin_train_step and finish_train_step the worker prepares for log-probabilities, offloads, or
+          trains: gradients of earlier slices are freed or zeroed, silently, and the step goes on with the rest
+          (its grad_norm halves, with two slices). A checkpoint saved there lacks them.
+Upstream  NVIDIA-NeMo/RL#3660 gave prepare_for_lp_inference its keep_train_buffers on main; nothing keeps callers
+          from leaving it out, and the other methods have no such thing.
+Seam      the methods of the Megatron worker and of DTensor's: a MisuseError (a RuntimeError) that says what to do.
+          prepare_for_lp_inference takes keep_train_buffers in releases that do not know it, too.
+Limits    use_reference_model, which main's own controller needs in an open step, is refused only where weights and
+          gradients share a buffer (MXFP8 with overlap_param_gather); elsewhere gradients stay, as the tests show.
+          DTensor's workers lose none when they offload, so only train() and save_checkpoint() are refused there.
+Cost      one look at an attribute a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ...patch import FIXED, NEEDED, MisuseError, Patch, Site, Verdict
+from ..actors import actors_of
+from ..in_place import in_place_of
+from ..probe import lacking, missing_attributes
+from .worker import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, names_in, no_worker, takes
+
+LOGPROBS, REFERENCE = "prepare_for_lp_inference", "use_reference_model"
+ALWAYS = {"save_checkpoint": "would leave out", "train": "would zero"}
+LOSING = {**ALWAYS, "offload_before_refit": "would free", "offload_after_refit": "would free"}
+"""Methods, and what they do to the gradients of an open step: of DTensor's workers, and of Megatron's."""
+BEFORE = "call finish_train_step() or abort_train_step() before"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Which of the real methods mention an open step."""
+    return _verdict(module, ACTOR, (LOGPROBS, *LOSING), (REFERENCE, "move_model"))
+
+
+def diagnose_dtensor(module: ModuleType) -> Verdict:
+    return _verdict(module, DTENSOR_WORKERS[module.__name__], tuple(ALWAYS), (LOGPROBS,))
+
+
+def _verdict(module: ModuleType, actor: str, losing: tuple[str, ...], more: tuple[str, ...]) -> Verdict:
+    worker = getattr(module, f"{actor}Impl", None)
+    if worker is None:
+        return no_worker(module, actor)
+    missing = missing_attributes(f"{module.__name__}:{worker.__name__}", *losing, *more)
+    if missing:
+        return lacking(missing)
+    unguarded = [name for name in losing if STATE not in names_in(worker, name)]
+    if unguarded:
+        return Verdict(NEEDED, f"not refused while a train step is open: {', '.join(unguarded)}")
+    return Verdict(FIXED, "the worker refuses them itself")
+
+
+def refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_open(self):
+            raise MisuseError(f"{name}() {LOSING[name]} the gradients of the open train step: {BEFORE}")
+        return method(self, *args, **kwargs)
+
+    return replacement
+
+
+def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool = True) -> Callable[..., Any]:
+    knows = takes(prepare_for_lp_inference, "keep_train_buffers")
+
+    def replacement(self: Any, keep_train_buffers: bool = False) -> Any:
+        if frees and is_open(self) and not keep_train_buffers:
+            raise MisuseError(
+                f"{LOGPROBS}() would free the gradients of the open train step: "
+                f"pass keep_train_buffers=True, or {BEFORE}"
+            )
+        if knows:
+            return prepare_for_lp_inference(self, keep_train_buffers=keep_train_buffers)
+        with _freeing_nothing(self) if keep_train_buffers else contextlib.nullcontext():
+            return prepare_for_lp_inference(self)
+
+    # Neither __wrapped__ nor what Ray has noted in __dict__: it would take the original's parameters for ours.
+    replacement.__module__, replacement.__doc__ = (
+        prepare_for_lp_inference.__module__,
+        prepare_for_lp_inference.__doc__,
+    )
+    replacement.__name__ = prepare_for_lp_inference.__name__
+    replacement.__qualname__ = prepare_for_lp_inference.__qualname__
+    return replacement
+
+
+@contextlib.contextmanager
+def _freeing_nothing(worker: Any) -> Iterator[None]:
+    """Neither gradients nor the optimizer's state go to the CPU. (DTensor's workers have no move_model.)"""
+    move_model = getattr(worker, "move_model", None)
+
+    def to_gpu_alone(model: Any, device: str, *args: Any, **kwargs: Any) -> Any:
+        return move_model(model, device, *args, **kwargs) if move_model and device == "cuda" else model
+
+    with (
+        in_place_of(worker, "move_model", to_gpu_alone),
+        in_place_of(worker, "offload_optimizer_for_logprob", False),
+    ):
+        yield
+
+
+def where_gradients_stay(use_reference_model: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(use_reference_model)
+    def replacement(self: Any) -> Any:
+        share_a_buffer = getattr(self, "_uses_mxfp8_overlap_shared_param_buffer", bool)
+        if is_open(self) and share_a_buffer():
+            raise MisuseError(f"{REFERENCE}() would overwrite the gradients of the open train step: {BEFORE}")
+        return use_reference_model(self)
+
+    return replacement
+
+
+PATCH = Patch(
+    name="nemo_rl.open-step-guard",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/3660",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={
+                f"{WORKER}.{LOGPROBS}": keeping_gradients,
+                f"{WORKER}.{REFERENCE}": where_gradients_stay,
+                **{f"{WORKER}.{name}": functools.partial(refusing, name) for name in LOSING},
+            },
+            rebuild=actors_of(WORKER),
+        ),
+        *(
+            Site(
+                module=module,
+                diagnose=diagnose_dtensor,
+                replace={
+                    f"{actor}Impl.{LOGPROBS}": functools.partial(keeping_gradients, frees=False),
+                    **{f"{actor}Impl.{name}": functools.partial(refusing, name) for name in ALWAYS},
+                },
+                rebuild=actors_of(f"{actor}Impl"),
+            )
+            for module, actor in DTENSOR_WORKERS.items()
+        ),
+    ),
+)

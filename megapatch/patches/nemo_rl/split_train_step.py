@@ -1,0 +1,69 @@
+"""NeMo-RL's Megatron worker can be given its batch in slices.
+
+Symptom   AttributeError: an asynchronous controller that trains on rollouts as they arrive calls begin_train_step,
+          train_microbatch, finish_train_step and abort_train_step, and no release has them.
+Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 and in no release up to v0.7.0.
+Seam      adds the four to MegatronPolicyWorkerImpl, made of `TrainStep` and of the worker module's own functions,
+          with main's signatures and the keys that main returns. train() is untouched. Then the actor class is made
+          again: Ray has captured the class, and knows of no method that came later.
+Limits    v0.6.0 and v0.7.0; before, NeMo-RL trains with a fork of Megatron. Refused: router replay, and a loss by
+          sequences in a model with a router's or multi-token prediction's losses, which are divided by tokens (a
+          router's too, which v0.6.0's train() divides by nothing). No mtp grad_norm. A step in which nothing
+          counts on any rank leaves parameters as they are. After an exception the step is over:
+          abort_train_step() does nothing then.
+Cost      one all-reduce of two counts and one of a number a step, at its end.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict
+from ..actors import actors_of
+from ..probe import lacking, missing_attributes
+from .split_step import abort_train_step, finish_train_step, train_microbatch
+from .worker import ACTOR, FORKED, MODULE, WORKER, has_own_split_step, no_worker
+from .worker_methods import begin_train_step
+
+CALLED = (
+    "aggregate_training_statistics",
+    "broadcast_loss_metrics_from_last_stage",
+    "get_microbatch_iterator",
+    "get_moe_metrics",
+    "get_rerun_state_machine",
+    "megatron_forward_backward",
+    "LossPostProcessor",
+    "parallel_state",
+)
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Look at the class and its module: which of their names train() calls."""
+    worker = getattr(module, WORKER, None)
+    if worker is None:
+        return no_worker(module)
+    if has_own_split_step(worker):
+        return Verdict(FIXED, f"{WORKER} has begin_train_step")
+    missing = missing_attributes(f"{module.__name__}:", ACTOR, *CALLED)
+    return lacking(missing) if missing else Verdict(NEEDED, f"{WORKER} has train() alone")
+
+
+PATCH = Patch(
+    name="nemo_rl.split-train-step",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            add={
+                f"{WORKER}.begin_train_step": begin_train_step,
+                f"{WORKER}.train_microbatch": train_microbatch,
+                f"{WORKER}.finish_train_step": finish_train_step,
+                f"{WORKER}.abort_train_step": abort_train_step,
+            },
+            rebuild=actors_of(WORKER),
+        ),
+        Site(module=FORKED, diagnose=diagnose),
+    ),
+)

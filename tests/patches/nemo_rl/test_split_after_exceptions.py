@@ -1,0 +1,155 @@
+"""Steps in slices that were interrupted and aborted: the next one, in slices or not, is that of a fresh worker."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from unittest import mock
+
+import pytest
+from megatron_rig import Interrupted
+from nemo_rl_rig import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
+from nemo_rl_steps import LAYOUTS, SIZE, differences, in_slices, trained, whole
+
+from megapatch.testing import init_parallel, run_ranks
+
+pytestmark = pytest.mark.thorough
+
+NEXT = {"in slices": in_slices((2, 6)), "train()": whole}
+
+
+def second_call_fails(function):
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Interrupted
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def failing_in_loss(worker, loss):
+    cls = type(loss)
+    failing = second_call_fails(cls.__call__)
+    loss.__class__ = type(cls.__name__, (cls,), {"__call__": lambda *args, **kwargs: failing(*args, **kwargs)})
+    return contextlib.nullcontext()
+
+
+def failing_in_iterator(worker, loss):
+    module = importlib.import_module(WORKER)
+    make = module.get_microbatch_iterator
+
+    @functools.wraps(make)
+    def make_failing(*args, **kwargs):
+        iterator, *others = make(*args, **kwargs)
+
+        def failing():
+            yield next(iterator)
+            raise Interrupted
+
+        return failing(), *others
+
+    return mock.patch.object(module, "get_microbatch_iterator", make_failing)
+
+
+def failing_in_optimizer(worker, loss):
+    return mock.patch.object(worker.optimizer, "step", side_effect=Interrupted)
+
+
+FAULTS = {"loss": failing_in_loss, "iterator": failing_in_iterator, "optimizer": failing_in_optimizer}
+
+
+def interrupted(fault):
+    def before(worker):
+        loss = nll_loss()
+        worker.begin_train_step(loss, gbs=SIZE * worker.dp_size)
+        with contextlib.suppress(Interrupted), FAULTS[fault](worker, loss):
+            worker.train_microbatch(batch(7, 4))
+            worker.finish_train_step()
+            raise AssertionError("nothing was raised")
+        worker.abort_train_step()
+        worker.abort_train_step()  # as often as one likes
+        assert worker._train_step_state is None
+        with pytest.raises(RuntimeError, match="no train step open"):
+            worker.finish_train_step()
+
+    return before
+
+
+def compared(rank, world_size):
+    found = {}
+    with contextlib.redirect_stdout(None):
+        for layout in ("dp2", "dp2, distributed optimizer, both"):
+            where, options = LAYOUTS[layout]
+            init_parallel(**where)
+            for how, take_step in NEXT.items():
+                expected = trained(options, "nll", take_step)
+                for fault in FAULTS:
+                    got = trained(options, "nll", take_step, before=interrupted(fault))
+                    found[layout, fault, how] = differences(got, expected)
+                    found[layout, fault, how].pop("keys")
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_after_an_aborted_step_the_next_is_a_fresh_one(shape):
+    for found in run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}):
+        assert len(found) == 12
+        worst = {where: max(one.values()) for where, one in found.items()}
+        assert {where: value for where, value in worst.items() if value > 1e-5} == {}
+
+
+def begins_and_ends(rank, world_size):
+    def misused(worker):
+        for call in (worker.finish_train_step, lambda: worker.train_microbatch(batch(0, 4))):
+            with pytest.raises(RuntimeError, match="no train step open; begin_train_step must be called first"):
+                call()
+        worker.begin_train_step(nll_loss())
+        with pytest.raises(RuntimeError, match="already open"):
+            worker.begin_train_step(nll_loss())
+        worker.abort_train_step()
+
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        trained({}, "nll", whole, before=misused)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_in_a_wrong_order_are_told(shape):
+    run_ranks(begins_and_ends, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape})
+
+
+# ---------------------------------------------------------------------------- main without the patches
+def drifting(rank, world_size):
+    with contextlib.redirect_stdout(None):
+        where, options = LAYOUTS["dp2, distributed optimizer, both"]
+        init_parallel(**where)
+        ours, expected = (trained(options, "nll", step) for step in (in_slices((4, 4)), whole))
+        return differences(ours, expected)["parameters"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_the_patch_ranks_drift_apart(shape):
+    if not has_own_split_step(shape):
+        pytest.skip("the release has no step in slices")
+    env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": "nemo_rl.forward-pre-hook-after-split"}
+    for difference in run_ranks(drifting, 2, setup=find_nemo_rl, env=env):
+        assert difference > 1e-3
+
+
+def dying(rank, world_size):
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        with pytest.raises(UnboundLocalError, match="losses_reduced"):
+            trained({}, "nll", in_slices((4, 4)), before=interrupted("loss"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_the_patch_the_step_after_an_aborted_one_dies(shape):
+    if not has_own_split_step(shape):
+        pytest.skip("the release has no step in slices")
+    env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": "nemo_rl.abort-resets-rerun"}
+    run_ranks(dying, 1, setup=find_nemo_rl, env=env)

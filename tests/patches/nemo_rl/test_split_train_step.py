@@ -1,0 +1,40 @@
+"""nemo_rl.split-train-step: the four methods on NeMo-RL's own worker against its own train(), at 2 ranks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from nemo_rl_rig import SHAPES, find_nemo_rl
+from nemo_rl_steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained, whole
+
+from megapatch.testing import init_parallel, run_ranks
+
+pytestmark = pytest.mark.thorough
+
+
+def compared(rank, world_size):
+    found = {}
+    with contextlib.redirect_stdout(None):
+        for name, (layout, options) in LAYOUTS.items():
+            init_parallel(**layout)
+            for loss in LOSSES:
+                expected = trained(options, loss, whole)
+                for cut, sizes in SLICES.items():
+                    found[name, loss, cut] = differences(trained(options, loss, in_slices(sizes)), expected)
+    return found
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def ranks(request):
+    return run_ranks(compared, 2, setup=find_nemo_rl, timeout=580, env={"NEMO_RL_SHAPE": request.param})
+
+
+@pytest.mark.parametrize("cut", SLICES)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_in_slices_is_that_of_train(ranks, layout, loss, cut):
+    for found in ranks:
+        differences = found[layout, loss, cut]
+        assert differences.pop("keys") == SPLIT_KEYS
+        assert {name: value for name, value in differences.items() if value > 1e-5} == {}
