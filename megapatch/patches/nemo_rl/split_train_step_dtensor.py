@@ -1,0 +1,67 @@
+"""NeMo-RL's DTensor workers can be given their batch in slices.
+
+Symptom   AttributeError: an asynchronous controller that trains on rollouts as they arrive calls begin_train_step,
+          train_microbatch, finish_train_step and abort_train_step, and no release has them. On main the Megatron
+          worker has them alone.
+Upstream  NVIDIA-NeMo/RL#2692, #2831: neither was merged.
+Seam      adds the four to DTensorPolicyWorkerImpl and DTensorPolicyWorkerV2Impl. Each slice, and the end of the
+          step, is done by the worker's own train(), which is untouched, and `TrainStep` keeps the sum. Ranks with
+          fewer microbatches make passes that do not count. Then Ray's actor classes are made again.
+Limits    v0.6.0, v0.7.0 and main, where all ranks are data or context parallel: begin_train_step() refuses tensor
+          and expert parallel models. No cross-tokenizer distillation. A step in which nothing counts on any rank
+          leaves parameters as they are. After an exception the step is over: abort_train_step() does nothing then.
+Cost      of train() itself: none. A slice works out a gradient norm that nobody reads, and empties CUDA's cache.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict
+from ..actors import actors_of
+from ..probe import lacking, missing_attributes
+from .dtensor_methods import begin_train_step
+from .split_step import abort_train_step, finish_train_step, train_microbatch
+from .worker import DTENSOR_WORKERS as WORKERS
+from .worker import has_own_split_step, names_in, no_worker
+
+OF_TRAIN = ("dp_mesh", "dp_size", "max_grad_norm", "optimizer", "scheduler", "step", "zero_grad")
+OF_DATA = ("from_batches", "get_batch", "select_indices", "slice")
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Look at the class, and at what its train() mentions."""
+    actor = WORKERS[module.__name__]
+    worker = getattr(module, f"{actor}Impl", None)
+    if worker is None:
+        return no_worker(module, actor)
+    if has_own_split_step(worker):
+        return Verdict(FIXED, f"{worker.__name__} has begin_train_step")
+    mentioned = names_in(worker, "train")
+    missing = [f"{name!r} in {worker.__name__}.train" for name in OF_TRAIN if name not in mentioned]
+    missing += missing_attributes(f"{module.__name__}:", actor, "BatchedDataDict")
+    missing += missing or missing_attributes(f"{module.__name__}:BatchedDataDict", *OF_DATA)
+    return lacking(missing) if missing else Verdict(NEEDED, f"{worker.__name__} has train() alone")
+
+
+def site(module: str, actor: str) -> Site:
+    worker = f"{actor}Impl"
+    return Site(
+        module=module,
+        diagnose=diagnose,
+        add={
+            f"{worker}.begin_train_step": begin_train_step,
+            f"{worker}.train_microbatch": train_microbatch,
+            f"{worker}.finish_train_step": finish_train_step,
+            f"{worker}.abort_train_step": abort_train_step,
+        },
+        rebuild=actors_of(worker),
+    )
+
+
+PATCH = Patch(
+    name="nemo_rl.split-train-step-dtensor",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/2831",
+    sites=tuple(site(module, actor) for module, actor in WORKERS.items()),
+)
