@@ -1,0 +1,159 @@
+"""NeMo-RL's policies train a batch in slices.
+
+Symptom   AttributeError: an asynchronous controller drives a Policy (a TQPolicy where there is a data plane), and
+          these know train() alone; nobody calls what `nemo_rl.split-train-step` gives their workers.
+Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 for TQPolicy, and in no release up to v0.7.0;
+          prepare_logprobs_from_meta is of a draft of #2700, prepare_for_lp_inference(keep_train_buffers) of #3660.
+Seam      adds to both classes begin_train_step, finish_train_step and abort_train_step, and what trains a slice:
+          train_microbatches(data) to Policy, which is to train_microbatches_from_meta(meta) as train() is to
+          train_from_meta(); the data plane's workers get the entry points that main's TQPolicy calls. Metrics are
+          of one worker for each data-parallel rank, by the worker group's own output_is_replicated, as in train().
+          prepare_for_lp_inference() passes keep_train_buffers on where it is true.
+Limits    v0.6.0 and v0.7.0. Unless sequences are packed, or batched
+          dynamically, a slice must have the same number of whole microbatches for each data-parallel rank.
+          As on main, finish_train_step() tells no theoretical_tflops, and an exception closes no worker's step but
+          that of who raised it: call abort_train_step().
+Cost      none where nobody calls these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict, unpatched
+from ..actors import actors_of
+from ..probe import lacking, missing_attributes, missing_names, missing_parameters
+from . import policy_methods, presharded_methods
+from .policy_methods import TQ_MODULE, TWINS
+
+POLICY_MODULE = "nemo_rl.models.policy.lm_policy"
+MIXIN_MODULE = "nemo_rl.data_plane.worker_mixin"
+POLICY, TQ_POLICY, MIXIN = "Policy", "TQPolicy", "TQWorkerMixin"
+OF_POLICY = (
+    "cfg",
+    "dynamic_batching_args",
+    "flops_tracker",
+    "sequence_packing_args",
+    "sharding_annotations",
+    "use_dynamic_batches",
+    "use_sequence_packing",
+    "worker_group",
+)
+STEP: dict[str, Callable[..., Any]] = {
+    "begin_train_step": policy_methods.begin_train_step,
+    "finish_train_step": policy_methods.finish_train_step,
+    "abort_train_step": policy_methods.abort_train_step,
+}
+
+
+def diagnose_policy(module: ModuleType) -> Verdict:
+    """Look at Policy: what its train() takes, and what its __init__ makes."""
+    path = f"{module.__name__}:{POLICY}"
+    found = _settled(module, POLICY, "begin_train_step")
+    if found is not None:
+        return found
+    if not missing_parameters(f"{path}.prepare_for_lp_inference", "keep_train_buffers"):
+        return Verdict(FIXED, f"{POLICY} is one of a NeMo-RL that has its split train step in {TQ_POLICY}")
+    missing = missing_parameters(f"{path}.train", "data", "loss_fn", "gbs", "mbs")
+    if not missing and missing_parameters(f"{path}.train", "timer"):
+        return Verdict(UNSUPPORTED, "train() takes no timer: up to v0.5.0 NeMo-RL trains with a fork of Megatron")
+    missing += missing_names(f"{path}.__init__", *OF_POLICY)
+    missing += [] if missing or _knows_twins(module) else [f"{TWINS} in {path}.train"]
+    missing += missing_attributes(path, "prepare_for_lp_inference", "run_all_workers_single_data")
+    missing += missing_parameters(
+        f"{module.__name__}:RayWorkerGroup.run_all_workers_sharded_data",
+        "in_sharded_axes",
+        "replicate_on_axes",
+        "output_is_replicated",
+        "common_kwargs",
+    )
+    return lacking(missing) if missing else Verdict(NEEDED, f"{POLICY} has train() alone")
+
+
+def diagnose_tq_policy(module: ModuleType) -> Verdict:
+    """Look at TQPolicy and what its train_from_meta() calls."""
+    found = _settled(module, TQ_POLICY, "begin_train_step")
+    if found is not None:
+        return found
+    path = f"{module.__name__}:{TQ_POLICY}"
+    missing = missing_names(f"{path}.__init__", "dp_client", "_router_replay_enabled")
+    missing += missing_attributes(path, "_stamp_pad_seqlen", "_packing_args")
+    for name in ("get_logprobs_from_meta", "get_reference_policy_logprobs_from_meta"):
+        missing += missing_parameters(f"{path}.{name}", "micro_batch_size", "timer")
+    names = ("DP_TRAIN_FIELDS", "fields_with_optional_routed_experts")
+    missing += missing_attributes(f"{module.__name__}:", *names)
+    missing += missing_parameters(
+        f"{module.__name__}:shard_meta_for_dp",
+        "dp_world",
+        "batch_size",
+        "sequence_packing_args",
+        "dynamic_batching_args",
+    )
+    return lacking(missing) if missing else Verdict(NEEDED, f"{TQ_POLICY} has train_from_meta() alone")
+
+
+def diagnose_mixin(module: ModuleType) -> Verdict:
+    """Look at what the worker's train_presharded() calls."""
+    found = _settled(module, MIXIN, "begin_train_step_presharded")
+    if found is not None:
+        return found
+    names = ("_fetch", "_attach_or_repack_pack_metadata", "_is_replica_leader")
+    missing = missing_attributes(f"{module.__name__}:{MIXIN}", *names)
+    return lacking(missing) if missing else Verdict(NEEDED, f"{MIXIN} has train_presharded() alone")
+
+
+def _knows_twins(module: ModuleType) -> bool:
+    """Whether train() drops the answers of the axes that we know, and of no others."""
+    code = unpatched(getattr(module, POLICY).train).__code__
+    return any(isinstance(constant, tuple) and set(constant) == set(TWINS) for constant in code.co_consts)
+
+
+def _settled(module: ModuleType, name: str, method: str) -> Verdict | None:
+    """The verdict where the class is not there, or has the method without us."""
+    cls = getattr(module, name, None)
+    if cls is None:
+        return Verdict(ABSENT, f"this version has no {name}")
+    own = vars(cls).get(method)
+    if own is not None and not unpatched(own).__module__.startswith("megapatch."):
+        return Verdict(FIXED, f"{name} has {method}")
+    return None
+
+
+PATCH = Patch(
+    name="nemo_rl.split-train-step-policy",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
+    sites=(
+        Site(
+            module=POLICY_MODULE,
+            diagnose=diagnose_policy,
+            replace={f"{POLICY}.prepare_for_lp_inference": policy_methods.keeping_train_buffers},
+            add={
+                **{f"{POLICY}.{name}": function for name, function in STEP.items()},
+                f"{POLICY}.train_microbatches": policy_methods.train_microbatches,
+            },
+        ),
+        Site(
+            module=TQ_MODULE,
+            diagnose=diagnose_tq_policy,
+            add={
+                **{f"{TQ_POLICY}.{name}": function for name, function in STEP.items()},
+                f"{TQ_POLICY}.train_microbatches_from_meta": policy_methods.train_microbatches_from_meta,
+                f"{TQ_POLICY}.prepare_logprobs_from_meta": policy_methods.prepare_logprobs_from_meta,
+            },
+        ),
+        Site(
+            module=MIXIN_MODULE,
+            diagnose=diagnose_mixin,
+            add={
+                f"{MIXIN}.begin_train_step_presharded": presharded_methods.begin_train_step_presharded,
+                f"{MIXIN}.train_microbatch_presharded": presharded_methods.train_microbatch_presharded,
+                f"{MIXIN}.finish_train_step_presharded": presharded_methods.finish_train_step_presharded,
+                f"{MIXIN}.abort_train_step_presharded": presharded_methods.abort_train_step_presharded,
+            },
+            rebuild=actors_of(MIXIN),
+        ),
+    ),
+)
