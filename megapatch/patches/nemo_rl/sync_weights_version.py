@@ -1,0 +1,145 @@
+"""NeMo-RL's weight synchronizers can be told the version of the weights that they sync.
+
+Symptom   TypeError: a controller that does `await synchronizer.sync_weights(version)`, as NeMo-RL's first
+          SingleController does, calls a plain function that takes no version and returns nothing to wait for.
+Upstream  NVIDIA-NeMo/RL#3266 has changed the controller. On main from 2026-07-14 to 07-25 it does not fit the
+          synchronizers; no release has it. v0.7.0 and main have the same synchronizers, for controllers that
+          were written like it.
+Seam      adds __getattribute__ to WeightSynchronizer: every transport has a sync_weights() of its own, and users
+          may have more. What an object has by that name takes a version, too, by position or as `version`. After
+          a sync that succeeded, set_weight_version() of the synchronizer's generation is called with it, where
+          there is one: a plain method, or that of a Ray actor. Where an event loop is running the result is a
+          coroutine, and the sync runs in a thread, as main's controller has it now; elsewhere it is the original's
+          result. Calls without a version, and synchronizers that take one themselves, are left alone.
+Limits    in an event loop nothing is synced before the coroutine is awaited. What fails in set_weight_version()
+          is raised, as in main: the samples that follow would bear an old version.
+          No generation of NeMo-RL's has that method, and its RolloutManager, which has, is not known to the
+          synchronizer: a WARNING says once that the version goes nowhere. The controller can pass it on with
+          `generation.set_weight_version = rollout_manager.set_weight_version`.
+Numbers   stay: with a version there was a TypeError.
+Cost      a microsecond for each attribute of a synchronizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import numbers
+import sys
+from collections.abc import Callable, Mapping
+from types import MethodType, ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
+from ..probe import lacking, missing_parameters
+
+log = logging.getLogger("megapatch")
+
+MODULE = "nemo_rl.weight_sync.interfaces"
+SYNCHRONIZER, SYNC, SETTER = "WeightSynchronizer", "sync_weights", "set_weight_version"
+LOOKUP = "__getattribute__"
+
+_warned: set[type] = set()
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the signature: running it needs a policy and engines."""
+    synchronizer = getattr(module, SYNCHRONIZER, None)
+    if synchronizer is None:
+        return Verdict(ABSENT, f"this version has no {SYNCHRONIZER}")
+    path = f"{MODULE}:{SYNCHRONIZER}.{SYNC}"
+    sync = getattr(synchronizer, SYNC, None)
+    if not missing_parameters(path, "version"):
+        return Verdict(FIXED, f"{SYNC}() takes a version")
+    missing = missing_parameters(path, "timer")
+    if inspect.iscoroutinefunction(sync):
+        missing.append(f"{path} as a plain function")
+    if vars(synchronizer).get(LOOKUP) not in (None, looked_up):
+        missing.append(f"{SYNCHRONIZER} without {LOOKUP}")
+    return lacking(missing) if missing else Verdict(NEEDED, f"{SYNC}() takes no version")
+
+
+def looked_up(self: Any, name: str) -> Any:
+    found = object.__getattribute__(self, name)
+    if name == SYNC and isinstance(found, MethodType):
+        return accepting_version(found)
+    return found
+
+
+def accepting_version(sync: MethodType) -> Callable[..., Any]:
+    @functools.wraps(sync)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        version, others = _version_in(args, kwargs)
+        if version is None or _accepts(sync, args, kwargs):
+            return sync(*args, **kwargs)
+        call = functools.partial(_sync_and_tell, sync, version, others)
+        return _in_thread(call) if _loop_is_running() else call()
+
+    return replacement
+
+
+def _version_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The version, or None where the call has none that could be meant, and the keywords without it."""
+    others = dict(kwargs)
+    given = [*args, *([others.pop("version")] if "version" in others else [])]
+    if len(given) == 1 and isinstance(given[0], numbers.Integral):
+        return given[0], others
+    return None, others
+
+
+def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def _sync_and_tell(sync: MethodType, version: Any, kwargs: Mapping[str, Any]) -> Any:
+    result = sync(**kwargs)
+    generation = getattr(sync.__self__, "_generation", sync.__self__)
+    tell = getattr(generation, SETTER, None)
+    if tell is None:
+        _warn(type(generation))
+    elif hasattr(tell, "remote"):
+        sys.modules["ray"].get(tell.remote(version))
+    else:
+        tell(version)
+    return result
+
+
+def _warn(kind: type) -> None:
+    if kind not in _warned:
+        _warned.add(kind)
+        log.warning(
+            "%s() was given a version, and %s has no %s(): samples bear the new version only if the controller "
+            "tells it to what makes them, such as NeMo-RL's RolloutManager",
+            SYNC,
+            kind.__name__,
+            SETTER,
+        )
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    import asyncio
+
+    return await asyncio.to_thread(call)
+
+
+def _loop_is_running() -> bool:
+    import asyncio
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+PATCH = Patch(
+    name="nemo_rl.sync-weights-version",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/3266",
+    sites=(Site(module=MODULE, diagnose=diagnose, add={f"{SYNCHRONIZER}.{LOOKUP}": looked_up}),),
+)

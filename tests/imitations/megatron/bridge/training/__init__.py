@@ -1,0 +1,1 @@
+"""Imitation, see megatron/bridge/__init__.py."""

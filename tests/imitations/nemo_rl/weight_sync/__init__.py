@@ -1,0 +1,1 @@
+"""Imitation, see nemo_rl/__init__.py."""
