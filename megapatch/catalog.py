@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .patch import Patch
-from .patches import megatron, skyrl, slime
+from .patches import megatron, nemo_rl, skyrl, slime
 
-PATCHES: tuple[Patch, ...] = (*megatron.PATCHES, *skyrl.PATCHES, *slime.PATCHES)
+PATCHES: tuple[Patch, ...] = (*megatron.PATCHES, *nemo_rl.PATCHES, *skyrl.PATCHES, *slime.PATCHES)

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from megapatch.catalog import PATCHES
-from megapatch.patches import megatron, skyrl, slime
+from megapatch.patches import megatron, nemo_rl, skyrl, slime
 
 
 def test_the_order_is_that_of_the_families():
-    assert (*megatron.PATCHES, *skyrl.PATCHES, *slime.PATCHES) == PATCHES
+    assert (*megatron.PATCHES, *nemo_rl.PATCHES, *skyrl.PATCHES, *slime.PATCHES) == PATCHES
     assert len({patch.name for patch in PATCHES}) == len(PATCHES)
 
 

@@ -135,6 +135,12 @@ CALLS = {
     f"{RERUN}.state_dict": save_idle,
     STRICT_LOAD: load_strictly,
 }
+
+
+def targets():
+    return [f"{site.module}:{path}" for patch in PATCHES for site in patch.sites for path in site.paths]
+
+
 NOT_COMPILED = {
     # A training loop, with timers, files and signals: no one can compile it, patched or not.
     "megatron.training.training:train",
@@ -182,14 +188,14 @@ NOT_COMPILED = {
         for package in ("skyrl_train", "skyrl.train")
         for name in ("train", "async_sync_policy_weights_to_inference_engines")
     ),
+    # Nor what is called through Ray: a worker's part and a driver's, of NeMo-RL.
+    *(target for target in targets() if target.startswith("nemo_rl.")),
+    # Nor the making of hooks.
+    *(f"{setup}:_update_model_config_funcs" for setup in ("megatron.bridge.training.setup", "nemo.tron.setup")),
     # Nor the loading of an optimizer's state, which PyTorch's own is not compiled in.
     f"{FLOAT16}.load_state_dict",
     f"{DISTRIBUTED}.load_state_dict",
 }
-
-
-def targets():
-    return [f"{site.module}:{path}" for patch in PATCHES for site in patch.sites for path in site.paths]
 
 
 def test_every_target_is_called_here():

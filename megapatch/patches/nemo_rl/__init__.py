@@ -1,0 +1,26 @@
+"""Patches for NeMo-RL, in the order in which they are listed."""
+
+from __future__ import annotations
+
+from ...patch import Patch
+from . import (
+    abort_resets_rerun,
+    forward_pre_hook_after_split,
+    hooks_without_overlap,
+    open_step_guard,
+    split_train_step,
+    split_train_step_dtensor,
+    split_train_step_policy,
+    sync_weights_version,
+)
+
+PATCHES: tuple[Patch, ...] = (
+    abort_resets_rerun.PATCH,
+    forward_pre_hook_after_split.PATCH,
+    hooks_without_overlap.PATCH,
+    open_step_guard.PATCH,
+    split_train_step.PATCH,
+    split_train_step_dtensor.PATCH,
+    split_train_step_policy.PATCH,
+    sync_weights_version.PATCH,
+)

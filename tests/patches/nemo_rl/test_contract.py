@@ -1,0 +1,163 @@
+"""NeMo-RL's patches keep the contract, on its own code or on our imitation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import importlib
+from types import SimpleNamespace
+
+import pytest
+from megatron_rig import BOTH, Interrupted
+from nemo_dtensor_rig import SECOND, WORKERS, find_workers
+from nemo_rl_rig import GPT, SHAPES, batch, nll_loss, worker_for
+
+from megapatch import versions
+from megapatch.patches.nemo_rl import (
+    PATCHES,
+    abort_resets_rerun,
+    forward_pre_hook_after_split,
+    hooks_without_overlap,
+    open_step_guard,
+    split_train_step,
+    split_train_step_dtensor,
+    split_train_step_policy,
+    sync_weights_version,
+)
+from megapatch.testing import check_contract, init_parallel, run_ranks, tiny_gpt
+
+pytestmark = pytest.mark.thorough
+
+
+def loadable(patch):
+    """Without sites in what needs Automodel, where that is not here."""
+    sites = [one for one in patch.sites if SECOND in WORKERS or not one.module.endswith(SECOND)]
+    return dataclasses.replace(patch, sites=tuple(sites))
+
+
+def worker(**options):
+    init_parallel()
+    return worker_for(tiny_gpt(**GPT, **options))
+
+
+def one_step(worker):
+    worker.begin_train_step(nll_loss(), gbs=4)
+    for begin in (0, 2):
+        worker.train_microbatch(batch(0, 4).slice(begin, begin + 2))
+    return worker.finish_train_step()
+
+
+def slices():
+    assert one_step(worker())["grad_norm"] > 0
+
+
+def hooks_after_a_step():
+    one = worker(**BOTH)
+    if hasattr(one, "begin_train_step"):
+        one_step(one)
+        assert one.model.remove_forward_pre_hook_handles
+
+
+def raises(*args, **kwargs):
+    raise Interrupted
+
+
+def step_after_an_aborted_one():
+    one = worker()
+    if not hasattr(one, "begin_train_step"):
+        return
+    loss = nll_loss()
+    loss.__class__ = type("Raising", (type(loss),), {"__call__": raises})
+    one.begin_train_step(loss)
+    with contextlib.suppress(Interrupted):
+        one.train_microbatch(batch(0, 4))
+    one.abort_train_step()
+    one_step(one)
+
+
+def logprobs_in_a_step():
+    one = worker()
+    one._train_step_state = {}
+    with pytest.raises(RuntimeError, match="would free the gradients"):
+        one.prepare_for_lp_inference()
+
+
+def there(module):
+    """The module, or None: releases differ, and our imitation has not all."""
+    return importlib.import_module(module) if versions.find_module(module) else None
+
+
+def policy_of_slices():
+    from nemo_policy_rig import find_policies, policy_for
+
+    if there("nemo_rl.models.policy.lm_policy"):
+        find_policies()
+        init_parallel()
+        policy = policy_for(tiny_gpt(**GPT))
+        if not hasattr(policy, "begin_train_step") and there("nemo_rl.models.policy.tq_policy"):
+            policy = policy_for(tiny_gpt(**GPT), "TQPolicy")  # main's other one has none
+        policy.worker_group.mine.begin_train_step = lambda **ignored: None
+        policy.begin_train_step(None)
+
+
+def dtensor_worker():
+    if module := there("nemo_rl.models.policy.workers.dtensor_policy_worker"):
+        with pytest.raises(RuntimeError, match="no train step open"):
+            object.__new__(module.DTensorPolicyWorkerImpl).finish_train_step()
+
+
+def hooks_of_a_model():
+    init_parallel()
+    model = tiny_gpt(hooks=False)
+    setup = importlib.import_module("megatron.bridge.training.setup")
+    setup._update_model_config_funcs(model.chunks, model.config, model.ddp_config, model.optimizer)
+    assert model.config.no_sync_func is model.config.grad_sync_func is None
+
+
+def sync_with_version():
+    if (module := there("nemo_rl.weight_sync.interfaces")) is None:
+        return  # up to 0.6.0
+
+    class Synchronizer(module.WeightSynchronizer):
+        is_stale = init_communicator = shutdown = mark_stale = None
+
+        def __init__(self):
+            self.told = []
+            self._generation = SimpleNamespace(set_weight_version=self.told.append)
+
+        def sync_weights(self, *, timer=None, kv_scales=None):
+            return None
+
+    async def controller(synchronizer):
+        await synchronizer.sync_weights(3)
+
+    synchronizer = Synchronizer()
+    asyncio.run(controller(synchronizer))
+    assert synchronizer.told == [3]
+
+
+SCENARIOS = {
+    split_train_step_policy.PATCH: policy_of_slices,
+    split_train_step.PATCH: slices,
+    split_train_step_dtensor.PATCH: dtensor_worker,
+    forward_pre_hook_after_split.PATCH: hooks_after_a_step,
+    abort_resets_rerun.PATCH: step_after_an_aborted_one,
+    open_step_guard.PATCH: logprobs_in_a_step,
+    hooks_without_overlap.PATCH: hooks_of_a_model,
+    sync_weights_version.PATCH: sync_with_version,
+}
+
+
+OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
+"""The others are held to it on a release's shape, where there is no checkout with all it has."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_contract_is_kept(shape, monkeypatch):
+    monkeypatch.setenv("NEMO_RL_SHAPE", shape)
+    monkeypatch.setattr("megapatch.testing.contract.run_ranks", functools.partial(run_ranks, setup=find_workers))
+    assert SCENARIOS.keys() == set(PATCHES)
+    chosen = {"main": OF_MAIN, "release": SCENARIOS.keys() - OF_MAIN}.get(shape, SCENARIOS.keys())
+    check_contract({loadable(patch): SCENARIOS[patch] for patch in chosen})

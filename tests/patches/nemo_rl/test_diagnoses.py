@@ -1,0 +1,183 @@
+"""What the patches of NeMo-RL's Megatron worker say of modules that are not like those that they know."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from types import CodeType, FunctionType, ModuleType
+
+import pytest
+
+import megapatch.patches.nemo_rl
+from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
+from megapatch.patches.nemo_rl import (
+    abort_resets_rerun,
+    forward_pre_hook_after_split,
+    open_step_guard,
+    split_train_step,
+)
+
+
+def nvtx(function):
+    """As NeMo-RL's: what is decorated is in a closure, and nothing says so."""
+
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Release:
+    def move_model(self, model, device): ...
+    def use_reference_model(self): ...
+    def prepare_for_lp_inference(self): ...
+    def offload_before_refit(self): ...
+    def offload_after_refit(self): ...
+    def save_checkpoint(self, weights_path): ...
+    def enable_forward_pre_hook(self): ...
+    @nvtx
+    def train(self, data, loss_fn):
+        return self._first_train_step_forward_pre_hook_disabled
+
+
+class Main(Release):
+    def begin_train_step(self): ...
+    @nvtx
+    def finish_train_step(self): ...
+    @nvtx
+    def abort_train_step(self):
+        self._train_step_state = None
+
+
+class KnowsHooks(Main):
+    @nvtx
+    def finish_train_step(self):
+        self._put_back()
+
+    def _put_back(self):
+        self._first_train_step_forward_pre_hook_disabled = False
+
+
+class Resets(Main):
+    @nvtx
+    def abort_train_step(self):
+        self.get_rerun_state_machine().state = None
+
+
+def refuses(self):
+    return self._train_step_state
+
+
+class Refuses(Main):
+    pass
+
+
+for name in ("prepare_for_lp_inference", *open_step_guard.LOSING):
+    setattr(Refuses, name, nvtx(refuses))
+
+
+def flat(cls):
+    """With all of it in one class, as NeMo-RL's."""
+    return type(
+        "MegatronPolicyWorkerImpl", (), {k: v for one in reversed(cls.__mro__[:-1]) for k, v in vars(one).items()}
+    )
+
+
+def module(cls=None, *without):
+    found = ModuleType("made_up")
+    names = dict.fromkeys((*split_train_step.CALLED, "get_model_config"), print)
+    vars(found).update({name: value for name, value in names.items() if name not in without})
+    if cls is not None:
+        found.MegatronPolicyWorkerImpl = flat(cls)
+    found.MegatronPolicyWorker = type("MegatronPolicyWorker", (), {})
+    return found
+
+
+SPLIT, HOOK, ABORT, GUARD = split_train_step, forward_pre_hook_after_split, abort_resets_rerun, open_step_guard
+CASES = [
+    (SPLIT, Release, NEEDED, "has train() alone"),
+    (SPLIT, Main, FIXED, "has begin_train_step"),
+    (HOOK, Release, ABSENT, "no finish_train_step of its own"),
+    (HOOK, Main, NEEDED, "leaves the hooks off"),
+    (HOOK, KnowsHooks, FIXED, "puts the hooks back"),
+    (ABORT, Release, ABSENT, "no abort_train_step of its own"),
+    (ABORT, Main, NEEDED, "leaves the rerun state machine"),
+    (ABORT, Resets, FIXED, "knows of the rerun state machine"),
+    (
+        GUARD,
+        Release,
+        NEEDED,
+        "not refused while a train step is open: prepare_for_lp_inference, save_checkpoint, train",
+    ),
+    (GUARD, Refuses, FIXED, "the worker refuses them itself"),
+]
+
+
+@pytest.fixture
+def verdict(monkeypatch):
+    def diagnosed(patch, found):
+        monkeypatch.setitem(sys.modules, found.__name__, found)
+        return patch.diagnose(found)
+
+    return diagnosed
+
+
+@pytest.mark.parametrize(("patch", "cls", "kind", "reason"), CASES)
+def test_it_says_what_it_found(verdict, patch, cls, kind, reason):
+    found = verdict(patch, module(cls))
+    assert (found.kind, reason in found.reason) == (kind, True), found
+
+
+@pytest.mark.parametrize("patch", [SPLIT, HOOK, ABORT, GUARD])
+def test_forks_are_not_supported(verdict, patch):
+    found = verdict(patch, module())
+    assert (found.kind, "trains with a fork of Megatron" in found.reason) == (UNSUPPORTED, True)
+    assert verdict(patch, ModuleType("nothing")).kind is ABSENT
+
+
+@pytest.mark.parametrize(
+    ("patch", "cls", "missing"),
+    [
+        (SPLIT, Release, "LossPostProcessor"),
+        (HOOK, Main, "get_model_config"),
+        (HOOK, Main, "enable_forward_pre_hook"),
+        (ABORT, Main, "abort_train_step"),
+        (GUARD, Release, "offload_before_refit"),
+    ],
+)
+def test_what_is_relied_on_is_missed(verdict, patch, cls, missing):
+    broken = module(cls, missing)
+    if missing in vars(broken.MegatronPolicyWorkerImpl):
+        delattr(broken.MegatronPolicyWorkerImpl, missing)
+    found = verdict(patch, broken)
+    assert (found.kind, missing in found.reason) == (UNKNOWN, True), found
+
+
+def codes(function):
+    todo = [function.__code__]
+    while todo:
+        code = todo.pop()
+        yield code
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def functions():
+    for info in pkgutil.iter_modules(megapatch.patches.nemo_rl.__path__):
+        one = importlib.import_module(f"megapatch.patches.nemo_rl.{info.name}")
+        for value in vars(one).values():
+            for function in [value, *vars(value).values()] if isinstance(value, type) else [value]:
+                if isinstance(function, FunctionType) and function.__module__ == one.__name__:
+                    yield function
+
+
+def test_no_function_drags_torchs_configuration_along():
+    """cloudpickle takes a function by value together with torch.distributed.config, which cannot be pickled, where
+    the function mentions both names."""
+    looked_at = 0
+    for function in functions():
+        looked_at += 1
+        for code in codes(function):
+            for package in ("distributed", "compiler", "_export", "fx"):
+                assert not {package, "config"} <= set(code.co_names), f"{function.__qualname__}"
+    assert looked_at > 50
