@@ -121,8 +121,9 @@ def list_patches(markdown: bool) -> int:
             print(f"| `{patch.name}` | {patch.summary} | <{patch.upstream}> | {numbers} |")
         return WELL
     this_process().load_third_parties()
+    width = max(len(patch.name) for patch in this_process().patches)
     for patch in this_process().patches:
-        print(f"{patch.name:28}  {patch.summary}")
+        print(f"{patch.name:{width}}  {patch.summary}")
     return WELL
 
 
