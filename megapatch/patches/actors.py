@@ -12,7 +12,6 @@ from typing import Any
 
 log = logging.getLogger("megapatch")
 
-
 Rebuild = Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]]
 
 
@@ -62,8 +61,10 @@ def _made_again(actor: Any) -> Any:
 
 def _at_module_level() -> Iterator[tuple[str, Any]]:
     kind = getattr(sys.modules.get("ray.actor"), "ActorClass", None)
+    if kind is None:
+        return
     for module_name, module in list(sys.modules.items()):
-        if kind is not None and isinstance(module, ModuleType):
+        if isinstance(module, ModuleType):
             for name, value in list(vars(module).items()):
                 if issubclass(type(value), kind):  # isinstance would trigger what is lazy
                     yield f"{module_name}:{name}", value

@@ -1,4 +1,4 @@
-"""An attribute of one object, for a while."""
+"""Attributes of one object, for a while."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def in_place_of(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """`value` as the object's own attribute; afterwards what it had, or its class's again."""
-    had, before = name in vars(thing), vars(thing).get(name)
-    setattr(thing, name, value)
+def in_place_of(thing: Any, **values: Any) -> Iterator[None]:
+    """These values as the object's own attributes; afterwards what it had, or its class's again."""
+    before = {name: vars(thing)[name] for name in values if name in vars(thing)}
+    for name, value in values.items():
+        setattr(thing, name, value)
     try:
         yield
     finally:
-        if had:
-            setattr(thing, name, before)
-        else:
-            delattr(thing, name)
+        for name in values:
+            if name in before:
+                setattr(thing, name, before[name])
+            else:
+                delattr(thing, name)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...patch import MisuseError
+from ..in_place import in_place_of
 from .loss_metrics import normalized
-from .split_step import SplitStep, begin, counts
+from .split_step import SplitStep, begin, counts, over_ranks
 from .worker import STATE
 
 
@@ -44,7 +45,7 @@ class DTensorSplitStep(SplitStep):
         # Ranks that share samples, for context parallelism, count a part each.
         with self.step.accumulate(num_microbatches, count / worker.cp_size) as backward:
             whole = _filled_up(data, bins, self.mbs, backward.passes) if data.size else data
-            size, empty = _over_ranks(worker, whole.size, not data.size)
+            size, empty = over_ranks(worker.dp_mesh.get_group(), whole.size, not data.size)
             if empty:
                 raise MisuseError(
                     "train_microbatch(): a rank has no sample in this slice; give it some with a sample_mask of "
@@ -71,7 +72,7 @@ class DTensorSplitStep(SplitStep):
     def finish(self, worker: Any) -> dict[str, Any]:
         if self.nothing is None:
             raise MisuseError("finish_train_step(): the step had no train_microbatch()")
-        sequences, tokens = _over_ranks(worker, self.sequences, self.tokens)
+        sequences, tokens = over_ranks(worker.dp_mesh.get_group(), self.sequences, self.tokens)
         count = self.count_of(sequences, tokens)
         if count:
             self.step.reduce()
@@ -152,21 +153,11 @@ class Losses:
         return loss.as_subclass(self.kind), metrics
 
 
-@contextlib.contextmanager
-def _with(worker: Any, **attributes: Any) -> Iterator[None]:
+def _with(worker: Any, **attributes: Any) -> contextlib.AbstractContextManager[None]:
     """Those that the worker has are others for now."""
-    own = vars(worker)
-    if "timer" in own:  # after v0.7.0; an exception would leave it running, and the next train() refuse
-        attributes["timer"] = type(own["timer"])()
-    attributes = {name: value for name, value in attributes.items() if hasattr(worker, name)}
-    before = {name: own[name] for name in attributes if name in own}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del own[name]
-        own.update(before)
+    if hasattr(worker, "timer"):  # after v0.7.0; an exception would leave it running, and the next train() refuse
+        attributes["timer"] = type(worker.timer)()
+    return in_place_of(worker, **{name: value for name, value in attributes.items() if hasattr(worker, name)})
 
 
 # ---------------------------------------------------------------------------- a slice
@@ -212,14 +203,6 @@ def _nothing(data: Any) -> Any:
     found = type(data)({name: data[name][:1] for name in names if name in data})
     found.micro_batch_indices, found.micro_batch_lengths, found.elem_counts_per_gb = [[]], [[0]], [0]
     return found
-
-
-def _over_ranks(worker: Any, *values: float) -> list[float]:
-    """Their sums over data-parallel ranks."""
-    torch = sys.modules["torch"]
-    found = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cuda")
-    torch.distributed.all_reduce(found, group=worker.dp_mesh.get_group())
-    return list(found.tolist())
 
 
 # ---------------------------------------------------------------------------- the end

@@ -30,7 +30,8 @@ def normalized(
         kinds=kinds_of(loss_fn),
     )
     found = divided(metrics)
-    if OUT_OF_BOUNDS in metrics and _is_one_minus_mean(loss_fn):
+    kind: type = type(loss_fn)
+    if OUT_OF_BOUNDS in metrics and _is_one_minus_mean(kind):
         # One for each sequence that was looked at by itself (for all, without packing), minus a mean that is below
         # one as long as `about` is more than all tokens.
         value = metrics[OUT_OF_BOUNDS]
@@ -57,10 +58,11 @@ def kinds_of(loss_fn: Any) -> dict[str, str]:
     return kinds
 
 
-def _is_one_minus_mean(loss_fn: Any) -> bool:
+@functools.cache  # asked for each microbatch
+def _is_one_minus_mean(kind: type) -> bool:
     """In v0.6.0 what is out of bounds is one minus the mean of what is within; later it is a mean itself."""
     try:
-        source = inspect.getsource(type(loss_fn).__call__)
+        source = inspect.getsource(kind.__call__)
     except (OSError, TypeError, AttributeError):
         return False
     return re.search(rf'"{OUT_OF_BOUNDS}":\s*1(\.0)?\s*-', source) is not None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -90,19 +90,14 @@ def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool 
     return replacement
 
 
-@contextlib.contextmanager
-def _freeing_nothing(worker: Any) -> Iterator[None]:
+def _freeing_nothing(worker: Any) -> contextlib.AbstractContextManager[None]:
     """Neither gradients nor the optimizer's state go to the CPU. (DTensor's workers have no move_model.)"""
     move_model = getattr(worker, "move_model", None)
 
     def to_gpu_alone(model: Any, device: str, *args: Any, **kwargs: Any) -> Any:
         return move_model(model, device, *args, **kwargs) if move_model and device == "cuda" else model
 
-    with (
-        in_place_of(worker, "move_model", to_gpu_alone),
-        in_place_of(worker, "offload_optimizer_for_logprob", False),
-    ):
-        yield
+    return in_place_of(worker, move_model=to_gpu_alone, offload_optimizer_for_logprob=False)
 
 
 def where_gradients_stay(use_reference_model: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +93,8 @@ def begin(
     **options: Any,
 ) -> None:
     """Open a step of this kind on the worker. options: more of TrainStep's."""
-    refuse_second_step(worker)
+    if is_open(worker):
+        raise MisuseError("a train step is already open; call finish_train_step or abort_train_step before begin")
     if getattr(loss_fn, "positive_example_nll_weight", 0) > 0:
         raise MisuseError(
             "begin_train_step(): the loss has a positive_example_nll_weight, and that part is divided by each "
@@ -103,11 +105,6 @@ def begin(
     step = TrainStep(worker.model, worker.optimizer, scheduler, expected_count=about, **options)
     step.begin()
     setattr(worker, STATE, kind(step, loss_fn, gbs, mbs, about))
-
-
-def refuse_second_step(worker: Any) -> None:
-    if is_open(worker):
-        raise MisuseError("a train step is already open; call finish_train_step or abort_train_step before begin")
 
 
 def opened(worker: Any) -> Any:
@@ -126,6 +123,20 @@ def counts(data: Any) -> tuple[float, float]:
     if "token_mask" in data:
         return sequences, float((data["token_mask"][:, 1:] * valid.unsqueeze(-1)).sum())
     return sequences, sequences * data["input_ids"].shape[1]
+
+
+def over_ranks(group: Any, *values: float) -> list[float]:
+    """Their sums over the ranks of a group."""
+    torch = sys.modules["torch"]
+    found = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(found, group=group)
+    return list(found.tolist())
+
+
+def calls(worker: str, begin_train_step: Callable[..., None]) -> dict[str, Callable[..., Any]]:
+    """What a site adds to a class: the four, of which the first is each kind of worker's own."""
+    functions = (begin_train_step, train_microbatch, finish_train_step, abort_train_step)
+    return {f"{worker}.{function.__name__}": function for function in functions}
 
 
 @contextlib.contextmanager

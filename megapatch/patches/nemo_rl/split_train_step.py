@@ -21,7 +21,7 @@ from types import ModuleType
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from ..actors import actors_of
 from ..probe import lacking, missing_attributes
-from .split_step import abort_train_step, finish_train_step, train_microbatch
+from .split_step import calls
 from .worker import ACTOR, FORKED, MODULE, WORKER, has_own_split_step, no_worker
 from .worker_methods import begin_train_step
 
@@ -56,12 +56,7 @@ PATCH = Patch(
         Site(
             module=MODULE,
             diagnose=diagnose,
-            add={
-                f"{WORKER}.begin_train_step": begin_train_step,
-                f"{WORKER}.train_microbatch": train_microbatch,
-                f"{WORKER}.finish_train_step": finish_train_step,
-                f"{WORKER}.abort_train_step": abort_train_step,
-            },
+            add=calls(WORKER, begin_train_step),
             rebuild=actors_of(WORKER),
         ),
         Site(module=FORKED, diagnose=diagnose),

@@ -21,7 +21,7 @@ from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from ..actors import actors_of
 from ..probe import lacking, missing_attributes
 from .dtensor_methods import begin_train_step
-from .split_step import abort_train_step, finish_train_step, train_microbatch
+from .split_step import calls
 from .worker import DTENSOR_WORKERS as WORKERS
 from .worker import has_own_split_step, names_in, no_worker
 
@@ -49,12 +49,7 @@ def site(module: str, actor: str) -> Site:
     return Site(
         module=module,
         diagnose=diagnose,
-        add={
-            f"{worker}.begin_train_step": begin_train_step,
-            f"{worker}.train_microbatch": train_microbatch,
-            f"{worker}.finish_train_step": finish_train_step,
-            f"{worker}.abort_train_step": abort_train_step,
-        },
+        add=calls(worker, begin_train_step),
         rebuild=actors_of(worker),
     )
 

@@ -27,6 +27,7 @@ from ..actors import actors_of
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
 from . import policy_methods, presharded_methods
 from .policy_methods import TQ_MODULE, TWINS
+from .worker import has_own
 
 POLICY_MODULE = "nemo_rl.models.policy.lm_policy"
 MIXIN_MODULE = "nemo_rl.data_plane.worker_mixin"
@@ -115,8 +116,7 @@ def _settled(module: ModuleType, name: str, method: str) -> Verdict | None:
     cls = getattr(module, name, None)
     if cls is None:
         return Verdict(ABSENT, f"this version has no {name}")
-    own = vars(cls).get(method)
-    if own is not None and not unpatched(own).__module__.startswith("megapatch."):
+    if has_own(cls, method):
         return Verdict(FIXED, f"{name} has {method}")
     return None
 

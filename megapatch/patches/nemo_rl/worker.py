@@ -35,10 +35,15 @@ def no_worker(module: ModuleType, actor: str = ACTOR) -> Verdict:
     return Verdict(UNSUPPORTED, f"up to v0.5.0 {actor} is Ray's actor class itself{trains}")
 
 
-def has_own_split_step(worker: type) -> bool:
-    """As on main. Ours are functions of another package."""
-    found = vars(worker).get("begin_train_step")
+def has_own(cls: type, method: str) -> bool:
+    """Whether the class has the method without us. Ours are functions of another package."""
+    found = vars(cls).get(method)
     return found is not None and not unpatched(found).__module__.startswith("megapatch.")
+
+
+def has_own_split_step(worker: type) -> bool:
+    """As on main."""
+    return has_own(worker, "begin_train_step")
 
 
 def names_in(worker: type, method: str) -> set[str]:

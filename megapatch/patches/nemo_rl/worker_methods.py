@@ -16,7 +16,7 @@ from typing import Any
 from ...patch import MisuseError
 from .forward_pre_hook_after_split import put_hooks_back
 from .loss_metrics import by_tokens, normalized
-from .split_step import SplitStep, begin, counts, refuse_second_step
+from .split_step import SplitStep, begin, counts, over_ranks
 from .worker import WORKER
 
 
@@ -27,7 +27,6 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
     Raises MisuseError (a RuntimeError) when a step is open already, and for losses that a step in slices cannot
     normalize.
     """
-    refuse_second_step(self)
     if (others := _other_losses(self.model)) and not by_tokens(loss_fn):
         raise MisuseError(
             f"begin_train_step(): the loss is divided by sequences, and the model has {others}, which train() "
@@ -91,9 +90,7 @@ class MegatronSplitStep(SplitStep):
     def finish(self, worker: Any) -> dict[str, Any]:
         nemo = _worker_module(worker)
         data_parallel = nemo.parallel_state.get_data_parallel_group()
-        counted = nemo.torch.tensor([self.sequences, self.tokens], dtype=nemo.torch.float64, device="cuda")
-        nemo.torch.distributed.all_reduce(counted, group=data_parallel)
-        sequences, tokens = counted.tolist()
+        sequences, tokens = over_ranks(data_parallel, self.sequences, self.tokens)
         used = {
             "lr": worker.scheduler.get_lr(worker.optimizer.param_groups[0]),
             "wd": worker.scheduler.get_wd(),

@@ -111,9 +111,9 @@ def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
                 return mini_batch(micro_batches, *args, **kwargs)
 
         try:
-            with keeping, in_place_of(self.model, "forward_backward_mini_batch", accumulated):
+            with keeping, in_place_of(self.model, forward_backward_mini_batch=accumulated):
                 for chunk in self.actor_module:
-                    keeping.enter_context(in_place_of(chunk, "zero_grad_buffer", lambda: None))
+                    keeping.enter_context(in_place_of(chunk, zero_grad_buffer=lambda: None))
                 return forward_backward(self, *args, **kwargs)
         except BaseException:
             window.abort()
