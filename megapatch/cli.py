@@ -1,29 +1,18 @@
-"""megapatch doctor | list | explain | demo"""
+"""megapatch doctor | list | explain | run | demo"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import inspect
-import json
 import sys
 from collections.abc import Sequence
 
 import megapatch
 
 from .catalog import PATCHES
+from .doctor import COULD_NOT_LOOK, EXIT_CODES, WELL, doctor
 from .engine import this_process
-from .patch import NEEDS_ATTENTION, MegapatchError, Status
-
-WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
-
-_EXIT_CODES = """\
-exit codes:
-  0  every patch that is needed is in place, or was switched off on purpose
-  1  a patch that is needed, or may be, is not in place (failed, refused, overwritten)
-  2  could not look: bad usage or environment, nothing to patch is installed, or it cannot be imported
-"""
+from .patch import MegapatchError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "doctor",
         help="say what every patch does in this environment, and why",
         description="Import every target that is installed and print each patch's status with the reason.",
-        epilog=_EXIT_CODES,
+        epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--json", action="store_true", help="the report as JSON on standard output")
@@ -67,6 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.set_defaults(run=lambda options: explain(options.names))
 
     command = commands.add_parser(
+        "run",
+        help="run a command; every Python below it activates megapatch when it imports a target",
+        usage="%(prog)s [-h] -- COMMAND ...",
+        description="Run any command so that every Python process below it imports megapatch when, and only when, "
+        "it imports one of the modules that megapatch patches.",
+    )
+    command.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
+    command.set_defaults(run=lambda options: run(options.words))
+
+    command = commands.add_parser(
         "demo",
         help="train a tiny GPT on two CPU ranks, with and without megapatch",
         description="Call the installed Megatron's own train() three times in one process, on CPU with two "
@@ -80,36 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     code: int = options.run(options)
     return code
-
-
-def doctor(as_json: bool, importing: bool = True) -> int:
-    """Import each installed target, print the report and what is wrong; see `_EXIT_CODES`."""
-    problems = _import_targets() if importing else []
-    report = megapatch.report()
-    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
-
-    sites = [(one.patch.name, site) for one in report.patches for site in one.sites]
-    for name, site in sites:
-        if site.status is Status.DISABLED:
-            _say(f"disabled on purpose: {name} at {site.module} ({site.reason})")
-    bad = [(name, site) for name, site in sites if site.status in NEEDS_ATTENTION]
-    for name, site in bad:
-        _say(f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}")
-    if all(site.status is Status.NOT_INSTALLED for _, site in sites):
-        problems.append(
-            "nothing to patch is installed here: found no megatron-core; install it next to megapatch "
-            "(pip install megatron-core), or run doctor in the environment that trains"
-        )
-    problems += _complaints()
-    for problem in problems:
-        _say(problem)
-    if bad:
-        return NOT_APPLIED
-    if problems:
-        return COULD_NOT_LOOK
-    if not as_json:
-        print(f"all well: {'every patch that is needed is in place' if importing else 'nothing was judged'}")
-    return WELL
 
 
 def list_patches(markdown: bool) -> int:
@@ -146,37 +115,18 @@ def explain(names: Sequence[str]) -> int:
     return WELL
 
 
+def run(words: Sequence[str]) -> int:
+    """Become the command; returns only when there is none, or it cannot be started."""
+    from .reach.launch import launch
+
+    return launch(list(words[1:] if words[:1] == ["--"] else words))
+
+
 def demo() -> int:
     """Run the demo, or say in one sentence what it lacks."""
     from .demo import main as run_demo
 
     return run_demo()
-
-
-def _import_targets() -> list[str]:
-    """Import every installed target; returns what could not be imported, in words.
-
-    Not strictly: a site that is refused would keep those in other modules of its package from being judged.
-    """
-    problems = []
-    settings = this_process().settings
-    this_process().settings = settings._replace(strict_value="0")
-    pending = {
-        site.module for one in megapatch.report().patches for site in one.sites if site.status is Status.PENDING
-    }
-    for name in sorted(pending):
-        try:
-            with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's alone
-                importlib.import_module(name)
-        except Exception as error:
-            problems.append(f"{name} is installed but cannot be imported: {type(error).__name__}: {error}")
-    this_process().settings = settings
-    return problems
-
-
-def _complaints() -> list[str]:
-    this_process().load_third_parties()
-    return this_process().complaints()
 
 
 def _say(text: str) -> None:

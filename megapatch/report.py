@@ -17,6 +17,7 @@ SCHEMA = 1
 class SiteReport(NamedTuple):
     """What became of one site.
 
+    verdict: what its diagnosis found, such as ``needed``; None where it was not asked, or failed.
     targets: those really replaced. rebound: other places that now hold the replacement. out_of_reach: what still
     holds an original and could not be given the replacement, in words.
     """
@@ -24,6 +25,7 @@ class SiteReport(NamedTuple):
     module: str
     status: Status
     reason: str
+    verdict: str | None
     targets: tuple[str, ...]
     rebound: tuple[str, ...]
     out_of_reach: tuple[str, ...]
@@ -44,6 +46,7 @@ class SiteReport(NamedTuple):
             "module": self.module,
             "status": self.status.value,
             "reason": self.reason,
+            "verdict": self.verdict,
             "targets": list(self.targets),
             "rebound": list(self.rebound),
             "out_of_reach": list(self.out_of_reach),
@@ -137,6 +140,7 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
             module=record.site.module,
             status=record.status,
             reason=record.reason,
+            verdict=record.verdict.kind.value if record.verdict else None,
             targets=tuple(one.target for one in installed if one.is_in_place),
             rebound=tuple(name for one in installed for name in one.rebound),
             out_of_reach=tuple(left_behind(installed)),

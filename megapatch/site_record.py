@@ -33,6 +33,7 @@ class SiteRecord:
         self.lock = threading.RLock()
         self.status = Status.DISABLED if disabled else Status.PENDING
         self.reason = disabled or _NOT_IMPORTED
+        self.verdict: Verdict | None = None
         self.traceback: str | None = None
         self.installed: tuple[Installed, ...] = ()
         self.disabled = disabled
@@ -58,6 +59,7 @@ class SiteRecord:
                 verdict = self.site.diagnose(module)
                 if not isinstance(verdict, Verdict):
                     raise TypeError(f"diagnose returned {verdict!r}, not a Verdict")
+                self.verdict = verdict
                 if verdict.kind is VerdictKind.NEEDED:
                     self.installed = install(self.patch.name, module, self.site)
                     self.set(Status.APPLIED, verdict.reason)

@@ -38,6 +38,7 @@ def test_the_dictionary_has_the_promised_layout(modules):
                     "module": name,
                     "status": "applied",
                     "reason": "it is too quiet",
+                    "verdict": "needed",
                     "targets": [f"{name}:greet"],
                     "rebound": [f"{holder}:greet"],
                     "out_of_reach": [],

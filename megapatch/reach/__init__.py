@@ -1,0 +1,1 @@
+"""The ways into other processes: launchers and Ray."""
