@@ -32,6 +32,7 @@ from .report import Report, make_report  # before `report` below: importing the 
 from .strict import StrictError
 
 if TYPE_CHECKING:
+    from .agreement import InconsistentError, assert_consistent
     from .train_step import TrainStep
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ __all__ = [
     "NEEDED",
     "UNKNOWN",
     "UNSUPPORTED",
+    "InconsistentError",
     "MegapatchError",
     "Patch",
     "Report",
@@ -51,17 +53,25 @@ __all__ = [
     "Verdict",
     "activate",
     "apply",
+    "assert_consistent",
     "report",
     "restore",
     "unpatched",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "TrainStep":  # loaded on first use: most processes that import megapatch have none
-        from .train_step import TrainStep
+_ON_FIRST_USE = {  # most processes that import megapatch have none
+    "TrainStep": ".train_step",
+    "InconsistentError": ".agreement",
+    "assert_consistent": ".agreement",
+}
 
-        return TrainStep
+
+def __getattr__(name: str) -> Any:
+    if name in _ON_FIRST_USE:
+        from importlib import import_module
+
+        return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

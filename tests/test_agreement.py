@@ -1,0 +1,144 @@
+"""assert_consistent(): the ranks agree on what is patched, or say which of them differ in what."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+
+from megapatch import agreement
+from megapatch.agreement import difference
+
+DDP = "megatron.core.distributed.distributed_data_parallel"
+RERUN = "megatron.core.rerun_state_machine"
+
+
+def ranks(members):
+    return agreement._ranks(members)
+
+
+def test_those_that_agree_differ_in_nothing():
+    one = {"torch": ("2.13.0", ""), "a.patch at m": ("applied (m:f)", "it asserts")}
+    assert difference([one, dict(one)], ranks) is None
+
+
+def test_what_a_process_has_not_loaded_does_not_count():
+    assert difference([{"a at m": ("applied", "")}, {"b at n": ("applied", "")}, {}], ranks) is None
+
+
+def test_a_reason_alone_is_no_difference():
+    assert difference([{"a at m": ("disabled", "so")}, {"a at m": ("disabled", "thus")}], ranks) is None
+
+
+def test_the_first_difference_is_told_with_ranks_and_reasons_and_the_others_are_counted():
+    good = {"torch": ("2.13.0", ""), "a at m": ("applied (m:f)", "it asserts"), "b at n": ("applied", "")}
+    bad = {"torch": ("2.13.0", ""), "a at m": ("disabled", "restored"), "b at n": ("failed", "KeyError")}
+    assert difference([good, good, bad, good, good, bad], ranks) == (
+        "a at m is applied (m:f) on ranks 0-1, 3-4 (it asserts); disabled on ranks 2, 5 (restored). And 1 more. "
+        "`megapatch doctor` tells more, in each environment"
+    )
+
+
+def test_versions_come_first():
+    (old, new) = ({"torch": (version, ""), "a at m": (version, "")} for version in ("2.6.0", "2.13.0"))
+    assert difference([old, new], ranks).startswith("torch is 2.6.0 on rank 0; 2.13.0 on rank 1. And 1 more")
+
+
+def test_more_than_a_table_holds_is_no_agreement():
+    def table(names):
+        return agreement._table({str(name): ("applied", "") for name in range(names)})
+
+    assert len(table(10)) == len(table(10_000)) == 256
+    assert agreement._agree([table(255), table(255)])
+    assert not agreement._agree([table(256), table(256)])
+
+
+def test_devices():
+    assert [agreement._wants_cuda(one) for one in ("nccl", "gloo", "cpu:gloo,cuda:nccl", "cuda:nccl")] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+
+
+def test_what_this_process_has_loaded(modules):
+    found = agreement.facts()
+    assert found["megapatch"][0] and found["wrapt"][0]
+    assert not any(" at " in name and name.partition(" at ")[2] not in sys.modules for name in found)
+
+
+def agreeing(rank, world_size):
+    """Collectives that a call took, as torch counts them, and what it raised: one step after the other."""
+    import torch.distributed as dist
+
+    import megapatch
+
+    def told(group=None):
+        default = group or dist.distributed_c10d._get_default_group()
+        before = default._get_sequence_number_for_group()
+        try:
+            megapatch.assert_consistent(group)
+            error = None
+        except megapatch.InconsistentError as one:
+            error = str(one)
+        return default._get_sequence_number_for_group() - before, error
+
+    pair = dist.new_group([1, 2])
+    found = {"nothing loaded": told()}
+    importlib.import_module(DDP)
+    if rank == 0:
+        importlib.import_module(RERUN)
+    found["different modules"] = told()
+    if rank == 2:
+        megapatch.restore("megatron.nested-no-sync")
+    found["restored on one"] = told()
+    if rank:
+        found["in a group"] = told(pair)
+    else:
+        with pytest.raises(megapatch.patch.MisuseError, match="not in"):
+            megapatch.assert_consistent(pair)
+    if rank == 1:
+        megapatch.restore("megatron.nested-no-sync")
+    found["the others of a group"] = told(pair) if rank else None
+    megapatch.apply()
+    found["applied again"] = told()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_ROWS", 2)
+        found["no room"] = told()
+    if rank == 1:
+        megapatch.__version__ = "0.0.1"
+    found["another version"] = told()
+    return found
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_ranks_agree_in_one_collective_or_say_who_differs():
+    from megapatch.testing import run_ranks
+
+    zero, one, two = run_ranks(agreeing, 3)
+    restored = "disabled on rank 2 (restored in this process; megapatch.apply() installs it again)"
+    for rank in (zero, one, two):
+        for step in ("nothing loaded", "different modules", "applied again"):
+            assert rank[step] == (1, None), step
+        calls, error = rank["restored on one"]
+        assert calls > 1
+        assert error.startswith("megapatch is not the same on all ranks: megatron.nested-no-sync at ")
+        assert f"{DDP} is applied ({DDP}:" in error and " on ranks 0-1 (" in error and restored in error
+        assert rank["no room"][0] > 1 and rank["no room"][1] is None
+        assert "megapatch is 0.1.0 on ranks 0, 2; 0.0.1 on rank 1. `meg" in rank["another version"][1]
+    assert zero["restored on one"] == one["restored on one"] == two["restored on one"]
+    for rank in (one, two):
+        assert "applied" in rank["in a group"][1] and "on rank 1 (" in rank["in a group"][1]
+        assert restored in rank["in a group"][1]
+        assert rank["the others of a group"] == (1, None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_without_ranks_it_says_so():
+    import megapatch
+
+    with pytest.raises(megapatch.MegapatchError, match=r"after torch\.distributed\.init_process_group"):
+        megapatch.assert_consistent()
