@@ -60,7 +60,7 @@ def assert_consistent(group: Any = None) -> None:
         return
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, here, group=group)
-    told = difference(everyone, lambda members: _ranks([_in_world(dist, group, one) for one in members]))
+    told = difference(everyone, lambda members: numbered("rank", [_in_world(dist, group, one) for one in members]))
     if told is not None:  # None: there was more to compare than has room in a table
         raise InconsistentError(f"megapatch is not the same on all ranks: {told}")
 
@@ -133,7 +133,7 @@ def _in_world(dist: Any, group: torch.distributed.ProcessGroup | None, rank: int
     return rank if group is None else int(dist.get_global_rank(group, rank))
 
 
-def _ranks(numbers: list[int]) -> str:
+def numbered(what: str, numbers: list[int]) -> str:
     """``rank 3``, or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -142,4 +142,4 @@ def _ranks(numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank{'s' if len(numbers) > 1 else ''} {words}"
+    return f"{what}{'s' if len(numbers) > 1 else ''} {words}"

@@ -16,7 +16,7 @@ RERUN = "megatron.core.rerun_state_machine"
 
 
 def ranks(members):
-    return agreement._ranks(members)
+    return agreement.numbered("rank", members)
 
 
 def test_those_that_agree_differ_in_nothing():

@@ -10,11 +10,11 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from nemo_rl_rig import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
 from nemo_rl_steps import SIZE, summary
+from ray_rig import TESTS, ray_with
 
 from megapatch.testing import run_ranks
 
@@ -26,7 +26,6 @@ pytestmark = [
 
 METHODS = ("begin_train_step", "train_microbatch", "finish_train_step", "abort_train_step")
 GUARDED = "prepare_for_lp_inference"
-TESTS = str(Path(__file__).parents[2])
 LOAD = """
 import json, pickle, sys
 import torch
@@ -145,16 +144,7 @@ def in_ray(rank, world_size):
 
         here.Tiny = ray.remote(num_cpus=0)(Tiny)
     sys.modules.pop("torch.distributed.config", None)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        runtime_env={"worker_process_setup_hook": prepare},
-    )
-    try:
+    with ray_with(prepare):
         whole, split = here.Tiny.remote(), here.Tiny.remote()
         data = batch(0, SIZE, rank=0)
         expected = whole.train.remote(data=data, loss_fn=nll_loss(), gbs=SIZE)
@@ -163,8 +153,6 @@ def in_ray(rank, world_size):
             ray.get(split.train_microbatch.remote(data=data.slice(begin, end)))
         got = ray.get(split.finish_train_step.remote())
         return summary(got), summary(ray.get(expected))
-    finally:
-        ray.shutdown()
 
 
 def test_a_step_in_slices_in_an_actor(shape):

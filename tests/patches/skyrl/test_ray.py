@@ -10,9 +10,9 @@ import asyncio
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from ray_rig import TESTS, ray_with
 from skyrl_rig import RELEASES, has_correctness_fixes, needs_skyrl
 
 from megapatch.testing import run_ranks
@@ -21,8 +21,6 @@ pytestmark = [
     needs_skyrl,
     pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
 ]
-
-TESTS = str(Path(__file__).parents[2])
 
 
 def first(releases):
@@ -153,16 +151,7 @@ def in_ray(rank, world_size, dispatch, wrapper):
             result = str(caught)
         return result, ray.get(client.told.remote())
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        runtime_env={"worker_process_setup_hook": "megapatch.activate"},
-    )
-    try:
+    with ray_with("megapatch.activate"):
         found = {}
         policy = Policy.remote(wrapper or dispatch)
         found["dispatch"] = ray.get(synced.remote(dispatch, policy))
@@ -181,8 +170,6 @@ def in_ray(rank, world_size, dispatch, wrapper):
                 "pause fails": attempt(how, raising=OSError("gone")),
             }
         return found
-    finally:
-        ray.shutdown()
 
 
 @pytest.fixture(scope="module")

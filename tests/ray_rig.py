@@ -1,0 +1,55 @@
+"""A local Ray, and hooks that its workers find by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+TESTS = str(Path(__file__).parent)
+SETTINGS = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20}
+
+
+@contextlib.contextmanager
+def ray_with(hook):
+    """A Ray of our own, whose workers run this hook."""
+    import ray
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(address="local", log_to_driver=False, runtime_env={"worker_process_setup_hook": hook}, **SETTINGS)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def cluster():
+    """A Ray to which a driver can connect several times, as a job each time: less than a second, not eight."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    there = Cluster(initialize_head=True, head_node_args=SETTINGS)
+    os.environ["RAY_ADDRESS"] = there.address
+    try:
+        yield
+    finally:
+        there.shutdown()
+
+
+@contextlib.contextmanager
+def job(how=None, **options):
+    """A job in it: connected by `ray.init(**options)`, or by calling `how`."""
+    import ray
+
+    (how or ray.init)(**options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def note_order():
+    """A hook: says in the environment whether megapatch was there before."""
+    os.environ["HOOK_FOUND"] = "megapatch" if "megapatch" in sys.modules else "nothing"
