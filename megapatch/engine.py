@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 from collections.abc import Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from . import holders, install, strict, third_party, watch
+from . import holders, strict, third_party, watch
 from .catalog import PATCHES
+from .install import check_in_place
 from .patch import NEEDS_ATTENTION, MegapatchError, Patch, Status
 from .settings import DISABLE, STRICT, Settings, matching, unknown_name
 from .site_record import SiteRecord
@@ -37,6 +39,7 @@ class Engine:
         self._changing_records = threading.Lock()
         self._activating = threading.Lock()
         self._active = False
+        self._watched: set[str] = set()
         self._complained: set[str] = set()
         for patch in patches:
             self._add(patch)
@@ -62,8 +65,8 @@ class Engine:
             first, self._active = not self._active, True
         if first:
             self._complain()
-            for name in dict.fromkeys(record.site.module for record in self.records):
-                self._watch(name)
+        for record in self.records:
+            self._watch(record.site.module)
         self._look()
         if first:
             log.info("%s", self._one_line())
@@ -91,7 +94,7 @@ class Engine:
             for record in chosen:
                 locks.enter_context(record.lock)
             for record in chosen:
-                install.check_in_place(record.installed)
+                check_in_place(record.installed)
             for record in chosen:
                 record.restore()
 
@@ -107,6 +110,13 @@ class Engine:
         """Load the patches of all entry points now, whether their targets are imported or not."""
         for record in self._entries():
             self._load(record)
+
+    def after_fork(self) -> None:
+        """In a forked child: finish what other threads were doing, who are not here."""
+        watch.after_fork()
+        self._changing_records, self._activating = threading.Lock(), threading.Lock()
+        undone = [record for record in self.records if record.after_fork()]
+        self._consider((record, watch.loaded(record.site.module)) for record in undone)
 
     def _entries(self) -> list[third_party.EntryRecord]:
         return [record for record in self.records if isinstance(record, third_party.EntryRecord)]
@@ -133,12 +143,24 @@ class Engine:
 
     def _consider(self, found: Iterable[tuple[SiteRecord, ModuleType | None]]) -> None:
         """Consider these sites, then look for other holders of what was replaced, once for all of them."""
-        fresh = [record for record, module in found if module is not None and record.consider(module)]
-        originals = [one.original for record in fresh for one in record.installed if not one.inherited]
-        places = holders.find(originals, [path for record in fresh for path in record.site.holders])
-        for record in fresh:
-            with record.lock:  # someone may have restored it by now
-                install.rebind(record.installed, places)
+        fresh: list[SiteRecord] = []
+        try:
+            for record, module in found:
+                if module is not None:
+                    fresh.append(record)
+                    if not record.consider(module):
+                        fresh.pop()
+            places = _holders_of(fresh)
+            for record in fresh:
+                record.rebind(places)
+        except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with another function
+            if not fresh:
+                log.warning("patches could not be considered", exc_info=True)
+            for record in fresh:
+                with contextlib.suppress(KeyboardInterrupt):
+                    record.give_up(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _load(self, entry: third_party.EntryRecord) -> None:
         """Put an entry point's patches in the place of its record; a broken or switched-off one stays.
@@ -149,9 +171,9 @@ class Engine:
         with self._changing_records:
             if not patches or entry not in self.records:
                 return
-            self.records = tuple(record for record in self.records if record is not entry)
             for patch in patches:
                 self._add(patch)
+            self.records = tuple(record for record in self.records if record is not entry)
         for patch in patches:
             for site in patch.sites:
                 self._watch(site.module)
@@ -168,15 +190,18 @@ class Engine:
         others = [one for one in self.patches if one.name == patch.name]
         if patch in others:
             return
-        for site in patch.sites:
-            record = SiteRecord(patch, site, self.settings.why_disabled(patch.name))
-            self.records += (record,)
-            if others:
+        added = [SiteRecord(patch, site, self.settings.why_disabled(patch.name)) for site in patch.sites]
+        self.records += tuple(added)  # at once: nobody finds half a patch
+        if others:
+            for record in added:
                 record.disabled = "another patch has the same name"
                 record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
 
     def _watch(self, name: str) -> None:
-        watch.watch(name, functools.partial(self._on_loaded, name))
+        """Once; but done again when it was interrupted."""
+        if name not in self._watched:
+            watch.watch(name, functools.partial(self._on_loaded, name))
+            self._watched.add(name)
 
     def _insist(self, records: Iterable[SiteRecord]) -> None:
         """With MEGAPATCH_STRICT, raise for sites that need attention, and go on doing so."""
@@ -200,6 +225,12 @@ class Engine:
         return f"megapatch is active: {state or 'nothing to do'} (sites){changing}; see `megapatch doctor`"
 
 
+def _holders_of(records: list[SiteRecord]) -> dict[int, list[holders.Holder]]:
+    """Who holds the originals of what these have installed."""
+    originals = [one.original for record in records for one in record.installed if not one.inherited]
+    return holders.find(originals, [path for record in records for path in record.site.holders])
+
+
 def _not_in_place(records: Iterable[SiteRecord]) -> str:
     return "; ".join(
         f"{record.patch.name} is {record.status.value} at {record.site.module}: {record.reason} "
@@ -211,4 +242,8 @@ def _not_in_place(records: Iterable[SiteRecord]) -> str:
 @functools.cache
 def this_process() -> Engine:
     """The engine of this process: one, even if `import megapatch` fails at first and is done again."""
-    return Engine(PATCHES, Settings.from_environment(), third_party.entry_points())
+    settings = Settings.from_environment()
+    engine = Engine(PATCHES, settings, third_party.entry_points(settings))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=engine.after_fork)
+    return engine

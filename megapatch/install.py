@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -16,43 +16,75 @@ class RestoreError(MegapatchError):
     """A target could not be put back because someone has patched on top of megapatch."""
 
 
-def install(patch_name: str, module: ModuleType, site: Site) -> tuple[Installed, ...]:
+def install(
+    patch_name: str,
+    module: ModuleType,
+    site: Site,
+    note: Callable[[Installed], object] = lambda one: None,
+) -> tuple[Installed, ...]:
     """Replace all targets of a site in its loaded module, or none.
+
+    note: told of each target before it is touched, so that someone knows of it however this ends.
 
     Raises whatever finding a target or a patch's factory raises; the module is then as it was.
     """
     kinds = {Installed: site.replace, Added: site.add}
     found = [kind(patch_name, module, path, make) for kind, ones in kinds.items() for path, make in ones.items()]
     done: list[Installed] = []
+
+    def put_in(one: Installed) -> None:
+        done.append(one)  # first: Ctrl-C may come between any two lines
+        note(one)
+        one.put_in()
+
     try:
         for one in found:
-            one.put_in()
-            done.append(one)
+            put_in(one)
         for target, make in site.rebuild(module).items() if site.rebuild else ():
-            one = Rebuilt(target, make)
-            one.put_in()
-            done.append(one)
+            put_in(Rebuilt(target, make))
     except BaseException:
-        for one in done:  # what was rebuilt last: without the functions
-            one.put_back()
+        take_out(done)
         raise
     return tuple(done)
 
 
-def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
-    """Put back the identical originals, also where the replacement was since imported by name.
+def take_out(installed: Iterable[Installed]) -> None:
+    """Put back the originals of what is in place, in the targets and in the holders that were rebound.
 
-    Raises RestoreError, before anything is changed, when a target is no longer ours.
+    Goes on after an error, and raises the last one then.
     """
-    check_in_place(installed)
-    ours = [one.replacement for one in installed]
-    for one in installed:
-        one.put_back()
-    found = holders.find(ours, site.holders)
-    for one, replacement in zip(installed, ours, strict=True):
-        if one.current is not None:  # of what was added nothing is left
-            for holder in found.get(id(replacement), ()):
-                holder.swap(replacement, one.current)
+    with contextlib.ExitStack() as steps:
+        for one in reversed(list(installed)):  # the stack turns them round: what was rebuilt comes last
+            steps.callback(_give_back, one, one.replacement, one.holders)
+            steps.callback(one.put_back)
+
+
+def _give_back(one: Installed, replacement: Any, places: Iterable[holders.Holder]) -> None:
+    for holder in places:
+        holder.swap(replacement, one.beneath)
+
+
+def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
+    """Put back the identical originals where they are in place (see `check_in_place`), and where the replacements
+    were since imported by name; all or none.
+    """
+    replaced = [(one, one.replacement) for one in installed]
+    found = holders.find([replacement for _, replacement in replaced], site.holders)
+    with contextlib.ExitStack() as on_error:
+        for one in installed:
+            if one.is_put_in:
+                on_error.callback(one.put_in)
+                one.put_back()
+        for one, replacement in replaced:
+            if one.beneath is not None:  # of what was added nothing is left
+                for holder in found.get(id(replacement), ()):
+                    on_error.callback(_take_again, one, holder, one.beneath)
+                    holder.swap(replacement, one.beneath)
+        on_error.pop_all()
+
+
+def _take_again(one: Installed, holder: holders.Holder, original: Any) -> None:
+    holder.swap(original, one.replacement)
 
 
 def check_in_place(installed: tuple[Installed, ...]) -> None:
@@ -69,12 +101,10 @@ def rebind(installed: tuple[Installed, ...], found: Mapping[int, list[holders.Ho
     """Give the replacements to those who hold the originals, as `holders.find` found them for a whole batch."""
     for one in installed:
         if not one.inherited:  # who holds the parent class's function means that one
-            swapped = [
-                holder.where
-                for holder in found.get(id(one.original), ())
-                if holder.swap(one.original, one.replacement)
-            ]
-            one.rebound = (*one.rebound, *swapped)
+            for holder in found.get(id(one.original), ()):
+                before, one.holders = one.holders, (*one.holders, holder)
+                if not holder.swap(one.original, one.replacement):
+                    one.holders = before
 
 
 def left_behind(installed: tuple[Installed, ...]) -> list[str]:

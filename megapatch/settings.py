@@ -3,6 +3,7 @@
 MEGAPATCH_DISABLE   comma-separated patch names or globs that stay off
 MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays off
 MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
+MEGAPATCH_NO_ENTRY_POINTS  1: patches of other distributions are neither looked for nor loaded
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 DISABLE = "MEGAPATCH_DISABLE"
 ONLY = "MEGAPATCH_ONLY"
 STRICT = "MEGAPATCH_STRICT"
+NO_ENTRY_POINTS = "MEGAPATCH_NO_ENTRY_POINTS"
 
 _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
 
@@ -35,23 +37,32 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
 
 
 class Settings(NamedTuple):
-    """What the user switched off or on, as names and globs; strict is the variable's value."""
+    """What the user switched off or on, as names and globs; a ``_value`` is a variable's text."""
 
     disable: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     strict_value: str = ""
+    no_entry_points_value: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
         def names(variable: str) -> tuple[str, ...]:
             return tuple(part for raw in environment.get(variable, "").split(",") if (part := raw.strip()))
 
-        return cls(names(DISABLE), names(ONLY), environment.get(STRICT, "").strip().lower())
+        def switch(variable: str) -> str:
+            return environment.get(variable, "").strip().lower()
+
+        return cls(names(DISABLE), names(ONLY), switch(STRICT), switch(NO_ENTRY_POINTS))
 
     @property
     def strict(self) -> bool:
         """Whether what needs attention is an error; for a value that means nothing, too: who set it wants it."""
         return self.strict_value not in _OFF
+
+    @property
+    def no_entry_points(self) -> bool:
+        """Whether patches of other distributions stay out; for a value that means nothing, too."""
+        return self.no_entry_points_value not in _OFF
 
     def switched_off(self, name: str) -> str | None:
         """The reason why this name is explicitly off, or None."""
@@ -71,9 +82,12 @@ class Settings(NamedTuple):
 
         known: the names of all patches; None while some are to come, so that no name can be judged.
         """
-        found = []
-        if self.strict_value not in (*_OFF, *_ON):
-            found.append(f"{STRICT}={self.strict_value} is neither 1 nor 0; it is taken for 1")
+        switches = {STRICT: self.strict_value, NO_ENTRY_POINTS: self.no_entry_points_value}
+        found = [
+            f"{variable}={value} is neither 1 nor 0; it is taken for 1"
+            for variable, value in switches.items()
+            if value not in (*_OFF, *_ON)
+        ]
         if known is not None:
             known = list(known)
             given = [(DISABLE, pattern) for pattern in self.disable] + [(ONLY, pattern) for pattern in self.only]

@@ -26,17 +26,39 @@ log = logging.getLogger("megapatch")
 GROUP = "megapatch.patches"
 
 
-def entry_points() -> list[EntryPoint]:
-    """The entry points of the group, of all distributions on the path."""
+def entry_points(settings: Settings | None = None) -> list[EntryPoint]:
+    """The entry points of the group, of all distributions in the folders that were asked for.
+
+    settings: by default those of the environment, which may switch them all off.
+    """
+    if (settings or Settings.from_environment()).no_entry_points:
+        return []
     try:
-        if not any(_mentions_group(folder) for folder in sys.path):
+        folders = _asked_for(sys.path)
+        if not any(_mentions_group(folder) for folder in folders):
             return []  # reading all metadata properly takes long
         from importlib import metadata
 
-        return list(metadata.entry_points(group=GROUP))
+        first = {_normalized(one.name): one for one in reversed(list(metadata.distributions(path=folders)))}
+        return [entry for one in reversed(first.values()) for entry in one.entry_points if entry.group == GROUP]
     except Exception as error:  # metadata of others, in whatever shape
         log.warning("entry points of %s could not be read: %s: %s", GROUP, type(error).__name__, error)
         return []
+
+
+def _asked_for(path: list[str]) -> list[str]:
+    """Without the working directory and the script's folder, which Python puts there by itself: what lies about in
+    them is loaded only if PYTHONPATH names them, or they are where distributions are installed."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    uninvited = {os.path.realpath(folder) for folder in ("", os.path.dirname(script or ""))}
+    named = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    installed: list[str] = getattr(sys.modules.get("site"), "getsitepackages", list)()
+    uninvited -= {os.path.realpath(folder) for folder in (*named, *installed)}
+    return [folder for folder in path if os.path.realpath(folder) not in uninvited]
+
+
+def _normalized(name: str | None) -> str:
+    return re.sub("[-_.]+", "-", name or "").lower()
 
 
 class EntryRecord(SiteRecord):

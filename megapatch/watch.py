@@ -28,6 +28,9 @@ def loaded(name: str, wait: bool = True) -> ModuleType | None:
     When another thread is importing it, waits until that is done, unless told not to. Half-loaded in our own
     thread it is None.
     """
+    wait = wait and not _forked  # it may be a thread that is not here; and all is watched
+    if wait and name not in sys.modules:
+        _wait_for_importer(name)  # who is looking for the file has looked for hooks before, perhaps for none
     module = sys.modules.get(name)
     if module is not None and half_loaded(module):
         if not wait:
@@ -41,17 +44,42 @@ def loaded(name: str, wait: bool = True) -> ModuleType | None:
     return module
 
 
+def after_fork() -> None:
+    """In a forked child: wait for nobody's import, and not for wrapt's lock either, which every import takes."""
+    global _forked
+    _forked = True
+    wrapt.importer._post_import_hooks_lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+_forked = False
+
+
+def _wait_for_importer(name: str) -> None:
+    """Until no other thread is importing the module; where the two would wait for each other, return at once."""
+    importlib._bootstrap._lock_unlock_module(name)  # type: ignore[attr-defined]
+
+
 def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
     """Call `on_loaded(module)` once the module `name` has been imported, if that is still to come.
 
-    For a module that is there already nothing is called: look with `loaded` after registering.
+    For a module that is there already nothing is called: look with `loaded` after registering. What `on_loaded`
+    raises fails the import; the next one calls it again.
     """
     registering: int | None = threading.get_ident()
 
     def hook(module: ModuleType) -> None:
         # Fired at once, by our own registering: the module was there already, perhaps half-loaded.
-        if threading.get_ident() != registering:
+        if threading.get_ident() == registering:
+            return
+        try:
             on_loaded(module)
+        except BaseException:
+            if sys.modules.get(name) is module:
+                del sys.modules[
+                    name
+                ]  # the import system is about to do that; wrapt watches only what is not there
+            watch(name, on_loaded)
+            raise
 
     wrapt.register_post_import_hook(hook, name)
     registering = None

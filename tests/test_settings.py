@@ -41,3 +41,21 @@ def test_an_unknown_name_is_said_once_with_near_matches():
 def test_the_reason_names_the_variable_and_what_was_typed():
     assert Settings(disable=("m*",)).why_disabled("me.too") == "switched off by MEGAPATCH_DISABLE=m*"
     assert Settings(only=("a", "b")).why_disabled("me.too") == "not named by MEGAPATCH_ONLY=a,b"
+
+
+@pytest.mark.parametrize("variable", ["STRICT", "NO_ENTRY_POINTS"])
+def test_switches(variable):
+    for value, on in {
+        "": False,
+        "0": False,
+        " no ": False,
+        "OFF": False,
+        "1": True,
+        "True": True,
+        "yes": True,
+    }.items():
+        settings = Settings.from_environment({f"MEGAPATCH_{variable}": value})
+        assert (getattr(settings, variable.lower()), settings.complaints(NAMES)) == (on, [])
+    settings = Settings.from_environment({f"MEGAPATCH_{variable}": "perhaps"})
+    assert getattr(settings, variable.lower())
+    assert settings.complaints(NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither 1 nor 0; it is taken for 1"]

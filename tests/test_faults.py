@@ -1,0 +1,205 @@
+"""A fault at each step of an installation, one at a time: all or nothing, told, and repaired by apply()."""
+
+from __future__ import annotations
+
+import importlib
+import linecache
+import sys
+import threading
+import types
+
+import pytest
+from engine_rig import TARGET, louder, make_engine, make_patch, needed
+
+from megapatch import engine, holders, install, site_record, target
+from megapatch.patch import Patch, Site
+
+SOURCE = f"""
+from {__name__} import Actor
+
+def greet(name):
+    return "hello " + name
+
+class Greeter:
+    def greet(self, name):
+        return "hello " + name
+
+alias = greet
+HANDLERS = {{"greet": greet}}
+actor = Actor(Greeter)
+"""
+FILES = {module.__file__ for module in (engine, holders, install, site_record, target)}
+
+
+class Actor:
+    """Takes the methods that a class has when it is made, as Ray does."""
+
+    def __init__(self, cls):
+        self.cls, self.methods = cls, dict(vars(cls))
+
+
+def wave(self):
+    return "hello!"
+
+
+def make(name):
+    site = Site(
+        name,
+        needed,
+        replace={"greet": louder, "Greeter.greet": louder},
+        add={"Greeter.wave": wave},
+        rebuild=lambda module: {f"{name}:actor": lambda actor: Actor(actor.cls)},
+        holders=(f"{name}:HANDLERS",),
+    )
+    return make_engine(Patch("test.louder", "Greetings are loud.", "https://example.com/1", sites=(site,)))
+
+
+def original(module):
+    """What is in all places, before anything is patched."""
+    return {**vars(module), **vars(module.Greeter), "handler": module.HANDLERS["greet"]}
+
+
+def patched(module):
+    """Whether each of the places has the replacement."""
+    shown = [
+        call("you") for call in (module.greet, module.alias, module.HANDLERS["greet"], module.Greeter().greet)
+    ]
+    shown.append(module.actor.methods["greet"](None, "you"))
+    assert set(shown) <= {"hello you", "hello you!"}  # never twice
+    return {text.endswith("!") for text in shown} | {
+        hasattr(module.Greeter, "wave"),
+        "wave" in module.actor.methods,
+    }
+
+
+class Fault:
+    """Raises the error at the k-th event in our code while it considers patches; `met`: where that was."""
+
+    def __init__(self, error, events, k):
+        self.error, self.events, self.left, self.inside, self.met = error, events, k, 0, None
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if frame.f_code is engine.Engine._consider.__code__ and event in ("call", "return"):
+            self.inside += 1 if event == "call" else -1
+        elif self.inside and event in self.events and not _closes_a_with(frame, event):
+            self.left -= 1
+            if self.left < 0:
+                sys.settrace(None)
+                self.met = f"{event} {frame.f_code.co_name}:{frame.f_lineno}"
+                raise self.error
+        return self
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self)
+
+    def __exit__(self, *error):
+        sys.settrace(self.before)
+
+
+def _closes_a_with(frame, event):
+    """The end of a `with` statement: no interrupt comes between its last line and the lock that it lets go of."""
+    return event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()[:5] == "with "
+
+
+CALLS, LINES = ("call", "return"), ("line", "return")
+
+
+@pytest.fixture
+def name(modules, monkeypatch):
+    name = modules.write(SOURCE)
+    # No sweep over all modules of the test run, for each of hundreds of faults.
+    few = types.SimpleNamespace(modules=_Only(name))
+    monkeypatch.setattr(holders, "sys", few)
+    return name
+
+
+class _Only(dict):
+    def __init__(self, name):
+        self.name = name
+
+    def items(self):
+        return [(self.name, sys.modules[self.name])] if self.name in sys.modules else []
+
+    def get(self, name):
+        return sys.modules.get(name)
+
+
+@pytest.mark.parametrize(
+    ("error", "events"), [(ValueError, CALLS), (MemoryError, CALLS), (KeyboardInterrupt, LINES)]
+)
+@pytest.mark.parametrize("imported", [True, False])
+def test_all_or_nothing_and_repaired(name, error, events, imported):
+    met = set()
+    for k in range(10_000):
+        sys.modules.pop(name, None)
+        patching, fault, raised = make(name), Fault(error("a fault"), events, k), None
+        if imported:
+            before = original(module := importlib.import_module(name))
+        else:
+            patching.activate()
+        try:
+            with fault:
+                patching.activate() if imported else importlib.import_module(name)
+        except KeyboardInterrupt:
+            raised = KeyboardInterrupt
+        if not fault.met:
+            break
+        assert raised is (error if error is KeyboardInterrupt else None)
+        if raised and not imported:
+            assert name not in sys.modules
+        module = importlib.import_module(name)
+        (record,) = patching.records
+        record.refresh()
+        assert len(patched(module)) == 1, fault.met
+        (all_of_it,) = patched(module)
+        met.add((all_of_it, record.status.value))
+        if record.status.value == "failed":
+            assert "a fault" in record.traceback and record.reason == f"{error.__name__}: a fault"
+        patching.apply()
+        record.refresh()
+        assert (patched(module), record.status.value) == ({True}, "applied")
+        if imported:
+            patching.restore()
+            assert original(module) == before
+    assert k > 50
+    told = "pending" if error is KeyboardInterrupt else "failed"
+    assert met - {(False, "pending")} == {(True, "applied"), (False, told)} - {(False, "pending")}
+
+
+def test_a_diagnosis_that_imports_another_target_installs_once(modules):
+    other, name = modules.write(TARGET, stem="other"), modules.write(TARGET)
+
+    def diagnose(module):
+        importlib.import_module(other)
+        return needed(module)
+
+    target = importlib.import_module(name)
+    make_engine(make_patch(name, diagnose=diagnose), make_patch(other, name="test.other")).activate()
+    assert target.greet("you") == importlib.import_module(other).greet("you") == "hello you!"
+
+
+def test_activation_while_another_thread_is_still_looking_for_the_file(modules, monkeypatch):
+    make_engine(make_patch("nowhere")).activate()  # wrapt's finder is there, and knows nothing of the target
+    name, looking, go_on = modules.write(TARGET), threading.Event(), threading.Event()
+
+    class Slow:
+        def find_spec(self, wanted, path=None, target=None):
+            if wanted == name:
+                looking.set()
+                assert go_on.wait(10)
+
+    monkeypatch.setattr(sys, "meta_path", [sys.meta_path[0], Slow(), *sys.meta_path[1:]])
+    patching = make_engine(make_patch(name))
+    importer = threading.Thread(target=importlib.import_module, args=(name,))
+    activator = threading.Thread(target=patching.activate)
+    importer.start()
+    assert looking.wait(10)
+    activator.start()
+    activator.join(0.1)
+    go_on.set()
+    importer.join(10)
+    activator.join(10)
+    assert sys.modules[name].greet("you") == "hello you!"

@@ -1,0 +1,103 @@
+"""What is read and run, and what is not: nothing lying in the working directory, nothing that was switched off."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megapatch
+
+DDP = "megatron.core.distributed.distributed_data_parallel"
+TELLS = "print('the entry point was loaded')\nPATCHES = ()\n"
+LOOK = (
+    f"import megapatch.engine as e\nprint([one.patch.name for one in e.this_process()._entries()])\nimport {DDP}"
+)
+SITE = str(Path(megapatch.__file__).parents[1])
+WRAPT = str(Path(sys.modules["wrapt"].__file__).parents[1])
+PACKAGING = str(Path(__import__("packaging").__file__).parents[1])
+
+
+@pytest.fixture
+def lying_about(fake_megatron):
+    """A folder with a megatron, and with the metadata of a distribution that patches it."""
+    folder = fake_megatron("class DistributedDataParallel: ...\n")
+    for info in ("evil-1.0.dist-info", "old.egg-info"):
+        (folder / info).mkdir()
+        (folder / info / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")
+        (folder / info / "entry_points.txt").write_text(f"[megapatch.patches]\n{DDP} = evil:PATCHES\n")
+    (folder / "evil.py").write_text(TELLS)
+    (folder / "script.py").write_text(LOOK)
+    return folder
+
+
+def python(*arguments, cwd, path=(), **environment):
+    known = {name: value for name, value in os.environ.items() if not name.startswith(("MEGAPATCH_", "PYTHON"))}
+    search = os.pathsep.join([*map(str, path), *dict.fromkeys((SITE, WRAPT, PACKAGING))])
+    shown = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**known, "PYTHONPATH": search, "MEGAPATCH_DISABLE": "*.*-*", **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize("way", [("-c", LOOK), ("-m", "script"), ("script.py",)])
+def test_metadata_in_the_working_directory_or_the_scripts_folder_is_not_asked_for(lying_about, way):
+    assert python(*way, cwd=lying_about) == "[]\n"
+
+
+def test_an_empty_entry_of_pythonpath_is_no_request(lying_about):
+    assert python("-c", LOOK, cwd=lying_about, path=[""]) == "[]\n"
+
+
+@pytest.mark.parametrize("named", [".", "absolute"])
+def test_what_pythonpath_names_is_asked_for(lying_about, named):
+    shown = python("-c", LOOK, cwd=lying_about, path=[named if named == "." else lying_about])
+    assert "third_party.evil" in shown and shown.count("the entry point was loaded") == 1
+
+
+def test_switched_off_no_entry_point_is_read_or_loaded(lying_about):
+    environment = {"path": [lying_about], "MEGAPATCH_NO_ENTRY_POINTS": "1"}
+    watched = f"""
+import sys
+sys.addaudithook(lambda event, args: "entry_points.txt" in str(args[:1]) and event == "open" and print(args[0]))
+{LOOK}
+"""
+    assert python("-c", watched, cwd="/", **environment) == "[]\n"
+    del environment["MEGAPATCH_NO_ENTRY_POINTS"]
+    assert "entry_points.txt" in python("-c", watched, cwd="/", **environment)
+
+
+def test_the_command_line_runs_nothing_of_the_working_directory(lying_about):
+    for name in ("wrapt", "packaging", "megapatch", "torch", "sitecustomize"):
+        (lying_about / f"{name}.py").write_text("raise SystemExit('not asked for')\n")
+    script = lying_about / "bin" / "megapatch"  # as pip writes it
+    script.parent.mkdir()
+    script.write_text("import sys\nfrom megapatch.cli import main\nsys.exit(main())\n")
+    for command in (["list"], ["explain", "megatron.*"], ["doctor", "--no-import"]):
+        shown = python(str(script), *command, cwd=lying_about)
+        assert "megatron." in shown and "not asked for" not in shown
+
+
+def test_importing_megapatch_opens_no_file_to_write_and_starts_nothing(lying_about):
+    events = ("subprocess.Popen", "os.system", "os.exec", "socket.connect", "exec.dynamic")
+    watched = f"""
+import sys
+def hook(event, args):
+    writing = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+    if writing or event in {events!r}:
+        print(event, args)
+sys.dont_write_bytecode = True
+sys.addaudithook(hook)
+import megapatch, {DDP}
+megapatch.report()
+"""
+    assert python("-c", watched, cwd=lying_about) == ""
