@@ -37,12 +37,13 @@ def find_module(name: str) -> ModuleSpec | None:
 
 
 def _find_one(name: str, path: object) -> ModuleSpec | None:
-    # Editable installs bring finders of their own. wrapt's imports parents and finds what others find, too.
+    # Editable installs bring finders of their own. wrapt's imports parents and finds what others find, too; so
+    # does that of `megapatch run`.
     # For a folder without __init__ PathFinder asks for its parent in sys.modules, unless the name has none.
     for finder in [PathFinder, *sys.meta_path]:
         known_as = name.rpartition(".")[2] if finder is PathFinder else name
         find_spec = getattr(finder, "find_spec", None)
-        if find_spec is None or type(finder).__module__.startswith(("wrapt", "megapatch")):
+        if find_spec is None or type(finder).__module__.startswith(("wrapt", "megapatch", "sitecustomize")):
             continue
         spec: ModuleSpec | None = find_spec(known_as, path)
         if spec is not None:
@@ -62,7 +63,7 @@ def version_of(distribution: str, module: str) -> str | None:
     A checkout (on PYTHONPATH, or installed as editable) may stand in front of an installed distribution: then
     its source is read, and ``(source)`` follows the version.
     """
-    folder = _folder(module)
+    folder = folder_of(module)
     if folder is None:
         return None
     from importlib import metadata
@@ -73,7 +74,7 @@ def version_of(distribution: str, module: str) -> str | None:
         installed = None
     if installed and os.path.realpath(str(installed.locate_file(module.replace(".", "/")))) == folder:
         return installed.version
-    return f"{_version_in_source(folder) or 'unknown version'} (source)"
+    return f"{version_in_source(folder) or 'unknown version'} (source)"
 
 
 def remark(module: str) -> str:
@@ -110,7 +111,7 @@ def _release(version: str) -> tuple[int, ...]:
         return ()
 
 
-def _folder(module: str) -> str | None:
+def folder_of(module: str) -> str | None:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         spec = find_module(module)
@@ -118,7 +119,7 @@ def _folder(module: str) -> str | None:
     return os.path.dirname(os.path.realpath(file)) if file else None
 
 
-def _version_in_source(folder: str) -> str | None:
+def version_in_source(folder: str) -> str | None:
     """The version that the package's own files state: Megatron's and NeMo-RL's package_info.py, or __version__."""
     for name in ("package_info.py", "version.py", "_version.py", "__init__.py"):
         try:

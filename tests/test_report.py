@@ -10,7 +10,7 @@ from engine_rig import TARGET, make_engine, make_patch
 import megapatch
 from megapatch.catalog import PATCHES
 from megapatch.patch import FIXED, NEEDED, Patch, Verdict
-from megapatch.report import make_report
+from megapatch.report import SiteReport, make_report
 
 
 def test_the_dictionary_has_the_promised_layout(modules):
@@ -42,6 +42,7 @@ def test_the_dictionary_has_the_promised_layout(modules):
                     "targets": [f"{name}:greet"],
                     "rebound": [f"{holder}:greet"],
                     "out_of_reach": [],
+                    "foreign": [],
                     "traceback": None,
                 }
             ],
@@ -70,18 +71,70 @@ def test_a_patch_shows_the_status_that_most_needs_attention_among_its_installed_
     assert shown(nowhere, there, here, wrong) == "failed"
 
 
-def test_the_table_tells_status_reason_and_targets(modules):
+def test_the_table_tells_all_in_as_many_columns_as_there_are(modules, monkeypatch):
     target = importlib.import_module(modules.write(TARGET))
-    engine = make_engine(make_patch(target.__name__, "greet", "Greeter.greet", changes_numbers=True))
+    long = "it is too quiet, and that has a reason: " + 40 * "very " + "long"
+    engine = make_engine(
+        make_patch(
+            target.__name__, "greet", "Greeter.greet", "Greeter.__init__", changes_numbers=True, name="a.a"
+        ),
+        make_patch(modules.write(TARGET), name="b.pending"),
+        make_patch(target.__name__, diagnose=lambda module: Verdict(FIXED, long), name="c.long"),
+        make_patch(target.__name__, diagnose=lambda module: 1 / 0, name="d.broken"),
+        make_patch(target.__name__, name="e.off"),
+        *(make_patch("megapatch_no_such_module", name=name) for name in ("f.one", "g.one", "g.two")),
+        disable=("e.*",),
+    )
     engine.activate()
-    text = str(make_report(engine.records))
-    for part in (
-        "test.louder",
-        "applied",
-        "it is too quiet [changes numbers]",
-        f"{target.__name__}:Greeter.greet",
-    ):
-        assert part in text
+    report = make_report(engine.records)
+    for columns in (80, 60):
+        lines = "\n".join(report.table(columns)).split("\n")
+        assert not [line for line in lines if len(line) > columns and " " in line.strip()]  # names stay whole
+        told = " ".join(" ".join(lines).split())
+        assert told.startswith(
+            f"applied a.a (changes numbers) {target.__name__} it is too quiet replaced greet "
+            "replaced in Greeter: greet, __init__ pending b.pending "
+        )
+        assert f" not-needed c.long {target.__name__} {long} failed d.broken " in told
+        assert "ZeroDivisionError: division by zero Traceback (most recent call last): " in told
+        assert told.endswith(
+            " disabled, switched off by MEGAPATCH_DISABLE=e.*: e.off not-installed: f.one, g.* (2)"
+        )
+        assert "e.*" not in told.partition("disabled")[0]
+    monkeypatch.setenv("COLUMNS", "70")
+    shown = str(report).splitlines()
+    assert shown[0].startswith("megapatch ") and shown[-1] == f"digest {report.digest}"
+    assert shown[1:-1] == report.table(70) != report.table(100)
+    monkeypatch.delenv("COLUMNS")
+    monkeypatch.setattr("sys.__stdout__", None)  # no terminal
+    assert str(report).splitlines()[1:-1] == report.table(100)
+
+
+def test_the_table_tells_of_each_site_that_is_here(modules):
+    good, fixed = (importlib.import_module(modules.write(TARGET)).__name__ for _ in range(2))
+    sites = (
+        make_patch("megapatch_no_such_package.module").sites[0],
+        make_patch(good).sites[0],
+        make_patch(fixed, diagnose=lambda module: Verdict(FIXED, "upstream did it")).sites[0],
+    )
+    engine = make_engine(Patch("test.many", "Many.", "https://example.com", sites))
+    engine.activate()
+    assert [line.strip() for line in make_report(engine.records).table(80)] == [
+        "applied      test.many",
+        good,
+        "it is too quiet",
+        "replaced greet",
+        f"{fixed}: not-needed",
+        "upstream did it",
+    ]
+
+
+def test_a_site_is_told_and_read_again(modules):
+    engine = make_engine(make_patch(modules.write(TARGET), diagnose=lambda module: 1 / 0))
+    engine.activate()
+    importlib.import_module(engine.records[0].site.module)
+    (one,) = make_report(engine.records).patches
+    assert SiteReport.from_dict(json.loads(json.dumps(one.sites[0].to_dict()))) == one.sites[0]
 
 
 def test_the_digest_follows_what_is_in_place_and_not_the_words(modules):

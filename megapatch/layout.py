@@ -1,0 +1,26 @@
+"""Text that fits the terminal."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+NO_TERMINAL = 100
+
+
+def width() -> int:
+    """Columns for a report on standard output: the terminal's (or COLUMNS), `NO_TERMINAL` where there is none."""
+    columns = shutil.get_terminal_size((NO_TERMINAL, 24)).columns or NO_TERMINAL
+    return min(max(columns, 60), 120)  # less has no room for a module's name, more is hard to read
+
+
+def wrapped(text: str, columns: int, first: str = "", rest: str = "  ") -> list[str]:
+    """The text in lines of so many columns. Longer words (paths, names) stay whole: they are to be copied."""
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [first.rstrip()]

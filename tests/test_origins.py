@@ -1,0 +1,174 @@
+"""Where packages come from, read from metadata and from .git, with nothing imported."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from megapatch import origins
+
+ONE, OTHER = "1" * 40, "0123456789abcdef" * 4  # the second one as with sha256
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Makes folders on the path with a package whose import fails; `info`: files of its metadata."""
+
+    def make(folder, info=None, beside=None, package="megapatch_test_origin"):
+        source = tmp_path / folder
+        (source / package).mkdir(parents=True)
+        (source / package / "__init__.py").write_text("__version__ = '2.0'\nraise RuntimeError('imported')")
+        if info is not None:
+            metadata = (tmp_path / beside if beside else source) / "acme_origin-1.5.dist-info"
+            metadata.mkdir(parents=True)
+            (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-origin\nVersion: 1.5\n")
+            for name, text in info.items():
+                (metadata / name).write_text(text if isinstance(text, str) else json.dumps(text))
+        for one in filter(None, (folder, beside)):
+            monkeypatch.syspath_prepend(str(tmp_path / one))
+        importlib.invalidate_caches()
+        return source
+
+    return make
+
+
+@pytest.fixture
+def told(monkeypatch):
+    monkeypatch.setattr(origins, "RELEVANT", (("acme-origin", "megapatch_test_origin"),))
+
+    def packages(*others):
+        python, *found = origins.packages(others)
+        assert (python.name, python.origin, python.path) == ("python", "interpreter", sys.executable)
+        assert not [name for name in sys.modules if name.startswith("megapatch_test_origin")]
+        return found
+
+    return packages
+
+
+def git(folder, head, **files):
+    (folder / ".git").mkdir(parents=True)
+    (folder / ".git" / "HEAD").write_text(f"{head}\n")
+    for name, text in files.items():
+        path = folder / ".git" / name.replace("__", "/").replace("_", "-")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+def test_a_wheel(place, told):
+    source = place("site", info={"RECORD": ""})
+    (one,) = told()
+    assert one == ("acme-origin", "1.5", "wheel", str(source), None)
+    assert str(one) == f"wheel {source}"
+
+
+def test_an_installation_of_a_commit(place, told):
+    url = {"url": "https://example.com/acme.git", "vcs_info": {"vcs": "git", "commit_id": ONE}}
+    place("site", info={"RECORD": "", "direct_url.json": url})
+    (one,) = told()
+    assert one == ("acme-origin", "1.5", "vcs", "https://example.com/acme.git", ONE)
+    assert str(one) == "vcs https://example.com/acme.git at 111111111111"
+
+
+def test_an_editable_installation(place, told, tmp_path):
+    url = {"url": (tmp_path / "a checkout").as_uri(), "dir_info": {"editable": True}}
+    source = place("a checkout/src", info={"RECORD": "", "direct_url.json": url}, beside="site")
+    git(tmp_path / "a checkout", ONE)
+    assert told() == [("acme-origin", "2.0", "editable", str(source.parent), ONE)]
+
+
+def test_a_checkout_in_front_of_an_editable_installation_of_another(place, told, tmp_path):
+    url = {"url": (tmp_path / "other").as_uri(), "dir_info": {"editable": True}}
+    source = place("checkout", info={"RECORD": "", "direct_url.json": url}, beside="site")
+    git(source, ONE)
+    assert told() == [("acme-origin", "2.0", "checkout", str(source), ONE)]
+
+
+def test_a_checkout_with_metadata_beside_its_sources(place, told):
+    source = place("checkout", info={})  # as `pip install -e` and builds leave them
+    git(source, ONE)
+    assert told() == [("acme-origin", "2.0", "checkout", str(source), ONE)]
+
+
+def test_a_folder(place, told):
+    source = place("folder")
+    assert told() == [("acme-origin", "2.0", "folder", str(source), None)]
+
+
+def test_what_is_not_here_is_not_told(told):
+    assert told() == []
+
+
+def test_metadata_that_cannot_be_read(place, told):
+    source = place("site", info={"RECORD": "", "direct_url.json": "[not json"})
+    assert told() == [("acme-origin", "1.5", "wheel", str(source), None)]
+
+
+def test_a_distribution_without_a_known_package(place, told):
+    source = place("site", info={"RECORD": ""})
+    (one,) = told(metadata.distribution("acme-origin"))  # the same: told once
+    assert one == ("acme-origin", "1.5", "wheel", str(source), None)
+
+
+def test_a_part_that_comes_from_elsewhere(place, told, monkeypatch):
+    inner = ("acme-origin", "megapatch_test_origin_training")
+    monkeypatch.setattr(origins, "RELEVANT", (*origins.RELEVANT, inner))
+    wheel = place("site", info={"RECORD": ""})
+    (wheel / inner[1]).mkdir()
+    (wheel / inner[1] / "__init__.py").touch()
+    assert told() == [("acme-origin", "1.5", "wheel", str(wheel), None)]  # not told twice
+    place("site/below", package=inner[1])
+    assert told() == [
+        ("acme-origin", "1.5", "wheel", str(wheel), None),
+        (inner[1], "2.0", "folder", str(wheel / "below"), None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head", "files", "commit"),
+    [
+        (ONE, {}, ONE),
+        (OTHER, {}, OTHER),
+        ("ref: refs/heads/main", {"refs__heads__main": ONE}, ONE),
+        ("ref: refs/heads/main", {"packed_refs": f"# x\n{OTHER} refs/heads/main2\n{ONE} refs/heads/main"}, ONE),
+        ("ref: refs/heads/main", {"refs__heads__main": ONE, "packed_refs": f"{OTHER} refs/heads/main"}, ONE),
+        ("ref: refs/heads/main", {}, None),  # before the first commit
+        ("ref: refs/heads/.invalid", {"reftable__tables.list": "x"}, None),
+        ("nonsense", {}, None),
+    ],
+)
+def test_the_commit_of_a_checkout(tmp_path, head, files, commit):
+    git(tmp_path, head, **files)
+    assert origins.commit_of(str(tmp_path)) == commit
+
+
+def test_a_git_file_that_leads_nowhere(tmp_path):
+    for text in ("gitdir: /megapatch/no/such/folder", "something else", ""):
+        (tmp_path / ".git").write_text(text)
+        assert origins.commit_of(str(tmp_path)) is None
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="compares with git's own answer")
+def test_git_says_the_same(tmp_path):
+    def ask(*words, at):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+        done = subprocess.run(["git", *identity, *words], cwd=at, env=ours, capture_output=True, check=True)
+        return done.stdout.decode().strip()
+
+    main, tree = tmp_path / "main", tmp_path / "tree"
+    main.mkdir()
+    ask("init", "-q", at=main)
+    ask("commit", "-q", "--allow-empty", "-m", "1", at=main)
+    ask("worktree", "add", "-q", "-b", "topic", str(tree), at=main)
+    ask("commit", "-q", "--allow-empty", "-m", "2", at=tree)
+    for _ in range(2):
+        for folder in (main, tree):
+            assert origins.commit_of(str(folder)) == ask("rev-parse", "HEAD", at=folder)
+        ask("pack-refs", "--all", at=main)
