@@ -1,0 +1,1 @@
+"""docs/verdicts.md: what each diagnosis says of each release."""

@@ -1,0 +1,92 @@
+"""Asks the diagnoses of one project's sites about the release on the path, in this process, which is for it alone.
+
+    python -m verdicts.look PROJECT
+
+prints JSON: ``cells``, by patch and module, and ``errors``, what could not be told. CUDA has stubs, and what the
+projects import of others has the stand-ins of the tests' rigs: no diagnosis looks at those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import megapatch
+from megapatch.testing import install_cuda_stubs
+from megapatch.versions import find_module
+
+from .releases import project_of
+
+ABSENT = ("absent", "no such module")
+
+
+def look(project):
+    """(cells, errors) of the project that can be imported here."""
+    sites = [(one.patch.name, site) for one in megapatch.report().patches for site in one.sites]
+    modules = dict.fromkeys(site.module for _, site in sites if project_of(site.module) == project)
+    here = [module for module in modules if find_module(module)]
+    errors = {}
+    for module in here:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            errors[module] = f"{module} cannot be imported: {type(error).__name__}: {error}"
+    cells = []
+    for one in megapatch.report().patches:
+        for site in one.sites:
+            if site.module not in modules or site.module in errors:
+                continue
+            verdict = (site.verdict, site.reason) if site.module in here else ABSENT
+            if verdict[0] is None:
+                errors[site.module] = f"{one.patch.name} at {site.module} is {site.status.value}: {site.reason}"
+            cells.append([one.patch.name, site.module, *verdict])
+    return cells, list(errors.values())
+
+
+def find(project):
+    """From now on the project can be imported, without what it needs and no diagnosis asks for."""
+    if project == "megatron-bridge":
+        importlib.import_module("bridge_rig").find_bridge()
+    elif project in ("slime", "miles"):
+        importlib.import_module("slime_rig").find_slime()
+    elif project in ("skyrl", "skyrl-train"):
+        importlib.import_module("skyrl_rig").find_skyrl()
+    elif project == "nemo-rl":
+        _find_nemo_rl()
+
+
+def _find_nemo_rl():
+    rig = importlib.import_module("nemo_rl_rig")
+    others = ["nemo_automodel"]
+    if not (Path(rig.CHECKOUT) / "nemo_rl/models/policy/workers").is_dir():  # up to v0.5.0
+        rig.WORKER = rig.WORKER.replace(".workers", "")
+        others += ["megatron.inference", "megatron.training"]  # its own fork of Megatron has them
+    importlib.import_module("nemo_dtensor_rig").find_workers()
+    backported = "NeMoAutoModelForTokenClassification"  # NeMo-RL insists that Automodel has none
+    sys.modules[f"nemo_automodel.{backported}"] = None
+    stand_ins = importlib.import_module("stand_ins")
+
+    def make(module, name):
+        if name == backported:
+            raise AttributeError(name)
+        return stand_ins.Anything(name, (), {})
+
+    sys.meta_path.insert(0, stand_ins.StandIns(others, make))
+
+
+def main(project):
+    with contextlib.redirect_stdout(sys.stderr):  # what modules print when they are imported
+        install_cuda_stubs()
+        find(project)
+        cells, errors = look(project)
+    print(json.dumps({"cells": cells, "errors": errors}))
+    sys.stdout.flush()
+    os._exit(0)  # none of the projects' threads and handlers
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
