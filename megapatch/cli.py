@@ -13,6 +13,7 @@ from .catalog import PATCHES
 from .doctor import COULD_NOT_LOOK, EXIT_CODES, WELL, doctor
 from .engine import this_process
 from .patch import MegapatchError
+from .probe import SECONDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="the quick view: only say what is installed; everything stays pending, and nothing is diagnosed",
     )
-    command.set_defaults(run=lambda options: doctor(as_json=options.json, importing=not options.no_import))
+    command.add_argument(
+        "--probe",
+        nargs="?",
+        type=float,
+        const=SECONDS,
+        metavar="SECONDS",
+        help="import each target in a child process of its own, so that one that crashes is a line in the report; "
+        "a child that is not done after SECONDS (%(const)g) is killed",
+    )
+    command.set_defaults(run=lambda options: doctor(options.json, not options.no_import, options.probe))
 
     command = commands.add_parser(
         "list",
@@ -59,8 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "run",
         help="run a command; every Python below it activates megapatch when it imports a target",
         usage="%(prog)s [-h] -- COMMAND ...",
-        description="Run any command so that every Python process below it imports megapatch when, and only when, "
-        "it imports one of the modules that megapatch patches.",
+        description="Run any command so that every Python process below it imports megapatch when, and only\n"
+        "when, it imports one of the modules that megapatch patches. The command takes the place of\n"
+        "this process.",
+        epilog="exit codes: those of COMMAND, or\n  2    bad usage\n  126  COMMAND cannot be started\n"
+        "  127  there is no such command\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
     command.set_defaults(run=lambda options: run(options.words))
@@ -110,7 +124,7 @@ def explain(names: Sequence[str]) -> int:
             print(f"Link      {patch.upstream}")
             print(f"Numbers   {'changed' if patch.changes_numbers else 'not changed'} in a run that did not crash")
             for site in patch.sites:
-                print(f"Site      {site.module}: {', '.join(site.paths)}")
+                print(f"Site      {site.module}{': ' * bool(site.paths)}{', '.join(site.paths)}")
             print()
     return WELL
 
