@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import megapatch
 
 from .catalog import PATCHES
-from .doctor import COULD_NOT_LOOK, EXIT_CODES, WELL, doctor
+from .doctor import COULD_NOT_LOOK, EXIT_CODES, SECONDS, WELL, doctor
 from .engine import this_process
 from .patch import MegapatchError
-from .probe import SECONDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

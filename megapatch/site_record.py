@@ -82,9 +82,8 @@ class SiteRecord:
         Raises nothing but KeyboardInterrupt.
         """
         with self.lock:
-            if (
-                self.installed and not self._half and not self._rebound
-            ):  # else another thread has done it, or restored
+            # Else another thread has done it, or restored.
+            if self.installed and not self._half and not self._rebound:
                 self._all_or_none(lambda: self._rebind(found))
 
     def give_up(self, error: BaseException) -> None:

@@ -8,6 +8,7 @@ when nobody told us that the body is done.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
@@ -48,7 +49,8 @@ def after_fork() -> None:
     """In a forked child: wait for nobody's import, and not for wrapt's lock either, which every import takes."""
     global _forked
     _forked = True
-    wrapt.importer._post_import_hooks_lock._at_fork_reinit()  # type: ignore[attr-defined]
+    with contextlib.suppress(AttributeError):  # private, as below: missing is no reason to fail
+        wrapt.importer._post_import_hooks_lock._at_fork_reinit()  # type: ignore[attr-defined]
 
 
 _forked = False
@@ -56,7 +58,8 @@ _forked = False
 
 def _wait_for_importer(name: str) -> None:
     """Until no other thread is importing the module; where the two would wait for each other, return at once."""
-    importlib._bootstrap._lock_unlock_module(name)  # type: ignore[attr-defined]
+    with contextlib.suppress(AttributeError):
+        importlib._bootstrap._lock_unlock_module(name)  # type: ignore[attr-defined]
 
 
 def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
@@ -75,9 +78,7 @@ def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
             on_loaded(module)
         except BaseException:
             if sys.modules.get(name) is module:
-                del sys.modules[
-                    name
-                ]  # the import system is about to do that; wrapt watches only what is not there
+                del sys.modules[name]  # as the import system is about to do: wrapt watches what is not there
             watch(name, on_loaded)
             raise
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import logging
 import os
@@ -13,14 +15,15 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from .patch import Patch, Site, Status, Verdict
-from .report import PatchReport, Report, SiteReport
+from ..engine import this_process
+from ..patch import Patch, Site, Status, Verdict
+from ..report import PatchReport, Report, SiteReport
 
 SECONDS = 300.0
 """How long an import may take: Megatron's, from a cold network disk, takes minutes."""
 
 # sys.path is the parent's before anything is imported: `python -c` would look in the working directory.
-_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from megapatch.probe import child; child(*sys.argv[1:3])"
+_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from megapatch.doctor.probe import child; child(*sys.argv[1:3])"
 
 
 class _Answer(NamedTuple):
@@ -57,8 +60,7 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
 def child(result: str, modules: str) -> None:
     """What runs in a child: imports the modules, the last of which is asked about, writes what it found to the
     file `result`, and is gone."""
-    from . import report
-    from .doctor import import_target
+    from .. import report
 
     sys.argv[1:] = []
     logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report tells it
@@ -69,6 +71,26 @@ def child(result: str, modules: str) -> None:
         json.dump({"patches": report().to_dict()["patches"], "problem": problem}, file)
     os.replace(file.name, result)
     os._exit(0)  # nothing of what was imported may crash or wait now
+
+
+def import_target(name: str) -> str | None:
+    """Import a module; what went wrong, in words, or None.
+
+    Not strictly: a site that is refused would keep those in other modules of its package from being judged.
+    """
+    engine = this_process()
+    settings = engine.settings
+    engine.settings = settings._replace(strict_value="0")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's alone
+            importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.settings = settings
+    return None
 
 
 def pending(patches: Iterable[PatchReport]) -> set[str]:

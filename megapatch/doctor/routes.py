@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 
-from .patch import Status
-from .reach.site.sitecustomize import HERE, TARGETS
-from .report import Report
-from .third_party import GROUP
-from .versions import find_module
+from ..patch import Status
+from ..reach.site.sitecustomize import HERE, TARGETS
+from ..report import Report
+from ..third_party import GROUP
+from ..versions import find_module
 
 
 def routes(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import json
 import logging
 import os
@@ -14,12 +12,13 @@ from typing import Any, NamedTuple
 
 import megapatch
 
-from . import layout, origins, probe, routes, third_party
-from .engine import this_process
-from .patch import NEEDS_ATTENTION, Patch, Status
-from .reach.site.sitecustomize import TARGETS
-from .report import Report
-from .settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
+from .. import layout, third_party
+from ..engine import this_process
+from ..patch import NEEDS_ATTENTION, Patch, Status
+from ..reach.site.sitecustomize import TARGETS
+from ..report import Report
+from ..settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
+from . import origins, probe, routes
 
 WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
 
@@ -136,32 +135,12 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     )
 
 
-def import_target(name: str) -> str | None:
-    """Import a module; what went wrong, in words, or None.
-
-    Not strictly: a site that is refused would keep those in other modules of its package from being judged.
-    """
-    engine = this_process()
-    settings = engine.settings
-    engine.settings = settings._replace(strict_value="0")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's alone
-            importlib.import_module(name)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit, too
-        return f"{type(error).__name__}: {error}"
-    finally:
-        engine.settings = settings
-    return None
-
-
 def _import_targets() -> dict[str, str]:
     """Import every installed target; why it cannot be imported, by module."""
     asked: dict[str, str | None] = {}
     while todo := probe.pending(megapatch.report().patches) - asked.keys():  # third parties' patches bring more
         for name in sorted(todo):
-            asked[name] = import_target(name)
+            asked[name] = probe.import_target(name)
     return {name: f"cannot be imported: {error}" for name, error in asked.items() if error is not None}
 
 

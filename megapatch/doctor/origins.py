@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from typing import Any, NamedTuple
 
-from . import versions
+from .. import versions
 
 RELEVANT = (
     ("megapatch", "megapatch"),

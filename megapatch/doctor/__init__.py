@@ -1,0 +1,6 @@
+"""megapatch doctor: what is here, what became of every patch, and why."""
+
+from .command import COULD_NOT_LOOK, EXIT_CODES, WELL, doctor
+from .probe import SECONDS
+
+__all__ = ["COULD_NOT_LOOK", "EXIT_CODES", "SECONDS", "WELL", "doctor"]
