@@ -107,17 +107,22 @@ def rebind(installed: tuple[Installed, ...], found: Mapping[int, list[holders.Ho
                     one.holders = before
 
 
-def left_behind(installed: tuple[Installed, ...]) -> list[str]:
-    """Who still holds an original and could not be given the replacement, in words."""
+def left_behind(installed: tuple[Installed, ...]) -> dict[str, list[str]]:
+    """Who still holds an original and could not be given the replacement, in words, by target.
+
+    Goes through all objects of the process, once for all of these.
+    """
+    originals = {id(one.original): one for one in installed if not one.inherited}
+    if not originals:
+        return {}
     ours = {id(one) for one in installed}
     for one in installed:
         ours.update(_parts(one.replacement))
-    found = holders.out_of_reach([one.original for one in installed if not one.inherited], ours)
-    return [
-        f"{text} holds the original of {one.target}"
-        for one in installed
-        for text in found.get(id(one.original), ())
-    ]
+    told: dict[str, list[str]] = {}
+    for number, holding in holders.out_of_reach([one.original for one in originals.values()], ours).items():
+        target = originals[number].target
+        told.setdefault(target, []).extend(f"{text} holds the original of {target}" for text in holding)
+    return told
 
 
 def _parts(function: Any) -> set[int]:

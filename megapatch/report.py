@@ -197,7 +197,6 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
     ours = {id(one.replacement) for record in records for one in record.installed}
     for record in records:
         record.refresh()
-    # Once for all: it goes through all objects of the process.
     held = left_behind(tuple(one for record in records for one in record.installed))
     by_patch: dict[str, tuple[Patch, list[SiteReport]]] = {}
     for record in records:
@@ -209,9 +208,7 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
             verdict=record.verdict.kind.value if record.verdict else None,
             targets=tuple(one.target for one in installed if one.is_in_place),
             rebound=tuple(name for one in installed for name in one.rebound),
-            out_of_reach=tuple(
-                text for text in held if any(text.endswith(f" of {one.target}") for one in installed)
-            ),
+            out_of_reach=tuple(text for one in installed for text in held.get(one.target, ())),
             foreign=tuple(foreign.patchers(record.site, installed, ours)),
             traceback=record.traceback,
         )

@@ -228,7 +228,7 @@ def _few_modules(monkeypatch, modules):
             ]
 
     monkeypatch.setattr(holders, "sys", types.SimpleNamespace(modules=Ours()))
-    monkeypatch.setattr(sys.modules["megapatch.report"], "left_behind", lambda installed: [])  # as slow
+    monkeypatch.setattr(sys.modules["megapatch.report"], "left_behind", lambda installed: {})  # as slow
     monkeypatch.setattr(versions, "here", dict)
     monkeypatch.setattr(Programs, "modules", modules)
 
