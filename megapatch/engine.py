@@ -25,6 +25,8 @@ from .site_record import SiteRecord
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+    from .target import Installed
+
 log = logging.getLogger("megapatch")
 
 
@@ -150,9 +152,9 @@ class Engine:
                     fresh.append(record)
                     if not record.consider(module):
                         fresh.pop()
-            places = _holders_of(fresh)
-            for record in fresh:
-                record.rebind(places)
+            seen, places = _search(fresh)
+            for record, installed in seen:
+                record.rebind(installed, places)
         except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with another function
             if not fresh:
                 log.warning("patches could not be considered", exc_info=True)
@@ -225,10 +227,14 @@ class Engine:
         return f"megapatch is active: {state or 'nothing to do'} (sites){changing}; see `megapatch doctor`"
 
 
-def _holders_of(records: list[SiteRecord]) -> dict[int, list[holders.Holder]]:
-    """Who holds the originals of what these have installed."""
-    originals = [one.original for record in records for one in record.installed if not one.inherited]
-    return holders.find(originals, [path for record in records for path in record.site.holders])
+def _search(
+    fresh: list[SiteRecord],
+) -> tuple[list[tuple[SiteRecord, tuple[Installed, ...]]], dict[int, list[holders.Holder]]]:
+    """What these have installed, and who holds the originals of that."""
+    # In this order: for what another thread installs meanwhile, that one searches.
+    seen = [(record, record.installed) for record in fresh]
+    originals = [one.original for _, installed in seen for one in installed if not one.inherited]
+    return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
 
 
 def _not_in_place(records: Iterable[SiteRecord]) -> str:

@@ -76,14 +76,15 @@ class SiteRecord:
             self._all_or_none(lambda: self._judge_and_install(module))
             return bool(self.installed) and not self._half
 
-    def rebind(self, found: Mapping[int, list[Holder]]) -> None:
-        """Give what `consider` has installed to the other holders of the originals; only then is it applied.
+    def rebind(self, installed: tuple[Installed, ...], found: Mapping[int, list[Holder]]) -> None:
+        """Give what `consider` has installed to the other holders of the originals, which were looked for since;
+        only then is it applied.
 
         Raises nothing but KeyboardInterrupt.
         """
         with self.lock:
-            # Else another thread has done it, or restored.
-            if self.installed and not self._half and not self._rebound:
+            # Else another thread has done it, or restored, and perhaps installed anew.
+            if installed and self.installed is installed and not self._half and not self._rebound:
                 self._all_or_none(lambda: self._rebind(found))
 
     def give_up(self, error: BaseException) -> None:

@@ -8,7 +8,6 @@ when nobody told us that the body is done.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 import threading
@@ -49,8 +48,9 @@ def after_fork() -> None:
     """In a forked child: wait for nobody's import, and not for wrapt's lock either, which every import takes."""
     global _forked
     _forked = True
-    with contextlib.suppress(AttributeError):  # private, as below: missing is no reason to fail
-        wrapt.importer._post_import_hooks_lock._at_fork_reinit()  # type: ignore[attr-defined]
+    # Private, as is the function below: each may be gone one day.
+    lock = getattr(sys.modules.get("wrapt.importer"), "_post_import_hooks_lock", None)
+    getattr(lock, "_at_fork_reinit", lambda: None)()
 
 
 _forked = False
@@ -58,8 +58,7 @@ _forked = False
 
 def _wait_for_importer(name: str) -> None:
     """Until no other thread is importing the module; where the two would wait for each other, return at once."""
-    with contextlib.suppress(AttributeError):
-        importlib._bootstrap._lock_unlock_module(name)  # type: ignore[attr-defined]
+    getattr(importlib._bootstrap, "_lock_unlock_module", lambda name: None)(name)
 
 
 def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:

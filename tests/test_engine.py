@@ -12,6 +12,7 @@ import types
 import pytest
 from engine_rig import TARGET, louder, make_engine, make_patch, status_of
 
+from megapatch import holders
 from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, Verdict
 
 
@@ -119,11 +120,40 @@ def test_restoring_and_applying_at_once_leaves_all_or_nothing(modules):
         thread.start()
     for thread in threads:
         thread.join(60)
+        assert not thread.is_alive()
     engine.apply()
     assert target.greet is target.alias is user.greet
     assert target.greet("you") == target.Greeter().greet("you") == "hello you!"
     engine.restore()
     assert target.greet("you") == target.alias("you") == user.greet("you") == "hello you"
+
+
+def test_what_was_installed_during_a_search_has_a_search_of_its_own(modules, monkeypatch):
+    target = importlib.import_module(name := modules.write(TARGET + "alias = greet\n"))
+    engine = make_engine(make_patch(name))
+    find = holders.find
+    searching, searched = threading.Event(), threading.Event()
+    other = threading.Thread(target=engine.apply)
+
+    def search_too_early(*args):
+        monkeypatch.setattr(holders, "find", find)
+        engine.restore()
+        monkeypatch.setattr(holders, "find", search_late)
+        other.start()
+        assert searching.wait(60)
+        return {}  # as while yet another one had given its replacement to all
+
+    def search_late(*args):
+        searching.set()
+        assert searched.wait(60)
+        return find(*args)
+
+    monkeypatch.setattr(holders, "find", search_too_early)
+    original = target.greet
+    engine.activate()
+    searched.set()
+    other.join(60)
+    assert target.alias is target.greet is not original
 
 
 def test_a_reloaded_module_is_patched_again_by_apply(modules):
