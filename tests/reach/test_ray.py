@@ -45,6 +45,7 @@ def without_megapatch(folder):
                 there = folder / one.name
                 if not (one.name.startswith("megapatch") or there.exists()):
                     there.symlink_to(one)
+    assert (folder / "ray").is_dir(), sys.path
     return {"py_executable": f"{sys.executable} -S", "env_vars": {"PYTHONPATH": str(folder)}}
 
 

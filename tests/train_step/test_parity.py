@@ -16,9 +16,9 @@ from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.train_step import TrainStep
 
 STEPS = 3
-CUTS = {"one call": (4,), "two": (2, 2), "three": (1, 1, 2), "uneven": (1, 3)}
+CUTS = {"one call": (4,), "three": (1, 1, 2), "uneven": (1, 3)}
 # Interleaved stages take a multiple of their number.
-CUTS_OF_STAGES = {"one call": (8,), "two": (4, 4), "three": (2, 2, 4), "uneven": (2, 6)}
+CUTS_OF_STAGES = {"one call": (8,), "three": (2, 2, 4), "uneven": (2, 6)}
 
 TOKENS = {"masked": True}  # (sum, tokens, metrics), with another number of tokens in each
 SHARDED = {**ADAM, "use_distributed_optimizer": True}
