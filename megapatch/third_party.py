@@ -26,12 +26,10 @@ log = logging.getLogger("megapatch")
 GROUP = "megapatch.patches"
 
 
-def entry_points(settings: Settings | None = None) -> list[EntryPoint]:
-    """The entry points of the group, of all distributions in the folders that were asked for.
-
-    settings: by default those of the environment, which may switch them all off.
-    """
-    if (settings or Settings.from_environment()).no_entry_points:
+def entry_points(settings: Settings) -> list[EntryPoint]:
+    """The entry points of the group, of all distributions in the folders that were asked for; none where the
+    settings switch them off."""
+    if settings.no_entry_points:
         return []
     try:
         folders = _asked_for(sys.path)
@@ -58,7 +56,7 @@ def _asked_for(path: list[str]) -> list[str]:
 
 
 def _normalized(name: str | None) -> str:
-    return re.sub("[-_.]+", "-", name or "").lower()
+    return re.sub("[^a-z0-9]+", "-", (name or "").lower())
 
 
 class EntryRecord(SiteRecord):
@@ -70,7 +68,7 @@ class EntryRecord(SiteRecord):
     def __init__(self, entry: EntryPoint, settings: Settings) -> None:
         distribution = entry.dist.name if entry.dist else "unknown"
         patch = Patch(
-            name=f"third_party.{re.sub('[^a-z0-9]+', '-', distribution.lower())}",
+            name=f"third_party.{_normalized(distribution)}",
             doc=f"Patches of {distribution}: {entry.value}, loaded with {entry.name}.",
             upstream="",
             sites=(Site(module=entry.name, diagnose=_never, replace={}),),

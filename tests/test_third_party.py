@@ -54,7 +54,8 @@ def patches(modules, target):
 
 
 def make_engine(*own, **settings):
-    return Engine(own, Settings(**settings), third_party.entry_points())
+    chosen = Settings(**settings)
+    return Engine(own, chosen, third_party.entry_points(chosen))
 
 
 def told(engine):

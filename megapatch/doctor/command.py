@@ -162,8 +162,8 @@ def _with_reasons(report: Report, reasons: Mapping[str, str]) -> Report:
 
 
 def _third_parties() -> list[Distribution]:
-    found = {entry.dist.name: entry.dist for entry in third_party.entry_points() if entry.dist is not None}
-    return list(found.values())
+    entries = third_party.entry_points(this_process().settings)
+    return list({entry.dist.name: entry.dist for entry in entries if entry.dist is not None}.values())
 
 
 def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
