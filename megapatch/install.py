@@ -28,8 +28,8 @@ def install(
 
     Raises whatever finding a target or a patch's factory raises; the module is then as it was.
     """
-    kinds = {Installed: site.replace, Added: site.add}
-    found = [kind(patch_name, module, path, make) for kind, ones in kinds.items() for path, make in ones.items()]
+    found = [Installed(patch_name, module, path, make) for path, make in site.replace.items()]
+    found += [Added(patch_name, module, path, name) for path, name in site.add.items()]
     done: list[Installed] = []
 
     def put_in(one: Installed) -> None:

@@ -1,4 +1,5 @@
-"""The words of megapatch as small frozen types; imports nothing else of megapatch.
+"""The words of megapatch as small types; imports nothing else of megapatch, and little else: every process that
+imports megapatch pays for it.
 
 A *patch* repairs one upstream defect at one or more *sites*. A site is a module, a diagnosis of it and the
 targets in it; its targets are installed all or none. Diagnosing returns a *verdict* about the code that is
@@ -10,7 +11,6 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -73,7 +73,6 @@ NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.REFUSED)
 """Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
 
-@dataclass(frozen=True, eq=False)  # two are the same when they are one
 class Site:
     """One place where a patch applies.
 
@@ -82,7 +81,8 @@ class Site:
         process group, and leaves no trace.
     replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
         and returns the plain function to install.
-    add: attribute path where nothing is, to the plain function to put there.
+    add: attribute path where nothing is, to the plain function to put there, as ``"package.module:name"``: loaded
+        when the site is, and by whoever reads a pickled class that has it.
     rebuild: for objects that were made of the others, such as Ray actor classes: called with the module when all
         else is in place, returns their targets, as ``"module:path"``, each with a factory that takes the original
         object and returns a new one. Sites may share such an object.
@@ -90,12 +90,17 @@ class Site:
         replacement. Names at module level are found without being declared.
     """
 
-    module: str
-    diagnose: Callable[[ModuleType], Verdict]
-    replace: Mapping[str, Callable[[Any], Callable[..., Any]]] = field(default_factory=dict)
-    holders: tuple[str, ...] = ()
-    add: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None = None
+    def __init__(
+        self,
+        module: str,
+        diagnose: Callable[[ModuleType], Verdict],
+        replace: Mapping[str, Callable[[Any], Callable[..., Any]]] | None = None,
+        holders: tuple[str, ...] = (),
+        add: Mapping[str, str] | None = None,
+        rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None = None,
+    ) -> None:
+        self.module, self.diagnose, self.holders = module, diagnose, holders
+        self.replace, self.add, self.rebuild = replace or {}, add or {}, rebuild
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -103,7 +108,6 @@ class Site:
         return (*self.replace, *self.add)
 
 
-@dataclass(frozen=True, eq=False)
 class Patch:
     """One fix for one upstream defect.
 
@@ -114,17 +118,15 @@ class Patch:
     changes_numbers: whether a run that did not crash before gives other numbers with the patch.
     """
 
-    name: str
-    doc: str
-    upstream: str
-    sites: tuple[Site, ...]
-    changes_numbers: bool = False
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", self.name):
-            raise MisuseError(f"patch name {self.name!r} is not of the form family.what-it-makes-right")
-        if not self.sites:
-            raise MisuseError(f"patch {self.name} has no site")
+    def __init__(
+        self, name: str, doc: str, upstream: str, sites: tuple[Site, ...], changes_numbers: bool = False
+    ) -> None:
+        if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", name):
+            raise MisuseError(f"patch name {name!r} is not of the form family.what-it-makes-right")
+        if not sites:
+            raise MisuseError(f"patch {name} has no site")
+        self.name, self.doc, self.upstream = name, doc, upstream
+        self.sites, self.changes_numbers = sites, changes_numbers
 
     @property
     def family(self) -> str:

@@ -128,10 +128,10 @@ class Installed:
 
 
 class Added(Installed):
-    """A function where the class, or the module, had none of its own; make: that function itself.
+    """A function where the class, or the module, had none of its own.
 
-    It stays what and where it is: a class that is pickled by value takes it along by its name, and who reads
-    that imports megapatch.
+    name: where that function is, as ``"package.module:name"``. It stays what and where it is: a class that is
+    pickled by value takes it along by its name, and who reads that imports megapatch.
     """
 
     __slots__ = ()
@@ -141,11 +141,15 @@ class Added(Installed):
         parent = wrapt.resolve_path(module, parent_path)[2] if parent_path else module
         return parent, attribute, vars(parent).get(attribute)
 
+    def __init__(self, patch_name: str, module: ModuleType, path: str, name: str) -> None:
+        super().__init__(patch_name, module, path, lambda original: wrapt.resolve_path(*name.split(":"))[2])
+
     def _made(self, patch_name: str, make: Callable[..., Any]) -> Any:
         if not self.inherited:
             raise TypeError(f"{self.target} is to be added, and is there already")
-        setattr(self._plain(make), MARK, patch_name)
-        return make
+        function = self._plain(make(self.original))
+        setattr(function, MARK, patch_name)
+        return function
 
     @property
     def was_reloaded(self) -> bool:

@@ -62,7 +62,7 @@ def engine_for(name, rebuild=again):
         name,
         needed,
         replace={"Worker.name": louder},
-        add={"Worker.greet": greet},
+        add={"Worker.greet": f"{__name__}:greet"},
         rebuild=functools.partial(rebuilding, rebuild=rebuild),
     )
     patch = Patch("test.greeting", "Workers greet.", "https://example.com/issues/1", sites=(site,))
@@ -146,8 +146,8 @@ def test_two_patches_share_what_both_have_rebuilt(modules, name):
     other = importlib.import_module(modules.write(f"from {name} import actor\n", stem="other"))
     original = target.actor
     sites = [
-        Site(name, needed, add={f"Worker.{method.__name__}": method}, rebuild=rebuilding)
-        for method in (greet, farewell)
+        Site(name, needed, add={f"Worker.{method}": f"{__name__}:{method}"}, rebuild=rebuilding)
+        for method in ("greet", "farewell")
     ]
     url = "https://example.com/issues/1"
     engine = make_engine(*(Patch(f"test.p{i}", "They talk.", url, sites=(site,)) for i, site in enumerate(sites)))

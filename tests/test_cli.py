@@ -13,6 +13,20 @@ def test_importing_megapatch_imports_neither_torch_nor_megatron():
     assert run("-c", script).stdout == "[]\n"
 
 
+def test_what_needs_a_model_is_loaded_with_the_first_one():
+    script = (
+        "import wrapt, sys; before = set(sys.modules); import megapatch; print(*sorted({*sys.modules} - before))"
+    )
+    loaded = run("-c", script).stdout.split()
+    assert "megapatch.patches.nemo_rl.split_train_step" in loaded
+    late = (
+        "megapatch.train_step",
+        "megapatch.patches.nemo_rl.split_step",
+        "dataclasses",
+    )  # each costs 1 ms or more
+    assert not set(late) & set(loaded)
+
+
 def test_activate_takes_and_ignores_arguments():
     assert run("-c", "import megapatch; megapatch.activate(1, model=None)").returncode == 0
 

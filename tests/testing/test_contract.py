@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import random
 import sys
@@ -105,6 +104,8 @@ def needs(function):
 
 
 def test_what_is_wrong_is_told():
+    undocumented = make_patch("undocumented", denies)
+    undocumented.doc, undocumented.upstream = "No sentence", "?"
     broken = {
         make_patch("careless", careless, target="rgb_to_hls"): needs("rgb_to_hls"),
         make_patch("imports", imports): does_nothing,
@@ -115,7 +116,7 @@ def test_what_is_wrong_is_told():
         make_patch("unwrapped", exaggerates, unwrapped, target="yiq_to_rgb"): needs("yiq_to_rgb"),
         make_patch("idle", exaggerates, idle, target="_v"): needs("_v"),
         make_patch("for-good", verdict_of, for_good): works,
-        dataclasses.replace(make_patch("undocumented", denies), doc="No sentence", upstream="?"): does_nothing,
+        undocumented: does_nothing,
     }
     with pytest.raises(AssertionError) as caught:
         check_contract(broken)

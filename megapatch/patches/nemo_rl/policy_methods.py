@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
+from .worker import TQ_MODULE, TWINS
+
 DATA = "data_parallel"
-TWINS = ("context_parallel", "tensor_parallel", "pipeline_parallel")
-TQ_MODULE = "nemo_rl.models.policy.tq_policy"
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
@@ -100,19 +98,6 @@ def prepare_logprobs_from_meta(
         self.get_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
     if refresh_reference_logprobs:
         self.get_reference_policy_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
-
-
-def keeping_train_buffers(prepare_for_lp_inference: Callable[..., None]) -> Callable[..., None]:
-    """The original tells workers nothing, whatever it is told."""
-
-    @functools.wraps(prepare_for_lp_inference)
-    def replacement(self: Any, keep_train_buffers: bool = False, *args: Any, **kwargs: Any) -> None:
-        if not keep_train_buffers:
-            return prepare_for_lp_inference(self, *args, **kwargs)
-        self.run_all_workers_single_data("prepare_for_lp_inference", keep_train_buffers=True)
-        return None
-
-    return replacement
 
 
 # ---------------------------------------------------------------------------- what they are made of

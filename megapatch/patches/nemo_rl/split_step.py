@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,12 +131,6 @@ def over_ranks(group: Any, *values: float) -> list[float]:
     found = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cuda")
     torch.distributed.all_reduce(found, group=group)
     return list(found.tolist())
-
-
-def calls(worker: str, begin_train_step: Callable[..., None]) -> dict[str, Callable[..., Any]]:
-    """What a site adds to a class: the four, of which the first is each kind of worker's own."""
-    functions = (begin_train_step, train_microbatch, finish_train_step, abort_train_step)
-    return {f"{worker}.{function.__name__}": function for function in functions}
 
 
 @contextlib.contextmanager

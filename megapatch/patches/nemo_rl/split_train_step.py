@@ -21,9 +21,7 @@ from types import ModuleType
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from ..actors import actors_of
 from ..probe import lacking, missing_attributes
-from .split_step import calls
-from .worker import ACTOR, FORKED, MODULE, WORKER, has_own_split_step, no_worker
-from .worker_methods import begin_train_step
+from .worker import ACTOR, FORKED, MODULE, WORKER, has_own_split_step, no_worker, split_step_of
 
 CALLED = (
     "aggregate_training_statistics",
@@ -56,7 +54,7 @@ PATCH = Patch(
         Site(
             module=MODULE,
             diagnose=diagnose,
-            add=calls(WORKER, begin_train_step),
+            add=split_step_of(WORKER, "worker_methods"),
             rebuild=actors_of(WORKER),
         ),
         Site(module=FORKED, diagnose=diagnose),

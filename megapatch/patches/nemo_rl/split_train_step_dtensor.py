@@ -20,10 +20,8 @@ from types import ModuleType
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from ..actors import actors_of
 from ..probe import lacking, missing_attributes
-from .dtensor_methods import begin_train_step
-from .split_step import calls
 from .worker import DTENSOR_WORKERS as WORKERS
-from .worker import has_own_split_step, names_in, no_worker
+from .worker import has_own_split_step, names_in, no_worker, split_step_of
 
 OF_TRAIN = ("dp_mesh", "dp_size", "max_grad_norm", "optimizer", "scheduler", "step", "zero_grad")
 OF_DATA = ("from_batches", "get_batch", "select_indices", "slice")
@@ -49,7 +47,7 @@ def site(module: str, actor: str) -> Site:
     return Site(
         module=module,
         diagnose=diagnose,
-        add=calls(worker, begin_train_step),
+        add=split_step_of(worker, "dtensor_methods"),
         rebuild=actors_of(worker),
     )
 

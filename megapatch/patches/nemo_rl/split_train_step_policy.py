@@ -18,6 +18,7 @@ Cost      none where nobody calls these.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -25,9 +26,7 @@ from typing import Any
 from ...patch import ABSENT, FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict, unpatched
 from ..actors import actors_of
 from ..probe import lacking, missing_attributes, missing_names, missing_parameters
-from . import policy_methods, presharded_methods
-from .policy_methods import TQ_MODULE, TWINS
-from .worker import has_own
+from .worker import TQ_MODULE, TWINS, has_own, methods_of
 
 POLICY_MODULE = "nemo_rl.models.policy.lm_policy"
 MIXIN_MODULE = "nemo_rl.data_plane.worker_mixin"
@@ -42,11 +41,7 @@ OF_POLICY = (
     "use_sequence_packing",
     "worker_group",
 )
-STEP: dict[str, Callable[..., Any]] = {
-    "begin_train_step": policy_methods.begin_train_step,
-    "finish_train_step": policy_methods.finish_train_step,
-    "abort_train_step": policy_methods.abort_train_step,
-}
+STEP = ("begin_train_step", "finish_train_step", "abort_train_step")
 
 
 def diagnose_policy(module: ModuleType) -> Verdict:
@@ -121,6 +116,19 @@ def _settled(module: ModuleType, name: str, method: str) -> Verdict | None:
     return None
 
 
+def keeping_train_buffers(prepare_for_lp_inference: Callable[..., None]) -> Callable[..., None]:
+    """The original tells workers nothing, whatever it is told."""
+
+    @functools.wraps(prepare_for_lp_inference)
+    def replacement(self: Any, keep_train_buffers: bool = False, *args: Any, **kwargs: Any) -> None:
+        if not keep_train_buffers:
+            return prepare_for_lp_inference(self, *args, **kwargs)
+        self.run_all_workers_single_data("prepare_for_lp_inference", keep_train_buffers=True)
+        return None
+
+    return replacement
+
+
 PATCH = Patch(
     name="nemo_rl.split-train-step-policy",
     doc=__doc__,
@@ -129,30 +137,22 @@ PATCH = Patch(
         Site(
             module=POLICY_MODULE,
             diagnose=diagnose_policy,
-            replace={f"{POLICY}.prepare_for_lp_inference": policy_methods.keeping_train_buffers},
-            add={
-                **{f"{POLICY}.{name}": function for name, function in STEP.items()},
-                f"{POLICY}.train_microbatches": policy_methods.train_microbatches,
-            },
+            replace={f"{POLICY}.prepare_for_lp_inference": keeping_train_buffers},
+            add=methods_of(POLICY, "policy_methods", *STEP, "train_microbatches"),
         ),
         Site(
             module=TQ_MODULE,
             diagnose=diagnose_tq_policy,
-            add={
-                **{f"{TQ_POLICY}.{name}": function for name, function in STEP.items()},
-                f"{TQ_POLICY}.train_microbatches_from_meta": policy_methods.train_microbatches_from_meta,
-                f"{TQ_POLICY}.prepare_logprobs_from_meta": policy_methods.prepare_logprobs_from_meta,
-            },
+            add=methods_of(
+                TQ_POLICY, "policy_methods", *STEP, "train_microbatches_from_meta", "prepare_logprobs_from_meta"
+            ),
         ),
         Site(
             module=MIXIN_MODULE,
             diagnose=diagnose_mixin,
-            add={
-                f"{MIXIN}.begin_train_step_presharded": presharded_methods.begin_train_step_presharded,
-                f"{MIXIN}.train_microbatch_presharded": presharded_methods.train_microbatch_presharded,
-                f"{MIXIN}.finish_train_step_presharded": presharded_methods.finish_train_step_presharded,
-                f"{MIXIN}.abort_train_step_presharded": presharded_methods.abort_train_step_presharded,
-            },
+            add=methods_of(
+                MIXIN, "presharded_methods", *(f"{name}_presharded" for name in (*STEP, "train_microbatch"))
+            ),
             rebuild=actors_of(MIXIN),
         ),
     ),

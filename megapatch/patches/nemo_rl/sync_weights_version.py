@@ -25,7 +25,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import numbers
 import sys
 from collections.abc import Callable, Mapping
 from types import MethodType, ModuleType
@@ -81,6 +80,8 @@ def accepting_version(sync: MethodType) -> Callable[..., Any]:
 
 def _version_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The version, or None where the call has none that could be meant, and the keywords without it."""
+    import numbers
+
     others = dict(kwargs)
     given = [*args, *([others.pop("version")] if "version" in others else [])]
     if len(given) == 1 and isinstance(given[0], numbers.Integral):
@@ -141,5 +142,5 @@ PATCH = Patch(
     name="nemo_rl.sync-weights-version",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/3266",
-    sites=(Site(module=MODULE, diagnose=diagnose, add={f"{SYNCHRONIZER}.{LOOKUP}": looked_up}),),
+    sites=(Site(module=MODULE, diagnose=diagnose, add={f"{SYNCHRONIZER}.{LOOKUP}": f"{__name__}:looked_up"}),),
 )

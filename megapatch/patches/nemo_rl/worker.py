@@ -19,8 +19,25 @@ DTENSOR_WORKERS = {
     "nemo_rl.models.policy.dtensor_policy_worker_v2": "DTensorPolicyWorkerV2",
 }
 """By module, the name of the actor class. Up to v0.4.0 modules were elsewhere."""
+TQ_MODULE = "nemo_rl.models.policy.tq_policy"
+TWINS = ("context_parallel", "tensor_parallel", "pipeline_parallel")
+"""Along these axes workers hold the same slice of a batch."""
 STATE = "_train_step_state"
 """Of a worker: not None while a train step in slices is open, NeMo-RL main's own or ours."""
+
+
+def split_step_of(worker: str, methods: str) -> dict[str, str]:
+    """What a site adds to a class: the four calls, of which the first is each kind of worker's own.
+
+    methods: the module of this package that has it.
+    """
+    shared = ("train_microbatch", "finish_train_step", "abort_train_step")
+    return {**methods_of(worker, methods, "begin_train_step"), **methods_of(worker, "split_step", *shared)}
+
+
+def methods_of(cls: str, module: str, *names: str) -> dict[str, str]:
+    """What a site adds to a class: functions of a module of this package, by their names."""
+    return {f"{cls}.{name}": f"{__package__}.{module}:{name}" for name in names}
 
 
 def is_open(worker: Any) -> bool:

@@ -25,12 +25,14 @@ import inspect
 import weakref
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...patch import ABSENT, FIXED, NEEDED, MisuseError, Patch, Site, Verdict
-from ...train_step import TrainStep, open_step
 from ..in_place import in_place_of
 from ..probe import lacking, missing_names, missing_parameters
+
+if TYPE_CHECKING:
+    from ...train_step import TrainStep  # most processes that import this have no such worker
 
 MODULES = (
     "skyrl_train.workers.megatron.megatron_worker",
@@ -76,6 +78,8 @@ def _window(worker: Any) -> TrainStep | None:
     windows = _windows.get(worker)
     if not windows:
         return None
+    from ...train_step import open_step
+
     window, current = windows.get(_adapter(worker)), open_step(worker.actor_module)
     if current is not None and current is not window:
         current.set_aside()
@@ -87,6 +91,8 @@ def _window(worker: Any) -> TrainStep | None:
 def _begun(worker: Any, calls_add_up: bool) -> TrainStep:
     window = _window(worker)
     if window is None:
+        from ...train_step import TrainStep
+
         window = TrainStep(worker.actor_module, worker.optimizer, calls_add_up=calls_add_up)
         _windows.setdefault(worker, {})[_adapter(worker)] = window
     if not window.is_open:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import importlib
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from megatron_rig import BOTH, Interrupted
 from nemo_dtensor_rig import SECOND, WORKERS, find_workers
 from nemo_rl_rig import GPT, SHAPES, batch, nll_loss, worker_for
 
-from megapatch import versions
+from megapatch import Patch, versions
 from megapatch.patches.nemo_rl import (
     PATCHES,
     abort_resets_rerun,
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.thorough
 def loadable(patch):
     """Without sites in what needs Automodel, where that is not here."""
     sites = [one for one in patch.sites if SECOND in WORKERS or not one.module.endswith(SECOND)]
-    return dataclasses.replace(patch, sites=tuple(sites))
+    return Patch(patch.name, patch.doc, patch.upstream, tuple(sites), patch.changes_numbers)
 
 
 def worker(**options):
