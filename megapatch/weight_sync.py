@@ -15,9 +15,12 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .patch import MisuseError
+
+if TYPE_CHECKING:
+    import asyncio
 
 log = logging.getLogger("megapatch")
 
@@ -98,7 +101,7 @@ class paused_generation:
         if self._used:
             raise MisuseError("paused_generation() was entered before; make a new one for each weight sync")
         self._used = True
-        if _is_paused(self._client):
+        if is_paused(self._client):
             return True
         if self._pause is None or self._resume is None:
             _warn(self._client, f"it has no {PAUSE if self._pause is None else RESUME}")
@@ -143,7 +146,7 @@ async def resumed_on_failure(client: object) -> AsyncIterator[None]:
         yield
     except BaseException as error:
         _tell(error)
-        if getattr(client, EVENT, None) is None or _is_paused(client):
+        if getattr(client, EVENT, None) is None or is_paused(client):
             await _resume_once(getattr(client, RESUME), error, _attempt)
         raise
 
@@ -156,10 +159,7 @@ async def _resume_once(
     failure, cancelled = await attempt(resume)
     raised = cancelled or error
     if failure is not None and raised is not None:
-        text = f"generation could not be resumed: {type(failure).__name__}: {failure}"
-        log.error("%s (after %s)", text, type(raised).__name__, exc_info=failure)
-        if add_note := getattr(raised, "add_note", None):  # from Python 3.11 on
-            add_note(text)
+        tell_besides("generation could not be resumed", failure, raised)
     if cancelled is not None:
         raise cancelled
     if failure is not None and error is None:
@@ -175,15 +175,35 @@ async def _attempt(call: _Call) -> _Outcome:
         result = _begin(call)
         if inspect.isawaitable(result):
             future = asyncio.ensure_future(result)
-            while not future.done():
-                try:
-                    await asyncio.wait([future])  # which leaves it alone when we are cancelled
-                except asyncio.CancelledError as error:
-                    cancelled = cancelled or error
+            cancelled = await outlast(future)
             future.result()
     except Exception as failure:
         return failure, cancelled
     return None, cancelled
+
+
+async def outlast(future: asyncio.Future[Any]) -> BaseException | None:
+    """Wait until it is over; the first cancellation that came meanwhile, and did not reach it.
+
+    Only what cancels all tasks of the event loop, as asyncio.run() does in the end, cancels it.
+    """
+    import asyncio
+
+    cancelled: BaseException | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])  # which leaves it alone when we are cancelled
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+    return cancelled
+
+
+def tell_besides(what: str, failure: BaseException, raised: BaseException) -> None:
+    """Of a failure besides the one that is raised: in the log, and in a note."""
+    text = f"{what}: {type(failure).__name__}: {failure}"
+    log.error("%s (after %s)", text, type(raised).__name__, exc_info=failure)
+    if add_note := getattr(raised, "add_note", None):  # from Python 3.11 on
+        add_note(text)
 
 
 async def _blocking_attempt(call: _Call) -> _Outcome:
@@ -195,10 +215,13 @@ async def _blocking_attempt(call: _Call) -> _Outcome:
 
 
 # ------------------------------------------------------------------------------------------ to call and wait
+def is_remote(call: _Call) -> bool:
+    """Whether it is a Ray actor's method. Of its type: a mock has everything."""
+    return callable(getattr(type(call), "remote", None))
+
+
 def _begin(call: _Call) -> object:
-    if callable(getattr(type(call), "remote", None)):  # a Ray actor's method. Of its type: a mock has everything
-        return call.remote()  # type: ignore[attr-defined]
-    return call()
+    return call.remote() if is_remote(call) else call()  # type: ignore[attr-defined]
 
 
 async def _awaited(call: _Call) -> None:
@@ -247,7 +270,7 @@ def _without_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
 
 
 # ------------------------------------------------------------------------------------------ what is the case
-def _is_paused(client: object) -> bool:
+def is_paused(client: object) -> bool:
     event: Any = getattr(client, EVENT, None)
     return event is not None and bool(event.is_set())
 
