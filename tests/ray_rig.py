@@ -12,14 +12,15 @@ SETTINGS = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 10
 
 
 @contextlib.contextmanager
-def ray_with(hook):
+def ray_with(hook=None, **settings):
     """A Ray of our own, whose workers run this hook."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(address="local", log_to_driver=False, runtime_env={"worker_process_setup_hook": hook}, **SETTINGS)
+    env = {"worker_process_setup_hook": hook} if hook else None
+    ray.init(address="local", log_to_driver=False, runtime_env=env, **{**SETTINGS, **settings})
     try:
-        yield
+        yield ray
     finally:
         ray.shutdown()
 

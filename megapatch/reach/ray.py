@@ -16,6 +16,9 @@ from typing import Any
 
 from ..agreement import Facts, InconsistentError, difference, numbered
 from ..patch import MegapatchError
+from .ray_trainer import RayTrainer
+
+__all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env"]
 
 _HOOK = "worker_process_setup_hook"
 _OURS = "_megapatch"  # marks our functions

@@ -1,0 +1,332 @@
+"""Something fails, or the pump is cancelled, at any await of a step: what is undone, and what comes next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+
+import pytest
+from streaming_rig import Fault, World, raised, run
+
+from megapatch import MegapatchError
+from megapatch.streaming import EmptyStepError, StreamingConfig, TrainPump
+
+CALLS = ["changes", "samples", "claim", "prepare", "begin", "microbatch", "finish", "clear"]
+SYNC = ["pause", "sync", "stamp", "resume"]
+PLACES = [f"{when} {call}" for call in CALLS for when in ("before", "after")]
+PLACES += ["before wait", "after wait"]
+DEEDS = ["raise", "cancel"]
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_it_fails(place, deed):
+    """In a step of two groups, of which the second comes late."""
+
+    async def main():
+        world = World({place: deed})
+        pump = world.pump(target_prompt_groups_per_step=2, refresh_policy_logprobs=True, version=5)
+
+        async def rollouts():
+            await world.put("a", version=5)
+            await asyncio.sleep(1)
+            await world.put("b", version=5)
+
+        arriving = asyncio.ensure_future(rollouts())
+        world.victim = asyncio.ensure_future(raised(pump.step()))
+        error = await world.victim
+        await arriving
+        assert place not in world.plan, "not reached"
+        assert isinstance(error, Fault if deed == "raise" else asyncio.CancelledError), error
+
+        # A cancellation waits for finish and clear. An optimizer that steps and then fails: see Trainer.
+        stepped = "clear" in place or ("finish" in place and deed == "cancel")
+        assert pump.version == (6 if stepped else 5)
+        assert world.trained == ([["a", "b"]] if stepped or (place, deed) == ("after finish", "raise") else [])
+        assert not world.is_open
+        assert len(world.called("abort")) == ("before begin" in world.reached and not stepped)
+        if not stepped:
+            assert world.buffer.samples().keys() == {"a", "b"}
+        else:  # nobody gets them again
+            assert not world.buffer.samples()
+            assert len(world.buffer) == (2 if (place, deed) == ("before clear", "raise") else 0)
+        assert not world.called("sync") and pump.admitted
+
+        world.calls.clear()
+        world.trained.clear()
+        await pump.step()
+        assert world.trained == ([] if stepped else [["a", "b"]])
+        assert pump.version == 6 == world.generation_version
+        assert not len(world.buffer)
+        to_clear = not stepped or ("clear" in place and deed == "raise")
+        assert world.called("clear") == (["clear a b"] if to_clear else [])
+
+    run(main())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("deed", DEEDS)
+def test_an_eviction_that_fails_ends_the_step(when, deed):
+    async def main():
+        world = World()
+        await world.put("a", version=5)
+        pump = world.pump(target_prompt_groups_per_step=2, version=5)
+        world.victim = asyncio.ensure_future(raised(pump.step()))
+        await asyncio.sleep(1)
+        world.plan[f"{when} clear"] = deed
+        await world.put("stale", version=4)
+        assert await world.victim
+        assert world.called()[-2:] == ["abort", "give_back a"]
+        assert pump.version == 5
+        await world.put("b", version=5)
+        await pump.step()
+        assert world.trained == [["a", "b"]] and not len(world.buffer)
+
+    run(main())
+
+
+def test_a_failing_microbatch_is_noticed_while_groups_are_waited_for():
+    async def main():
+        async def slowly_failing():
+            await asyncio.sleep(10)
+            raise Fault
+
+        world = World({"before microbatch": slowly_failing})
+        await world.put("a")
+        assert isinstance(await raised(world.pump(target_prompt_groups_per_step=2).step()), Fault)
+        assert world.called() == ["claim a", "begin", "abort", "give_back a"]
+
+    run(main())
+
+
+def test_after_a_failing_microbatch_no_other_is_made():
+    async def main():
+        async def slowly_failing():
+            await asyncio.sleep(10)
+            raise Fault
+
+        world = World({"before microbatch": slowly_failing})
+        for name in "abcd":
+            await world.put(name)
+        pump = world.pump(target_prompt_groups_per_step=4, max_microbatches_in_flight=3)
+        assert isinstance(await raised(pump.step()), Fault)
+        assert world.reached.count("before microbatch") == 1
+        assert world.called() == [
+            *["claim a", "begin", "claim b", "claim c", "abort", "give_back a b c"],
+        ]
+
+    run(main())
+
+
+def test_a_call_under_way_is_waited_for_and_the_queued_ones_are_not_made():
+    async def main():
+        world = World({"before microbatch": lambda: asyncio.sleep(10)})
+        for name in "abc":
+            await world.put(name)
+        pump = world.pump(target_prompt_groups_per_step=3, max_microbatches_in_flight=3)
+        task = asyncio.ensure_future(pump.step())
+        await asyncio.sleep(1)
+        for _ in range(3):  # however often
+            task.cancel()
+            await asyncio.sleep(1)
+            assert not task.done()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert world.called() == [
+            *["claim a", "begin", "claim b", "claim c", "microbatch a", "abort", "give_back a b c"]
+        ]
+
+    run(main())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.timeout() is from Python 3.11 on")
+def test_a_timeout_is_still_one():
+    async def main():
+        world = World({"before finish": lambda: asyncio.sleep(10)})
+        await world.put("a")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(5):
+                await world.pump().step()
+        assert asyncio.current_task().cancelling() == 0
+        assert world.called()[-2:] == ["finish", "clear a"]
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ failures on failures
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("undo", ["abort", "give_back"])
+def test_what_cannot_be_undone_is_undone_by_the_next_step(undo, when, caplog):
+    async def main():
+        world = World({"before microbatch": "raise", f"{when} {undo}": "raise"})
+        await world.put("a")
+        pump = world.pump()
+        with caplog.at_level(logging.ERROR, logger="megapatch"):
+            error = await raised(pump.step())
+        assert isinstance(error, Fault) and str(error) == "before microbatch"
+        assert f"{undo} failed, too" in caplog.text
+        assert sys.version_info < (3, 11) or f"{when} {undo}" in error.__notes__[0]
+        assert ("a" in world.buffer.samples()) == (undo == "abort" or when == "after")
+        if undo == "abort":  # gradients may be there still
+            with pytest.raises(
+                MegapatchError, match=r"sync_weights\(\): a train step is open, as its abort failed"
+            ):
+                await pump.sync_weights()
+            assert pump.admitted
+        world.calls.clear()
+        await pump.step()
+        assert world.called()[0] == ("abort" if undo == "abort" else "give_back a")
+        assert world.trained == [["a"]]
+
+    run(main())
+
+
+def test_the_next_step_does_not_begin_while_the_old_one_cannot_be_aborted():
+    async def main():
+        world = World({"before microbatch": "raise", "before abort": "raise"})
+        await world.put("a")
+        pump = world.pump()
+        assert await raised(pump.step())
+        world.plan["before abort"] = "raise"
+        assert str(await raised(pump.step())) == "before abort"
+        assert world.called("begin") == ["begin"]
+        await pump.step()
+        assert world.trained == [["a"]]
+
+    run(main())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_was_trained_on_and_not_cleared_is_not_trained_on_twice(when):
+    async def main():
+        world = World({f"{when} clear": "raise"})
+        for name in "abcd":
+            await world.put(name)
+        pump = world.pump(target_prompt_groups_per_step=4, train_global_batch_size=2, max_staleness=1)
+        assert isinstance(await raised(pump.step()), Fault)
+        assert (pump.version, world.called()[-1]) == (1, "clear a b" if when == "after" else "finish")
+        await pump.step()  # the optimizer step that is left to do, and the sync
+        assert world.trained == [["a", "b"], ["c", "d"]]
+        assert world.called("clear", "sync")[-3:] == ["clear a b", "clear c d", "sync 2"]
+
+    run(main())
+
+
+def test_a_step_that_failed_between_its_optimizer_steps_goes_on_there():
+    async def main():
+        world = World()
+        for name in "abcd":
+            await world.put(name)
+        pump = world.pump(target_prompt_groups_per_step=4, train_global_batch_size=2, max_staleness=1)
+
+        async def fail_in_the_second():
+            if pump.version == 1:
+                world.plan.clear()
+                raise Fault
+
+        world.plan["before microbatch"] = fail_in_the_second
+        assert isinstance(await raised(pump.step()), Fault)
+        assert world.trained == [["a", "b"]] and not world.called("sync")
+        await pump.step()
+        assert world.trained == [["a", "b"], ["c", "d"]]
+        assert world.called("sync", "stamp") == ["sync 2", "stamp 2"]
+
+    run(main())
+
+
+def test_an_empty_step_can_be_tried_again():
+    async def main():
+        world = World()
+        await world.put("a")
+        pump = world.pump(target_prompt_groups_per_step=2, rollout_timeout=10)
+        assert isinstance(await raised(pump.step()), EmptyStepError)
+        await world.put("b")
+        await pump.step()
+        assert world.trained == [["a", "b"]]
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ weights
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("place", [f"{when} {call}" for call in SYNC for when in ("before", "after")])
+def test_no_rollout_is_admitted_until_a_sync_has_succeeded(place, deed):
+    async def main():
+        world = World({place: deed})
+        await world.put("a")
+        pump = world.pump()
+        world.victim = asyncio.ensure_future(raised(pump.step()))
+        while pump.admitted and not world.victim.done():
+            await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(pump.rollouts_permitted())
+        error = await world.victim
+        await asyncio.sleep(0)
+        call = place.split()[1]
+        assert isinstance(error, Fault if deed == "raise" else asyncio.CancelledError)
+        # A cancellation is delivered when all is done; pausing and resuming are paused_generation's to undo.
+        done = call in ("sync", "stamp") and deed == "cancel"
+        assert pump.admitted == waiting.done() == done
+        assert world.paused == (place == "before resume" and deed == "raise")
+        assert pump.version == 1 and world.trained == [["a"]]
+
+        world.calls.clear()
+        if not pump.admitted:
+            await pump.step()  # which has nothing else left to do
+            assert world.called() == ["pause", "sync 1", "stamp 1", "resume"]
+            await asyncio.sleep(0)
+            assert pump.admitted and waiting.done()
+
+    run(main())
+
+
+def test_rollouts_are_admitted_when_generation_knows_the_version():
+    async def main():
+        world = World()
+        await world.put("a")
+        pump = world.pump()
+        seen = {}
+        for call in SYNC:
+            for when in ("before", "after"):
+
+                async def look(place=f"{when} {call}"):
+                    seen[place] = (pump.admitted, world.generation_version)
+
+                world.plan[f"{when} {call}"] = look
+        await pump.step()
+        assert [admitted for admitted, _ in seen.values()] == [False] * 8
+        assert [version for _, version in seen.values()] == [0] * 5 + [1] * 3
+        assert pump.admitted
+
+    run(main())
+
+
+def test_a_sync_by_hand_makes_up_for_one_that_failed():
+    async def main():
+        world = World({"before sync": "raise"})
+        await world.put("a")
+        await world.put("b", version=1)
+        pump = world.pump()
+        assert isinstance(await raised(pump.step()), Fault)
+        assert not pump.admitted
+        await pump.sync_weights()
+        assert pump.admitted
+        await pump.step()
+        assert world.trained == [["a"], ["b"]]
+
+    run(main())
+
+
+def test_generation_without_set_weight_version_is_told_of_once(caplog):
+    async def main():
+        class Generation:
+            pause_generation = resume_generation = staticmethod(lambda: None)
+
+        world = World()
+        pump = TrainPump(StreamingConfig(generations_per_prompt=1), world, world, world, Generation())
+        for _ in range(3):
+            await pump.sync_weights()
+        assert caplog.text.count("Generation has no set_weight_version()") == 1
+        assert pump.admitted
+
+    run(main())

@@ -1,0 +1,286 @@
+"""What is told of a step, to whom; and that training goes on when it cannot be told."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pytest
+from streaming_rig import World, failing_after, raised, run
+
+
+class Logger:
+    def __init__(self):
+        self.logged = []
+
+    def log_metrics(self, metrics, step, prefix):
+        self.logged.append((step, prefix, metrics))
+
+
+class AsyncLogger(Logger):
+    async def log_metrics(self, metrics, step, prefix):
+        await asyncio.sleep(1)
+        super().log_metrics(metrics, step, prefix)
+
+
+class Writer:
+    """TensorBoard's SummaryWriter has no log_metrics."""
+
+    def __init__(self):
+        self.scalars = {}
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.scalars[tag, global_step] = scalar_value
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+async def one_step(world, **settings):
+    await world.put("old", version=3)
+    await world.put("new", version=5)
+    await world.put("stale", version=1)
+    await world.pump(target_prompt_groups_per_step=2, max_staleness=2, version=5, **settings).step()
+
+
+@pytest.mark.parametrize("kind", [Logger, AsyncLogger])
+def test_metrics_and_seconds_by_phase(kind):
+    async def main():
+        world = World(
+            {
+                "before samples": lambda: asyncio.sleep(1),
+                "before claim": lambda: asyncio.sleep(2),
+                "before microbatch": lambda: asyncio.sleep(30),
+                "before finish": lambda: asyncio.sleep(4),
+                "before sync": lambda: asyncio.sleep(5),
+            }
+        )
+        logger = kind()
+        await one_step(world, logger=logger)
+        assert [(step, prefix) for step, prefix, _ in logger.logged] == [
+            *[(6, "train"), (6, "streaming"), (6, "timing/train"), (6, "timing/train")]
+        ]
+        train, streaming, timing, sync = (metrics for *_, metrics in logger.logged)
+        assert train == {"loss": 1.0}
+        assert list(streaming.items()) == [
+            *[("prompt_groups", 2), ("samples", 2), ("evicted_prompt_groups", 1), ("max_lag", 2), ("mean_lag", 1)]
+        ]
+        assert {phase: seconds for phase, seconds in timing.items() if seconds} == {
+            "wait_for_rollouts": 1,  # there is nothing new to look at for the second
+            "claim": 4,
+            "train_microbatch": 60,
+            "wait_for_trainer": 60 - 2,  # less what was done beside the first
+            "finish_train_step": 4,
+            "optimizer_step": 3 + 60 + 4,
+        }
+        assert sync == {"sync_weights": 5, "set_weight_version": 0}
+
+    run(main())
+
+
+def test_what_a_failed_step_took_is_not_the_next_ones():
+    async def main():
+        async def slowly_failing():
+            await asyncio.sleep(100)
+            world.plan.clear()
+            raise KeyError
+
+        world, logger = World({"before microbatch": slowly_failing}), Logger()
+        await world.put("a")
+        pump = world.pump(logger=logger)
+        with pytest.raises(KeyError):
+            await pump.step()
+        await pump.step()
+        assert logger.logged[2][2]["optimizer_step"] == 0
+
+    run(main())
+
+
+def test_what_a_failed_step_took_is_not_that_of_a_sync_by_hand():
+    async def main():
+        world, logger = World({"before microbatch": failing_after(100)}), Logger()
+        await world.put("a")
+        pump = world.pump(logger=logger)
+        assert await raised(pump.step())
+        await pump.sync_weights()
+        assert logger.logged == [(0, "timing/train", {"sync_weights": 0, "set_weight_version": 0})]
+
+    run(main())
+
+
+def test_tensorboard_as_it_is():
+    async def main():
+        class Trainer(World):
+            async def finish_train_step(self):
+                await super().finish_train_step()
+                return {"loss": 1, "text": "7", "lists": [1], "none": None}
+
+        writer = Writer()
+        await one_step(Trainer(), logger=writer)
+        assert writer.scalars["train/loss", 6] == 1.0
+        assert writer.scalars["streaming/max_lag", 6] == 2.0
+        assert ("timing/train/finish_train_step", 6) in writer.scalars
+        assert ("timing/train/sync_weights", 6) in writer.scalars
+        assert not {tag for tag, _ in writer.scalars} & {"train/text", "train/lists", "train/none"}
+
+    run(main())
+
+
+def test_the_real_tensorboard_reads_it_back(tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(tmp_path) as writer:
+        run(one_step(World(), logger=writer))
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (lag,) = events.Scalars("streaming/max_lag")
+    assert (lag.step, lag.value) == (6, 2.0)
+
+
+@dataclass
+class Result:
+    succeeded: bool
+    grad_norm: float
+
+
+@pytest.mark.parametrize(
+    ("result", "told"),
+    [(Result(True, 0.5), {"succeeded": True, "grad_norm": 0.5}), (None, None), ([1], None), (Result, None)],
+    ids=["dataclass", "none", "list", "class"],
+)
+def test_what_finish_returns(result, told):
+    async def main():
+        class Trainer(World):
+            async def finish_train_step(self):
+                await super().finish_train_step()
+                return result
+
+        logger = Logger()
+        await one_step(Trainer(), logger=logger)
+        found = [metrics for _, prefix, metrics in logger.logged if prefix == "train"]
+        assert found == ([told] if told else [])
+
+    run(main())
+
+
+class BrokenLogger:
+    def log_metrics(self, metrics, step, prefix):
+        raise OSError("disk full")
+
+
+class CancelledLogger:
+    async def log_metrics(self, metrics, step, prefix):
+        raise asyncio.CancelledError
+
+
+class BrokenWriter:
+    def add_scalar(self, *args):
+        raise OSError("disk full")
+
+
+class BrokenTerminal(Terminal):
+    def write(self, text):
+        raise OSError("disk full")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"logger": BrokenLogger()},
+        {"logger": CancelledLogger()},
+        {"logger": BrokenWriter()},
+        {"logger": object()},
+        {"terminal": BrokenTerminal()},
+    ],
+    ids=["logger", "cancelled", "writer", "neither", "terminal"],
+)
+def test_training_goes_on_without_a_logger_and_that_is_said_once(broken, caplog):
+    async def main():
+        world = World()
+        await world.put("a", version=0)
+        await world.put("b", version=1)
+        await world.pump(**broken).run(2)
+        assert world.trained == [["a"], ["b"]]
+        assert caplog.text.count("training goes on") == 1
+        assert "Traceback" in caplog.text
+
+    run(main())
+
+
+@pytest.mark.parametrize("closing", ["fails", "works"])
+def test_a_logger_that_hangs_is_given_up(caplog, closing):
+    async def main():
+        class Hanging:
+            async def log_metrics(self, metrics, step, prefix):
+                try:
+                    await asyncio.sleep(1e6)
+                finally:
+                    if closing == "fails":
+                        raise OSError("no connection")
+
+        world = World()
+        await world.put("a", version=0)
+        await world.put("b", version=1)
+        await world.pump(logger=Hanging()).run(2)
+        assert world.trained == [["a"], ["b"]]
+        assert asyncio.get_running_loop().time() == 60
+        assert caplog.text.count("log_metrics() takes more than 60 seconds; no more is logged") == 1
+        assert caplog.text.count("training goes on") == 1
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(main())
+
+
+class LazyTrainer(World):
+    """Its metrics are of a device that is gone."""
+
+    class Metrics(Mapping):
+        def __iter__(self):
+            yield "loss"
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, name):
+            raise RuntimeError("the device is gone")
+
+    async def finish_train_step(self):
+        await super().finish_train_step()
+        return self.Metrics()
+
+
+def test_metrics_that_cannot_be_read(caplog):
+    async def main():
+        world, logger = LazyTrainer(), Logger()
+        await one_step(world, logger=logger)
+        assert [prefix for _, prefix, _ in logger.logged] == ["streaming", "timing/train", "timing/train"]
+        assert world.called()[-1] == "resume" and caplog.text.count("training goes on") == 1
+
+    run(main())
+
+
+def test_metrics_are_not_read_for_nobody(caplog):
+    run(one_step(LazyTrainer()))
+    assert not caplog.records
+
+
+def test_a_progress_line_on_a_terminal():
+    async def main():
+        terminal, file = Terminal(), io.StringIO()
+        await one_step(World(), terminal=terminal)
+        await one_step(World(), terminal=file)
+        (line,) = terminal.getvalue().split("\r")[1:]
+        assert (
+            line
+            == "\x1b[Kversion 6: 2 prompt groups, at most 2 behind, in 0.0 s, 0.0 of them waiting for rollouts"
+        )
+        assert file.getvalue() == ""
+
+    run(main())

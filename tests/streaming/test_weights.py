@@ -1,0 +1,150 @@
+"""Syncs that fail or are cancelled halfway: who resumes generation, and who is let in."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from streaming_rig import Fault, World, cancelled_after, failing_after, raised, run
+
+
+class Recording(World):
+    """Generation that keeps its own record of being paused."""
+
+    def __init__(self, plan=None):
+        super().__init__(plan)
+        self.generation_paused_event = asyncio.Event()
+
+    async def pause_generation(self):
+        await self.do("pause", self.generation_paused_event.set)
+
+    async def resume_generation(self):
+        await self.do("resume", self.generation_paused_event.clear)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_resume_that_failed_is_made_up_for_by_the_next_sync(times):
+    async def main():
+        world = Recording()
+        await world.put("a")
+        pump = world.pump()
+        for _ in range(times):
+            world.plan["before resume"] = "raise"
+            assert str(await raised(pump.sync_weights())) == "before resume"
+            assert not pump.admitted and world.generation_paused_event.is_set()
+        world.calls.clear()
+        await pump.step()
+        assert world.called()[-3:] == ["sync 1", "stamp 1", "resume"]  # it was paused
+        assert pump.admitted and not world.generation_paused_event.is_set()
+        await pump.sync_weights()
+        assert world.called()[-4:] == ["pause", "sync 1", "stamp 1", "resume"]
+
+    run(main())
+
+
+def test_rollouts_wait_for_the_resume_that_is_made_up_for():
+    async def main():
+        world = Recording({"before resume": "raise"})
+        pump = world.pump()
+        assert isinstance(await raised(pump.sync_weights()), Fault)
+        seen = []
+
+        async def look():
+            seen.append(pump.admitted)
+
+        world.plan["before resume"] = world.plan["after resume"] = look
+        await pump.sync_weights()
+        assert seen == [False, False] and pump.admitted
+
+    run(main())
+
+
+@pytest.mark.parametrize("deed", ["cancelled", "fails when it is done"])
+def test_after_a_resume_that_was_made_up_for_a_pause_is_somebody_elses(deed):
+    async def main():
+        world = Recording({"before resume": "raise"})
+        pump = world.pump()
+        await raised(pump.sync_weights())
+        if deed == "cancelled":
+            world.plan["before resume"] = lambda: asyncio.sleep(10)
+            await cancelled_after(1, pump.sync_weights())
+        else:
+            world.plan["after resume"] = "raise"
+            await raised(pump.sync_weights())
+        world.plan.clear()
+        assert not world.generation_paused_event.is_set()
+        world.generation_paused_event.set()
+        await pump.sync_weights()
+        assert pump.admitted and world.generation_paused_event.is_set()
+
+    run(main())
+
+
+def test_a_resume_that_is_made_up_for_is_waited_for_even_when_cancelled():
+    async def main():
+        world = Recording({"before resume": "raise"})
+        pump = world.pump()
+        assert isinstance(await raised(pump.sync_weights()), Fault)
+        world.plan["before resume"] = lambda: asyncio.sleep(10)
+        assert isinstance(await cancelled_after(1, pump.sync_weights()), asyncio.CancelledError)
+        assert not world.generation_paused_event.is_set()
+        await pump.sync_weights()
+        assert pump.admitted and not world.generation_paused_event.is_set()
+
+    run(main())
+
+
+@pytest.mark.parametrize("before", ["nothing", "a resume that was made up for"])
+def test_a_pause_of_somebody_else_is_theirs(before):
+    async def main():
+        world = Recording()
+        pump = world.pump()
+        if before != "nothing":
+            world.plan["before resume"] = "raise"
+            assert isinstance(await raised(pump.sync_weights()), Fault)
+            await pump.sync_weights()
+            world.calls.clear()
+        world.generation_paused_event.set()
+        world.plan["before sync"] = "raise"
+        assert isinstance(await raised(pump.sync_weights()), Fault)
+        for _ in range(2):
+            await pump.sync_weights()
+        assert not world.called("pause", "resume")
+        assert pump.admitted and world.generation_paused_event.is_set()
+
+    run(main())
+
+
+@pytest.mark.parametrize("call", ["sync", "stamp"])
+def test_a_sync_that_fails_when_it_was_cancelled(call):
+    async def main():
+        world = World({f"before {call}": failing_after(10)})
+        pump = world.pump()
+        error = await cancelled_after(1, pump.sync_weights())
+        assert isinstance(error, asyncio.CancelledError) and isinstance(error.__cause__, Fault)
+        assert not pump.admitted and not world.paused
+
+    run(main())
+
+
+def test_who_is_let_in_when_the_gate_has_shut_again_waits_on():
+    async def main():
+        world = World({"before sync": "raise"})
+        pump = world.pump()
+        assert isinstance(await raised(pump.sync_weights()), Fault)
+
+        async def rollout():
+            await pump.rollouts_permitted()
+            return pump.admitted
+
+        waiting = asyncio.ensure_future(rollout())
+        await asyncio.sleep(0)
+        await pump.sync_weights()  # and at once, before the rollout has its turn:
+        world.plan["before sync"] = "raise"
+        assert isinstance(await raised(pump.sync_weights()), Fault)
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        await pump.sync_weights()
+        assert await waiting
+
+    run(main())
