@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import linecache
 import sys
@@ -47,7 +48,7 @@ def make(name):
         name,
         needed,
         replace={"greet": louder, "Greeter.greet": louder},
-        add={"Greeter.wave": wave},
+        add={"Greeter.wave": f"{__name__}:wave"},
         rebuild=lambda module: {f"{name}:actor": lambda actor: Actor(actor.cls)},
         holders=(f"{name}:HANDLERS",),
     )
@@ -93,10 +94,12 @@ class Fault:
 
     def __enter__(self):
         self.before = sys.gettrace()
+        gc.disable()  # it would close generators of earlier rounds in here, where what is raised goes nowhere
         sys.settrace(self)
 
     def __exit__(self, *error):
         sys.settrace(self.before)
+        gc.enable()
 
 
 def _closes_a_with(frame, event):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from verdicts import releases, table
 from verdicts.process import CouldNotLook, verdicts_on
 
+from megapatch import Patch
 from megapatch.catalog import PATCHES
 from megapatch.versions import find_module, version_of
 
@@ -126,6 +126,10 @@ def test_a_cell_that_differs_is_told():
 
 def test_each_thing_that_can_be_wrong_is_told():
     first, *others = PATCHES
+
+    def linked(upstream):
+        return [Patch(first.name, first.doc, upstream, first.sites), *others]
+
     row = next(line for line in PAGE.splitlines() if line.startswith("| 0.1"))
     columns = row.split(" | ")
     new = f"{PAGE}\n## megatron.gone\n\nAt `megatron.core`:\n"
@@ -138,8 +142,8 @@ def test_each_thing_that_can_be_wrong_is_told():
         "nothing is said of 0.12.3": {"page": PAGE.replace(row, row.replace("0.12.3, ", ""), 1)},
         "0.99.0 is not in releases.txt": {"page": PAGE.replace(row, row.replace("0.12.3", "0.99.0, 0.12.3"), 1)},
         f"{first.name} has expired": {"page": _fixed_everywhere(first)},
-        "expected the URL of an issue": {"patches": [replace(first, upstream="https://github.com/a/b"), *others]},
-        "found ''": {"patches": [replace(first, upstream=""), *others]},
+        "expected the URL of an issue": {"patches": linked("https://github.com/a/b")},
+        "found ''": {"patches": linked("")},
         "tox.ini installs megatron-core==0.99.0": {"tox": f"{TOX}\n    {{[megatron]install}}==0.99.0"},
         "tox.ini installs megatron-bridge==0.9.9": {"tox": f"{TOX}\n    {{[bridge]install}}==0.9.9"},
         "tox.ini installs skyrl-train==0.9.9": {"tox": f"{TOX}\n    pip install skyrl-train==0.9.9"},

@@ -26,8 +26,10 @@ from typing import Any
 from ..patch import MegapatchError
 from . import _rank
 
-# torch, and what every Megatron imports of it: 0.1 s less for each process, a fifth of Megatron's import or more.
+# torch, and what every Megatron imports of it, which is most of its own import.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor.experimental"]
+if not sys.warnoptions:  # the fork server has them, too, and would die of torch's own DeprecationWarning
+    _PRELOADED.append("torch._inductor.compile_fx")
 _GRACE = 2.0  # seconds that the others get to finish after one rank has failed
 
 
@@ -217,7 +219,8 @@ def _ensure_server() -> None:
     Someone else may have started it, without torch: that is slower and works as well.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    with _environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1"):  # a process with threads forks badly
+    # A process with threads forks badly. Inductor of older torches starts some when it is imported.
+    with _environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TORCH_WARM_POOL="0"):
         multiprocessing.forkserver.ensure_running()
 
 

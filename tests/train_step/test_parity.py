@@ -85,8 +85,13 @@ def cuts_of(layout):
 
 
 def with_cuts(cases):
-    """The parameters of the tests: each case with each of its cuts."""
-    found = [(name, cut) for name, case in cases.items() for cut in cuts_of(case[1])]
+    """The parameters of the tests: each case with its cuts, of which one call is for those of each Megatron."""
+    found = [
+        (name, cut)
+        for name, case in cases.items()
+        for cut in cuts_of(case[1])
+        if name in WITH_EACH or cut != "one call"
+    ]
     return [
         pytest.param(*one, marks=() if one[0] in WITH_EACH and one[1] == "uneven" else pytest.mark.thorough)
         for one in found
