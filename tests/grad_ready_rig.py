@@ -20,10 +20,15 @@ needs_learning = pytest.mark.skipif(
 
 
 class Reduces:
-    """Counts the bucket groups that begin to reduce: before they are finished, and by being finished."""
+    """Counts the bucket groups that begin to reduce: before they are finished, and by being finished.
 
-    def __init__(self):
+    at_once: each is reduced before anything else happens, as a fast network has it. Otherwise what a pass adds
+    later may still come in, by chance, and a reduce that is too early may come to the right numbers.
+    """
+
+    def __init__(self, at_once=False):
         self.early = self.late = 0
+        self.at_once = at_once
         self.finishing = False
         self.group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
         self.start, self.finish = self.group.start_grad_sync, self.group.finish_grad_sync
@@ -36,6 +41,8 @@ class Reduces:
             if group.grad_reduce_handle is not before:
                 self.late += self.finishing
                 self.early += not self.finishing
+                if self.at_once:
+                    group.grad_reduce_handle.wait()
 
         def finish(group, *args, **kwargs):
             self.finishing = True
@@ -53,14 +60,14 @@ def finish_nothing(*args, **kwargs):
     """As SkyRL's own function, which leaves it to the end of the step."""
 
 
-def one_step(model, step, kind, cut):
+def one_step(model, step, kind, cut, at_once=False):
     """Calls of the schedule, and the optimizer's step: gradient norm, gradients, when they were reduced."""
     config = model.config
     finalize = config.finalize_model_grads_func
     for name, parameter in model.chunks[0].module.named_parameters():  # before zero_grad() ends the last step
         parameter.requires_grad_(not ("frozen" in kind and str(step) in kind and "layers.0" in name))
     model.zero_grad()
-    reduces = Reduces()
+    reduces = Reduces(at_once)
     with contextlib.ExitStack() as restored, reduces.counted():
         restored.callback(setattr, config, "finalize_model_grads_func", finalize)
         for index, count in enumerate(cut):
@@ -81,7 +88,7 @@ def one_step(model, step, kind, cut):
     return float(norm), gradients, reduces.when(len(groups))
 
 
-def run_case(kind, cuts, options, *expected, overlap=True, layers=2):
+def run_case(kind, cuts, options, *expected, overlap=True, layers=2, at_once=False):
     """The steps up to one that fails, what that one says, and parameters at the end."""
     model = tiny_gpt(layers=layers, **options, **(GRADS if overlap else {}))
     if kind == "all count":
@@ -89,7 +96,7 @@ def run_case(kind, cuts, options, *expected, overlap=True, layers=2):
     steps, error = [], None
     for step, cut in enumerate(cuts):
         try:
-            steps.append(one_step(model, step, kind, cut))
+            steps.append(one_step(model, step, kind, cut, at_once))
         except AssertionError as raised:
             error = str(raised)
             break

@@ -71,7 +71,7 @@ def data_parallel(rank, world_size):
     restore()
     init_parallel()
     expected = references([*CASES.values(), *DEFECTS.values()])
-    defects = {name: run_case(*case) for name, case in DEFECTS.items()}
+    defects = {name: run_case(*case, at_once=True) for name, case in DEFECTS.items()}
     apply()
     found = {name: run_case(*case) for name, case in CASES.items()}
     restore("megatron.nested-no-sync")
@@ -87,7 +87,7 @@ def in_pipelines(rank, world_size):
         (reference,) = references(IN_PIPELINE.values(), layers=4).values()
         cases = {case: run_case(*spec, layers=4) for case, spec in IN_PIPELINE.items()}
         restore("megatron.grad-ready-window")
-        found[name] = reference, cases, run_case("later", CUT_IN_PIPELINE[:2], {}, layers=4)
+        found[name] = reference, cases, run_case("later", CUT_IN_PIPELINE[:2], {}, layers=4, at_once=True)
         apply()
     return found
 

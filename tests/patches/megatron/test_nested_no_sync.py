@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-from unittest import mock
 
 import pytest
+from grad_ready_rig import Reduces
 from megatron_rig import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
 
 from megapatch import apply, restore
@@ -27,26 +26,6 @@ CASES = {  # layout, options, and how each step's microbatches are cut into call
 IN_ONE_CALL = ((MICROBATCHES,),) * 4
 
 
-class Reduces:
-    """Counts the bucket groups whose gradients Megatron begins to reduce."""
-
-    def __init__(self):
-        self.count = 0
-        self.group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
-        self.original = self.group.start_grad_sync
-
-    def during(self, function, *args, **kwargs):
-        def counted(group, *args, **kwargs):
-            before = group.grad_reduce_handle
-            self.original(group, *args, **kwargs)
-            self.count += group.grad_reduce_handle is not before
-
-        self.count = 0
-        with mock.patch.object(self.group, "start_grad_sync", counted):
-            function(*args, **kwargs)
-        return self.count
-
-
 def groups(model):
     return [group for chunk in model.chunks for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups]
 
@@ -57,9 +36,9 @@ def may_reduce(model):
     return flags.pop() if len(flags) == 1 else "some"
 
 
-def step_in_pieces(model, step, cut):
+def step_in_pieces(model, step, cut, at_once=False):
     """One optimizer step from as many calls as `cut` says; what was reduced when, and its gradients."""
-    config, reduces = model.config, Reduces()
+    config = model.config
     samples = iter(model.microbatches(step, MICROBATCHES))
     finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
     model.zero_grad()
@@ -74,7 +53,10 @@ def step_in_pieces(model, step, cut):
             for chunk in () if last else model.chunks:
                 outer.enter_context(chunk.no_sync())
             piece = [next(samples) for _ in range(count)]
-            reduced.append(reduces.during(model.forward_backward, microbatches=piece))
+            reduces = Reduces(at_once)
+            with reduces.counted():
+                model.forward_backward(microbatches=piece)
+            reduced.append(reduces.early + reduces.late)
             held.append(not may_reduce(model))
     gradients = model.gradients()
     model.optimizer.step()
@@ -103,7 +85,7 @@ def without_patch(rank, world_size):
         model = tiny_gpt(**GRADS)
         for step, pieces in enumerate(cuts):
             try:
-                reduced, held, gradients = step_in_pieces(model, step, pieces)
+                reduced, held, gradients = step_in_pieces(model, step, pieces, at_once=True)
             except AssertionError as error:
                 cut[case, step] = str(error), len(groups(model)), may_reduce(model)
                 break
