@@ -1,4 +1,4 @@
-"""Syncs that fail or are cancelled halfway: who resumes generation, and who is let in."""
+"""Weight syncs, also those that fail or are cancelled halfway: who resumes generation, and who is let in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,95 @@ import asyncio
 import pytest
 from streaming_rig import Fault, World, cancelled_after, failing_after, raised, run
 
+from megapatch.streaming import StreamingConfig, TrainPump
 
+SYNC = ["pause", "sync", "stamp", "resume"]
+
+
+@pytest.mark.parametrize("deed", ["raise", "cancel"])
+@pytest.mark.parametrize("place", [f"{when} {call}" for call in SYNC for when in ("before", "after")])
+def test_no_rollout_is_admitted_until_a_sync_has_succeeded(place, deed):
+    async def main():
+        world = World({place: deed})
+        await world.put("a")
+        pump = world.pump()
+        world.victim = asyncio.ensure_future(raised(pump.step()))
+        while pump.admitted and not world.victim.done():
+            await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(pump.rollouts_permitted())
+        error = await world.victim
+        await asyncio.sleep(0)
+        call = place.split()[1]
+        assert isinstance(error, Fault if deed == "raise" else asyncio.CancelledError)
+        # A cancellation is delivered when all is done; pausing and resuming are paused_generation's to undo.
+        done = call in ("sync", "stamp") and deed == "cancel"
+        assert pump.admitted == waiting.done() == done
+        assert world.paused == (place == "before resume" and deed == "raise")
+        assert pump.version == 1 and world.trained == [["a"]]
+
+        world.calls.clear()
+        if not pump.admitted:
+            await pump.step()  # which has nothing else left to do
+            assert world.called() == ["pause", "sync 1", "stamp 1", "resume"]
+            await asyncio.sleep(0)
+            assert pump.admitted and waiting.done()
+
+    run(main())
+
+
+def test_rollouts_are_admitted_when_generation_knows_the_version():
+    async def main():
+        world = World()
+        await world.put("a")
+        pump = world.pump()
+        seen = {}
+        for call in SYNC:
+            for when in ("before", "after"):
+
+                async def look(place=f"{when} {call}"):
+                    seen[place] = (pump.admitted, world.generation_version)
+
+                world.plan[f"{when} {call}"] = look
+        await pump.step()
+        assert [admitted for admitted, _ in seen.values()] == [False] * 8
+        assert [version for _, version in seen.values()] == [0] * 5 + [1] * 3
+        assert pump.admitted
+
+    run(main())
+
+
+def test_a_sync_by_hand_makes_up_for_one_that_failed():
+    async def main():
+        world = World({"before sync": "raise"})
+        await world.put("a")
+        await world.put("b", version=1)
+        pump = world.pump()
+        assert isinstance(await raised(pump.step()), Fault)
+        assert not pump.admitted
+        await pump.sync_weights()
+        assert pump.admitted
+        await pump.step()
+        assert world.trained == [["a"], ["b"]]
+
+    run(main())
+
+
+def test_generation_without_set_weight_version_is_told_of_once(caplog):
+    async def main():
+        class Generation:
+            pause_generation = resume_generation = staticmethod(lambda: None)
+
+        world = World()
+        pump = TrainPump(StreamingConfig(generations_per_prompt=1), world, world, world, Generation())
+        for _ in range(3):
+            await pump.sync_weights()
+        assert caplog.text.count("Generation has no set_weight_version()") == 1
+        assert pump.admitted
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ a resume that failed
 class Recording(World):
     """Generation that keeps its own record of being paused."""
 
