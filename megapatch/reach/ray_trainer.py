@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..patch import MisuseError
-
-log = logging.getLogger("megapatch")
+from ..weight_sync import tell_besides
 
 
 class RayTrainer:
@@ -109,11 +107,11 @@ class RayTrainer:
     async def _in_step(self, method: str, *args: Any) -> list[Any]:
         try:
             return await self.on_all_ranks(method, *args)
-        except Exception:
+        except Exception as error:
             try:
                 await self.abort_train_step()
-            except Exception:
-                log.exception("after %s() failed, abort_train_step() failed, too", method)
+            except Exception as failure:
+                tell_besides(f"after {method}() failed, abort_train_step() failed, too", failure, error)
             raise
 
 

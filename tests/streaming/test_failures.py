@@ -7,7 +7,7 @@ import logging
 import sys
 
 import pytest
-from streaming_rig import Fault, World, raised, run
+from streaming_rig import Fault, World, failing_after, raised, run
 
 from megapatch import MegapatchError
 from megapatch.streaming import EmptyStepError
@@ -87,11 +87,7 @@ def test_an_eviction_that_fails_ends_the_step(when, deed):
 
 def test_a_failing_microbatch_is_noticed_while_groups_are_waited_for():
     async def main():
-        async def slowly_failing():
-            await asyncio.sleep(10)
-            raise Fault
-
-        world = World({"before microbatch": slowly_failing})
+        world = World({"before microbatch": failing_after(10)})
         await world.put("a")
         assert isinstance(await raised(world.pump(target_prompt_groups_per_step=2).step()), Fault)
         assert world.called() == ["claim a", "begin", "abort", "give_back a"]
@@ -101,11 +97,7 @@ def test_a_failing_microbatch_is_noticed_while_groups_are_waited_for():
 
 def test_after_a_failing_microbatch_no_other_is_made():
     async def main():
-        async def slowly_failing():
-            await asyncio.sleep(10)
-            raise Fault
-
-        world = World({"before microbatch": slowly_failing})
+        world = World({"before microbatch": failing_after(10)})
         for name in "abcd":
             await world.put(name)
         pump = world.pump(target_prompt_groups_per_step=4, max_microbatches_in_flight=3)

@@ -261,7 +261,6 @@ def test_a_change_between_looking_and_waiting_is_not_missed():
     run(main())
 
 
-# ------------------------------------------------------------------------------------------ an empty step
 def test_so_many_steps():
     async def main():
         world = World()
