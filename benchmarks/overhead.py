@@ -20,9 +20,10 @@ import types
 
 import wrapt
 
-from megapatch import NEEDED, Patch, Site, Verdict, holders
-from megapatch.engine import Engine
-from megapatch.settings import Settings
+from megapatch import NEEDED, Patch, Site, Verdict
+from megapatch._engine import holders
+from megapatch._engine.engine import Engine
+from megapatch._engine.settings import Settings
 
 CALL_LIMIT, IMPORT_LIMIT, SWEEP_LIMIT = 200e-9, 10e-3, 20e-3  # seconds
 

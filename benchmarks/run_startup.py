@@ -16,8 +16,8 @@ import sys
 import tempfile
 import time
 
-from megapatch.engine import this_process
-from megapatch.reach.launch import reaching
+from megapatch._engine.engine import this_process
+from megapatch.reach._run.launch import reaching
 
 LIMIT = 1e-3  # seconds
 ROUNDS = 200

@@ -17,7 +17,7 @@ import time
 import torch
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.data import forward_step
+from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
 
 LEAST = 0.98  # of the throughput of one call

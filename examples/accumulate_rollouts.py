@@ -12,7 +12,7 @@ import random
 
 import megapatch
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.data import forward_step
+from megapatch.testing._data import forward_step
 
 STEPS, ROLLOUTS = 3, 8
 

@@ -4,6 +4,8 @@
 
 Importing it activates: every patch is considered as soon as the module that it repairs has been imported,
 before or after this line. It imports neither torch nor megatron.
+
+A name without a leading underscore is promised to users; docs/api.md lists them.
 """
 
 from __future__ import annotations
@@ -14,28 +16,17 @@ from typing import TYPE_CHECKING, Any
 if sys.version_info < (3, 10):  # noqa: UP036  (a checkout on PYTHONPATH has no installer that refuses)
     raise ImportError(f"megapatch needs Python 3.10 or later; this is {sys.version.split()[0]}")
 
-from .engine import this_process
-from .install import RestoreError
-from .patch import (
-    ABSENT,
-    FIXED,
-    NEEDED,
-    UNKNOWN,
-    UNSUPPORTED,
-    MegapatchError,
-    Patch,
-    Site,
-    Verdict,
-    unpatched,
-)
-from .report import Report, make_report  # before `report` below: importing the module binds that name, too
-from .strict import StrictError
+from ._api import activate, apply, report, restore
+from ._version import __version__
+from .errors import InconsistentError, MegapatchError, MisuseError, RestoreError, StrictError
+from .patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Status, Verdict, unpatched
 
 if TYPE_CHECKING:
-    from .agreement import InconsistentError, assert_consistent
+    from . import errors, patch, patches, reach, streaming, testing, train_step, weight_sync
+    from ._reporting.agreement import assert_consistent
+    from ._reporting.report import Report
     from .train_step import TrainStep
 
-__version__ = "0.1.0"
 __all__ = [
     "ABSENT",
     "FIXED",
@@ -44,71 +35,53 @@ __all__ = [
     "UNSUPPORTED",
     "InconsistentError",
     "MegapatchError",
+    "MisuseError",
     "Patch",
     "Report",
     "RestoreError",
     "Site",
+    "Status",
     "StrictError",
     "TrainStep",
     "Verdict",
+    "__version__",
     "activate",
     "apply",
     "assert_consistent",
+    "errors",
+    "patch",
+    "patches",
+    "reach",
     "report",
     "restore",
+    "streaming",
+    "testing",
+    "train_step",
     "unpatched",
+    "weight_sync",
 ]
 
-
-_ON_FIRST_USE = {  # most processes that import megapatch have none
+# Most processes that import megapatch use none of these, so they are loaded on first use.
+_PLACES = {
+    "Report": "._reporting.report",
     "TrainStep": ".train_step",
-    "InconsistentError": ".agreement",
-    "assert_consistent": ".agreement",
+    "assert_consistent": "._reporting.agreement",
 }
+_SUBPACKAGES = ("reach", "streaming", "testing", "train_step", "weight_sync")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_FIRST_USE:
-        from importlib import import_module
+    from importlib import import_module
 
-        return getattr(import_module(_ON_FIRST_USE[name], __name__), name)
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name], __name__), name)
+    if name in _SUBPACKAGES:
+        return import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def activate(*ignored: object, **also_ignored: object) -> None:
-    """Do what `import megapatch` does. Takes and ignores any arguments, so that it can be named as a
-    framework's init hook (slime: ``--custom-megatron-init-path megapatch.activate``).
-
-    Raises StrictError with MEGAPATCH_STRICT when a patch failed, was refused or overwritten.
-    """
-    this_process().activate()
-
-
-def apply() -> None:
-    """Look again at every target that is loaded now: after `importlib.reload`, after `restore`, or when a
-    module was half-imported before. What is in place stays as it is.
-
-    Raises StrictError with MEGAPATCH_STRICT when a patch failed, was refused or overwritten.
-    """
-    this_process().apply()
-
-
-def restore(*names: str) -> None:
-    """Put back the identical original objects of the named patches (names or globs; without any, of all).
-
-    They stay away until `apply()`. Raises MegapatchError for an unknown name, and RestoreError, with nothing
-    changed, when someone has patched on top of megapatch.
-    """
-    this_process().restore(*names)
-
-
-def report() -> Report:
-    """What megapatch did in this process, patch by patch, and why.
-
-    Also says who holds an original function out of reach, for which it goes through all objects of the process:
-    about a tenth of a second once torch is loaded.
-    """
-    return make_report(this_process().records)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 activate()

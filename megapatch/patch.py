@@ -1,5 +1,5 @@
-"""The words of megapatch as small types; imports nothing else of megapatch, and little else: every process that
-imports megapatch pays for it.
+"""The words of megapatch as small types. Every process that imports megapatch pays for this module, so it imports
+little.
 
 A *patch* repairs one upstream defect at one or more *sites*. A site is a module, a diagnosis of it and the
 targets in it; its targets are installed all or none. Diagnosing returns a *verdict* about the code that is
@@ -14,16 +14,10 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from .errors import MisuseError
+
 MARK = "__megapatch__"
 """Attribute that the installer sets on every function it puts in: the name of the patch."""
-
-
-class MegapatchError(Exception):
-    """Base of every exception that megapatch raises on its own account."""
-
-
-class MisuseError(MegapatchError, RuntimeError):
-    """megapatch was called in a way, or at a moment, in which it cannot work."""
 
 
 class VerdictKind(enum.Enum):

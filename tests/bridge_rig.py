@@ -19,9 +19,9 @@ import torch.distributed
 from megatron_rig import BOTH, Interrupted
 from stand_ins import BRIDGE, BareBridge, StandIns
 
+from megapatch._versions import find_module
 from megapatch.testing import TinyGPT, init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.data import forward_step
-from megapatch.versions import find_module
+from megapatch.testing._data import forward_step
 
 MODULE = f"{BRIDGE}.training.train"
 ALIGNED = {**BOTH, "align_param_gather": True}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megapatch.versions import here
+from megapatch._versions import here
 
 _numbers = itertools.count()
 

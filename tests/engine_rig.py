@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from megapatch.engine import Engine
+from megapatch._engine.engine import Engine
+from megapatch._engine.settings import Settings
 from megapatch.patch import NEEDED, Patch, Site, Verdict
-from megapatch.settings import Settings
 
 TARGET = """
 def greet(name):

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from megapatch.reach import launch
+from megapatch.reach._run import launch
 
 PATCH = """
 import functools

@@ -14,8 +14,8 @@ import torch
 from megatron_rig import attempt, quick_writer
 from torch.distributed.checkpoint import FileSystemReader
 
+from megapatch._versions import version_of
 from megapatch.testing import init_parallel
-from megapatch.versions import version_of
 
 CALLS = Counter()
 """What has been called, of what `prepare` counts."""

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from unittest import mock
 
 import megapatch
-from megapatch.engine import this_process
+from megapatch._engine.engine import this_process
 from megapatch.patch import MARK
-from megapatch.weight_sync import _warned
+from megapatch.weight_sync._pause import _warned
 
 OLD, MIXED, NEW = ["old", "old"], ["new", "old"], ["new", "new"]
 STEPS = 3  # of an epoch of the trainer

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from megapatch import agreement
-from megapatch.agreement import difference
+from megapatch._reporting import agreement
+from megapatch._reporting.agreement import difference
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 RERUN = "megatron.core.rerun_state_machine"
@@ -109,7 +109,7 @@ def agreeing(rank, world_size):
         patch.setattr(agreement, "_ROWS", 2)
         found["no room"] = told()
     if rank == 1:
-        megapatch.__version__ = "0.0.1"
+        sys.modules["megapatch._reporting.agreement"].__version__ = "0.0.1"
     found["another version"] = told()
     return found
 

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from megapatch.catalog import PATCHES
-from megapatch.patches import megatron, nemo_rl, skyrl, slime
+from megapatch.patches import PATCHES, megatron, nemo_rl, skyrl, slime
 
 
 def test_the_order_is_that_of_the_families():

@@ -7,7 +7,7 @@ import re
 import pytest
 from command import run
 
-from megapatch.versions import find_module
+from megapatch._versions import find_module
 
 HAS_CORE = find_module("megatron.core") is not None
 HAS_TRAIN = find_module("megatron.training") is not None
@@ -43,7 +43,7 @@ def test_it_fails_when_nothing_is_repaired():
 def test_runs_that_differ_are_not_the_same(capsys):
     import torch
 
-    from megapatch.demo import Outcome, _compare
+    from megapatch._cli.demo import Outcome, _compare
 
     def run_with(value):
         return Outcome(parameters={"weight": torch.tensor([1.0, value])})
@@ -55,7 +55,7 @@ def test_runs_that_differ_are_not_the_same(capsys):
 
 def test_without_torch_it_says_what_to_install():
     script = (
-        "import sys, megapatch.demo as demo\n"
+        "import sys, megapatch._cli.demo as demo\n"
         "demo.find_module = lambda name: None if name == 'torch' else object()\n"
         "sys.exit(demo.main())"
     )
@@ -67,7 +67,7 @@ def test_without_torch_it_says_what_to_install():
 def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):
     path = fake_megatron("")
     (path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n")
-    script = "import sys, megapatch.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.main())"
+    script = "import sys, megapatch._cli.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.main())"
     shown = run("-c", script, path=path)
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr == "the demo needs megatron-core 0.12 or later; this is 0.11.0 (source)\n"

@@ -12,7 +12,7 @@ import types
 import pytest
 from engine_rig import TARGET, louder, make_engine, make_patch, status_of
 
-from megapatch import holders
+from megapatch._engine import holders
 from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, Verdict
 
 

@@ -12,7 +12,8 @@ import types
 import pytest
 from engine_rig import TARGET, louder, make_engine, make_patch, needed
 
-from megapatch import engine, holders, install, site_record, target
+from megapatch._engine import engine, holders, install, target
+from megapatch._engine import record as site_record
 from megapatch.patch import Patch, Site
 
 SOURCE = f"""

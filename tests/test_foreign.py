@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from engine_rig import make_engine, make_patch
 
+from megapatch._reporting.report import make_report
 from megapatch.patch import UNKNOWN, Verdict
-from megapatch.report import make_report
 
 TARGET = """
 import contextlib, functools

@@ -9,8 +9,8 @@ import sys
 import pytest
 from engine_rig import TARGET, make_engine, make_patch, status_of
 
-from megapatch import holders
-from megapatch.report import make_report
+from megapatch._engine import holders
+from megapatch._reporting.report import make_report
 
 REGISTRY = """
 from {target} import greet

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import megapatch
-from megapatch.versions import find_module
+from megapatch._versions import find_module
 
 in_tox = pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="needs megapatch installed, as tox does it")
 
@@ -48,4 +48,4 @@ def test_the_environment_is_what_its_name_says():
 @in_tox
 def test_the_command_is_installed():
     (command,) = entry_points(group="console_scripts", name="megapatch")
-    assert command.value == "megapatch.cli:main"
+    assert command.value == "megapatch._cli.main:main"

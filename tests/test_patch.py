@@ -7,7 +7,8 @@ import functools
 import pytest
 from engine_rig import make_patch
 
-from megapatch.patch import MARK, MisuseError, Patch, unpatched
+from megapatch.errors import MisuseError
+from megapatch.patch import MARK, Patch, unpatched
 
 
 def test_family_and_summary():

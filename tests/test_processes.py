@@ -11,7 +11,7 @@ import importlib, os, sys, threading, warnings
 warnings.simplefilter("ignore")  # that a process with threads is forked is the point
 import {rig}
 from {rig} import TARGET, make_engine, make_patch, needed, status_of
-from megapatch.report import make_report
+from megapatch._reporting.report import make_report
 
 def fork(child):
     pid = os.fork()
@@ -50,7 +50,7 @@ def diagnose(module):
         stop_at("diagnose")
     return needed(module)
 
-from megapatch import holders
+from megapatch._engine import holders
 find = holders.find
 def slow_find(*args):
     if "find" in stopping:
@@ -58,7 +58,7 @@ def slow_find(*args):
     return find(*args)
 holders.find = slow_find
 
-from megapatch import install
+from megapatch._engine import install
 put_in = install.Rebuilt.put_in
 def slow_put_in(self):
     if "rebuild" in stopping:

@@ -8,9 +8,9 @@ import json
 from engine_rig import TARGET, make_engine, make_patch
 
 import megapatch
-from megapatch.catalog import PATCHES
+from megapatch._reporting.report import SiteReport, make_report
 from megapatch.patch import FIXED, NEEDED, Patch, Verdict
-from megapatch.report import SiteReport, make_report
+from megapatch.patches import PATCHES
 
 
 def test_the_dictionary_has_the_promised_layout(modules):

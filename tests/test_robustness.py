@@ -14,8 +14,10 @@ import pytest
 import wrapt
 from engine_rig import TARGET, make_engine, make_patch
 
-from megapatch import RestoreError, holders, versions
-from megapatch.report import make_report
+from megapatch import RestoreError
+from megapatch import _versions
+from megapatch._engine import holders
+from megapatch._reporting.report import make_report
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import settings, strategies  # noqa: E402
@@ -228,8 +230,8 @@ def _few_modules(monkeypatch, modules):
             ]
 
     monkeypatch.setattr(holders, "sys", types.SimpleNamespace(modules=Ours()))
-    monkeypatch.setattr(sys.modules["megapatch.report"], "left_behind", lambda installed: {})  # as slow
-    monkeypatch.setattr(versions, "here", dict)
+    monkeypatch.setattr(sys.modules["megapatch._reporting.report"], "left_behind", lambda installed: {})  # as slow
+    monkeypatch.setattr(_versions, "here", dict)
     monkeypatch.setattr(Programs, "modules", modules)
 
 

@@ -14,7 +14,7 @@ import megapatch
 DDP = "megatron.core.distributed.distributed_data_parallel"
 TELLS = "print('the entry point was loaded')\nPATCHES = ()\n"
 LOOK = (
-    f"import megapatch.engine as e\nprint([one.patch.name for one in e.this_process()._entries()])\nimport {DDP}"
+    f"import megapatch._engine.engine as e\nprint([one.patch.name for one in e.this_process()._entries()])\nimport {DDP}"
 )
 SITE = str(Path(megapatch.__file__).parents[1])
 WRAPT = str(Path(sys.modules["wrapt"].__file__).parents[1])
@@ -81,7 +81,7 @@ def test_the_command_line_runs_nothing_of_the_working_directory(lying_about):
         (lying_about / f"{name}.py").write_text("raise SystemExit('not asked for')\n")
     script = lying_about / "bin" / "megapatch"  # as pip writes it
     script.parent.mkdir()
-    script.write_text("import sys\nfrom megapatch.cli import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom megapatch._cli.main import main\nsys.exit(main())\n")
     for command in (["list"], ["explain", "megatron.*"], ["doctor", "--no-import"]):
         shown = python(str(script), *command, cwd=lying_about)
         assert "megatron." in shown and "not asked for" not in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapatch.settings import Settings
+from megapatch._engine.settings import Settings
 
 NAMES = ["megatron.forward-pre-hook", "megatron.train-reentry", "slime.train-reentry"]
 

@@ -10,7 +10,8 @@ import pytest
 from command import run
 from engine_rig import TARGET, make_engine, make_patch, status_of
 
-from megapatch import StrictError, strict
+from megapatch import StrictError
+from megapatch._engine import strict
 from megapatch.patch import UNKNOWN, Verdict
 
 

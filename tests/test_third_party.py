@@ -11,10 +11,10 @@ import pytest
 from command import run
 from engine_rig import TARGET, make_patch
 
-from megapatch import third_party
-from megapatch.engine import Engine
-from megapatch.report import make_report
-from megapatch.settings import Settings
+from megapatch._engine import entry_points as third_party
+from megapatch._engine.engine import Engine
+from megapatch._engine.settings import Settings
+from megapatch._reporting.report import make_report
 
 PATCHES = """
 from engine_rig import make_patch

@@ -13,8 +13,8 @@ from verdicts import releases, table
 from verdicts.process import CouldNotLook, verdicts_on
 
 from megapatch import Patch
-from megapatch.catalog import PATCHES
-from megapatch.versions import find_module, version_of
+from megapatch._versions import find_module, version_of
+from megapatch.patches import PATCHES
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/verdicts.md").read_text()

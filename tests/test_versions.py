@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megapatch import versions
+from megapatch import _versions
 
 
 @pytest.fixture
@@ -36,16 +36,16 @@ def tree(tmp_path, monkeypatch):
     ],
 )
 def test_a_module_is_found_without_importing_it(tree, name, found):
-    assert (versions.find_module(name) is not None) == found
+    assert (_versions.find_module(name) is not None) == found
     assert not [name for name in sys.modules if name.startswith("megapatch_test_namespace")]
 
 
 def test_the_version_of_what_is_installed():
     import wrapt
 
-    assert versions.version_of("wrapt", "wrapt") == wrapt.__version__
-    assert versions.here()["wrapt"] == wrapt.__version__
-    assert versions.version_of("no-such-distribution", "megapatch_no_such_module") is None
+    assert _versions.version_of("wrapt", "wrapt") == wrapt.__version__
+    assert _versions.here()["wrapt"] == wrapt.__version__
+    assert _versions.version_of("no-such-distribution", "megapatch_no_such_module") is None
 
 
 # What importing a real checkout of Megatron may run: torch, and git in a subprocess.
@@ -94,14 +94,14 @@ PACKAGE_INFO = "MAJOR = 0\nMINOR = 18\nPATCH = 0\nPRE_RELEASE = 'rc0'\n" + POISO
 def test_a_checkout_is_read_and_not_imported(tmp_path, monkeypatch, case, told):
     monkeypatch.setattr(sys, "path", [*checkout(tmp_path, **case), *sys.path])
     importlib.invalidate_caches()
-    assert versions.version_of("megapatch-test-tree", "megapatch_test_tree.core") == told
+    assert _versions.version_of("megapatch-test-tree", "megapatch_test_tree.core") == told
 
 
 def test_what_comes_first_on_the_path_is_told(tmp_path, monkeypatch):
     source, site = checkout(tmp_path, {"package_info.py": PACKAGE_INFO}, distribution="0.15.3")
     monkeypatch.setattr(sys, "path", [site, source, *sys.path])
     importlib.invalidate_caches()
-    assert versions.version_of("megapatch-test-tree", "megapatch_test_tree.core") == "0.15.3"
+    assert _versions.version_of("megapatch-test-tree", "megapatch_test_tree.core") == "0.15.3"
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_what_comes_first_on_the_path_is_told(tmp_path, monkeypatch):
     ],
 )
 def test_a_reason_to_refuse_tells_the_version_found_and_those_tested(monkeypatch, version, words):
-    monkeypatch.setattr(versions, "version_of", lambda distribution, module: version)
-    assert f"(megatron-core {words}" in versions.remark("megatron.training.training")
-    assert versions.remark("megatron_other.core") == ""
+    monkeypatch.setattr(_versions, "version_of", lambda distribution, module: version)
+    assert f"(megatron-core {words}" in _versions.remark("megatron.training.training")
+    assert _versions.remark("megatron_other.core") == ""
 
 
 def test_the_remark_is_empty_without_the_package(monkeypatch):
-    monkeypatch.setattr(versions, "version_of", lambda distribution, module: None)
-    assert versions.remark("megatron.core.anything") == ""
+    monkeypatch.setattr(_versions, "version_of", lambda distribution, module: None)
+    assert _versions.remark("megatron.core.anything") == ""

@@ -11,8 +11,10 @@ from unittest import mock
 import pytest
 from weight_sync_rig import PLACES, Failure, World
 
-from megapatch.weight_sync import paused_generation, resumed_on_failure
+from megapatch.weight_sync import paused_generation
+from megapatch.weight_sync._pause import resumed_on_failure
 
+PACKAGE = "megapatch.weight_sync"
 DEEDS = [None, "raise", "cancel"]
 PLANS = list(itertools.product(DEEDS, repeat=len(PLACES)))  # what happens at each await point
 
@@ -43,7 +45,7 @@ def run_all(make, check):
     async def run():
         for plan in PLANS:
             world = make(plan)
-            with mock.patch("megapatch.weight_sync.log") as log:
+            with mock.patch(f"{PACKAGE}._pause.log") as log, mock.patch(f"{PACKAGE}._cancellation.log", log):
                 raised = await asyncio.ensure_future(world.raised())
             try:
                 check(world, raised, log)

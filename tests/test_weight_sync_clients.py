@@ -14,7 +14,8 @@ import pytest
 from weight_sync_rig import Failure, World
 
 from megapatch import MegapatchError
-from megapatch.weight_sync import _warned, paused_generation, unmarked_on_failure
+from megapatch.weight_sync import paused_generation
+from megapatch.weight_sync._pause import _warned, unmarked_on_failure
 
 
 class Plain:

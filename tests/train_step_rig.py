@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from unittest import mock
 
-from megapatch.testing.data import forward_step
+from megapatch.testing._data import forward_step
 
 MEAN = {"two_tuple": True}
 MOE = {

@@ -14,9 +14,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..agreement import Facts, InconsistentError, difference, numbered
-from ..patch import MegapatchError
-from .ray_trainer import RayTrainer
+from .._reporting.agreement import Facts, difference, numbered
+from ..errors import InconsistentError, MegapatchError
+from ._ray_trainer import RayTrainer
 
 __all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env"]
 
@@ -113,7 +113,7 @@ def _looking() -> Callable[[object], Facts]:
 
         if "megapatch" not in sys.modules:
             return {"megapatch": ("not imported", sys.executable)}
-        from megapatch.agreement import facts
+        from megapatch._reporting.agreement import facts
 
         return facts()
 

@@ -8,13 +8,13 @@ new weights; `RolloutBuffer` is a buffer for rollouts of the same process. For o
 trainer, buffer and generation may be elsewhere.
 """
 
-from .buffer import Buffer, RolloutBuffer
-from .config import ConfigError, StreamingConfig
-from .errors import EmptyStepError
-from .pump import TrainPump
-from .sampler import Backlog, Group, StalenessSampler
-from .step_trainer import StepTrainer
-from .trainer import Trainer
+from ..errors import ConfigError, EmptyStepError
+from ._buffer import Buffer, RolloutBuffer
+from ._config import StreamingConfig
+from ._pump import TrainPump
+from ._sampler import Backlog, Group, StalenessSampler
+from ._step_trainer import StepTrainer
+from ._trainer import Trainer
 
 __all__ = [
     "Backlog",

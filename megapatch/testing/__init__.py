@@ -17,15 +17,16 @@ expert, data parallel) can be compared with every other, and with one process. N
 
 from __future__ import annotations
 
-from .availability import megatron_core_available, megatron_training_available
-from .contract import check_contract
-from .cuda_stubs import install_cuda_stubs
-from .data import microbatches
-from .layout import destroy_parallel, init_parallel
-from .model import StepResult, TinyGPT, mean_loss
-from .ranks import RanksFailed, RanksTimedOut, run_ranks
-from .tiny_gpt import tiny_gpt
-from .training_loop import Fault, MegatronLoop
+from ..errors import RanksFailed, RanksTimedOut
+from ._availability import megatron_core_available, megatron_training_available
+from ._contract import check_contract
+from ._cuda_stubs import install_cuda_stubs
+from ._data import microbatches
+from ._model import StepResult, TinyGPT, mean_loss
+from ._parallel import destroy_parallel, init_parallel
+from ._ranks import run_ranks
+from ._tiny_gpt import tiny_gpt
+from ._training_loop import Fault, MegatronLoop
 
 __all__ = [
     "Fault",

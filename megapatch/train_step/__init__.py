@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .metrics import NLL, POLICY_GRADIENT, normalize_metrics
-from .registry import open_step, refuse_while_open
-from .step import StepResult, TrainStep
+from ._backend import StepResult
+from ._metrics import NLL, POLICY_GRADIENT, normalize_metrics
+from ._open_steps import open_step, refuse_while_open
+from ._step import TrainStep
 
 __all__ = [
     "NLL",

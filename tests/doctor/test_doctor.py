@@ -6,11 +6,11 @@ import json
 import sys
 
 from command import run
+from megapatch.reach._run.site import sitecustomize
 
-from megapatch.catalog import PATCHES
-from megapatch.doctor import probe, routes
-from megapatch.reach.site import sitecustomize
-from megapatch.report import make_report
+from megapatch._cli.doctor import probe, routes
+from megapatch._reporting.report import make_report
+from megapatch.patches import PATCHES
 
 # A stand-in for Megatron where only the command line is under test.
 DDP = """
@@ -115,9 +115,9 @@ def test_doctor_does_not_pass_over_a_bad_environment(fake_megatron):
 
 def test_doctor_without_anything_to_patch(tmp_path):
     script = (
-        "import sys, megapatch.versions as v; v.find_module = lambda name: None\n"
-        "import megapatch.engine as e; e.find_module = v.find_module\n"
-        "from megapatch.cli import main; sys.exit(main(['doctor']))"
+        "import sys, megapatch._versions as v; v.find_module = lambda name: None\n"
+        "import megapatch._engine.engine as e; e.find_module = v.find_module\n"
+        "from megapatch._cli.main import main; sys.exit(main(['doctor']))"
     )
     shown = run("-c", script)
     assert shown.returncode == 2

@@ -60,7 +60,7 @@ alias = acme_target.greet = held[0]
 RUN = """
 import sys
 sys.path[:1] = {path!r}
-from megapatch.cli import main
+from megapatch._cli.main import main
 sys.exit(main())
 """
 

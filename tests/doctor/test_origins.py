@@ -12,7 +12,7 @@ from importlib import metadata
 
 import pytest
 
-from megapatch.doctor import origins
+from megapatch._cli.doctor import origins
 
 ONE, OTHER = "1" * 40, "0123456789abcdef" * 4  # the second one as with sha256
 

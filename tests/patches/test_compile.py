@@ -11,7 +11,7 @@ import wrapt
 from megatron_rig import ADAM, BOTH, GRADS
 from torch._dynamo.testing import CompileCounter
 
-from megapatch.catalog import PATCHES
+from megapatch.patches import PATCHES
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 STRICT_LOAD = "megatron.core.dist_checkpointing.validation:maybe_report_missing_and_unexpected_keys"

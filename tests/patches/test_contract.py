@@ -9,15 +9,9 @@ import tempfile
 from megatron_rig import BOTH, GRADS, quick_writer
 from slime_rig import IMITATIONS, SlimeLoop
 
-from megapatch.catalog import PATCHES
 from megapatch.patch import NEEDED, Patch, Site, Verdict
-from megapatch.testing import (
-    MegatronLoop,
-    check_contract,
-    init_parallel,
-    megatron_training_available,
-    tiny_gpt,
-)
+from megapatch.patches import PATCHES
+from megapatch.testing import MegatronLoop, check_contract, init_parallel, megatron_training_available, tiny_gpt
 
 
 def hooks_twice():

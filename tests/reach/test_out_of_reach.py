@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from megapatch.reach import launch
-from megapatch.reach.out_of_reach import of_flags, of_process, of_ray_job, of_script, replaces
-from megapatch.reach.site.sitecustomize import HERE
+from megapatch.reach._run import launch
+from megapatch.reach._run.out_of_reach import of_flags, of_process, of_ray_job, of_script, replaces
+from megapatch.reach._run.site.sitecustomize import HERE
 
 KEPT = {"PYTHONPATH": f"/new{os.pathsep}{HERE}"}
 REPLACED = {"PYTHONPATH": "/root/Megatron-LM"}

@@ -10,8 +10,8 @@ import sys
 import pytest
 from run_rig import environment, run, start
 
-from megapatch.reach import launch
-from megapatch.reach.site.sitecustomize import HERE, TARGETS
+from megapatch.reach._run import launch
+from megapatch.reach._run.site.sitecustomize import HERE, TARGETS
 
 
 def test_every_kind_of_child_and_no_process_without_a_target(project, copied):
@@ -69,7 +69,7 @@ def test_a_command_that_cannot_be_started(tmp_path):
         ["no-such-command"],
         *([f"./{name}"] for name in ("absent", "plain/x", "stray", "plain", "bare")),
     ]
-    script = f"from megapatch.reach.launch import launch\nprint([launch(words) for words in {commands}])"
+    script = f"from megapatch.reach._run.launch import launch\nprint([launch(words) for words in {commands}])"
     shown = start(sys.executable, "-c", script, env=environment(), cwd=tmp_path)
     assert shown.stdout == "[2, 2, 127, 127, 127, 127, 126, 126]\n"
     told = shown.stderr.splitlines()

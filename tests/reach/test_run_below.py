@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from run_rig import PROGRAM, below, environment, start
 
-from megapatch.reach.site.sitecustomize import HERE, TARGETS
+from megapatch.reach._run.site.sitecustomize import HERE, TARGETS
 
 THREADS = """
 import importlib, sys, threading, time

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from megapatch.patch import MisuseError
+from megapatch.errors import MisuseError
 from megapatch.reach.ray import RayTrainer, assert_consistent
 from megapatch.streaming import RolloutBuffer, StepTrainer, StreamingConfig, TrainPump
 
@@ -212,7 +212,7 @@ class Policy(StepTrainer):
         """Of a group's 4 microbatches those of this data parallel rank."""
         from functools import partial
 
-        from megapatch.testing.data import forward_step
+        from megapatch.testing._data import forward_step
 
         (group,) = data
         if group == BAD and self.rank == 1:

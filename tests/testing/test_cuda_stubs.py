@@ -10,7 +10,7 @@ import pytest
 import torch
 from megatron_rig import UNPATCHED
 
-from megapatch.patch import MisuseError
+from megapatch.errors import MisuseError
 from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks
 
 

@@ -15,7 +15,7 @@ from train_step_rig import MEAN
 
 from megapatch import MegapatchError
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.data import forward_step
+from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
 
 pytestmark = pytest.mark.thorough

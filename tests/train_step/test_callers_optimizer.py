@@ -11,7 +11,7 @@ from megatron_rig import BOTH, GRADS, assert_same_parameters, attempt
 from train_step_rig import MEAN, MOE, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.data import forward_step
+from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep, open_step
 
 CUT = (1, 3)

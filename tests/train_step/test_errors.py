@@ -21,7 +21,7 @@ from megatron_rig import (
 from train_step_rig import MEAN, in_pieces
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.data import forward_step
+from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep, refuse_while_open
 
 pytestmark = pytest.mark.thorough

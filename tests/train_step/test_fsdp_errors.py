@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from megapatch.patch import MisuseError
+from megapatch.errors import MisuseError
 from megapatch.testing import run_ranks
 from megapatch.train_step import TrainStep
 

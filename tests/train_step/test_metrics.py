@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapatch.patch import MisuseError
+from megapatch.errors import MisuseError
 from megapatch.train_step import NLL, POLICY_GRADIENT, normalize_metrics
 
 TOKENS, SEQUENCES = 8.0, 2.0

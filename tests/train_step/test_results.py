@@ -11,7 +11,7 @@ from megatron_rig import GRADS, assert_same_parameters
 from train_step_rig import MEAN, MOE, MTP, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing.data import forward_step
+from megapatch.testing._data import forward_step
 from megapatch.train_step import StepResult, TrainStep
 
 pytestmark = pytest.mark.thorough

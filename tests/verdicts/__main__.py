@@ -14,7 +14,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megapatch.catalog import PATCHES
+from megapatch.patches import PATCHES
 from megapatch.testing import megatron_core_available
 
 from . import releases, table

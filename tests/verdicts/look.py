@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 
 import megapatch
+from megapatch._versions import find_module
 from megapatch.testing import install_cuda_stubs
-from megapatch.versions import find_module
 
 from .releases import project_of
 

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...ddp import DDP, GROUP, MODULE, finish_param_gathers
+from ..._mcore.bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 
 
 def diagnose(module: ModuleType) -> Verdict:

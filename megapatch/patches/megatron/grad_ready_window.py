@@ -35,10 +35,11 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...ddp import DDP, GROUP, bucket_groups
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, MegapatchError, Patch, Site, Verdict, unpatched
-from ..probe import lacking, missing_names, missing_parameters
-from .around_train import ddp_chunks
+from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
+from ...errors import MegapatchError
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import lacking, missing_names, missing_parameters
+from ._around_train import ddp_chunks
 
 MODULE = "megatron.core"
 SCHEDULES = "pipeline_parallel.schedules"

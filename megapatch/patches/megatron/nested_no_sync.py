@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...ddp import DDP, GROUP, MODULE, bucket_groups
+from ..._mcore.bucket_groups import DDP, GROUP, MODULE, bucket_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import lacking, missing_attributes, missing_names
+from .._diagnosis import lacking, missing_attributes, missing_names
 
 
 def diagnose(module: ModuleType) -> Verdict:

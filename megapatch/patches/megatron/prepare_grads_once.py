@@ -29,7 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import lacking, missing_attributes
+from .._diagnosis import lacking, missing_attributes
 
 MODULE = "megatron.core.optimizer"
 MIXED = "optimizer.MixedPrecisionOptimizer"

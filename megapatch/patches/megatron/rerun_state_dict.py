@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 
 MACHINE_MODULE = "megatron.core.rerun_state_machine"
 STATE_DICT = f"{MACHINE_MODULE}:RerunStateMachine.state_dict"

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import lacking, missing_attributes
+from .._diagnosis import lacking, missing_attributes
 
 log = logging.getLogger("megapatch")
 

@@ -35,7 +35,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ..probe import lacking, missing_names, missing_parameters
+from .._diagnosis import lacking, missing_names, missing_parameters
 
 PLANS_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{PLANS_MODULE}:TorchDistSaveShardedStrategy"

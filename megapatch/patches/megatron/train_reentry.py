@@ -39,11 +39,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.rerun_machine import BEFORE_STEP, before_interrupted_step
 from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
-from ...rerun import BEFORE_STEP, before_interrupted_step
-from ..probe import lacking, missing_attributes, missing_names, missing_parameters
-from . import train_reentry_of_bridge
-from .around_train import (
+from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from . import _train_reentry_of_bridge
+from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
     config_hooks_kept,
@@ -125,10 +125,10 @@ def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str
 
 PATCH = Patch(
     name="megatron.train-reentry",
-    doc=f"{__doc__}\n{train_reentry_of_bridge.__doc__}",
+    doc=f"{__doc__}\n{_train_reentry_of_bridge.__doc__}",
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=(
         Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant}),
-        train_reentry_of_bridge.SITE,
+        _train_reentry_of_bridge.SITE,
     ),
 )

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.rerun_machine import before_interrupted_step, machine_of_this_process
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from ...rerun import before_interrupted_step, machine_of_this_process
-from ..actors import actors_of
-from ..probe import lacking, missing_attributes
-from .worker import MODULE, WORKER, has_own_split_step, is_open, names_in, no_worker
+from .._diagnosis import lacking, missing_attributes
+from .._ray_actors import actors_of
+from ._workers import MODULE, WORKER, has_own_split_step, is_open, names_in, no_worker
 
 
 def diagnose(module: ModuleType) -> Verdict:

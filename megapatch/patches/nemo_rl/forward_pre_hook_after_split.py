@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from ..actors import actors_of
-from ..probe import lacking, missing_attributes
-from .worker import MODULE, WORKER, has_own_split_step, names_in, no_worker
+from .._diagnosis import lacking, missing_attributes
+from .._ray_actors import actors_of
+from ._workers import MODULE, WORKER, has_own_split_step, names_in, no_worker
 
 OFF = "_first_train_step_forward_pre_hook_disabled"
 SAVED = "_first_train_step_param_sync_func"

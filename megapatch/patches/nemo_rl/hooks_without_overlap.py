@@ -23,7 +23,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ..probe import lacking, missing_attributes, missing_parameters
+from .._diagnosis import lacking, missing_attributes, missing_parameters
 
 MODULES = ("megatron.bridge.training.setup", "nemo.tron.setup")
 UPDATE = "_update_model_config_funcs"

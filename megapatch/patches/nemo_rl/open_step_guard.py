@@ -21,11 +21,12 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import FIXED, NEEDED, MisuseError, Patch, Site, Verdict
-from ..actors import actors_of
-from ..in_place import in_place_of
-from ..probe import lacking, missing_attributes
-from .worker import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, names_in, no_worker, takes
+from ...errors import MisuseError
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict
+from .._diagnosis import lacking, missing_attributes
+from .._ray_actors import actors_of
+from .._temporarily import in_place_of
+from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, names_in, no_worker, takes
 
 LOGPROBS, REFERENCE = "prepare_for_lp_inference", "use_reference_model"
 ALWAYS = {"save_checkpoint": "would leave out", "train": "would zero"}

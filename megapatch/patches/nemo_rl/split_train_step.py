@@ -19,9 +19,9 @@ from __future__ import annotations
 from types import ModuleType
 
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from ..actors import actors_of
-from ..probe import lacking, missing_attributes
-from .worker import ACTOR, FORKED, MODULE, WORKER, has_own_split_step, no_worker, split_step_of
+from .._diagnosis import lacking, missing_attributes
+from .._ray_actors import actors_of
+from ._workers import ACTOR, FORKED, MODULE, WORKER, has_own_split_step, no_worker, split_step_of
 
 CALLED = (
     "aggregate_training_statistics",
@@ -54,7 +54,7 @@ PATCH = Patch(
         Site(
             module=MODULE,
             diagnose=diagnose,
-            add=split_step_of(WORKER, "worker_methods"),
+            add=split_step_of(WORKER, "megatron"),
             rebuild=actors_of(WORKER),
         ),
         Site(module=FORKED, diagnose=diagnose),

@@ -18,10 +18,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from ..actors import actors_of
-from ..probe import lacking, missing_attributes
-from .worker import DTENSOR_WORKERS as WORKERS
-from .worker import has_own_split_step, names_in, no_worker, split_step_of
+from .._diagnosis import lacking, missing_attributes
+from .._ray_actors import actors_of
+from ._workers import DTENSOR_WORKERS as WORKERS
+from ._workers import has_own_split_step, names_in, no_worker, split_step_of
 
 OF_TRAIN = ("dp_mesh", "dp_size", "max_grad_norm", "optimizer", "scheduler", "step", "zero_grad")
 OF_DATA = ("from_batches", "get_batch", "select_indices", "slice")
@@ -47,7 +47,7 @@ def site(module: str, actor: str) -> Site:
     return Site(
         module=module,
         diagnose=diagnose,
-        add=split_step_of(worker, "dtensor_methods"),
+        add=split_step_of(worker, "dtensor"),
         rebuild=actors_of(worker),
     )
 

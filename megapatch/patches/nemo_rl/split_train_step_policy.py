@@ -24,9 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict, unpatched
-from ..actors import actors_of
-from ..probe import lacking, missing_attributes, missing_names, missing_parameters
-from .worker import TQ_MODULE, TWINS, has_own, methods_of
+from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from .._ray_actors import actors_of
+from ._workers import TQ_MODULE, TWINS, has_own, methods_of
 
 POLICY_MODULE = "nemo_rl.models.policy.lm_policy"
 MIXIN_MODULE = "nemo_rl.data_plane.worker_mixin"
@@ -138,21 +138,19 @@ PATCH = Patch(
             module=POLICY_MODULE,
             diagnose=diagnose_policy,
             replace={f"{POLICY}.prepare_for_lp_inference": keeping_train_buffers},
-            add=methods_of(POLICY, "policy_methods", *STEP, "train_microbatches"),
+            add=methods_of(POLICY, "policy", *STEP, "train_microbatches"),
         ),
         Site(
             module=TQ_MODULE,
             diagnose=diagnose_tq_policy,
             add=methods_of(
-                TQ_POLICY, "policy_methods", *STEP, "train_microbatches_from_meta", "prepare_logprobs_from_meta"
+                TQ_POLICY, "policy", *STEP, "train_microbatches_from_meta", "prepare_logprobs_from_meta"
             ),
         ),
         Site(
             module=MIXIN_MODULE,
             diagnose=diagnose_mixin,
-            add=methods_of(
-                MIXIN, "presharded_methods", *(f"{name}_presharded" for name in (*STEP, "train_microbatch"))
-            ),
+            add=methods_of(MIXIN, "data_plane", *(f"{name}_presharded" for name in (*STEP, "train_microbatch"))),
             rebuild=actors_of(MIXIN),
         ),
     ),

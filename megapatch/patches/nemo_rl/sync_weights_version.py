@@ -31,7 +31,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from ..probe import lacking, missing_parameters
+from .._diagnosis import lacking, missing_parameters
 
 log = logging.getLogger("megapatch")
 

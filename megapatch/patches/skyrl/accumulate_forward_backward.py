@@ -27,9 +27,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ...patch import ABSENT, FIXED, NEEDED, MisuseError, Patch, Site, Verdict
-from ..in_place import in_place_of
-from ..probe import lacking, missing_names, missing_parameters
+from ...errors import MisuseError
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
+from .._diagnosis import lacking, missing_names, missing_parameters
+from .._temporarily import in_place_of
 
 if TYPE_CHECKING:
     from ...train_step import TrainStep  # most processes that import this have no such worker

@@ -24,8 +24,8 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ...weight_sync import PAUSE, RESUME, resumed_on_failure
-from ..probe import lacking, missing_names, reads_in_order
+from ...weight_sync._pause import PAUSE, RESUME, resumed_on_failure
+from .._diagnosis import lacking, missing_names, reads_in_order
 
 MODULES = ("skyrl_train.fully_async_trainer", "skyrl.train.fully_async_trainer")
 TRAINER = "FullyAsyncRayPPOTrainer"

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from ..probe import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 
 MODULES = (
     "skyrl_train.workers.megatron.megatron_model_wrapper",

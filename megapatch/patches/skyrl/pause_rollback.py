@@ -25,8 +25,8 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ...weight_sync import EVENT, PAUSE, RESUME, unmarked_on_failure
-from ..probe import missing_names, reads_in_order
+from ...weight_sync._pause import EVENT, PAUSE, RESUME, unmarked_on_failure
+from .._diagnosis import missing_names, reads_in_order
 
 MODULES = (
     "skyrl_train.inference_engines.inference_engine_client",

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from ..probe import lacking, missing_names, missing_parameters
+from .._diagnosis import lacking, missing_names, missing_parameters
 
 MODULES = (
     "skyrl_train.distributed.megatron.megatron_strategy",

@@ -24,8 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ...weight_sync import PAUSE, RESUME, paused_generation
-from ..probe import lacking, missing_names, reads_in_order
+from ...weight_sync import paused_generation
+from ...weight_sync._pause import PAUSE, RESUME
+from .._diagnosis import lacking, missing_names, reads_in_order
 
 MODULES = (
     "skyrl_train.workers.worker_dispatch",

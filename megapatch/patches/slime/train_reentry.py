@@ -32,8 +32,8 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import NEEDED, Patch, Site, Verdict
-from ..megatron.around_train import NO_SYNC_ASSERTION, config_hooks_kept, finish_earlier_call
-from ..probe import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from ..megatron._around_train import NO_SYNC_ASSERTION, config_hooks_kept, finish_earlier_call
 
 _trained: weakref.WeakSet[Any] = weakref.WeakSet()
 """The model chunks that train() was called with: from then on there may be something to finish."""

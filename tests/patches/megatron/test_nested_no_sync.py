@@ -229,7 +229,7 @@ def _enter(context):
 
 def _own_no_sync(ddp):
     """Whether train-reentry takes a bound method for the chunk's own, taken before activation and after."""
-    from megapatch.patches.megatron.around_train import is_own_no_sync
+    from megapatch.patches.megatron._around_train import is_own_no_sync
 
     after = ddp.no_sync
     restore()

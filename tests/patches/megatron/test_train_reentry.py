@@ -23,7 +23,7 @@ from megatron_rig import (
 )
 
 from megapatch import apply, report, restore
-from megapatch.demo import train_without
+from megapatch._cli.demo import train_without
 from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
 
 pytestmark = needs_training
@@ -138,7 +138,7 @@ def activated_between_calls(rank, world_size):
 
 
 def _wrap_no_sync():
-    from megapatch.install import install
+    from megapatch._engine.install import install
     from megapatch.patch import Site
 
     module = sys.modules["megatron.core.distributed.distributed_data_parallel"]

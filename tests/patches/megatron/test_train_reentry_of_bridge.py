@@ -22,7 +22,7 @@ from megatron_rig import (
 )
 
 from megapatch import apply, report, restore
-from megapatch.patches.megatron.train_reentry_of_bridge import diagnose
+from megapatch.patches.megatron._train_reentry_of_bridge import diagnose
 from megapatch.testing import run_ranks
 
 pytestmark = needs_bridge

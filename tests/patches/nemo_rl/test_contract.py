@@ -13,7 +13,8 @@ from megatron_rig import BOTH, Interrupted
 from nemo_dtensor_rig import SECOND, WORKERS, find_workers
 from nemo_rl_rig import GPT, SHAPES, batch, nll_loss, worker_for
 
-from megapatch import Patch, versions
+from megapatch import Patch
+from megapatch import _versions
 from megapatch.patches.nemo_rl import (
     PATCHES,
     abort_resets_rerun,
@@ -85,7 +86,7 @@ def logprobs_in_a_step():
 
 def there(module):
     """The module, or None: releases differ, and our imitation has not all."""
-    return importlib.import_module(module) if versions.find_module(module) else None
+    return importlib.import_module(module) if _versions.find_module(module) else None
 
 
 def policy_of_slices():
@@ -156,7 +157,7 @@ OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_contract_is_kept(shape, monkeypatch):
     monkeypatch.setenv("NEMO_RL_SHAPE", shape)
-    monkeypatch.setattr("megapatch.testing.contract.run_ranks", functools.partial(run_ranks, setup=find_workers))
+    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_workers))
     assert SCENARIOS.keys() == set(PATCHES)
     chosen = {"main": OF_MAIN, "release": SCENARIOS.keys() - OF_MAIN}.get(shape, SCENARIOS.keys())
     check_contract({loadable(patch): SCENARIOS[patch] for patch in chosen})

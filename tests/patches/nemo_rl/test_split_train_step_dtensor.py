@@ -25,8 +25,9 @@ from nemo_dtensor_rig import (
 )
 from nemo_rl_rig import CHECKOUT, batch, nll_loss, policy_gradient_loss
 
-from megapatch.patch import MisuseError, VerdictKind
-from megapatch.patches.actors import class_of
+from megapatch.errors import MisuseError
+from megapatch.patch import VerdictKind
+from megapatch.patches._ray_actors import class_of
 from megapatch.patches.nemo_rl.split_train_step_dtensor import diagnose
 from megapatch.testing import run_ranks
 

@@ -14,7 +14,7 @@ from nemo_policy_rig import OF_MAIN, POLICIES, find_policies, in_slices, not_mai
 from nemo_rl_rig import CHECKOUT, GPT, needs_nemo_rl
 from nemo_rl_steps import SIZE, SLICES, STEPS, differences
 
-from megapatch.patch import MisuseError
+from megapatch.errors import MisuseError
 from megapatch.patches.nemo_rl import split_train_step_policy
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

@@ -10,7 +10,7 @@ from nemo_rl_rig import CHECKOUT, GPT, WORKER, find_nemo_rl, nll_loss, policy_gr
 from nemo_rl_steps import SLICES, differences, in_slices, summary, trained, whole
 from train_step_rig import MOE, MTP
 
-from megapatch.patches.nemo_rl.worker import has_own_split_step
+from megapatch.patches.nemo_rl._workers import has_own_split_step
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 # Its train() does what is compared with; our imitation's knows of no such loss.

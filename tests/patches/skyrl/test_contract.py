@@ -126,6 +126,6 @@ CHOSEN = [
 @pytest.mark.parametrize("release", CHOSEN, ids=lambda one: one.name)
 def test_the_contract_is_kept(release, monkeypatch):
     monkeypatch.setenv("SKYRL_RELEASE", release.folder)
-    monkeypatch.setattr("megapatch.testing.contract.run_ranks", functools.partial(run_ranks, setup=find_skyrl))
+    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_skyrl))
     assert SCENARIOS.keys() == set(PATCHES)
     check_contract(SCENARIOS)

@@ -9,10 +9,10 @@ from megatron_rig import BOTH, UNPATCHED
 from slime_rig import UTILS, SlimeLoop, find_slime
 
 import megapatch
-from megapatch.catalog import PATCHES
-from megapatch.engine import Engine
-from megapatch.report import make_report
-from megapatch.settings import Settings
+from megapatch._engine.engine import Engine
+from megapatch._engine.settings import Settings
+from megapatch._reporting.report import make_report
+from megapatch.patches import PATCHES
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 TARGETS = [f"{UTILS}.model:{name}" for name in ("train", "save")]

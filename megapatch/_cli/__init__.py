@@ -1,0 +1,1 @@
+"""The command line: megapatch doctor, list, explain, run and demo."""

@@ -1,0 +1,218 @@
+"""megapatch doctor: imports what is patched, and tells for every site what became of it, and why."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import Distribution
+from typing import Any, NamedTuple
+
+import megapatch
+
+from ..._engine import entry_points
+from ..._engine.engine import this_process
+from ..._engine.settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
+from ..._reporting import terminal
+from ..._reporting.report import Report
+from ...patch import NEEDS_ATTENTION, Patch, Status
+from ...reach._run.site.sitecustomize import TARGETS
+from . import origins, probe, routes
+
+WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
+
+EXIT_CODES = """\
+exit codes:
+  0  every patch that is needed is in place, or was switched off on purpose
+  1  a patch that is needed, or may be, is not in place (failed, refused, overwritten)
+  2  could not look: bad usage or environment, nothing to patch is installed, or it cannot be imported
+"""
+
+
+class Examination(NamedTuple):
+    """What doctor has found.
+
+    settings: each MEGAPATCH_* variable that is set, its value and what that does. reach: each way into a process,
+    and what it would do here. problems: what is not well, in words, the sites that need attention first.
+    """
+
+    report: Report
+    packages: Sequence[origins.Package]
+    settings: Sequence[tuple[str, str, str]]
+    reach: Mapping[str, str]
+    problems: Sequence[str]
+    exit_code: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: the report's dictionary, and the rest."""
+        return {
+            **self.report.to_dict(),
+            "packages": [one._asdict() for one in self.packages],
+            "settings": [dict(zip(("name", "value", "effect"), one, strict=True)) for one in self.settings],
+            "reach": [{"route": route, "effect": effect} for route, effect in self.reach.items()],
+            "problems": list(self.problems),
+            "exit_code": self.exit_code,
+        }
+
+    def text(self, columns: int) -> str:
+        """For people: what is here, what became of each patch, settings, ways in; what is wrong is not in it."""
+        rows = [(one.name, f"{one.version or '?'}, {one}") for one in self.packages]
+        settings = [
+            (name if len(value) > columns else f"{name}={value}", effect) for name, value, effect in self.settings
+        ]
+        parts = [
+            ["packages", *_rows(rows, columns)],
+            ["patches", *self.report.table(columns)],
+            ["settings", *(_rows(settings, columns) or ["  none: no MEGAPATCH_* variable is set"])],
+            ["ways in", *_rows(list(self.reach.items()), columns)],
+            [f"digest {self.report.digest}"],
+        ]
+        return "\n\n".join("\n".join(part) for part in parts)
+
+
+def doctor(as_json: bool, importing: bool = True, seconds: float | None = None) -> int:
+    """Import each installed target, print what was found and what is wrong; see `EXIT_CODES`.
+
+    seconds: None imports in this process; a number in child processes, each of which has so long.
+    """
+    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # what it would warn of is told below
+    found = examine(importing, seconds)
+    print(json.dumps(found.to_dict(), indent=2) if as_json else found.text(terminal.width()), flush=True)
+    off: dict[str, list[Patch]] = {}
+    for one in found.report.patches:
+        if one.status is Status.DISABLED:
+            off.setdefault(one.reason, []).append(one.patch)
+    for reason, patches in off.items():
+        _say(f"disabled on purpose: {found.report.names(patches)} ({reason})")
+    for problem in found.problems:
+        _say(problem)
+    if found.exit_code == WELL and not as_json:
+        print(f"all well: {'every patch that is needed is in place' if importing else 'nothing was judged'}")
+    return found.exit_code
+
+
+def examine(importing: bool, seconds: float | None) -> Examination:
+    """Look at everything; see `doctor`."""
+    if importing and seconds is not None:
+        report, problems = probe.probe(megapatch.report(), seconds)
+        loaded = not any(one.patch.family == "third_party" for one in report.patches)
+        complaints = this_process().settings.complaints(
+            [one.patch.name for one in report.patches] if loaded else None
+        )
+    else:
+        reasons = _import_targets() if importing else {}
+        this_process().load_third_parties()
+        report, complaints = _with_reasons(megapatch.report(), reasons), this_process().complaints()
+        problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
+    sites = [(one.patch.name, site) for one in report.patches for site in one.sites]
+    bad = [
+        f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
+        for name, site in sites
+        if site.status in NEEDS_ATTENTION
+    ]
+    if all(site.status is Status.NOT_INSTALLED for _, site in sites):
+        problems.append(
+            "nothing to patch is installed here: found no megatron-core; install it next to megapatch "
+            "(pip install megatron-core), or run doctor in the environment that trains"
+        )
+    problems += [*complaints, *_unknown_settings(os.environ)]
+    others = _third_parties()
+    packages = origins.packages(others)
+    versions = {one.name: one.version or "of unknown version" for one in packages}
+    return Examination(
+        report=report,
+        packages=packages,
+        settings=_settings(os.environ, report),
+        reach=routes.routes(
+            report,
+            ray=versions.get("ray"),
+            third_parties=[f"{one.name} {one.version}" for one in others],
+            entry_points_off=this_process().settings.no_entry_points,
+        ),
+        problems=[*bad, *problems],
+        exit_code=NOT_APPLIED if bad else COULD_NOT_LOOK if problems else WELL,
+    )
+
+
+def _import_targets() -> dict[str, str]:
+    """Import every installed target; why it cannot be imported, by module."""
+    asked: dict[str, str | None] = {}
+    while todo := probe.pending(megapatch.report().patches) - asked.keys():  # third parties' patches bring more
+        for name in sorted(todo):
+            asked[name] = probe.import_target(name)
+    return {name: f"cannot be imported: {error}" for name, error in asked.items() if error is not None}
+
+
+def _with_reasons(report: Report, reasons: Mapping[str, str]) -> Report:
+    """The report with the reasons of sites that are pending because their module cannot be imported."""
+    return report._replace(
+        patches=tuple(
+            one._replace(
+                sites=tuple(
+                    site._replace(reason=reasons.get(site.module, site.reason))
+                    if site.status is Status.PENDING
+                    else site
+                    for site in one.sites
+                )
+            )
+            for one in report.patches
+        )
+    )
+
+
+def _third_parties() -> list[Distribution]:
+    entries = entry_points.entry_points(this_process().settings)
+    return list({entry.dist.name: entry.dist for entry in entries if entry.dist is not None}.values())
+
+
+def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
+    """Each known variable that is set: name, value, what it does here."""
+    settings = Settings.from_environment(environment)
+    off = [one.patch for one in report.patches if settings.switched_off(one.patch.name)]
+    on = [one.patch for one in report.patches if not settings.why_disabled(one.patch.name)]
+    effects = {
+        DISABLE: f"keeps off {report.names(off) or 'nothing'}",
+        ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",
+        STRICT: "what needs attention is an error"
+        if settings.strict
+        else "off: what needs attention is a warning",
+        NO_ENTRY_POINTS: f"patches of other distributions are {'not ' * settings.no_entry_points}looked for",
+        TARGETS: "set by `megapatch run`, which this process is below",
+    }
+    return [(name, environment[name], effect) for name, effect in effects.items() if name in environment]
+
+
+def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
+    """One sentence for each MEGAPATCH_* variable that means nothing, with what was probably meant."""
+    import difflib
+
+    prefix = "MEGAPATCH_"
+    known = [name.removeprefix(prefix) for name in (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS)]
+    found = []
+    for name in sorted(environment):
+        if name.startswith(prefix) and name != TARGETS and name.removeprefix(prefix) not in known:
+            near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
+            meant = f"did you mean {prefix}{near[0]}?" if near else f"known are {prefix}{{{','.join(known)}}}"
+            found.append(f"{name} is set and means nothing to megapatch; {meant}")
+    return found
+
+
+def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
+    """Two columns, names on the left; a name that is too long for that has a line of its own."""
+    names = [len(name) for name, _ in rows if len(name) <= 24]
+    wide = max(names, default=0)
+    lines = []
+    for name, text in rows:
+        first = f"  {name:{wide}}  "
+        if len(name) > wide:
+            lines.append(f"  {name}")
+            first = " " * (wide + 4)
+        lines += terminal.wrapped(text, columns, first, " " * (wide + 4))
+    return lines
+
+
+def _say(text: str) -> None:
+    wide = terminal.width() if sys.stderr.isatty() else None
+    print("\n".join(terminal.wrapped(text, wide)) if wide else text, file=sys.stderr)

@@ -1,0 +1,183 @@
+"""Where each package that matters comes from: a wheel, an editable installation, a commit, a checkout, a folder.
+
+Told from metadata and from files in .git, and nothing is imported or run for it. A commit does not tell of changes
+on top of it: seeing those takes git.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from ... import _versions
+
+RELEVANT = (
+    ("megapatch", "megapatch"),
+    ("wrapt", "wrapt"),
+    ("packaging", "packaging"),
+    ("torch", "torch"),
+    ("megatron-core", "megatron.core"),
+    ("megatron-core", "megatron.training"),  # of a namespace: it may be a checkout's, and the core a wheel's
+    ("megatron-bridge", "megatron.bridge"),
+    ("nvidia-resiliency-ext", "nvidia_resiliency_ext"),
+    ("slime", "slime"),
+    ("miles", "miles"),
+    ("skyrl", "skyrl"),
+    ("skyrl-train", "skyrl_train"),
+    ("nemo-rl", "nemo_rl"),
+    ("ray", "ray"),
+)
+"""Distribution and the package of it that says where it is, in the order in which they are told."""
+
+
+class Package(NamedTuple):
+    """One package as it is, or would be, imported here.
+
+    version: None where nothing tells. origin: ``wheel``, ``editable``, ``vcs`` (installed from a commit),
+    ``checkout`` (on the path), ``folder`` (on the path, neither installed nor under version control), or
+    ``interpreter``. path: the folder on the path, the checkout, or for ``vcs`` the repository's URL. commit: None
+    where there is none or it cannot be read.
+    """
+
+    name: str
+    version: str | None
+    origin: str
+    path: str
+    commit: str | None
+
+    def __str__(self) -> str:
+        commit = f" at {self.commit[:12]}" if self.commit else ""
+        return f"{self.path}" if self.origin == "interpreter" else f"{self.origin} {self.path}{commit}"
+
+
+def packages(others: Iterable[metadata.Distribution] = ()) -> list[Package]:
+    """Python, and those of `RELEVANT` and of the other distributions that are here."""
+    found = [Package("python", platform.python_version(), "interpreter", sys.executable, None)]
+    for name, module in RELEVANT:
+        folder = _versions.folder_of(module)
+        if folder is not None:
+            one = _package(name, module, folder)
+            same = [other for other in found if other.name == name]
+            if not same:
+                found.append(one)
+            elif one.path != same[0].path:  # a part of it comes from elsewhere
+                found.append(one._replace(name=module))
+    return list(dict.fromkeys([*found, *map(_distribution, others)]))
+
+
+def _package(name: str, module: str, folder: str) -> Package:
+    for dist in metadata.distributions(name=name):
+        if _same(str(dist.locate_file(module.replace(".", "/"))), folder) and _was_installed(dist):
+            return _distribution(dist)
+        url = _direct_url(dist)
+        checkout = _local_path(url)
+        if url.get("dir_info", {}).get("editable") and checkout and _within(folder, checkout):
+            stated = _versions.version_in_source(folder)
+            return Package(name, stated or dist.version, "editable", checkout, commit_of(checkout))
+    top = folder
+    for _ in module.split("."):
+        top = os.path.dirname(top)
+    root = _repository(folder)
+    version = _versions.version_in_source(folder)
+    if root is None:
+        return Package(name, version, "folder", top, None)
+    return Package(name, version, "checkout", root, commit_of(root))
+
+
+def _distribution(dist: metadata.Distribution) -> Package:
+    """As its installer has described it."""
+    url = _direct_url(dist)
+    name, place = dist.metadata["Name"], os.path.realpath(str(dist.locate_file("")))
+    vcs, checkout = url.get("vcs_info"), _local_path(url)
+    if vcs:
+        return Package(name, dist.version, "vcs", str(url.get("url")), vcs.get("commit_id"))
+    if url.get("dir_info", {}).get("editable") and checkout:
+        return Package(name, dist.version, "editable", checkout, commit_of(checkout))
+    if _was_installed(dist):
+        return Package(name, dist.version, "wheel", place, None)
+    root = _repository(place)
+    return Package(name, dist.version, "checkout" if root else "folder", root or place, root and commit_of(root))
+
+
+def _was_installed(dist: metadata.Distribution) -> bool:
+    """Whether an installer has put it there; a checkout may have metadata beside its sources, too."""
+    return any(dist.read_text(name) is not None for name in ("RECORD", "INSTALLER", "installed-files.txt"))
+
+
+def _direct_url(dist: metadata.Distribution) -> dict[str, Any]:
+    """Where an installer took it from, if not from an index; nothing where that is not told, or unreadable."""
+    import json
+
+    try:
+        told = json.loads(dist.read_text("direct_url.json") or "{}")
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def _local_path(url: dict[str, Any]) -> str | None:
+    from urllib.parse import unquote, urlsplit
+
+    parts = urlsplit(str(url.get("url", "")))
+    return os.path.realpath(unquote(parts.path)) if parts.scheme == "file" else None
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _within(folder: str, outer: str) -> bool:
+    return os.path.commonpath([os.path.realpath(folder), outer]) == outer
+
+
+def _repository(folder: str) -> str | None:
+    """The folder above with a .git: a directory, or in a worktree or submodule a file."""
+    while not os.path.exists(os.path.join(folder, ".git")):
+        folder, below = os.path.dirname(folder), folder
+        if folder == below:
+            return None
+    return folder
+
+
+def commit_of(checkout: str) -> str | None:
+    """The commit that is checked out in a folder with a .git, read by hand; None where that cannot be told."""
+    git = os.path.join(checkout, ".git")
+    if os.path.isfile(git):
+        told = _first_line(git)
+        if not told.startswith("gitdir: "):
+            return None
+        git = os.path.join(checkout, told.removeprefix("gitdir: "))
+    head = _first_line(os.path.join(git, "HEAD"))
+    if not head.startswith("ref: "):
+        return _hash(head)
+    ref = head.removeprefix("ref: ")
+    shared = os.path.join(git, _first_line(os.path.join(git, "commondir")))  # a worktree's branches are elsewhere
+    for place in (git, shared):
+        if commit := _hash(_first_line(os.path.join(place, ref))):
+            return commit
+    for line in _lines(os.path.join(shared, "packed-refs")):
+        commit, _, name = line.partition(" ")
+        if name == ref:
+            return _hash(commit)
+    return None
+
+
+def _hash(text: str) -> str | None:
+    return text if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else None
+
+
+def _first_line(path: str) -> str:
+    return next(iter(_lines(path)), "")
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []

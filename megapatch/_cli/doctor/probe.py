@@ -1,0 +1,168 @@
+"""Each module imported and diagnosed in a child process of its own: one that crashes is told, and ends nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ..._engine.engine import this_process
+from ..._reporting.report import PatchReport, Report, SiteReport
+from ...patch import Patch, Site, Status, Verdict
+
+SECONDS = 300.0
+"""How long an import may take: Megatron's, from a cold network disk, takes minutes."""
+
+# sys.path is the parent's before anything is imported: `python -c` would look in the working directory.
+_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from megapatch._cli.doctor.probe import child; child(*sys.argv[1:3])"
+
+
+class _Answer(NamedTuple):
+    patches: list[dict[str, Any]]
+    problem: str | None
+
+
+def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
+    """The report with every pending site as a child process has found it, and what could not be imported.
+
+    seconds: after so long a child is killed.
+    """
+    known = {one.patch.name: one for one in report.patches}
+    names = set(known)
+    before: dict[str, str] = {}  # what has to be imported first: the module that brings a third party's patch
+    asked: set[str] = set()
+    problems = []
+    while todo := pending(known.values()) - asked:
+        asked |= todo
+        answers = _ask_all({name: [*filter(None, [before.get(name)]), name] for name in sorted(todo)}, seconds)
+        for module, answer in answers.items():
+            if answer.problem:
+                problems.append(f"{module} is installed but cannot be imported: {answer.problem}")
+            _merge(known, module, answer)
+            if not answer.problem:  # patches of third parties, which only the child has loaded
+                known.update(
+                    {one["name"]: _read(one) for one in answer.patches if one["name"] not in {*names, *known}}
+                )
+            for name in pending(known.values()) - asked - todo:
+                before.setdefault(name, module)
+    return report._replace(patches=tuple(known.values())), problems
+
+
+def child(result: str, modules: str) -> None:
+    """What runs in a child: imports the modules, the last of which is asked about, writes what it found to the
+    file `result`, and is gone."""
+    from ... import report
+
+    sys.argv[1:] = []
+    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report tells it
+    problem = None
+    for name in modules.split(","):
+        problem = import_target(name)
+    with open(f"{result}.part", "w", encoding="utf-8") as file:
+        json.dump({"patches": report().to_dict()["patches"], "problem": problem}, file)
+    os.replace(file.name, result)
+    os._exit(0)  # nothing of what was imported may crash or wait now
+
+
+def import_target(name: str) -> str | None:
+    """Import a module; what went wrong, in words, or None.
+
+    Not strictly: a site that is refused would keep those in other modules of its package from being judged.
+    """
+    engine = this_process()
+    settings = engine.settings
+    engine.settings = settings._replace(strict_value="0")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's alone
+            importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.settings = settings
+    return None
+
+
+def pending(patches: Iterable[PatchReport]) -> set[str]:
+    """The modules that are installed and not imported yet."""
+    return {site.module for one in patches for site in one.sites if site.status is Status.PENDING}
+
+
+def _merge(known: dict[str, PatchReport], module: str, answer: _Answer) -> None:
+    """Put what a child tells of the module's sites in the place of what was known of them."""
+    told = {one["name"]: one for one in answer.patches}
+    for name, one in list(known.items()):
+        sites: list[SiteReport] = []
+        for site in one.sites:
+            if site.module != module or site.status is not Status.PENDING:
+                sites.append(site)
+            elif answer.problem:
+                sites.append(site._replace(reason=f"cannot be imported: {answer.problem}"))
+            else:  # gone, where it stood for patches that are loaded now
+                found = told.get(name, {"sites": []})["sites"]
+                sites += [SiteReport.from_dict(there) for there in found if there["module"] == module]
+        if sites:
+            known[name] = one._replace(sites=tuple(sites))
+        else:
+            del known[name]
+
+
+def _read(told: Mapping[str, Any]) -> PatchReport:
+    sites = tuple(SiteReport.from_dict(site) for site in told["sites"])
+    patch = Patch(
+        name=told["name"],
+        doc="",
+        upstream=told["upstream"],
+        sites=tuple(Site(site.module, _elsewhere) for site in sites),
+        changes_numbers=told["changes_numbers"],
+    )
+    return PatchReport(patch, sites)
+
+
+def _elsewhere(module: object) -> Verdict:
+    raise NotImplementedError("its diagnosis ran in another process")
+
+
+def _ask_all(modules: Mapping[str, list[str]], seconds: float) -> dict[str, _Answer]:
+    """A few side by side: each takes some seconds and some hundred MB."""
+    with tempfile.TemporaryDirectory(prefix="megapatch-probe-") as folder, ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda names: _ask(names, seconds, folder), modules.values())
+        return dict(zip(modules, answers, strict=True))
+
+
+def _ask(modules: list[str], seconds: float, folder: str) -> _Answer:
+    result = os.path.join(folder, modules[-1])
+    command = [sys.executable, "-c", _CHILD, result, ",".join(modules), *sys.path]
+    with open(f"{result}.log", "w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return _Answer([], f"not done after {seconds:g} s")
+        try:
+            with open(result, encoding="utf-8") as file:
+                return _Answer(**json.load(file))
+        except FileNotFoundError:
+            log.seek(0)
+            last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
+            how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            return _Answer([], f"the process {how} ({last[:200]})")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,1 @@
+"""How a patch gets into this process: found, diagnosed, installed, recorded, taken out again."""

@@ -1,0 +1,254 @@
+"""Considers each patch once its module is there: settings, diagnosis, installation, record.
+
+No lock is held over an import, and each site has a lock of its own: a thread that is importing a target and
+one that calls `apply()` never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ..errors import MegapatchError, StrictError
+from ..patch import NEEDS_ATTENTION, Patch, Status
+from ..patches import PATCHES
+from . import entry_points, holders, strict, watch
+from .install import check_in_place
+from .record import SiteRecord
+from .settings import DISABLE, STRICT, Settings, matching, unknown_name
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from .target import Installed
+
+log = logging.getLogger("megapatch")
+
+
+class Engine:
+    """The patches of one process and what became of them."""
+
+    def __init__(self, patches: Iterable[Patch], settings: Settings, found: Iterable[EntryPoint] = ()) -> None:
+        self.settings = settings
+        self.records: tuple[SiteRecord, ...] = ()
+        self._changing_records = threading.Lock()
+        self._activating = threading.Lock()
+        self._active = False
+        self._watched: set[str] = set()
+        self._complained: set[str] = set()
+        for patch in patches:
+            self._add(patch)
+        for entry in found:
+            self.records += (entry_points.EntryRecord(entry, settings),)
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """All patches in order; placeholders stand for those of third parties that are not loaded yet."""
+        return tuple(dict.fromkeys(record.patch for record in self.records))
+
+    def complaints(self) -> list[str]:
+        """What is wrong with the MEGAPATCH_* environment. Names can be judged once all patches are loaded."""
+        to_come = any(record.status is Status.PENDING for record in self._entries())
+        return self.settings.complaints(None if to_come else [patch.name for patch in self.patches])
+
+    def activate(self) -> None:
+        """Watch for every target and patch what is there; a second call only looks again.
+
+        Raises StrictError with MEGAPATCH_STRICT when a site needs attention.
+        """
+        with self._activating:
+            first, self._active = not self._active, True
+        if first:
+            self._complain()
+        for record in self.records:
+            self._watch(record.site.module)
+        self._look()
+        if first:
+            log.info("%s", self._one_line())
+        self._insist(self.records)
+
+    def apply(self) -> None:
+        """Consider every site whose module is loaded, restored ones too; what is in place stays as it is.
+
+        Raises StrictError with MEGAPATCH_STRICT when a site needs attention.
+        """
+        for record in self.records:
+            record.allow_again()
+        self._look()
+        self._insist(self.records)
+
+    def restore(self, *names: str) -> None:
+        """Put back the originals of the named patches (names or globs; all without names) until `apply()`.
+
+        Raises MegapatchError for an unknown name, and RestoreError, with nothing changed, when a target has
+        been patched by someone else on top of megapatch.
+        """
+        named = self.named(*names or "*")
+        chosen = [record for record in self.records if record.patch.name in named]
+        with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
+            for record in chosen:
+                locks.enter_context(record.lock)
+            for record in chosen:
+                check_in_place(record.installed)
+            for record in chosen:
+                record.restore()
+
+    def named(self, *names: str) -> list[str]:
+        """The patches that these names or globs stand for. Raises MegapatchError for one that stands for none."""
+        known = [patch.name for patch in self.patches]
+        for name in names:
+            if not matching(name, known):
+                raise MegapatchError(unknown_name(name, known))
+        return [one for one in known if any(matching(name, [one]) for name in names)]
+
+    def load_third_parties(self) -> None:
+        """Load the patches of all entry points now, whether their targets are imported or not."""
+        for record in self._entries():
+            self._load(record)
+
+    def after_fork(self) -> None:
+        """In a forked child: finish what other threads were doing, who are not here."""
+        watch.after_fork()
+        self._changing_records, self._activating = threading.Lock(), threading.Lock()
+        undone = [record for record in self.records if record.after_fork()]
+        self._consider((record, watch.loaded(record.site.module)) for record in undone)
+
+    def _entries(self) -> list[entry_points.EntryRecord]:
+        return [record for record in self.records if isinstance(record, entry_points.EntryRecord)]
+
+    def _look(self) -> None:
+        for entry in self._entries():
+            if watch.loaded(entry.site.module):
+                self._load(entry)
+        self._consider((record, watch.loaded(record.site.module)) for record in self.records)
+
+    def _on_loaded(self, name: str, module: ModuleType) -> None:
+        for entry in self._entries():
+            if entry.site.module == name:
+                self._load(entry)
+        here = [record for record in self.records if record.site.module == name]
+        # A module that was half-loaded in our own thread gets no event of its own. No waiting here: this thread
+        # holds the import lock of `name`, and who is importing the other module may want it.
+        late = [record for record in self.records if record.status is Status.PENDING and record not in here]
+        self._consider(
+            [(record, module) for record in here]
+            + [(record, watch.loaded(record.site.module, wait=False)) for record in late]
+        )
+        self._insist([*here, *late])
+
+    def _consider(self, found: Iterable[tuple[SiteRecord, ModuleType | None]]) -> None:
+        """Consider these sites, then look for other holders of what was replaced, once for all of them."""
+        fresh: list[SiteRecord] = []
+        try:
+            for record, module in found:
+                if module is not None:
+                    fresh.append(record)
+                    if not record.consider(module):
+                        fresh.pop()
+            seen, places = _search(fresh)
+            for record, installed in seen:
+                record.rebind(installed, places)
+        except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with another function
+            if not fresh:
+                log.warning("patches could not be considered", exc_info=True)
+            for record in fresh:
+                with contextlib.suppress(KeyboardInterrupt):
+                    record.give_up(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _load(self, entry: entry_points.EntryRecord) -> None:
+        """Put an entry point's patches in the place of its record; a broken or switched-off one stays.
+
+        No lock while it is imported. Of two threads that load it at once, the second changes nothing.
+        """
+        patches = entry.load()
+        with self._changing_records:
+            if not patches or entry not in self.records:
+                return
+            for patch in patches:
+                self._add(patch)
+            self.records = tuple(record for record in self.records if record is not entry)
+        for patch in patches:
+            for site in patch.sites:
+                self._watch(site.module)
+        self._complain()
+
+    def _complain(self) -> None:
+        for complaint in self.complaints():
+            if complaint not in self._complained:
+                self._complained.add(complaint)
+                log.warning("%s", complaint)
+
+    def _add(self, patch: Patch) -> None:
+        """Add a record for each site; of two patches of one name the first one counts."""
+        others = [one for one in self.patches if one.name == patch.name]
+        if patch in others:
+            return
+        added = [SiteRecord(patch, site, self.settings.why_disabled(patch.name)) for site in patch.sites]
+        self.records += tuple(added)  # at once: nobody finds half a patch
+        if others:
+            for record in added:
+                record.disabled = "another patch has the same name"
+                record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
+
+    def _watch(self, name: str) -> None:
+        """Once; but done again when it was interrupted."""
+        if name not in self._watched:
+            watch.watch(name, functools.partial(self._on_loaded, name))
+            self._watched.add(name)
+
+    def _insist(self, records: Iterable[SiteRecord]) -> None:
+        """With MEGAPATCH_STRICT, raise for sites that need attention, and go on doing so."""
+        bad = [record for record in records if record.status in NEEDS_ATTENTION]
+        if not self.settings.strict or not bad:
+            return
+        for record in bad:
+            if record.status is not Status.OVERWRITTEN:  # that module has been in use for long
+                strict.keep_out(record.site.module, _not_in_place([record]))
+        raise StrictError(_not_in_place(bad))
+
+    def _one_line(self) -> str:
+        count = dict.fromkeys((Status.APPLIED, Status.PENDING, Status.DISABLED), 0)
+        for record in self.records:
+            if record.status in count:
+                count[record.status] += 1
+        state = ", ".join(f"{number} {status.value}" for status, number in count.items() if number)
+        on = [record.patch for record in self.records if record.status in (Status.APPLIED, Status.PENDING)]
+        numbers = dict.fromkeys(patch.name for patch in on if patch.changes_numbers)
+        changing = f"; may change numbers: {', '.join(numbers)}" if numbers else ""
+        return f"megapatch is active: {state or 'nothing to do'} (sites){changing}; see `megapatch doctor`"
+
+
+def _search(
+    fresh: list[SiteRecord],
+) -> tuple[list[tuple[SiteRecord, tuple[Installed, ...]]], dict[int, list[holders.Holder]]]:
+    """What these have installed, and who holds the originals of that."""
+    # In this order: for what another thread installs meanwhile, that one searches.
+    seen = [(record, record.installed) for record in fresh]
+    originals = [one.original for _, installed in seen for one in installed if not one.inherited]
+    return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
+
+
+def _not_in_place(records: Iterable[SiteRecord]) -> str:
+    return "; ".join(
+        f"{record.patch.name} is {record.status.value} at {record.site.module}: {record.reason} "
+        f"({STRICT} makes this an error; {DISABLE}={record.patch.name} does without the patch)"
+        for record in records
+    )
+
+
+@functools.cache
+def this_process() -> Engine:
+    """The engine of this process: one, even if `import megapatch` fails at first and is done again."""
+    settings = Settings.from_environment()
+    engine = Engine(PATCHES, settings, entry_points.entry_points(settings))
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=engine.after_fork)
+    return engine

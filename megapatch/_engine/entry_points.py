@@ -1,0 +1,114 @@
+"""Patches of other distributions, by the entry-point group ``megapatch.patches``.
+
+The entry's name is the module to watch, its value (``package.module:attribute``) a `Patch` or several, loaded
+when that module is. Until then a record of its own stands for it in the report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from ..patch import Patch, Site, Status, Verdict
+from .record import SiteRecord
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+    from types import ModuleType
+
+log = logging.getLogger("megapatch")
+
+GROUP = "megapatch.patches"
+
+
+def entry_points(settings: Settings) -> list[EntryPoint]:
+    """The entry points of the group, of all distributions in the folders that were asked for; none where the
+    settings switch them off."""
+    if settings.no_entry_points:
+        return []
+    try:
+        folders = _asked_for(sys.path)
+        if not any(_mentions_group(folder) for folder in folders):
+            return []  # reading all metadata properly takes long
+        from importlib import metadata
+
+        first = {_normalized(one.name): one for one in reversed(list(metadata.distributions(path=folders)))}
+        return [entry for one in reversed(first.values()) for entry in one.entry_points if entry.group == GROUP]
+    except Exception as error:  # metadata of others, in whatever shape
+        log.warning("entry points of %s could not be read: %s: %s", GROUP, type(error).__name__, error)
+        return []
+
+
+def _asked_for(path: list[str]) -> list[str]:
+    """Without the working directory and the script's folder, which Python puts there by itself: what lies about in
+    them is loaded only if PYTHONPATH names them, or they are where distributions are installed."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    uninvited = {os.path.realpath(folder) for folder in ("", os.path.dirname(script or ""))}
+    named = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    installed: list[str] = getattr(sys.modules.get("site"), "getsitepackages", list)()
+    uninvited -= {os.path.realpath(folder) for folder in (*named, *installed)}
+    return [folder for folder in path if os.path.realpath(folder) not in uninvited]
+
+
+def _normalized(name: str | None) -> str:
+    return re.sub("[^a-z0-9]+", "-", (name or "").lower())
+
+
+class EntryRecord(SiteRecord):
+    """Stands for the patches of an entry point until they are loaded, or for good where that fails.
+
+    In the report it is called ``third_party.`` and the distribution; MEGAPATCH_DISABLE knows it by that name.
+    """
+
+    def __init__(self, entry: EntryPoint, settings: Settings) -> None:
+        distribution = entry.dist.name if entry.dist else "unknown"
+        patch = Patch(
+            name=f"third_party.{_normalized(distribution)}",
+            doc=f"Patches of {distribution}: {entry.value}, loaded with {entry.name}.",
+            upstream="",
+            sites=(Site(module=entry.name, diagnose=_never, replace={}),),
+        )
+        super().__init__(patch, patch.sites[0], settings.switched_off(patch.name))
+        self.entry = entry
+
+    def consider(self, module: ModuleType) -> bool:
+        """Nothing: what it stands for is considered in its place."""
+        return False
+
+    def load(self) -> tuple[Patch, ...]:
+        """The entry point's patches; none, with the status telling why, where it is broken or switched off."""
+        if self.status in (Status.DISABLED, Status.FAILED):
+            return ()
+        try:
+            value = self.entry.load()
+            patches = (value,) if isinstance(value, Patch) else tuple(value)
+            if not patches or not all(isinstance(patch, Patch) for patch in patches):
+                raise TypeError(f"{self.entry.value} is {value!r}; expected a megapatch.Patch or a tuple of them")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.fail(error)
+            return ()
+        return patches
+
+
+def _never(module: ModuleType) -> Verdict:
+    raise NotImplementedError("it stands for patches, and is none")
+
+
+def _mentions_group(folder: str) -> bool:
+    try:
+        names = os.listdir(folder or ".")
+    except OSError:
+        return False
+    for name in names:
+        if name.endswith((".dist-info", ".egg-info")):
+            with contextlib.suppress(OSError), open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
+                if GROUP.encode() in file.read():
+                    return True
+    return False

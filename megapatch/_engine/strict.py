@@ -1,0 +1,38 @@
+"""MEGAPATCH_STRICT: a site that needs attention is an error, and stays one.
+
+An import hook that raises fails only the import during which it ran: the next one would succeed, unpatched.
+So the target's module is kept out for good, by a finder that raises for it. The error is no ImportError, which
+code around optional imports would swallow.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..errors import StrictError
+
+
+class _KeepsOut:
+    """An import finder that raises for the modules it was told of and knows nothing of any other."""
+
+    def __init__(self) -> None:
+        self.errors: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name in self.errors:
+            raise StrictError(self.errors[name])
+
+
+_finder = _KeepsOut()
+
+
+def keep_out(name: str, error: str) -> None:
+    """Make every later import of the module raise StrictError; a loaded one is forgotten for that."""
+    _finder.errors[name] = error
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    module = sys.modules.pop(name, None)
+    parent, _, child = name.rpartition(".")
+    if module is not None and vars(sys.modules.get(parent, object)).get(child) is module:
+        delattr(sys.modules[parent], child)  # `from parent import child` would find it there

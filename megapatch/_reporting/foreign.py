@@ -1,0 +1,127 @@
+"""Who else has patched a target: before megapatch, or on top of it.
+
+A function is seen down its `__wrapped__` chain. What upstream itself has put there is not foreign: code of the
+target's own distribution, of the standard library, or of a package that the target's module imports in its source
+(torch.no_grad() as a decorator). functools.wraps copies a function's name and module, so whose code it is, is
+told by the code's own globals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Collection, Iterator
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import wrapt
+
+from .._engine.target import Installed, Rebuilt
+from .._engine.watch import half_loaded
+from ..patch import Site
+
+
+def patchers(site: Site, installed: Collection[Installed], ours: Collection[int]) -> list[str]:
+    """Who has patched the site's targets besides us, in words; nothing where the module is not loaded.
+
+    ours: ids of all replacements of ours, those of other patches too.
+    """
+    module = sys.modules.get(site.module)
+    if module is None or half_loaded(module):
+        return []
+    found = []
+    known = {one.target: one for one in installed if not isinstance(one, Rebuilt)}
+    for path in site.paths:
+        target = f"{site.module}:{path}"
+        one = known.get(target)
+        with contextlib.suppress(Exception):  # whatever is there by now: it is not ours, and may do anything
+            if one is None:
+                parent, _, current = wrapt.resolve_path(module, path)
+                found += [f"{who} {target}" for who in _before(current, parent, ours)]
+            elif one.is_in_place:
+                who_before = [] if one.original is None else _before(one.original, one.parent, ours)
+                found += [f"{who} {target} before megapatch" for who in who_before]
+            else:
+                found += [f"{who} {target} on top of megapatch" for who in _on_top(one, ours)]
+    return found
+
+
+def _before(function: Any, parent: Any, ours: Collection[int]) -> Iterator[str]:
+    layers = list(_layers(function))
+    foreign = [layer for layer in layers if id(layer) not in ours and not _upstreams(layer, parent)]
+    for layer in foreign:
+        yield f"{_who(layer)} has {'replaced' if layer is layers[-1] else 'wrapped'}"
+
+
+def _on_top(one: Installed, ours: Collection[int]) -> Iterator[str]:
+    """Those above our replacement, or instead of it: nothing of them is upstream's, which was there before."""
+    layers = list(_layers(one.current))
+    inside = next((number for number, layer in enumerate(layers) if layer is one.replacement), None)
+    if inside is None and layers:
+        yield f"{_who(layers[0])} has replaced"
+    for layer in layers[:inside] if inside else ():
+        if id(layer) not in ours:
+            yield f"{_who(layer)} has wrapped"
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """The function, and what it wraps, from the outside in."""
+    seen: set[int] = set()
+    while function is not None and id(function) not in seen:
+        seen.add(id(function))
+        yield function
+        function = getattr(function, "__wrapped__", function.func if _is_partial(function) else None)
+
+
+def _upstreams(layer: Any, parent: Any) -> bool:
+    module, _ = _code_of(layer)
+    root = module.partition(".")[0]
+    home = parent.__name__ if isinstance(parent, ModuleType) else parent.__module__
+    return (
+        root in sys.stdlib_module_names
+        or _distribution(module) in ("megapatch", _distribution(home))
+        or _imports(sys.modules[home], root)
+    )
+
+
+def _distribution(module: str) -> str:
+    """What is shipped together: `megatron` is a namespace that Megatron-Bridge shares."""
+    return "megatron.bridge" if f"{module}.".startswith("megatron.bridge.") else module.partition(".")[0]
+
+
+def _imports(module: ModuleType, package: str) -> bool:
+    """Whether a module imports anything of a package: by a module that it holds, or else by its source (what other
+    names hold may have been put there by anyone). Nothing is run."""
+    if any(one.__name__.partition(".")[0] == package for one in vars(module).values() if type(one) is ModuleType):
+        return True
+    import ast  # only where a layer is of someone else
+
+    source = getattr(module.__spec__ and module.__spec__.loader, "get_source", lambda name: None)(module.__name__)
+    for node in ast.walk(ast.parse(source or "")):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        if package in [name.partition(".")[0] for name in names]:
+            return True
+    return False
+
+
+def _who(layer: Any) -> str:
+    module, line = _code_of(layer)
+    return f"{module} ({line})" if line else module
+
+
+def _code_of(layer: Any) -> tuple[str, str]:
+    """The module that a layer's own code is of, and where it begins; of an object, its class's module."""
+    layer = getattr(layer, "_self_wrapper", layer)  # a proxy of wrapt's looks like what it wraps
+    while _is_partial(layer) or type(layer) is MethodType:
+        layer = layer.func if _is_partial(layer) else layer.__func__
+    if type(layer) is FunctionType:
+        code = layer.__code__
+        return str(layer.__globals__.get("__name__", "?")), f"{code.co_filename}:{code.co_firstlineno}"
+    return type(layer).__module__, ""
+
+
+def _is_partial(layer: Any) -> bool:
+    return type(layer) is functools.partial

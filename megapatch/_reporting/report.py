@@ -1,0 +1,220 @@
+"""Every patch with its status and reason, as a table, as JSON and as one digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from .. import _versions
+from .._engine.install import left_behind
+from .._engine.record import SiteRecord
+from .._version import __version__
+from ..patch import Patch, Status
+from . import foreign
+
+SCHEMA = 1
+"""Version of the JSON layout: it grows when a key goes or changes its meaning, not when one is added."""
+
+INDENT = 13
+"""Columns of the table before names and reasons: the longest status in it, and two."""
+
+
+class SiteReport(NamedTuple):
+    """What became of one site.
+
+    verdict: what its diagnosis found, such as ``needed``; None where it was not asked, or failed.
+    targets: those really replaced. rebound: other places that now hold the replacement. out_of_reach: what still
+    holds an original and could not be given the replacement, in words. foreign: who else has patched a target, in
+    words.
+    """
+
+    module: str
+    status: Status
+    reason: str
+    verdict: str | None
+    targets: tuple[str, ...]
+    rebound: tuple[str, ...]
+    out_of_reach: tuple[str, ...]
+    foreign: tuple[str, ...]
+    traceback: str | None
+
+    def details(self) -> Iterator[str]:
+        """The lines below the module's name."""
+        yield self.reason
+        groups: dict[str, list[str]] = {}
+        for target in self.targets:
+            module, _, path = target.rpartition(":")
+            parent, _, name = path.rpartition(".")
+            groups.setdefault(f"{module}:{parent}".removeprefix(f"{self.module}:"), []).append(name)
+        for parent, names in groups.items():
+            dot = "" if not parent or parent.endswith(":") else "."
+            yield (
+                f"replaced {parent}{dot}{names[0]}"
+                if len(names) == 1 or not dot
+                else (f"replaced in {parent}: {', '.join(names)}")
+            )
+        yield from (f"rebound {name}" for name in self.rebound)
+        yield from (f"foreign: {text}" for text in self.foreign)
+        yield from (f"out of reach: {text}" for text in self.out_of_reach)
+        yield from (self.traceback or "").splitlines()
+
+    def to_dict(self) -> dict[str, Any]:
+        told = self._asdict()
+        told["status"] = self.status.value
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in told.items()}
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> SiteReport:
+        """What `to_dict` has told, in another process."""
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in told.items()
+        }
+        values["status"] = Status(told["status"])
+        return cls(**values)
+
+
+class PatchReport(NamedTuple):
+    """One patch with its sites; its status is the one that most needs attention among its installed sites."""
+
+    patch: Patch
+    sites: tuple[SiteReport, ...]
+
+    @property
+    def _worst(self) -> SiteReport:
+        # In the order of Status not-installed comes last, so that any installed site goes before it.
+        order = list(Status)
+        return min(self.sites, key=lambda site: order.index(site.status))
+
+    @property
+    def status(self) -> Status:
+        return self._worst.status
+
+    @property
+    def reason(self) -> str:
+        return self._worst.reason
+
+    def lines(self, columns: int) -> list[str]:
+        """Status and name, then each installed site: its module, and below that what happened there."""
+        from .terminal import wrapped
+
+        numbers = " (changes numbers)" if self.patch.changes_numbers else ""
+        lines = [f"{self.status.value:{INDENT}}{self.patch.name}{numbers}"]
+        indent = " " * INDENT
+        for site in self.sites:
+            if site.status is not Status.NOT_INSTALLED:
+                status = f": {site.status.value}" if site.status is not self.status else ""
+                lines += wrapped(f"{site.module}{status}", columns, indent, indent + "  ")
+                for text in site.details():
+                    within = len(text) - len(text.lstrip())  # a traceback has levels
+                    first = f"{indent}  {' ' * within}"
+                    lines += wrapped(text, columns, first, first + "  ")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.patch.name,
+            "family": self.patch.family,
+            "status": self.status.value,
+            "reason": self.reason,
+            "upstream": self.patch.upstream,
+            "changes_numbers": self.patch.changes_numbers,
+            "targets": [target for site in self.sites for target in site.targets],
+            "sites": [site.to_dict() for site in self.sites],
+        }
+
+
+class Report(NamedTuple):
+    """What megapatch did in this process, and why. `print` it for a table."""
+
+    patches: tuple[PatchReport, ...]
+    versions: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that agree when two processes have the same patches in the same state on the
+        same versions; reasons and tracebacks do not count.
+
+        Nor do commits: a copy of a checkout may lack its .git, and a commit does not tell of changes on top of it.
+        What the code really is, the diagnoses have found, and the statuses tell.
+        """
+        import hashlib  # 5 ms, and only a report wants it
+
+        facts = [sorted(self.versions.items())] + [
+            [one.patch.name, site.module, site.status.value, *site.targets]
+            for one in self.patches
+            for site in one.sites
+        ]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; the layout is versioned by ``schema``."""
+        return {
+            "schema": SCHEMA,
+            "digest": self.digest,
+            "versions": dict(self.versions),
+            "patches": [one.to_dict() for one in self.patches],
+        }
+
+    def table(self, columns: int) -> list[str]:
+        """The lines of all patches; those that are off, or have no module here, are named together at the end."""
+        from .terminal import wrapped
+
+        lines = []
+        together: dict[str, list[Patch]] = {}
+        for one in self.patches:
+            if one.status is Status.NOT_INSTALLED:
+                together.setdefault(one.status.value, []).append(one.patch)
+            elif one.status is Status.DISABLED and not any(site.foreign for site in one.sites):
+                together.setdefault(f"{one.status.value}, {one.reason}", []).append(one.patch)
+            else:
+                lines += one.lines(columns)
+        for what, patches in sorted(together.items()):
+            lines += wrapped(f"{what}: {self.names(patches)}", columns, rest=" " * INDENT)
+        return lines
+
+    def names(self, patches: Iterable[Patch]) -> str:
+        """The names of some patches; a family by its own, where all of it is among them."""
+        families: dict[str, list[str]] = {}
+        for patch in patches:
+            families.setdefault(patch.family, []).append(patch.name)
+        words = []
+        for family, names in families.items():
+            whole = 1 < len(names) == sum(one.patch.family == family for one in self.patches)
+            words += [f"{family}.* ({len(names)})"] if whole else names
+        return ", ".join(words)
+
+    def __str__(self) -> str:
+        from .terminal import width, wrapped
+
+        columns = width()
+        head = wrapped(", ".join(f"{name} {version}" for name, version in self.versions.items()), columns)
+        return "\n".join([*head, *self.table(columns), f"digest {self.digest}"])
+
+
+def make_report(records: Iterable[SiteRecord]) -> Report:
+    """The report of these sites as they are now."""
+
+    records = list(records)
+    ours = {id(one.replacement) for record in records for one in record.installed}
+    for record in records:
+        record.refresh()
+    held = left_behind(tuple(one for record in records for one in record.installed))
+    by_patch: dict[str, tuple[Patch, list[SiteReport]]] = {}
+    for record in records:
+        installed = record.installed
+        site = SiteReport(
+            module=record.site.module,
+            status=record.status,
+            reason=record.reason,
+            verdict=record.verdict.kind.value if record.verdict else None,
+            targets=tuple(one.target for one in installed if one.is_in_place),
+            rebound=tuple(name for one in installed for name in one.rebound),
+            out_of_reach=tuple(text for one in installed for text in held.get(one.target, ())),
+            foreign=tuple(foreign.patchers(record.site, installed, ours)),
+            traceback=record.traceback,
+        )
+        by_patch.setdefault(record.patch.name, (record.patch, []))[1].append(site)
+    return Report(
+        patches=tuple(PatchReport(patch, tuple(sites)) for patch, sites in by_patch.values()),
+        versions={"megapatch": __version__, **_versions.here()},
+    )

@@ -1,0 +1,149 @@
+"""What has to be right around a call of train(), Megatron's or a framework's copy, so that the next one works.
+
+Such a function sets hooks on the model config and leaves them there, and takes the forward pre-hooks of
+DistributedDataParallel off and puts them on again. It starts timers, and drives the rerun state machine. An
+exception leaves it in the middle of all that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ..._mcore import bucket_groups
+from ..._mcore.rerun_machine import before_interrupted_step
+from ...errors import MegapatchError
+from ...patch import unpatched
+
+log = logging.getLogger("megapatch")
+
+NO_SYNC_ASSERTION = "config.no_sync_func must be None"
+"""In the text of the assertion that a second call meets where overlap_grad_reduce is on."""
+INTERVAL_TIMER = "interval-time"
+"""Megatron's timer around the training loop, started at entry and never stopped."""
+
+
+def finish_earlier_call(model: Sequence[Any]) -> None:
+    """Finish what an earlier call has left open, so that this one begins from gathered parameters.
+
+    A collective where something is open: an exception on all ranks leaves it open on all.
+    Raises MegapatchError where gathering is not possible any more (reuse_grad_buf_for_mxfp8_param_ag).
+    """
+    for chunk in ddp_chunks(model):
+        bucket_groups.settle_grad_reduces(chunk)
+        bucket_groups.finish_param_gathers(chunk)
+        if chunk.ddp_config.overlap_param_gather and bucket_groups.has_ungathered_params(chunk):
+            raise MegapatchError(
+                "train() was interrupted after an optimizer step and before the parameters were gathered. With "
+                "reuse_grad_buf_for_mxfp8_param_ag that cannot be made up for, and this call would go on with "
+                "old parameters: load a checkpoint in a new process"
+            )
+
+
+@contextlib.contextmanager
+def config_hooks_kept(config: Any, model: Sequence[Any]) -> Iterator[None]:
+    """Around a call that sets no_sync_func itself, and asserts that there was none: it finds none of its own
+    making, and nothing that a user set is lost. The rest is as with `config_hooks_restored`.
+    """
+    found = config.no_sync_func
+    with config_hooks_restored(config, model):
+        if is_own_no_sync(found, model):
+            config.no_sync_func = None
+        yield
+
+
+@contextlib.contextmanager
+def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
+    """Around the call: after an exception all hooks of the config are what they were.
+
+    Parameters that are not gathered yet will be by the next forward pass or `finish_earlier_call`; the exception
+    itself may be one rank's alone, so there is no collective in here.
+    """
+    hooks = {name: value for name, value in vars(config).items() if name.endswith("_func")}
+    try:
+        yield
+    except BaseException:
+        for name, value in hooks.items():
+            setattr(config, name, value)
+        for chunk in ddp_chunks(model):
+            bucket_groups.forget_interrupted_window(chunk)
+            bucket_groups.gather_in_next_forward(chunk)
+        raise
+    if config.param_sync_func is None:  # set aside by a call in which no step succeeded
+        config.param_sync_func = hooks["param_sync_func"]
+
+
+@contextlib.contextmanager
+def timers_stopped(timers: Any) -> Iterator[None]:
+    """Around the call: it leaves the interval timer stopped, and after an exception all timers that it started."""
+    before = _running(timers)
+    try:
+        yield
+    except BaseException:
+        for name in _running(timers) - before:
+            timers._timers[name].stop()
+        raise
+    finally:
+        stop_interval_timer(timers)
+
+
+def stop_interval_timer(timers: Any) -> None:
+    if INTERVAL_TIMER in _running(timers):
+        timers._timers[INTERVAL_TIMER].stop()
+
+
+def _running(timers: Any) -> set[str]:
+    return {name for name, timer in timers._timers.items() if timer._started}
+
+
+@contextlib.contextmanager
+def rerun_machine_kept(machine: Any) -> Iterator[None]:
+    """Around the call: after an exception the machine is as before the interrupted step, in its old mode."""
+    mode = machine.get_mode()
+    try:
+        yield
+    except BaseException:
+        if machine.get_mode() is not mode:  # evaluation, where the exception may come from, switches it off
+            machine.set_mode(mode)
+        before_interrupted_step(machine)
+        raise
+
+
+def warn_once() -> Callable[[str, str], None]:
+    """A function that logs a warning of each kind once, however often train() is called."""
+    said: set[str] = set()
+
+    def warn(kind: str, message: str) -> None:
+        if kind not in said:
+            said.add(kind)
+            log.warning("megatron.train-reentry: %s", message)
+
+    return warn
+
+
+def is_own_no_sync(hook: Any, model: Sequence[Any]) -> bool:
+    """Whether the hook is what train() itself sets: the no_sync of a model chunk, or a list of them.
+
+    A bound method taken before a late activation does not equal one taken after it, so parts are compared.
+    """
+    hooks = hook if isinstance(hook, list) else [hook]
+    own = [chunk.no_sync for chunk in model if hasattr(chunk, "no_sync")]
+    return bool(hooks) and all(any(_same_method(one, other) for other in own) for one in hooks)
+
+
+def _same_method(one: Any, other: Any) -> bool:
+    return (
+        inspect.ismethod(one)
+        and inspect.ismethod(other)
+        and one.__self__ is other.__self__
+        and unpatched(one.__func__) is unpatched(other.__func__)
+    )
+
+
+def ddp_chunks(model: Sequence[Any]) -> list[Any]:
+    kind = sys.modules[bucket_groups.MODULE].DistributedDataParallel
+    return [chunk for chunk in model if isinstance(chunk, kind)]

@@ -1,0 +1,68 @@
+"""Metrics of NeMo-RL's losses that were worked out before it was known what the step comes to, set right."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ....train_step import NLL, POLICY_GRADIENT, normalize_metrics
+
+OUT_OF_BOUNDS = "is_oob_ratio"
+
+
+def normalized(
+    loss_fn: Any, metrics: Mapping[str, Any], *, about: float, tokens: float, sequences: float
+) -> dict[str, Any]:
+    """A microbatch's metrics as train() has them.
+
+    about: what losses and metrics were divided by until now, in the place of both of the others.
+    tokens, sequences: those that count, of the step, over all data-parallel ranks.
+    """
+    divided = functools.partial(
+        normalize_metrics,
+        tokens=(tokens or 1.0) / about,
+        sequences=(sequences or 1.0) / about,
+        loss="tokens" if by_tokens(loss_fn) else "sequences",
+        kinds=kinds_of(loss_fn),
+    )
+    found = divided(metrics)
+    kind: type = type(loss_fn)
+    if OUT_OF_BOUNDS in metrics and _is_one_minus_mean(kind):
+        # One for each sequence that was looked at by itself (for all, without packing), minus a mean that is below
+        # one as long as `about` is more than all tokens.
+        value = metrics[OUT_OF_BOUNDS]
+        ones = math.ceil(value)
+        found[OUT_OF_BOUNDS] = ones - divided({OUT_OF_BOUNDS: ones - value})[OUT_OF_BOUNDS]
+    return found
+
+
+def by_tokens(loss_fn: Any) -> bool:
+    """Whether the loss is divided by tokens, and not by sequences."""
+    return getattr(getattr(loss_fn, "loss_type", None), "name", "TOKEN_LEVEL") == "TOKEN_LEVEL"
+
+
+def kinds_of(loss_fn: Any) -> dict[str, str]:
+    """What each metric is divided by. NeMo-RL main's losses say so themselves; before that, names tell."""
+    told = getattr(loss_fn, "metric_normalizations", None)
+    if isinstance(told, dict):
+        return {name: kind.name.lower() for name, kind in told.items()}
+    kinds = {**NLL, **POLICY_GRADIENT}
+    if getattr(loss_fn, "sequence_level_importance_ratios", False):
+        kinds["sampling_importance_ratio"] = "sequences"
+    if getattr(loss_fn, "truncated_importance_sampling_type", None) == "seq-mask-tis":
+        kinds[OUT_OF_BOUNDS] = "sequences"
+    return kinds
+
+
+@functools.cache  # asked for each microbatch
+def _is_one_minus_mean(kind: type) -> bool:
+    """In v0.6.0 what is out of bounds is one minus the mean of what is within; later it is a mean itself."""
+    try:
+        source = inspect.getsource(kind.__call__)
+    except (OSError, TypeError, AttributeError):
+        return False
+    return re.search(rf'"{OUT_OF_BOUNDS}":\s*1(\.0)?\s*-', source) is not None

@@ -1,0 +1,142 @@
+"""train_microbatch, finish_train_step and abort_train_step, as NeMo-RL main has them, for the workers that do not;
+and what a worker knows of its open step. How a slice is trained is each kind of worker's own: its `SplitStep`.
+
+Plain functions of an importable module: a worker class that Ray pickles by value takes them along by name, and who
+reads it imports megapatch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ....errors import MisuseError
+from ....train_step import TrainStep
+from .._workers import STATE, is_open
+from .loss_metrics import by_tokens
+
+
+def train_microbatch(self: Any, data: Any) -> None:
+    """Forward and backward of this data-parallel rank's slice of the step, in any number of microbatches.
+
+    An exception ends the step, with gradients zeroed; abort_train_step() after that does nothing. Raises
+    MisuseError (a RuntimeError) when no step is open.
+    """
+    split = opened(self)
+    with _aborting(self):
+        split.train(self, data)
+
+
+def finish_train_step(self: Any) -> dict[str, Any]:
+    """Reduce the gradient, step the optimizer and the scheduler; what train() would tell of the batch.
+
+    Raises MisuseError (a RuntimeError) when no step is open.
+    """
+    split = opened(self)
+    with _aborting(self):
+        told: dict[str, Any] = split.finish(self)
+    setattr(self, STATE, None)
+    return told
+
+
+def abort_train_step(self: Any) -> None:
+    """Drop the open step, with gradients zeroed; does nothing where none is open."""
+    if is_open(self):
+        split = opened(self)
+        setattr(self, STATE, None)
+        split.abort(self)
+
+
+@dataclass
+class SplitStep:
+    """What a worker knows of its open step.
+
+    gbs, mbs   samples of the step over all ranks, and of a microbatch
+    about      what losses and metrics are divided by until the end: a power of two, so that no digit is lost, and
+               not less than the step's tokens or sequences
+    sequences, tokens   that count, on this rank, until now
+    """
+
+    step: TrainStep
+    loss_fn: Any
+    gbs: int
+    mbs: int
+    about: float
+    sequences: float = 0.0
+    tokens: float = 0.0
+
+    def train(self, worker: Any, data: Any) -> None:
+        raise NotImplementedError
+
+    def finish(self, worker: Any) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def abort(self, worker: Any) -> None:
+        self.step.abort()
+
+    def count_of(self, sequences: float, tokens: float) -> float:
+        """What the loss is divided by."""
+        return tokens if by_tokens(self.loss_fn) else sequences
+
+
+def begin(
+    kind: type[SplitStep],
+    worker: Any,
+    scheduler: Any,
+    loss_fn: Any,
+    gbs: int | None,
+    mbs: int | None,
+    **options: Any,
+) -> None:
+    """Open a step of this kind on the worker. options: more of TrainStep's."""
+    if is_open(worker):
+        raise MisuseError("a train step is already open; call finish_train_step or abort_train_step before begin")
+    if getattr(loss_fn, "positive_example_nll_weight", 0) > 0:
+        raise MisuseError(
+            "begin_train_step(): the loss has a positive_example_nll_weight, and that part is divided by each "
+            "microbatch's own tokens; a step in slices cannot be right with it, train() is"
+        )
+    gbs, mbs = gbs or worker.cfg["train_global_batch_size"], mbs or worker.cfg["train_micro_batch_size"]
+    about = 2.0 ** math.ceil(math.log2(gbs * worker.cfg["max_total_sequence_length"]))
+    step = TrainStep(worker.model, worker.optimizer, scheduler, expected_count=about, **options)
+    step.begin()
+    setattr(worker, STATE, kind(step, loss_fn, gbs, mbs, about))
+
+
+def opened(worker: Any) -> Any:
+    """The SplitStep of a worker."""
+    if not is_open(worker):
+        raise MisuseError("no train step open; begin_train_step must be called first")
+    return getattr(worker, STATE)
+
+
+def counts(data: Any) -> tuple[float, float]:
+    """Sequences and tokens that count, of this rank's slice, as NeMo-RL's process_global_batch() counts them."""
+    if "sample_mask" not in data:
+        raise MisuseError("train_microbatch(): the data has no sample_mask")
+    valid = data["sample_mask"]
+    sequences = float(valid.sum())
+    if "token_mask" in data:
+        return sequences, float((data["token_mask"][:, 1:] * valid.unsqueeze(-1)).sum())
+    return sequences, sequences * data["input_ids"].shape[1]
+
+
+def over_ranks(group: Any, *values: float) -> list[float]:
+    """Their sums over the ranks of a group."""
+    torch = sys.modules["torch"]
+    found = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cuda")
+    torch.distributed.all_reduce(found, group=group)
+    return list(found.tolist())
+
+
+@contextlib.contextmanager
+def _aborting(worker: Any) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        abort_train_step(worker)
+        raise

@@ -1,0 +1,85 @@
+"""Where NeMo-RL's workers are, and how to look at their methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from ...patch import ABSENT, UNSUPPORTED, Verdict, unpatched
+
+MODULE = "nemo_rl.models.policy.workers.megatron_policy_worker"
+FORKED = "nemo_rl.models.policy.megatron_policy_worker"
+WORKER = "MegatronPolicyWorkerImpl"
+ACTOR = "MegatronPolicyWorker"
+DTENSOR_WORKERS = {
+    "nemo_rl.models.policy.workers.dtensor_policy_worker": "DTensorPolicyWorker",
+    "nemo_rl.models.policy.workers.dtensor_policy_worker_v2": "DTensorPolicyWorkerV2",
+    "nemo_rl.models.policy.dtensor_policy_worker": "DTensorPolicyWorker",
+    "nemo_rl.models.policy.dtensor_policy_worker_v2": "DTensorPolicyWorkerV2",
+}
+"""By module, the name of the actor class. Up to v0.4.0 modules were elsewhere."""
+TQ_MODULE = "nemo_rl.models.policy.tq_policy"
+TWINS = ("context_parallel", "tensor_parallel", "pipeline_parallel")
+"""Along these axes workers hold the same slice of a batch."""
+STATE = "_train_step_state"
+"""Of a worker: not None while a train step in slices is open, NeMo-RL main's own or ours."""
+
+
+def split_step_of(worker: str, methods: str) -> dict[str, str]:
+    """What a site adds to a class: the four calls, of which the first is each kind of worker's own.
+
+    methods: the module of this package that has it.
+    """
+    shared = ("train_microbatch", "finish_train_step", "abort_train_step")
+    return {**methods_of(worker, methods, "begin_train_step"), **methods_of(worker, "worker", *shared)}
+
+
+def methods_of(cls: str, module: str, *names: str) -> dict[str, str]:
+    """What a site adds to a class: functions of a module of this package, by their names."""
+    return {f"{cls}.{name}": f"{__package__}._split_step.{module}:{name}" for name in names}
+
+
+def is_open(worker: Any) -> bool:
+    return getattr(worker, STATE, None) is not None
+
+
+def no_worker(module: ModuleType, actor: str = ACTOR) -> Verdict:
+    """The verdict where the worker is not what it is from v0.6.0 on."""
+    if not hasattr(module, actor):
+        return Verdict(ABSENT, f"this version has no {actor}Impl")
+    trains = " and trains with a fork of Megatron" if actor == ACTOR else ""
+    return Verdict(UNSUPPORTED, f"up to v0.5.0 {actor} is Ray's actor class itself{trains}")
+
+
+def has_own(cls: type, method: str) -> bool:
+    """Whether the class has the method without us. Ours are functions of another package."""
+    found = vars(cls).get(method)
+    return found is not None and not unpatched(found).__module__.startswith("megapatch.")
+
+
+def has_own_split_step(worker: type) -> bool:
+    """As on main."""
+    return has_own(worker, "begin_train_step")
+
+
+def names_in(worker: type, method: str) -> set[str]:
+    """What a method's own code mentions: attributes, globals. Decorators of NeMo-RL keep the function in a closure
+    and do not say so."""
+    return {name for code in _codes(vars(worker).get(method)) for name in code.co_names}
+
+
+def takes(method: Any, parameter: str) -> bool:
+    """Whether the method, below such a decorator, has a parameter of the name."""
+    return any(
+        parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] for code in _codes(method)
+    )
+
+
+def _codes(function: Any) -> Iterator[CodeType]:
+    function = unpatched(function)
+    if isinstance(function, FunctionType):
+        yield function.__code__
+        for cell in function.__closure__ or ():
+            if isinstance(cell.cell_contents, FunctionType):
+                yield from _codes(cell.cell_contents)

@@ -1,0 +1,136 @@
+"""Ray actors, one for each rank of a model, that a `TrainPump` calls as one trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..errors import MisuseError
+from ..weight_sync._cancellation import tell_besides
+
+
+class RayTrainer:
+    """A trainer of one Ray actor a rank, whose four calls are made on all ranks at once.
+
+        trainer = RayTrainer(build, [{"num_gpus": 1}] * 8)
+        pump = TrainPump(config, trainer, ...)
+
+    build           ``build(rank, world_size)`` is called in each actor. It sets up torch.distributed (RANK,
+                    WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment; LOCAL_RANK is its own matter,
+                    as the GPUs that Ray lets it see are) and the layout: data, tensor, pipeline parallel. It
+                    returns the rank's trainer: a `megapatch.streaming.StepTrainer`, or what has its four methods.
+    actor_options   Ray's options of each rank's actor, by rank: num_gpus, a placement group's scheduling_strategy,
+                    runtime_env. There are as many ranks.
+
+    Blocks until all ranks are built. A failure of one is raised, and ends all actors. They also end when this
+    object and the handles in `actors` are gone; `megapatch.reach.ray.assert_consistent` takes these. A port that
+    is free on the node of rank 0 is found for MASTER_PORT; somebody else may take it before torch does.
+
+    What else the ranks do is called by `on_all_ranks`, and given to the pump by a subclass:
+
+        class Policy(RayTrainer):
+            async def sync_weights(self):
+                await self.on_all_ranks("sync_weights")
+
+    A call is over when it is on all ranks. When one of them raises, the step is then aborted on all, and the
+    first exception, by time, is raised. Limits: while a rank is alone in a collective, as another one has failed
+    before it got there, the call is not over; that ends with the timeout of torch's process group, or with
+    `kill`. Where finish_train_step() fails on some ranks after others have stepped, parameters differ. After an
+    actor has died, make a new trainer, from a checkpoint.
+
+    Raises MisuseError without actor_options, and what `build` raises.
+    """
+
+    def __init__(self, build: Callable[[int, int], Any], actor_options: Sequence[Mapping[str, Any]]) -> None:
+        import ray
+
+        if not actor_options:
+            raise MisuseError("RayTrainer() starts an actor for each of actor_options; found none")
+        kind: Any = ray.remote(_Rank)
+        self.actors: list[Any] = [kind.options(**options).remote() for options in actor_options]
+        size = len(self.actors)
+        try:
+            master = ray.get(self.actors[0].address.remote())
+            ray.get([actor.build.remote(build, rank, size, master) for rank, actor in enumerate(self.actors)])
+        except BaseException:
+            self.kill()
+            raise
+
+    async def begin_train_step(self) -> None:
+        await self._in_step("begin_train_step")
+
+    async def train_microbatch(self, data: Any) -> None:
+        """All ranks get all of the data, which goes to Ray's object store once, or is an ObjectRef of it."""
+        import ray
+
+        if not isinstance(data, ray.ObjectRef):
+            data = await asyncio.to_thread(ray.put, data)
+        await self._in_step("train_microbatch", data)
+
+    async def finish_train_step(self) -> Any:
+        """What that of rank 0 returns."""
+        return (await self._in_step("finish_train_step"))[0]
+
+    async def abort_train_step(self) -> None:
+        await self.on_all_ranks("abort_train_step")
+
+    async def on_all_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """What this method of what `build` returned comes to, by rank. An argument that is an ObjectRef arrives as
+        what it refers to."""
+        failures: list[tuple[int, Exception]] = []
+
+        async def on(rank: int, actor: Any) -> Any:
+            try:
+                return await actor.call.remote(method, *args, **kwargs)
+            except Exception as error:
+                failures.append((rank, error))
+
+        results = await asyncio.gather(*(on(rank, actor) for rank, actor in enumerate(self.actors)))
+        if failures:
+            (rank, error), *others = failures
+            if add_note := getattr(error, "add_note", None):  # from Python 3.11 on
+                also = "".join(f"; then on rank {rank}: {type(one).__name__}" for rank, one in others)
+                add_note(f"{method}() on rank {rank} of {len(self.actors)}{also}")
+            raise error
+        return list(results)
+
+    def kill(self) -> None:
+        """End the actors at once, whatever they wait for."""
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+
+    async def _in_step(self, method: str, *args: Any) -> list[Any]:
+        try:
+            return await self.on_all_ranks(method, *args)
+        except Exception as error:
+            try:
+                await self.abort_train_step()
+            except Exception as failure:
+                tell_besides(f"after {method}() failed, abort_train_step() failed, too", failure, error)
+            raise
+
+
+class _Rank:
+    """The actor."""
+
+    def address(self) -> tuple[str, int]:
+        import ray
+
+        util: Any = ray.util
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return util.get_node_ip_address(), free.getsockname()[1]
+
+    def build(self, build: Callable[[int, int], Any], rank: int, world_size: int, master: tuple[str, int]) -> None:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=master[0], MASTER_PORT=str(master[1])
+        )
+        self.trainer = build(rank, world_size)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.trainer, method)(*args, **kwargs)

@@ -1,0 +1,1 @@
+"""How `megapatch run` reaches the Python processes below a command."""

@@ -1,0 +1,82 @@
+"""`megapatch run`: becomes a command, with megapatch in the environment of all that it starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ..._engine.engine import this_process
+from .out_of_reach import SHELLS, of_flags, of_script
+from .site.sitecustomize import HERE, TARGETS, say
+
+BAD_USAGE, CANNOT_START, NOT_FOUND = 2, 126, 127  # the last two as shells have them
+
+
+def launch(command: list[str]) -> int:
+    """Become the command: same process, standard streams, arguments and working directory.
+
+    Returns an exit code when there is no command, or it cannot be started; says why on standard error.
+    """
+    if not command or not command[0]:
+        say("what is to be run? Give a command after `--`, as in: megapatch run -- torchrun train.py")
+        return BAD_USAGE
+    if os.pathsep in HERE:
+        say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep!r} in its name. Move it.")
+        return BAD_USAGE
+    targets = {record.site.module for record in this_process().records}
+    for warning in warnings(command):
+        say(warning)
+    sys.stdout.flush()
+    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and what it becomes would ignore, too
+        with suppress(AttributeError):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        os.execvpe(command[0], command, reaching(os.environ, targets))
+    except (FileNotFoundError, NotADirectoryError):
+        found = shutil.which(command[0])
+        say(
+            f"{found} cannot be started: the interpreter in its first line is not there."
+            if found
+            else f"{command[0]}: no such command. Give a program on PATH, or the path of one."
+        )
+        return NOT_FOUND
+    except (OSError, ValueError) as error:
+        say(f"{command[0]} cannot be started: {error}. A script is started by its interpreter: bash {command[0]}")
+        return CANNOT_START
+
+
+def reaching(environment: Mapping[str, str], targets: set[str]) -> dict[str, str]:
+    """The environment in which every Python brings megapatch in when it imports one of the targets."""
+    before = environment.get("PYTHONPATH")
+    others = [folder for folder in before.split(os.pathsep) if folder != HERE] if before else []
+    return {**environment, "PYTHONPATH": os.pathsep.join([HERE, *others]), TARGETS: ",".join(sorted(targets))}
+
+
+def warnings(command: list[str]) -> list[str]:
+    """What of the command is out of reach. Of the scripts that it runs, only the one that it names is read."""
+    return of_flags(command) + of_script(" ".join(command), "the command") + of_script(*_script(command))
+
+
+def _script(command: list[str]) -> tuple[str, str]:
+    """The text and the path of the shell script that the command names; nothing where there is none."""
+    words = iter(command)
+    if any(os.path.basename(word) in SHELLS for word in words):
+        file = next(filter(os.path.isfile, words), "")
+    else:
+        file = shutil.which(command[0]) or ""
+        first = _text(file, 256).partition("\n")[0]
+        if first[:2] != "#!" or not any(os.path.basename(word) in SHELLS for word in first[2:].split()):
+            return "", file
+    return _text(file), file
+
+
+def _text(file: str, characters: int = -1) -> str:
+    try:
+        with open(file, encoding="utf-8", errors="replace") as opened:
+            return opened.read(characters)
+    except OSError:
+        return ""

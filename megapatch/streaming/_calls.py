@@ -1,0 +1,77 @@
+"""Functions of any kind, called from the event loop, which never blocks on them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, NoReturn, TypeVar
+
+from ..weight_sync._cancellation import is_remote, outlast
+from ._timer import Timer
+
+_T = TypeVar("_T")
+
+
+async def perform(call: Callable[..., Any], *args: Any, thread: Executor | None = None, **kwargs: Any) -> Any:
+    """What the call comes to: of a method of a Ray actor, a coroutine function, or a plain function, which runs in
+    the thread, or without one right here."""
+    if is_remote(call):
+        result = call.remote(*args, **kwargs)  # type: ignore[attr-defined]
+    elif thread is None or inspect.iscoroutinefunction(call):
+        result = call(*args, **kwargs)
+    else:
+        function = functools.partial(_raising_no_stop_iteration, call, *args, **kwargs)
+        result = await asyncio.get_running_loop().run_in_executor(thread, function)
+    return await result if inspect.isawaitable(result) else result
+
+
+async def wait_out(coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Its result, or failure. A cancellation does not reach it, and is raised when it is over."""
+    task = asyncio.ensure_future(coroutine)
+    cancelled = await outlast(task)
+    if cancelled is not None:
+        raise_cancelled(cancelled, task)
+    return task.result()
+
+
+def raise_cancelled(cancelled: BaseException, task: asyncio.Task[Any]) -> NoReturn:
+    """With the failure of what was waited for as its cause, if there is one: `from None` would hide others."""
+    if (failure := failure_of(task)) is not None:
+        raise cancelled from failure
+    raise cancelled
+
+
+def failure_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """Why one that is over failed, if it did."""
+    return None if task.cancelled() else task.exception()
+
+
+class SequentialCalls:
+    """Calls that are made one at a time, in the order in which they were asked for. Plain functions run in one
+    thread, always the same: what is current there (a CUDA device) stays so."""
+
+    def __init__(self, timer: Timer) -> None:
+        self._turn = asyncio.Lock()  # which is fair
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megapatch-trainer")  # ends when this object does
+        self._timer = timer
+
+    async def __call__(
+        self, owner: Any, method: str, *args: Any, unless: Callable[[], bool] = lambda: False, **kwargs: Any
+    ) -> Any:
+        """Its result; None, without a call, where `unless` is true when its turn has come."""
+        async with self._turn:
+            if unless():
+                return None
+            with self._timer.phase(method):
+                return await perform(getattr(owner, method), *args, thread=self._thread, **kwargs)
+
+
+def _raising_no_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A future cannot hold a StopIteration: who awaits it would wait forever."""
+    try:
+        return call(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError(f"{getattr(call, '__qualname__', call)} raised StopIteration") from error

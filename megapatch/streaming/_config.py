@@ -1,0 +1,112 @@
+"""What a `TrainPump` is told, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfig:
+    """How rollouts are put together to steps.
+
+    generations_per_prompt         samples of a prompt group, where their tags do not say
+    min_prompt_groups_per_batch    eligible prompt groups that have to be there before a step begins; from then on
+                                   they are trained on one by one as they come
+    target_prompt_groups_per_step  prompt groups of a step, after which weights are synced; by default
+                                   min_prompt_groups_per_batch, with which a step begins when all of it is there
+    train_global_batch_size        samples of an optimizer step; by default those of the step, which then has one
+    max_staleness                  versions, which is optimizer steps, that a group may be behind; 0 is on-policy
+    max_microbatches_in_flight     prompt groups that the trainer has or that wait for it; with 2 the next one is
+                                   prepared while one is trained on
+    refresh_policy_logprobs, refresh_reference_logprobs
+                                   what the trainer's prepare_logprobs() is asked for, for each group
+    rollout_timeout                seconds that the pump waits for one more eligible prompt group; None: as long as
+                                   the buffer is open
+
+    Raises ConfigError (a ValueError). To change a field, make another one: dataclasses.replace() would take the
+    defaults that were worked out for settings.
+    """
+
+    generations_per_prompt: int
+    min_prompt_groups_per_batch: int = 1
+    target_prompt_groups_per_step: int = None  # type: ignore[assignment]  # set below
+    train_global_batch_size: int = None  # type: ignore[assignment]
+    max_staleness: int = 0
+    max_microbatches_in_flight: int = 2
+    refresh_policy_logprobs: bool = False
+    refresh_reference_logprobs: bool = False
+    rollout_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        self._check_whole("generations_per_prompt", 1)
+        self._check_whole("min_prompt_groups_per_batch", 1)
+        self._default("target_prompt_groups_per_step", self.min_prompt_groups_per_batch)
+        self._check_whole(
+            "target_prompt_groups_per_step", self.min_prompt_groups_per_batch, "min_prompt_groups_per_batch"
+        )
+        self._default("train_global_batch_size", self._samples_per_step)
+        self._check_whole("train_global_batch_size", 1)
+        self._check_whole("max_staleness", 0)
+        self._check_whole("max_microbatches_in_flight", 1)
+        for field in ("refresh_policy_logprobs", "refresh_reference_logprobs"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(field, getattr(self, field), "True or False")
+        timeout = self.rollout_timeout
+        if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):
+            raise ConfigError("rollout_timeout", timeout, "a number of seconds above 0, or None")
+        self._check_batch_size()
+
+    @property
+    def prompt_groups_per_optimizer_step(self) -> int:
+        return self.train_global_batch_size // self.generations_per_prompt
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        return self._samples_per_step // self.train_global_batch_size
+
+    @property
+    def refreshes_logprobs(self) -> bool:
+        return self.refresh_policy_logprobs or self.refresh_reference_logprobs
+
+    @property
+    def _samples_per_step(self) -> int:
+        return self.target_prompt_groups_per_step * self.generations_per_prompt
+
+    def _check_batch_size(self) -> None:
+        size, samples = self.train_global_batch_size, self._samples_per_step
+        if size % self.generations_per_prompt:
+            raise ConfigError(
+                "train_global_batch_size",
+                size,
+                f"a multiple of generations_per_prompt ({self.generations_per_prompt}): whole prompt groups",
+            )
+        if samples % size:
+            raise ConfigError(
+                "train_global_batch_size",
+                size,
+                f"a divisor of target_prompt_groups_per_step * generations_per_prompt ({samples}): whole "
+                "optimizer steps",
+            )
+        if self.max_staleness < self.optimizer_steps_per_step - 1:
+            # Upstream warns. But nothing that is sampled in a step can be newer than the weights it began with.
+            raise ConfigError(
+                "max_staleness",
+                self.max_staleness,
+                f"{self.optimizer_steps_per_step - 1} or more: a step has {self.optimizer_steps_per_step} "
+                "optimizer steps and weights are synced after the last, which no group could be new enough for",
+            )
+
+    def _default(self, field: str, value: int) -> None:
+        if getattr(self, field) is None:
+            object.__setattr__(self, field, value)
+
+    def _check_whole(self, field: str, least: int, of: str = "") -> None:
+        value = getattr(self, field)
+        if not _is_number(value, int) or value < least:
+            raise ConfigError(field, value, f"a whole number, {f'{of} ({least})' if of else least} or more")
+
+
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)

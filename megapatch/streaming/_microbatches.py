@@ -1,0 +1,53 @@
+"""The train_microbatch calls of an optimizer step that are under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any
+
+from ._calls import SequentialCalls, failure_of
+from ._trainer import Trainer
+
+
+class MicrobatchQueue:
+    """train_microbatch calls of one step, at most `limit` at a time made or waiting to be."""
+
+    def __init__(self, calls: SequentialCalls, trainer: Trainer, limit: int) -> None:
+        self._calls, self._trainer, self._limit = calls, trainer, limit
+        self._stopped = False
+        self.tasks: deque[asyncio.Task[None]] = deque()
+
+    def put(self, data: Any) -> None:
+        self.tasks.append(asyncio.ensure_future(self._train(data)))
+
+    def reap(self) -> None:
+        """Forget the calls that are over; raises what the first that failed has raised."""
+        while self.tasks and self.tasks[0].done():
+            self.tasks.popleft().result()
+
+    async def wait_for_room(self) -> None:
+        await self._wait_for_fewer_than(self._limit)
+
+    async def wait_until_empty(self) -> None:
+        await self._wait_for_fewer_than(1)
+
+    async def stop(self) -> list[BaseException]:
+        """Make no more calls, and wait for the one that is being made. What failed and was not raised."""
+        self._stopped = True
+        if self.tasks:
+            await asyncio.wait(self.tasks)
+        return [failure for task in self.tasks if (failure := failure_of(task)) is not None]
+
+    async def _wait_for_fewer_than(self, number: int) -> None:
+        self.reap()
+        while len(self.tasks) >= number:
+            await asyncio.wait([self.tasks[0]])  # which leaves it alone when we are cancelled
+            self.reap()
+
+    async def _train(self, data: Any) -> None:
+        try:
+            await self._calls(self._trainer, "train_microbatch", data, unless=lambda: self._stopped)
+        except BaseException:
+            self._stopped = True  # now, before the next one gets its turn
+            raise

@@ -1,0 +1,154 @@
+"""One optimizer step: what is called in which order, and what is undone when a call fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import EmptyStepError, MisuseError
+from ..weight_sync._cancellation import tell_besides
+from ._calls import SequentialCalls, perform, wait_out
+from ._config import StreamingConfig
+from ._microbatches import MicrobatchQueue
+from ._sampler import Group, StalenessSampler
+from ._supply import NothingLeft, Supply
+from ._timer import Timer
+
+
+@dataclass(frozen=True)
+class StepTaken:
+    """What finish_train_step() returned, the groups that were trained on, how many were evicted meanwhile."""
+
+    result: Any
+    groups: list[Group]
+    evicted: int
+
+
+class OptimizerSteps:
+    """Takes optimizer steps, and counts them: the version."""
+
+    def __init__(
+        self,
+        config: StreamingConfig,
+        trainer: Any,
+        buffer: Any,
+        compute_advantages: Callable[[Any], Any] | None,
+        calls: SequentialCalls,
+        timer: Timer,
+        version: int,
+    ) -> None:
+        self.version = version
+        self.is_open = False
+        self._config, self._trainer, self._compute_advantages = config, trainer, compute_advantages
+        self._calls, self._timer = calls, timer
+        sampler = StalenessSampler(config.max_staleness, config.generations_per_prompt)
+        self._supply = Supply(buffer, sampler, config.rollout_timeout)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megapatch-advantages")
+        self._claimed: list[Group] = []  # for the step that is under way, or has failed
+        self._trained: list[Group] = []  # and not cleared yet
+
+    async def take(self, needed: int) -> StepTaken:
+        """One step. It begins when so many groups are eligible."""
+        queue = MicrobatchQueue(self._calls, self._trainer, self._config.max_microbatches_in_flight)
+        evicted = self._supply.evicted
+        try:
+            for _ in range(self._config.prompt_groups_per_optimizer_step):
+                with self._timer.phase("wait_for_trainer"):
+                    await queue.wait_for_room()
+                # Picked no sooner than it can be trained on: a better one may have come until now.
+                with self._timer.phase("wait_for_rollouts"):
+                    group = await self._next_group(1 if self._claimed else needed, queue, evicted)
+                data = await self._prepared(group)
+                if not self.is_open:
+                    self.is_open = True  # before: a call that fails may have begun a step
+                    await wait_out(self._calls(self._trainer, "begin_train_step"))
+                queue.put(data)
+            with self._timer.phase("wait_for_trainer"):
+                await queue.wait_until_empty()
+            groups = list(self._claimed)
+            result = await wait_out(self._finish())
+        except BaseException as error:
+            await wait_out(self._undo(queue, error))
+            raise
+        return StepTaken(result, groups, self._supply.evicted - evicted)
+
+    async def recover(self) -> None:
+        """Do what a step that failed has left undone."""
+        await self._abort()
+        await self._give_back()
+        await self._clear()
+
+    async def _next_group(self, needed: int, queue: MicrobatchQueue, evicted_before: int) -> Group:
+        found = await self._supply.next_group(self.version, needed, queue)
+        if isinstance(found, NothingLeft):
+            raise EmptyStepError(
+                found.why,
+                trained=len(self._claimed),
+                target=self._config.prompt_groups_per_optimizer_step,
+                needed=needed,
+                evicted=self._supply.evicted - evicted_before,
+                backlog=found.backlog,
+            )
+        return found
+
+    async def _prepared(self, group: Group) -> Any:
+        self._claimed.append(group)  # before: a claim that fails may have been made
+        with self._timer.phase("claim"):
+            try:
+                data = await self._supply.claim(group)
+            except MisuseError:  # it is not to be had, so it is not ours to give back
+                self._claimed.remove(group)
+                raise
+        if self._config.refreshes_logprobs:
+            prepare = self._calls(
+                self._trainer,
+                "prepare_logprobs",
+                data,
+                refresh_policy_logprobs=self._config.refresh_policy_logprobs,
+                refresh_reference_logprobs=self._config.refresh_reference_logprobs,
+            )
+            data = await wait_out(prepare)
+        if self._compute_advantages is not None:
+            with self._timer.phase("compute_advantages"):
+                data = await wait_out(perform(self._compute_advantages, data, thread=self._thread))
+        return data
+
+    async def _finish(self) -> Any:
+        result = await self._calls(self._trainer, "finish_train_step")
+        # The optimizer has stepped. Whatever fails from here on, these groups are not trained on again.
+        self.is_open = False
+        self.version += 1
+        self._trained, self._claimed = self._claimed, []
+        with self._timer.phase("clear"):
+            await self._clear()
+        return result
+
+    async def _undo(self, queue: MicrobatchQueue, error: BaseException) -> None:
+        for failure in await queue.stop():
+            tell_besides("train_microbatch failed", failure, error)
+        await self._attempt(self._abort, error)
+        await self._attempt(self._give_back, error)
+
+    async def _attempt(self, undo: Callable[[], Awaitable[None]], error: BaseException) -> None:
+        try:
+            await undo()
+        except (Exception, asyncio.CancelledError) as failure:  # cancelled: an asyncio trainer's own doing
+            tell_besides(f"{undo.__name__.strip('_')} failed, too, and is left to the next step", failure, error)
+
+    async def _abort(self) -> None:
+        if self.is_open:
+            await self._calls(self._trainer, "abort_train_step")
+            self.is_open = False
+
+    async def _give_back(self) -> None:
+        if self._claimed:
+            await self._supply.give_back(self._claimed)
+            self._claimed = []
+
+    async def _clear(self) -> None:
+        if self._trained:
+            await self._supply.clear(self._trained)
+            self._trained = []

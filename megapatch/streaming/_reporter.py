@@ -1,0 +1,96 @@
+"""What the pump tells of its steps: to a logger, and on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+from ._calls import failure_of, perform
+
+log = logging.getLogger("megapatch")
+
+
+PATIENCE = 60.0
+"""Seconds for a logger that is asyncio's or Ray's."""
+
+
+class Logger(Protocol):
+    """Anything with this method, plain, a coroutine function or of a Ray actor; or a TensorBoard SummaryWriter."""
+
+    def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str) -> object: ...
+
+
+class Reporter:
+    """Passes metrics on. What fails here is logged once, with its traceback, and does not stop training.
+
+    logger     a Logger, a SummaryWriter (anything with add_scalar), or None
+    terminal   a stream; a progress line is kept there if it is a terminal
+    """
+
+    def __init__(self, logger: Any, terminal: TextIO | None) -> None:
+        self._logger, self._terminal = logger, terminal
+        self._told = False
+
+    async def log_metrics(self, result: Any, step: int, prefix: str) -> None:
+        """result: a mapping or a dataclass; of others nothing is told."""
+        if self._logger is None:
+            return
+        try:
+            if metrics := as_metrics(result):
+                await self._pass_on(metrics, step, prefix)
+        except Exception:
+            self._tell("a logger failed; training goes on, and this is said once")
+
+    async def _pass_on(self, metrics: dict[str, Any], step: int, prefix: str) -> None:
+        if not hasattr(self._logger, "log_metrics"):
+            for name, value in metrics.items():
+                if (number := _number(value)) is not None:
+                    self._logger.add_scalar(f"{prefix}/{name}", number, step)
+            return
+        call = asyncio.ensure_future(perform(self._logger.log_metrics, metrics, step=step, prefix=prefix))
+        call.add_done_callback(failure_of)  # nobody may be there to see it
+        try:
+            await asyncio.wait([call], timeout=PATIENCE)
+            if not call.done():
+                self._logger = None
+                raise TimeoutError(f"log_metrics() takes more than {PATIENCE:g} seconds; no more is logged")
+            if call.cancelled():
+                raise RuntimeError("log_metrics() was cancelled")
+            call.result()
+        finally:
+            call.cancel()
+
+    def progress(self, text: str) -> None:
+        try:
+            if self._terminal is not None and self._terminal.isatty():
+                self._terminal.write(f"\r\x1b[K{text}")  # over the last one
+                self._terminal.flush()
+        except Exception:
+            self._tell("the progress line failed; training goes on, and this is said once")
+
+    def _tell(self, what: str) -> None:
+        if not self._told:
+            self._told = True
+            log.exception(what)
+
+
+def as_metrics(result: Any) -> dict[str, Any]:
+    """What a finished step came to, by name: of a mapping or a dataclass; nothing of what is neither."""
+    if isinstance(result, Mapping):
+        return {str(name): value for name, value in result.items()}
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    return {}
+
+
+def _number(value: Any) -> float | None:
+    """None for what is no single number: text, lists, larger tensors."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # torch: "only one element tensors can be converted"
+        return None

@@ -1,0 +1,72 @@
+"""The weights that generation has: synced, stamped with their version, and rollouts kept out in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ..weight_sync import paused_generation
+from ..weight_sync._cancellation import outlast
+from ..weight_sync._pause import RESUME, is_paused
+from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, wait_out
+
+log = logging.getLogger("megapatch")
+
+STAMP = "set_weight_version"
+
+
+class SyncedWeights:
+    """Syncs weights, with a gate for rollouts that is closed from the start of a sync until one has succeeded:
+    what is sampled from mixed weights would carry a version that is not its own.
+
+    synchronizer   has sync_weights(), without a version
+    generation     what `paused_generation` takes; its set_weight_version() is told the version, if it has that
+    """
+
+    def __init__(self, synchronizer: Any, generation: Any, calls: SequentialCalls) -> None:
+        self._synchronizer, self._generation, self._calls = synchronizer, generation, calls
+        self.admitted = asyncio.Event()
+        self.admitted.set()
+        self._told = self._left_paused = False
+
+    async def sync(self, version: int) -> None:
+        """Raises what pausing, syncing or resuming raised. A cancellation during the sync itself is raised when
+        all is done, and the gate is open then."""
+        self.admitted.clear()
+        by_us = self._left_paused or not is_paused(self._generation)
+        try:
+            cancelled = await self._sync_while_paused(version)
+        finally:
+            self._left_paused = by_us and is_paused(self._generation)
+        if self._left_paused:  # by a sync before this one, whose resume failed
+            try:
+                await wait_out(perform(getattr(self._generation, RESUME)))
+            finally:
+                self._left_paused = is_paused(self._generation)
+        self.admitted.set()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _sync_while_paused(self, version: int) -> BaseException | None:
+        async with paused_generation(self._generation):
+            task = asyncio.ensure_future(self._sync_and_stamp(version))
+            cancelled = await outlast(task)
+            if cancelled is not None and failure_of(task) is not None:
+                raise_cancelled(cancelled, task)
+            task.result()
+        return cancelled
+
+    async def _sync_and_stamp(self, version: int) -> None:
+        await self._calls(self._synchronizer, "sync_weights")
+        if getattr(self._generation, STAMP, None) is None:
+            if not self._told:
+                self._told = True
+                log.warning(
+                    "%s has no %s(): rollouts bear the version of their weights only if it gets known otherwise",
+                    type(self._generation).__name__,
+                    STAMP,
+                )
+            return
+        # A failure is raised: all that came would be taken as older than it is, and be evicted, perhaps for good.
+        await self._calls(self._generation, STAMP, version)

@@ -1,0 +1,108 @@
+"""What a patch has to keep, whoever wrote it, run against the real upstream code.
+
+    from megapatch.testing import check_contract
+
+    def works():                     # of module level; raises without the patch, does not with it
+        ...
+
+    def test_my_patch():
+        check_contract({PATCH: works})
+
+Every check runs in new processes (`run_ranks`), with the given patches alone.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+
+from .._engine.engine import Engine
+from .._engine.settings import Settings
+from ..patch import Patch, Status
+from . import _import_orders, _invariants
+from ._ranks import run_ranks
+
+Scenario = Callable[[], object]
+
+# The processes' own megapatch stays out of it: an installed patch would be applied twice.
+_ALONE = {"MEGAPATCH_DISABLE": "*", "MEGAPATCH_ONLY": "", "MEGAPATCH_STRICT": ""}
+
+
+def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) -> None:
+    """Hold patches to the contract; raises AssertionError with everything that is broken.
+
+    scenarios: each patch with a function of no arguments that meets the defect: it raises without the patch and
+        returns with it. It runs in a process of its own, with CUDA stubs and a gloo group of one rank. Where the
+        diagnosis says that the patch is not needed, it has to return without it, too. Both are of module level;
+        modules to patch are imported in the function, not at the top of the file.
+    timeout: seconds for each group of processes.
+
+    - the defect shows without the patch, and not with it
+    - `import megapatch` before, during and after the import of the target, from another thread, after
+      `from x import f`, twice, after a restore or a reload: the same targets are replaced, once
+    - 1000 `apply()` in 64 threads change nothing; `restore()` puts everything back, the identical objects
+    - what is installed is a plain function with the original's signature that pickles and copies
+    - the diagnosis leaves no trace, needs no process group, and says the same of patched code
+    - it says in a sentence what it makes right, and where the defect is reported
+    """
+    patches = tuple(scenarios)
+    problems = [f"{patch.name}: {text}" for patch in patches for text in _undocumented(patch)]
+    problems += _import_orders.problems(
+        run_ranks(_import_orders.run, len(_import_orders.ORDERS), patches, env=_ALONE, timeout=timeout)
+    )
+    (kept,) = run_ranks(_invariants.run, 1, patches, env=_ALONE, timeout=timeout)
+    problems += kept
+    for patch, scenario in scenarios.items():
+        (unpatched,) = run_ranks(_without, 1, patches, patch.name, scenario, env=_ALONE, timeout=timeout)
+        (patched,) = run_ranks(_with, 1, patches, scenario, env=_ALONE, timeout=timeout)
+        problems += [f"{patch.name}: {text}" for text in (*unpatched, *patched)]
+    assert not problems, "the contract is broken:\n" + "\n".join(problems)
+
+
+def _undocumented(patch: Patch) -> list[str]:
+    found = []
+    if not patch.summary.endswith("."):
+        found.append("the first line of its docstring is no sentence")
+    if not patch.upstream.startswith("https://"):
+        found.append(f"upstream is {patch.upstream!r}; expected the URL of an issue or pull request")
+    return found
+
+
+def _without(rank: int, world_size: int, patches: tuple[Patch, ...], name: str, scenario: Scenario) -> list[str]:
+    """The scenario has to fail where the diagnosis says NEEDED, and only there."""
+    needed = _is_needed(patches, name)
+    error = _error(scenario)
+    if needed and error is None:
+        return ["its scenario works without the patch, although the diagnosis says that it is needed"]
+    if not needed and error is not None:
+        return [f"its scenario fails without the patch, although the diagnosis says it is not needed:\n{error}"]
+    return []
+
+
+def _with(rank: int, world_size: int, patches: tuple[Patch, ...], scenario: Scenario) -> list[str]:
+    """The scenario has to work with the patches."""
+    engine = Engine(patches, Settings())
+    engine.activate()
+    _import_orders.import_targets(engine)
+    error = _error(scenario)
+    return [f"its scenario fails with the patch:\n{error}"] if error else []
+
+
+def _is_needed(patches: tuple[Patch, ...], name: str) -> bool:
+    """Whether some site's diagnosis says so; nothing stays patched."""
+    engine = Engine(patches, Settings())
+    engine.activate()
+    _import_orders.import_targets(engine)
+    needed = any(record.status is Status.APPLIED for record in engine.records if record.patch.name == name)
+    engine.restore()
+    return needed
+
+
+def _error(scenario: Scenario) -> str | None:
+    try:
+        scenario()
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return traceback.format_exc()
+    return None

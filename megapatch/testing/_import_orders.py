@@ -1,0 +1,209 @@
+"""Every order of activating megapatch and importing what it patches, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+from .._engine.engine import Engine
+from .._engine.settings import Settings
+from .._engine.target import Rebuilt
+from .._engine.watch import half_loaded
+from .._versions import find_module
+from ..patch import MARK, NEEDS_ATTENTION, Patch, Status
+
+
+def import_targets(engine: Engine) -> None:
+    """Import every target that is installed."""
+    for name in _targets(engine):
+        importlib.import_module(name)
+
+
+def _targets(engine: Engine) -> list[str]:
+    names = dict.fromkeys(record.site.module for record in engine.records)
+    return [name for name in names if find_module(name) is not None]
+
+
+def activate_import(engine: Engine) -> None:
+    engine.activate()
+    import_targets(engine)
+
+
+def import_activate(engine: Engine) -> None:
+    import_targets(engine)
+    engine.activate()
+
+
+def activate_twice(engine: Engine) -> None:
+    engine.activate()
+    import_targets(engine)
+    engine.activate()
+    engine.apply()
+
+
+def restore_and_apply(engine: Engine) -> None:
+    activate_import(engine)
+    engine.restore()
+    engine.apply()
+
+
+def restore_before_the_import(engine: Engine) -> None:
+    engine.activate()
+    engine.restore()
+    import_targets(engine)
+    engine.apply()
+
+
+def parents_first(engine: Engine) -> None:
+    """The packages of the targets are there (of a namespace package no import hook tells), the targets may be."""
+    for name in _targets(engine):
+        importlib.import_module(name.partition(".")[0])
+        importlib.import_module(name.rpartition(".")[0] or name)
+    engine.activate()
+    import_targets(engine)
+
+
+def held_by_name(engine: Engine) -> None:
+    """Another module has done `from target import function` and `... as alias` before."""
+    import_targets(engine)
+    holder = types.ModuleType("megapatch_contract_holder")
+    sys.modules[holder.__name__] = holder
+    for record in engine.records:
+        for path in record.site.replace if record.site.module in sys.modules else ():
+            target = f"{record.site.module}:{path}"
+            if "." not in path:
+                function = getattr(sys.modules[record.site.module], path)
+                vars(holder).update({target: function, f"alias of {target}": function})
+    engine.activate()
+    for record in engine.records:
+        for one in record.installed:
+            for name in (one.target, f"alias of {one.target}"):
+                assert vars(holder).get(name, one.replacement) is one.replacement, f"held elsewhere: {one.target}"
+
+
+def reloaded(engine: Engine) -> None:
+    activate_import(engine)
+    for name in _targets(engine):
+        importlib.reload(sys.modules[name])
+    engine.apply()
+
+
+def imported_by_another_thread(engine: Engine) -> None:
+    engine.activate()
+    _in_thread(lambda: import_targets(engine)).join()
+
+
+def in_the_middle_of_our_own_import(engine: Engine) -> None:
+    """What is half-imported is left alone until the next event or `apply()`."""
+    _InTheMiddle(engine, engine.activate).run()
+    engine.apply()
+
+
+def while_another_thread_imports(engine: Engine) -> None:
+    """Activating waits for the other thread's import, which does not wait for it."""
+    threads: list[threading.Thread] = []
+
+    def activate_elsewhere() -> None:
+        threads.append(_in_thread(engine.activate))
+        time.sleep(0.1)  # it has found the half-imported target by now
+
+    _InTheMiddle(engine, activate_elsewhere).run()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "activating and importing wait for each other"
+
+
+ORDERS: tuple[Callable[[Engine], None], ...] = (
+    activate_import,
+    import_activate,
+    activate_twice,
+    restore_and_apply,
+    restore_before_the_import,
+    parents_first,
+    held_by_name,
+    reloaded,
+    imported_by_another_thread,
+    in_the_middle_of_our_own_import,
+    while_another_thread_imports,
+)
+
+
+def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, dict[str, list[str]], list[str]]:
+    """Go through one order, chosen by the rank: its name, what each site came to, and what went wrong."""
+    import torch.distributed
+
+    torch.distributed.barrier()  # the others may still be connecting
+    torch.distributed.destroy_process_group()  # no diagnosis may need one
+    order, engine = ORDERS[rank], Engine(patches, Settings())
+    wrong = []
+    try:
+        order(engine)
+    except AssertionError as error:
+        wrong.append(str(error))
+    outcome = {}
+    for record in engine.records:
+        record.refresh()
+        name = f"{record.patch.name} at {record.site.module}"
+        # What is rebuilt was made before: which ones there are depends on the order.
+        functions = [one for one in record.installed if not isinstance(one, Rebuilt)]
+        outcome[name] = [record.status.value, *(one.target for one in functions)]
+        if record.status in (*NEEDS_ATTENTION, Status.PENDING):
+            wrong.append(f"{name} is {record.status.value}: {record.reason} {record.traceback or ''}")
+        wrong += [
+            f"{one.target} was replaced {layers} times"
+            for one in functions
+            if (layers := _layers(one.current)) != 1
+        ]
+    return order.__name__.replace("_", " "), outcome, wrong
+
+
+def problems(results: list[tuple[str, dict[str, list[str]], list[str]]]) -> list[str]:
+    """What went wrong in some order, and orders whose outcome is another than that of the first."""
+    first_name, expected, _ = results[0]
+    found = [f"{name}: {text}" for name, _, wrong in results for text in wrong]
+    for name, outcome, wrong in results:
+        if outcome != expected and not wrong:
+            found.append(f"{name}: {outcome}, but {first_name}: {expected}")
+    return found
+
+
+class _InTheMiddle:
+    """Calls a function once while a target's body runs: when it looks for the first module that it imports."""
+
+    def __init__(self, engine: Engine, function: Callable[[], object]) -> None:
+        self.engine, self.function = engine, function
+        self.names = _targets(engine)
+        self.called = False
+
+    def run(self) -> None:
+        sys.meta_path.insert(0, self)
+        import_targets(self.engine)
+        self._call()  # no target has imported anything that was not there
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if any(half_loaded(sys.modules[name]) for name in self.names if name in sys.modules):
+            self._call()
+
+    def _call(self) -> None:
+        if not self.called:
+            self.called = True
+            self.function()
+
+
+def _in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def _layers(function: Any) -> int:
+    count = 0
+    while function is not None:
+        count += MARK in getattr(function, "__dict__", ())
+        function = getattr(function, "__wrapped__", None)
+    return count

@@ -1,0 +1,170 @@
+"""What stays as it was under a patch: the function's appearance, the process around a diagnosis, the originals."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import inspect
+import os
+import pickle
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+from .._engine.engine import Engine
+from .._engine.record import SiteRecord
+from .._engine.settings import Settings
+from .._engine.target import Added, Installed, Rebuilt
+from ..patch import Patch
+from ._import_orders import import_targets
+
+
+def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
+    """Check all that needs no scenario in one process; what is wrong, in words."""
+    engine = Engine(patches, Settings())
+    import_targets(engine)
+    before = {record: _contents(record) for record in engine.records}
+    problems: list[str] = []
+    verdicts = {record: _first_verdict(record, problems) for record in engine.records}
+
+    engine.activate()
+    installed = [one for record in engine.records for one in record.installed]
+    _apply_often(engine)
+    if [one for record in engine.records for one in record.installed] != installed:
+        problems.append("applying again has installed something again")
+    for one in installed:
+        problems += _looks(one)
+    for record, verdict in verdicts.items():
+        if (again := _diagnose(record)) != verdict:
+            problems.append(f"{record.patch.name}: once patched, its verdict is {again}; it was {verdict}")
+
+    engine.restore()
+    for record, contents in before.items():
+        problems += [
+            f"{record.patch.name}: restore() leaves {name} changed" for name in _changed(record, contents)
+        ]
+    return problems
+
+
+def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
+    def apply() -> None:
+        for _ in range(calls // threads + 1):
+            engine.apply()
+
+    running = [threading.Thread(target=apply) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join()
+
+
+def _looks(one: Installed) -> Iterator[str]:
+    """Whether the replacement can stand in for the original wherever functions go."""
+    if isinstance(one, Rebuilt):
+        return
+    function = one.current
+    if type(function) is not FunctionType:
+        yield f"{one.target} is a {type(function).__name__}, not a plain function"
+    if not isinstance(one, Added):
+        if not _takes_what(one.original, function):
+            yield f"{one.target} has another signature: {inspect.signature(function)}"
+        if (function.__name__, function.__doc__) != (one.original.__name__, one.original.__doc__):
+            yield f"{one.target} has lost its name or docstring (functools.wraps keeps them)"
+    if copy.deepcopy(function) is not function:
+        yield f"{one.target} is another one once copied"
+    if "<locals>" in getattr(one.original, "__qualname__", ""):  # it could not be pickled by its name either
+        return
+    for pickler in ("pickle", "cloudpickle"):
+        try:
+            dumps = importlib.import_module(pickler).dumps
+        except ImportError:
+            continue
+        try:
+            if pickle.loads(dumps(function)) is not function:
+                yield f"{one.target} is another one once pickled by {pickler}"
+        except Exception as error:
+            yield f"{one.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
+
+
+def _takes_what(original: Any, function: Any) -> bool:
+    """The same parameters; what a later release takes besides may be among them, with a default. A decorator that
+    takes anything, and hides what the function takes, may be replaced by what says it."""
+    theirs, ours = (
+        {one.name: (one.kind, one.default) for one in inspect.signature(which).parameters.values()}
+        for which in (original, function)
+    )
+    if {"args", "kwargs"} <= theirs.keys():
+        return True
+    more = [default for name, (_, default) in ours.items() if name not in theirs]
+    kept = [(name, told) for name, told in ours.items() if name in theirs]
+    return kept == list(theirs.items()) and inspect.Parameter.empty not in more
+
+
+def _contents(record: SiteRecord) -> dict[str, Any]:
+    """The site's module and the classes that its targets are in, name by name."""
+    module = sys.modules.get(record.site.module)
+    if module is None:
+        return {}
+    found = {f"{module.__name__}:{name}": value for name, value in vars(module).items()}
+    for path in record.site.paths:
+        owner: Any = module
+        for name in path.split(".")[:-1]:
+            owner = getattr(owner, name, None)
+            found.update({f"{module.__name__}:{path}'s {key}": value for key, value in vars(owner).items()})
+    return found
+
+
+def _diagnose(record: SiteRecord) -> Any:
+    module = sys.modules.get(record.site.module)
+    return record.site.diagnose(module) if module else None
+
+
+def _changed(record: SiteRecord, before: dict[str, Any]) -> list[str]:
+    """What is another object than it was, new, or gone."""
+    now = _contents(record)
+    return [name for name in {**before, **now} if name not in now or before.get(name) is not now[name]]
+
+
+def _first_verdict(record: SiteRecord, problems: list[str]) -> Any:
+    """Diagnose for the first time (what is imported or cached stays), and note what that has changed."""
+    contents, surroundings = _contents(record), _surroundings()
+    verdict = _diagnose(record)
+    after = _surroundings()
+    changed = [name for name in surroundings if surroundings[name] != after[name]] + _changed(record, contents)
+    problems += [f"{record.patch.name}: its diagnosis changes {name}" for name in changed]
+    return verdict
+
+
+def _surroundings() -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "the modules that are loaded": _modules_of_others(),
+        "the environment": dict(os.environ),
+        "the working directory": (os.getcwd(), sorted(os.listdir())),
+        "the import path": list(sys.path),
+        "the warning filters": list(warnings.filters),
+        "garbage collection": gc.isenabled(),
+        "the threads": threading.active_count(),
+        "Python's random numbers": random.getstate(),
+    }
+    if torch := sys.modules.get("torch"):
+        found["torch's random numbers"] = torch.get_rng_state().tolist()
+        found["torch's process group"] = torch.distributed.is_initialized()
+        found["torch's defaults"] = (torch.get_default_dtype(), torch.is_grad_enabled())
+    if numpy := sys.modules.get("numpy"):
+        found["numpy's random numbers"] = str(numpy.random.get_state())
+    return found
+
+
+def _modules_of_others() -> set[str]:
+    """A diagnosis may use the standard library."""
+    usual = {*sys.stdlib_module_names, "megapatch"}
+    return {
+        name
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in usual
+    }

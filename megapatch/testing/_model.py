@@ -1,0 +1,151 @@
+"""A model with its optimizer on this rank, and what a test does with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+from . import _data
+from ._weights import global_name
+
+
+class StepResult(NamedTuple):
+    """loss: mean over the tokens of the global batch. grad_norm: before clipping; of the whole model."""
+
+    loss: float
+    grad_norm: float
+
+
+@dataclass
+class TinyGPT:
+    """What `tiny_gpt` builds. The attributes are Megatron's own objects."""
+
+    chunks: list[Any]  # DistributedDataParallel, one per virtual pipeline stage of this rank
+    optimizer: Any  # MegatronOptimizer
+    config: Any  # TransformerConfig
+    ddp_config: Any  # DistributedDataParallelConfig
+    vocab: int
+    seq: int
+    align_grad_reduce: bool = True
+    align_param_gather: bool = False
+
+    def set_hooks(self) -> None:
+        """Fill in the model config as Megatron's own train() does before its first step."""
+        from megatron.core.distributed import finalize_model_grads
+
+        def one_or_all(hooks: list[Any]) -> Any:
+            return hooks[0] if len(hooks) == 1 else hooks
+
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.config.finalize_model_grads_func = finalize_model_grads
+        if self.ddp_config.overlap_grad_reduce:
+            self.config.no_sync_func = one_or_all([chunk.no_sync for chunk in self.chunks])
+            if self.align_grad_reduce:
+                self.config.grad_sync_func = one_or_all([chunk.start_grad_sync for chunk in self.chunks])
+        if self.ddp_config.overlap_param_gather and self.align_param_gather:
+            self.config.param_sync_func = one_or_all([chunk.start_param_sync for chunk in self.chunks])
+
+    def microbatches(
+        self, step: int, count: int = 2, *, micro_batch_size: int = 2, seed: int = 0
+    ) -> list[torch.Tensor]:
+        """This rank's microbatches of a step; see `megapatch.testing.microbatches`."""
+        return _data.microbatches(
+            step, count, micro_batch_size=micro_batch_size, seq=self.seq, vocab=self.vocab, seed=seed
+        )
+
+    def forward_backward(
+        self,
+        step: int = 0,
+        *,
+        num_microbatches: int = 2,
+        micro_batch_size: int = 2,
+        seed: int = 0,
+        microbatches: Sequence[torch.Tensor] | None = None,
+        data_iterators: Sequence[Iterator[torch.Tensor]] | None = None,
+        two_tuple: bool = False,
+        masked: bool = False,
+        forward_only: bool = False,
+    ) -> list[dict[str, torch.Tensor]]:
+        """One pass of the real schedule.
+
+        The data is that of `step` and `seed`, or `microbatches` (which then say how many there are and of which
+        size), or comes from `data_iterators` (one per chunk). two_tuple: the loss function returns (mean, metrics)
+        instead of (sum, tokens, metrics). masked: about a third of the tokens does not count.
+
+        Returns what the schedule returns: the metrics of each microbatch, on the last pipeline stage; else [].
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if microbatches is None:
+            microbatches = self.microbatches(step, num_microbatches, micro_batch_size=micro_batch_size, seed=seed)
+        if data_iterators is None:
+            num_microbatches, micro_batch_size = len(microbatches), len(microbatches[0])
+            data_iterators = [iter(microbatches) for _ in self.chunks]
+        metrics: list[dict[str, torch.Tensor]] = get_forward_backward_func()(
+            forward_step_func=partial(_data.forward_step, two_tuple=two_tuple, masked=masked),
+            data_iterator=list(data_iterators) if len(self.chunks) > 1 else data_iterators[0],
+            model=self.chunks,
+            num_microbatches=num_microbatches,
+            seq_length=self.seq,
+            micro_batch_size=micro_batch_size,
+            forward_only=forward_only,
+        )
+        return metrics
+
+    def train_step(self, step: int = 0, **options: Any) -> StepResult:
+        """zero_grad, forward_backward with these options, the optimizer's step; on all ranks."""
+        self.zero_grad()
+        metrics = self.forward_backward(step, **options)
+        _, grad_norm, _ = self.optimizer.step()
+        return StepResult(mean_loss(metrics), float(grad_norm))
+
+    def zero_grad(self) -> None:
+        """As Megatron's train_step() does it: the chunks' gradient buffers, then the optimizer."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def gather_parameters(self) -> None:
+        """With overlap_param_gather, gather the last step's values now, as the next forward pass would.
+
+        A collective. What follows does not notice.
+        """
+        if self.ddp_config.overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """{global name: float32 copy} of this rank's parameters (its shard, with tensor parallelism), as they
+        are: with overlap_param_gather the last step's values may still have to be gathered.
+        """
+        return {name: parameter.detach().float().clone() for name, parameter in self._named_parameters()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """{global name: float32 copy of main_grad}: what the optimizer sees, times the loss scale with fp16.
+
+        With the distributed optimizer only this rank's part of each buffer is reduced.
+        """
+        return {name: parameter.main_grad.detach().float().clone() for name, parameter in self._named_parameters()}
+
+    def _named_parameters(self) -> Iterator[tuple[str, Any]]:
+        for chunk in self.chunks:
+            model = chunk.module
+            while not hasattr(model, "decoder"):  # DDP, Float16Module
+                model = model.module
+            for name, parameter in model.named_parameters():
+                yield global_name(model, name), parameter
+
+
+def mean_loss(metrics: Sequence[dict[str, torch.Tensor]]) -> float:
+    """Mean over the tokens of all ranks' microbatches, from what `forward_backward` returns. A collective:
+    every rank calls it, and every rank gets the number."""
+    total = torch.zeros(2, dtype=torch.float64)
+    for metric in metrics:
+        total += metric["loss"].double()
+    torch.distributed.all_reduce(total)
+    return float(total[0] / total[1])

@@ -1,0 +1,148 @@
+"""The child's side of `run_ranks`: what happens in the process of one rank."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import io
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location, spec_from_loader
+from multiprocessing.connection import Connection
+from typing import IO, Any
+
+STACK_SIGNAL = signal.SIGUSR1
+
+# What a rank process executes first. It comes as source text, because the environment has to be in place
+# before megapatch is imported (which activates it), and to unpickle a function of megapatch would import it.
+BOOTSTRAP = """
+import os
+os.setpgid(0, 0)
+os.environ.clear()
+os.environ.update(environment)
+from megapatch.testing._rank_process import run
+run(channel, **job)
+"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is to do. The pickles are opened as late as possible: opening them imports modules."""
+
+    rank: int
+    world_size: int
+    store: str  # file for torch.distributed's rendezvous
+    stack: str  # file for this rank's stack, written on STACK_SIGNAL
+    setup: bytes  # pickled function or None
+    call: bytes  # pickled (function, args)
+    files: dict[str, str]  # where the modules of what was pickled come from, by name
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank sends back: its result as torch.save writes it, or its traceback's text and when that was."""
+
+    result: bytes = b""
+    failure: str = ""
+    failed_at: float = 0.0  # time.monotonic(), which all processes of a machine share
+
+
+def run(channel: Connection, **job_fields: Any) -> None:
+    """Do the job, send the outcome, and leave without the interpreter's goodbyes: they wait for peers."""
+    gc.freeze()  # what the server imported: collections would go through all of torch, 0.2 s while Megatron loads
+    job = Job(**job_fields)
+    threading.Thread(target=_end_with_caller, args=(channel,), daemon=True).start()
+    stack = open(job.stack, "w")  # noqa: SIM115  (stays open as long as the process)
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
+    try:
+        outcome = Outcome(_result(job))
+    except BaseException:  # torch's CheckpointException is no Exception
+        outcome = Outcome(failure=traceback.format_exc(), failed_at=time.monotonic())
+    channel.send(outcome)
+    _flush(sys.stdout, sys.stderr)
+    os._exit(1 if outcome.failure else 0)
+
+
+def _result(job: Job) -> bytes:
+    _set_warnings()
+    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, it stays out of this
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no resolvable host name
+
+    import torch
+    import torch.distributed
+
+    from ._cuda_stubs import install_cuda_stubs
+
+    torch.set_num_threads(1)
+    install_cuda_stubs()
+    _find_modules(job.files)
+    setup = pickle.loads(job.setup)
+    if setup is not None:
+        setup()
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size
+    )
+    function, args = pickle.loads(job.call)
+    # Tensors go by value: multiprocessing's pickle would share memory with a process that ends, and plain pickle
+    # names the function that loads a tensor, which megatron.training replaces by one of Megatron's own.
+    result = io.BytesIO()
+    torch.save(function(job.rank, job.world_size, *args), result)
+    return result.getvalue()
+
+
+def _find_modules(files: dict[str, str]) -> None:
+    """See to it that modules with these names are found, the caller's script among them."""
+    sys.meta_path.append(_ByFile(files))
+    if "__main__" in files:
+        spec = spec_from_loader("__mp_main__", SourceFileLoader("__mp_main__", files["__main__"]))
+        assert spec is not None and spec.loader is not None
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["__main__"])
+
+
+class _ByFile(MetaPathFinder):
+    """Finds modules that nobody else finds."""
+
+    def __init__(self, files: dict[str, str]) -> None:
+        self.files = files
+        self.packages = {name.rpartition(".")[0] for name in files}
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname in self.files:
+            return spec_from_file_location(fullname, self.files[fullname])
+        if any(f"{package}.".startswith(f"{fullname}.") for package in self.packages):
+            return ModuleSpec(fullname, None, is_package=True)
+        return None
+
+
+def _set_warnings() -> None:
+    """The caller's filters do not count here: Megatron and torch warn a lot on a machine like this, and what
+    torch's C code warns of is put down to the Python function above it, which is often one of the stubs."""
+    warnings.resetwarnings()
+    warnings.filterwarnings("ignore", module=r"(megatron|torch|megapatch\.testing)\b")
+    warnings.filterwarnings("error", module=r"megapatch\b(?!\.testing)")
+
+
+def _end_with_caller(channel: Connection) -> None:
+    """End this process and all that it started when the caller is gone (even by SIGKILL)."""
+    with contextlib.suppress(OSError):
+        channel.poll(None)  # nothing is ever sent to a rank, so this returns at the end of file
+    os.killpg(0, signal.SIGKILL)
+
+
+def _flush(*streams: IO[str]) -> None:
+    for stream in streams:
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()

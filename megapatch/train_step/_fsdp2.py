@@ -1,0 +1,257 @@
+"""A step of a module with FSDP2's fully_shard applied, whose ranks are all data parallel.
+
+FSDP2 gathers and reduces in every forward and backward pass, so all ranks have to make as many of them: one with
+fewer microbatches makes passes more, whose loss counts nothing. It averages gradients over ranks, in each pass;
+`finish` makes the sum of that again and divides it by what the whole step has.
+
+Which parameters there are is asked of the optimizer: the module has gathered ones after a forward pass alone.
+
+After an exception a pass is left half done. The ranks have to have left it in the same place, or their next
+collectives do not meet: where one rank alone fails, the others wait, and the processes have to be ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..errors import MisuseError
+from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
+
+MODULE = "torch.distributed.fsdp"
+
+
+def chunks_of(model: Any) -> list[Any] | None:
+    sharded = getattr(sys.modules.get(MODULE), "FSDPModule", None)
+    return [model] if sharded is not None and isinstance(model, sharded) else None
+
+
+class Backward:
+    """In the place of ``loss.backward()``, as often as `passes` says: the microbatches of the rank with the most.
+    Passes after a rank's own microbatches count nothing, whatever their loss."""
+
+    def __init__(self, num_microbatches: int, passes: int, divisor: float) -> None:
+        self.num_microbatches, self.passes, self.divisor = num_microbatches, passes, divisor
+        self.made = 0
+
+    def __call__(self, loss: Any) -> None:
+        self.made += 1
+        weight = 1.0 / self.divisor if self.made <= self.num_microbatches else 0.0
+        (loss * weight).backward()
+
+
+class FSDP2Backend:
+    fewest_microbatches = 0
+
+    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any, options: Options) -> None:
+        self.max_grad_norm = options.max_grad_norm
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise MisuseError(f"max_grad_norm is {self.max_grad_norm!r}; expected a number above 0, or None")
+        if options.calls_add_up:
+            raise MisuseError("calls_add_up is for Megatron; with FSDP2 expected a mean or an expected_count")
+        self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
+        self.expected_count = options.expected_count
+        self.expected_microbatches = options.expected_microbatches
+        self.mesh = _mesh_of(self._parameters())
+        self.drawn: list[Any] = []  # by the last microbatch: stays over steps, for passes that count nothing
+        self._forget()
+
+    def _parameters(self) -> list[Any]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _parameters_with_gradients(self) -> list[Any]:
+        return [parameter for parameter in self._parameters() if parameter.grad is not None]
+
+    def _forget(self) -> None:
+        self.calls = self.microbatches = 0
+        self.divisor = float(self.expected_count or self.expected_microbatches or 0)
+        self.count = 0.0
+
+    # ------------------------------------------------------------------------ begin and calls
+    def begin(self) -> None:
+        self._forget()
+        self.chunks[0].set_requires_gradient_sync(True)  # else what is accumulated is not the optimizer's to see
+        self.chunks[0].set_is_last_backward(True)
+        self.optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[Backward]:
+        most, self.fewest = self._most_and_fewest(num_microbatches)
+        self.divisor = self.divisor or most
+        self.backward = Backward(num_microbatches, most, self.divisor)
+        yield self.backward
+        if self.backward.made != most:
+            raise MisuseError(
+                f"the call made {self.backward.made} backward passes; expected {most}, as many as on the rank "
+                "with the most microbatches (forward_backward() makes those that are missing)"
+            )
+        self.calls += 1
+        self.microbatches += num_microbatches
+        self.count += num_microbatches if count is None else count
+
+    def forward_backward(
+        self, num_microbatches: int, *, forward_step_func: Callable[..., Any], data_iterator: Any, **ignored: Any
+    ) -> list[Any]:
+        """As Megatron's schedule without a pipeline; arguments that matter to pipelines alone are ignored."""
+        if self.fewest == 0 and self.backward.passes:  # on all ranks alike, so that none waits for one that raises
+            lacks_data = num_microbatches == 0 and not self.drawn
+            if self._over_ranks(lacks_data, "MAX"):
+                raise MisuseError(
+                    "a rank has no microbatch where others have, and has had none before; give it some data with "
+                    "a count of 0: it has to take part in their gathers and reduces"
+                )
+        metrics = []
+        for _ in range(num_microbatches):
+            self.drawn = []
+            metrics.append(self._forward_backward(forward_step_func, _Drawing(data_iterator, self.drawn)))
+        again = itertools.cycle(self.drawn)
+        for _ in range(self.backward.passes - num_microbatches):
+            self._forward_backward(forward_step_func, again)
+        return metrics
+
+    def _forward_backward(self, forward_step_func: Callable[..., Any], data: Iterator[Any]) -> Any:
+        output, loss_func = forward_step_func(data, self.chunks[0])
+        loss, *more = loss_func(output)
+        if len(more) != 1:
+            raise MisuseError(
+                f"the loss function returned {1 + len(more)} values; with FSDP2 expected (loss, metrics), and for "
+                "the mean over tokens their sum, in a step with an expected_count"
+            )
+        self.backward(loss)
+        return more[0]
+
+    # ------------------------------------------------------------------------ finish and abort
+    def reduce(self) -> float:
+        normalizer = self._over_ranks(self.count, "SUM")
+        check_normalizer(normalizer, "microbatches" if self.expected_count is None else "what was counted")
+        parameters = self._parameters_with_gradients()
+        if not parameters:
+            raise MisuseError("no parameter of the optimizer has a gradient")
+        factor = self.divisor * _averaged_over(self.chunks[0], self.mesh.size()) / normalizer
+        for parameter in parameters:
+            parameter.grad.mul_(factor)
+        for module in _sharded_modules(self.chunks[0]):
+            module.reshard()  # or those that a forward pass alone has gathered stay as they are, for the next pass
+        return normalizer
+
+    def finish(self, increment: int | None) -> StepResult:
+        normalizer = self.reduce()
+        grad_norm = self._clip(self._parameters_with_gradients())
+        learning_rate, weight_decay = used_by_optimizer(self.optimizer)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return StepResult(
+            succeeded=True,
+            grad_norm=grad_norm,
+            num_zeros=None,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            num_microbatches=self.microbatches,
+            num_calls=self.calls,
+            normalizer=normalizer,
+        )
+
+    def _clip(self, parameters: list[Any]) -> float:
+        from torch.nn import utils
+
+        norm = utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor()
+        if self.max_grad_norm is not None:
+            utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+        return float(norm)
+
+    def abort(self) -> None:
+        _bring_to_rest(self.chunks[0])
+        self.optimizer.zero_grad()
+        self.drawn = []  # with it the pass may have failed
+        self._forget()
+
+    # ------------------------------------------------------------------------ the ranks
+    def _most_and_fewest(self, number: int) -> tuple[int, int]:
+        most, fewest = self._all_reduce([number, -number], "MAX")
+        return int(most), -int(fewest)
+
+    def _over_ranks(self, value: float, operation: str) -> float:
+        (found,) = self._all_reduce([value], operation)
+        return found
+
+    def _all_reduce(self, values: list[float], operation: str) -> list[float]:
+        import torch
+
+        found = torch.tensor(values, dtype=torch.float64, device=self.mesh.device_type)
+        for dimension in range(self.mesh.ndim):
+            operator = getattr(torch.distributed.ReduceOp, operation)
+            torch.distributed.all_reduce(found, op=operator, group=self.mesh.get_group(dimension))
+        return list(found.tolist())
+
+
+class _Drawing:
+    """The iterator's; what it gives is kept."""
+
+    def __init__(self, data: Any, kept: list[Any]) -> None:
+        self.data, self.kept = data, kept
+
+    def __iter__(self) -> _Drawing:
+        return self
+
+    def __next__(self) -> Any:
+        self.kept.append(next(self.data))
+        return self.kept[-1]
+
+
+def _sharded_modules(module: Any) -> list[Any]:
+    return [one for one in module.modules() if chunks_of(one) is not None]
+
+
+def _mesh_of(parameters: list[Any]) -> Any:
+    """The ranks over which all of these are sharded, and in a mesh of two dimensions replicated."""
+    from torch.distributed.tensor import DTensor
+
+    if not all(isinstance(parameter, DTensor) for parameter in parameters):
+        raise MisuseError(
+            "the optimizer has parameters that fully_shard did not shard; make it of the module's parameters, "
+            "after fully_shard and before the first forward pass"
+        )
+    meshes = {parameter.device_mesh for parameter in parameters}
+    layouts = [[placement.is_shard() for placement in parameter.placements] for parameter in parameters]
+    if len(meshes) != 1 or any(layout not in ([True], [False, True]) for layout in layouts):
+        raise MisuseError(
+            "with FSDP2 all ranks have to be data parallel; found tensor parallel, or several meshes"
+        )
+    return meshes.pop()
+
+
+# ---------------------------------------------------------------------------- what torch has no public name for
+def _averaged_over(module: Any, ranks: int) -> float:
+    """What FSDP2 divides gradients by: ranks, or what set_gradient_divide_factor() was called with."""
+    found = set()
+    for one in _sharded_modules(module):
+        state = one._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        found |= {getattr(group, "gradient_divide_factor", None) or ranks for group in groups if group is not None}
+    if len(found) != 1:
+        raise MisuseError(
+            f"gradients are divided by several numbers: {sorted(found)}; expected one for all modules"
+        )
+    return float(found.pop())
+
+
+def _bring_to_rest(module: Any) -> None:
+    """Make the next pass of a module whose last one may have been interrupted a usual one.
+
+    Else its gathered parameters stay, and the next backward pass takes itself for a part of the last one, so
+    that some gradients are not reduced at all.
+    """
+    for parameter in module.parameters():  # the gathered ones too, which have gradients until they are reduced
+        parameter.grad = None
+    state = module._get_fsdp_state()
+    if not getattr(state, "_is_root", True):  # no forward pass was ever made: then it lacks what is reset
+        return
+    if hasattr(module, "reset_iter_state"):  # public, in torch 2.13
+        module.reset_iter_state()
+    else:  # what it does itself at the end of each backward pass; without gradients it reduces nothing
+        state._root_post_backward_final_callback()
+        state._state_ctx.iter_forward_root = None  # the end of a forward pass, which older ones leave to that

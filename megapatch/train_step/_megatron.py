@@ -1,0 +1,298 @@
+"""A step of Megatron's DistributedDataParallel, by Megatron's own switches on the model config.
+
+Each call runs with the chunks in no_sync(), without the config's own no_sync_func, grad_sync_func and
+param_sync_func, and with a finalize_model_grads_func that writes down what it is called with. The schedule divides
+losses by the microbatches of its call; grad_scale_func multiplies by them again. `finish` divides the gradient by
+what the whole step has, starts the reduce where overlap needs it, and calls the real finalize, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .._mcore.bucket_groups import MODULE, settle_grad_reduces
+from .._mcore.rerun_machine import before_interrupted_step, machine_of_this_process
+from ..errors import MisuseError
+from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
+
+
+def chunks_of(model: Any) -> list[Any] | None:
+    ddp = getattr(sys.modules.get(MODULE), "DistributedDataParallel", None)
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    return chunks if ddp is not None and chunks and all(isinstance(chunk, ddp) for chunk in chunks) else None
+
+
+class MegatronBackend:
+    fewest_microbatches = 1
+
+    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any, options: Options) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
+
+        if options.max_grad_norm is not None:
+            raise MisuseError("max_grad_norm is for FSDP2; Megatron's optimizer clips by its own config.clip_grad")
+        if any(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for chunk in chunks):
+            raise MisuseError(
+                "reuse_grad_buf_for_mxfp8_param_ag is not supported: parameters and gradients share memory"
+            )
+        self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
+        self.expected_count, self.expected_microbatches = options.expected_count, options.expected_microbatches
+        self.calls_add_up, self.step_scheduler_on_skip = options.calls_add_up, options.step_scheduler_on_skip
+        self.config = get_model_config(chunks[0])
+        self.parallel = parallel_state
+        self.per_token = bool(self.config.calculate_per_token_loss)
+        if self.expected_count is not None and self.expected_microbatches is None and self._has_other_losses():
+            raise MisuseError(
+                "expected_count with a mixture of experts or multi-token prediction needs expected_microbatches, "
+                "which says what their losses weigh: about how many microbatches a rank has in a step"
+            )
+        self._forget()
+
+    def _has_other_losses(self) -> bool:
+        if self.per_token:  # there they are multiplied by tokens, as the loss is
+            return False
+        return any(getattr(self.config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
+
+    def _forget(self) -> None:
+        self.calls = self.microbatches = self.scaled = 0
+        self.divisor = 0  # of means, while the step is open
+        self.count = 0.0
+        self.num_tokens: Any = None
+        self.finalize_arguments: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------------ begin and calls
+    def begin(self) -> None:
+        self._forget()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    @contextlib.contextmanager
+    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[None]:
+        self.divisor = self.divisor or self.expected_microbatches or num_microbatches
+        finalized_before, self.scaled = self.calls, 0
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            stack.enter_context(self._hooks(num_microbatches))
+            yield
+        if self.calls != finalized_before + 1:
+            raise MisuseError(
+                f"accumulate() is around one call of a schedule, with forward_only=False; "
+                f"found {self.calls - finalized_before} of them"
+            )
+        if self.scaled not in (0, num_microbatches):  # other pipeline stages scale no loss
+            raise MisuseError(
+                f"num_microbatches is {num_microbatches}; the schedule was called with {self.scaled}"
+            )
+        self.microbatches += num_microbatches
+        self.count += count or 0.0
+
+    def forward_backward(self, num_microbatches: int, **arguments: Any) -> Any:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        return get_forward_backward_func()(
+            model=self.chunks, num_microbatches=num_microbatches, forward_only=False, **arguments
+        )
+
+    @contextlib.contextmanager
+    def _hooks(self, num_microbatches: int) -> Iterator[None]:
+        loss, others = self._weights(num_microbatches)
+        config = self.config
+        hooks: dict[str, Any] = {
+            "no_sync_func": contextlib.nullcontext,  # the schedule's own ends before its last microbatch
+            "grad_sync_func": None,
+            "finalize_model_grads_func": self._finalize_later,
+            "grad_scale_func": self._scaling(config.grad_scale_func, loss, others),
+        }
+        if self.calls:  # the first one has gathered the parameters
+            hooks["param_sync_func"] = None
+        for name in ("moe_grad_scale_func", "mtp_grad_scale_func"):  # from 0.19 on
+            if getattr(config, name, None) is not None:
+                hooks[name] = _times(getattr(config, name), others)
+        before = {name: getattr(config, name) for name in hooks}
+        try:
+            for name, value in hooks.items():
+                setattr(config, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+
+    def _weights(self, num_microbatches: int) -> tuple[float, float]:
+        """What a loss, and a router's or a multi-token prediction's, is multiplied by in a call."""
+        if self.expected_count is None:
+            if self.per_token:
+                return 1.0, 1.0  # the schedule divides by nothing
+            if self.calls_add_up:
+                return 1.0, num_microbatches / (self.expected_microbatches or num_microbatches)
+            weight = num_microbatches / self.divisor
+            return weight, weight
+        if self.per_token:
+            # A sum of two is divided by the call's microbatches all the same, times context parallel; a router's
+            # loss is not, and is multiplied by the tokens there.
+            loss = num_microbatches / (self.parallel.get_context_parallel_world_size() * self.expected_count)
+            others = 1.0 / self.expected_count
+        else:
+            loss = num_microbatches / self.expected_count
+            others = num_microbatches / (self.expected_microbatches or 1) / self._data_parallel_size()
+        return 1.0 if self.calls_add_up else loss, others
+
+    def _scaling(self, scale: Callable[..., Any] | None, loss: float, others: float) -> Callable[..., Any]:
+        def scaled(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            is_loss = tensor.requires_grad  # Megatron asks for the scale of the others with a constant
+            self.scaled += is_loss
+            result = tensor if scale is None else scale(tensor, *args, **kwargs)
+            weight = loss if is_loss else others
+            result = result if weight == 1.0 else result * weight
+            return result if is_loss else _shaped_as_held(result)
+
+        return scaled
+
+    def _finalize_later(self, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
+        self.calls += 1
+        self.finalize_arguments = kwargs
+        if num_tokens is not None:
+            self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
+
+    # ------------------------------------------------------------------------ finish and abort
+    def finish(self, increment: int | None) -> StepResult:
+        if self.scheduler is not None and increment is None:
+            raise MisuseError(
+                "finish() needs increment=, the samples of this step over all ranks, for the scheduler"
+            )
+        normalizer = self.reduce()
+        learning_rate, weight_decay = used_by_optimizer(self.optimizer)
+        succeeded, grad_norm, num_zeros = self._over_model_parallel(*self.optimizer.step())
+        if self.scheduler is not None and (succeeded or self.step_scheduler_on_skip):
+            self.scheduler.step(increment=increment)
+        return StepResult(
+            succeeded=succeeded,
+            grad_norm=grad_norm,
+            num_zeros=None if num_zeros is None else int(num_zeros),
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            num_microbatches=self.microbatches,
+            num_calls=self.calls,
+            normalizer=normalizer,
+        )
+
+    def reduce(self) -> float:
+        if not self.calls and not self._may_have_none():
+            raise MisuseError("a step needs at least one forward-backward call on this rank")
+        if any(map(_is_freed, self.chunks)):
+            raise MisuseError("gradient buffers were freed while the step was open: its gradients are lost")
+        normalizer = self._normalize()
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_grad_reduce:
+                chunk.start_grad_sync()
+        self._finalize()
+        if normalizer is None:
+            normalizer = float(self.num_tokens)  # by now of all ranks
+            check_normalizer(normalizer, "tokens")
+        return normalizer
+
+    def _may_have_none(self) -> bool:
+        """A rank without data does not hold anyone up where none waits for its messages."""
+        mpu = self.parallel
+        sizes = (
+            mpu.get_tensor_model_parallel_world_size(),
+            mpu.get_pipeline_model_parallel_world_size(),
+            mpu.get_context_parallel_world_size(),
+            mpu.get_expert_model_parallel_world_size(),
+        )
+        return (self.expected_count is not None or self.calls_add_up) and set(sizes) == {1}
+
+    def _normalize(self) -> float | None:
+        """Divide this rank's gradient by what the whole step has; None where Megatron's finalize is to do that."""
+        if self.expected_count is not None:
+            normalizer = self._total_count()
+            check_normalizer(normalizer, "what was counted")
+            factor = self.expected_count / normalizer
+            if not self.per_token and not self.calls_add_up:  # where ranks are averaged
+                factor *= self._data_parallel_size()
+        elif self.calls_add_up:
+            return 1.0
+        elif self.per_token:
+            return None
+        else:
+            normalizer = float(self.microbatches)
+            factor = self.divisor / normalizer
+        if factor != 1.0:
+            for chunk in self.chunks:
+                chunk.scale_gradients(factor)
+        return normalizer
+
+    def _total_count(self) -> float:
+        """Over data parallel without context parallel, whose ranks have parts of the same samples."""
+        import torch
+
+        count = torch.tensor([self.count], dtype=torch.float64, device=self._device())
+        torch.distributed.all_reduce(count, group=self.parallel.get_data_parallel_group())
+        return float(count)
+
+    def _finalize(self) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize = self.config.finalize_model_grads_func or finalize_model_grads
+        by_tokens = self.expected_count is None and not self.calls_add_up
+        num_tokens = self.num_tokens if by_tokens else None
+        finalize(self.chunks, num_tokens, **self.finalize_arguments)
+
+    def _over_model_parallel(
+        self, succeeded: bool, grad_norm: float | None, num_zeros: float | None
+    ) -> tuple[bool, float | None, float | None]:
+        """Ranks with nothing to train know of no norm, and of no overflow."""
+        import torch
+
+        group = self.parallel.get_model_parallel_group()
+        if group.size() == 1:
+            return bool(succeeded), None if grad_norm is None else float(grad_norm), num_zeros
+        none = -1.0
+        known = [none if value is None else float(value) for value in (grad_norm, num_zeros)]
+        found = torch.tensor([not succeeded, *known], dtype=torch.float64, device=self._device())
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
+        failed, *values = found.tolist()
+        norm, zeros = (None if value == none else value for value in values)
+        return not failed, norm, zeros
+
+    def abort(self) -> None:
+        for chunk in self.chunks:
+            settle_grad_reduces(chunk)
+            if not _is_freed(chunk):
+                chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if (machine := machine_of_this_process()) is not None:
+            before_interrupted_step(machine)
+        self._forget()
+
+    # ------------------------------------------------------------------------ the layout
+    def _data_parallel_size(self) -> int:
+        return int(self.parallel.get_data_parallel_world_size())
+
+    def _device(self) -> Any:
+        return next(self.chunks[0].parameters()).device  # there may be no gradient buffer: all may be frozen
+
+
+def _shaped_as_held(scale: Any) -> Any:
+    """A router's scale of one element, in the shape of the one that Megatron will copy it into.
+
+    A scale function of a caller's may have left one without dimensions (NeMo-RL's train() does), which Megatron's
+    own of shape [1] cannot be copied into.
+    """
+    routers = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    held = getattr(getattr(routers, "MoEAuxLossAutoScaler", None), "main_loss_backward_scale", None)
+    return scale if held is None else scale.reshape(held.shape)
+
+
+def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:
+    return lambda: scale() * weight
+
+
+def _is_freed(chunk: Any) -> bool:
+    """Whether some of its gradients have no memory. To write there would end the process."""
+    buffers = [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return any(data.numel() and not data.untyped_storage().size() for data in buffers)
