@@ -34,10 +34,10 @@ def plain(tensor, scale=1.0):
 
 def closure(function):
     @functools.wraps(function)
-    def replacement(*args, **kwargs):
+    def patched_function(*args, **kwargs):
         return function(*args, **kwargs)
 
-    return replacement
+    return patched_function
 
 
 def patched(function):

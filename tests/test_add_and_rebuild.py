@@ -7,7 +7,7 @@ import importlib
 import pickle
 
 import pytest
-from engine_rig import make_engine, needed, status_of
+from rigs.engine import make_engine, needed, status_of
 
 from megapatch import Patch, RestoreError, Site
 
@@ -39,10 +39,10 @@ def greet(self):
 
 
 def louder(name):
-    def replacement(self):
+    def patched_greet(self):
         return name(self) + "!"
 
-    return replacement
+    return patched_greet
 
 
 def again(actor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command import run
+from rigs.command import run
 
 from megapatch.patches import PATCHES
 

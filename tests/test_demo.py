@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from command import run
+from rigs.command import run
 
 from megapatch._versions import find_module
 
@@ -67,7 +67,9 @@ def test_without_torch_it_says_what_to_install():
 def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):
     path = fake_megatron("")
     (path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n")
-    script = "import sys, megapatch._cli.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.main())"
+    script = (
+        "import sys, megapatch._cli.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.main())"
+    )
     shown = run("-c", script, path=path)
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr == "the demo needs megatron-core 0.12 or later; this is 0.11.0 (source)\n"

@@ -10,7 +10,7 @@ import threading
 import types
 
 import pytest
-from engine_rig import TARGET, louder, make_engine, make_patch, status_of
+from rigs.engine import TARGET, louder, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
 from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, Verdict

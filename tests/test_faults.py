@@ -10,7 +10,7 @@ import threading
 import types
 
 import pytest
-from engine_rig import TARGET, louder, make_engine, make_patch, needed
+from rigs.engine import TARGET, louder, make_engine, make_patch, needed
 
 from megapatch._engine import engine, holders, install, target
 from megapatch._engine import record as site_record

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_rig import make_engine, make_patch
+from rigs.engine import make_engine, make_patch
 
 from megapatch._reporting.report import make_report
 from megapatch.patch import UNKNOWN, Verdict

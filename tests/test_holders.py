@@ -7,7 +7,7 @@ import importlib
 import sys
 
 import pytest
-from engine_rig import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
 from megapatch._reporting.report import make_report

@@ -9,7 +9,7 @@ import inspect
 import pickle
 
 import pytest
-from engine_rig import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch import MegapatchError, RestoreError
 

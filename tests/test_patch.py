@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from engine_rig import make_patch
+from rigs.engine import make_patch
 
 from megapatch.errors import MisuseError
 from megapatch.patch import MARK, Patch, unpatched

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from command import run
-from engine_rig import TARGET
+from rigs.command import run
+from rigs.engine import TARGET
 
 RIG = """
 import importlib, os, sys, threading, warnings
@@ -59,12 +59,12 @@ def slow_find(*args):
 holders.find = slow_find
 
 from megapatch._engine import install
-put_in = install.Rebuilt.put_in
+put_in = install.RebuiltTarget.put_in
 def slow_put_in(self):
     if "rebuild" in stopping:
         stop_at("rebuild")
     put_in(self)
-install.Rebuilt.put_in = slow_put_in
+install.RebuiltTarget.put_in = slow_put_in
 
 engine = make_engine(
     make_patch(first, "greet", "Greeter.greet", diagnose=diagnose, name="test.first"),
@@ -128,7 +128,7 @@ print("fine")
 @pytest.fixture
 def script(modules, pytestconfig):
     def write(text, **names):
-        return RIG.format(rig="engine_rig") + text.format(**names)
+        return RIG.format(rig="rigs.engine") + text.format(**names)
 
     return write
 
@@ -139,7 +139,7 @@ def path(modules, pytestconfig):
 
 
 def test_a_fork_while_another_thread_is_in_the_middle_of_something(modules, script, path):
-    source = "from engine_rig import TARGET\nexec(TARGET)\nalias = greet\nTABLE = {{}}\n".replace("{{}}", "{}")
+    source = "from rigs.engine import TARGET\nexec(TARGET)\nalias = greet\nTABLE = {{}}\n".replace("{{}}", "{}")
     gate = modules.write("", stem="gate")
     names = [modules.write(source), modules.write(source)]
     names.append(modules.write(f"import {gate}\n{gate}.stop_at('import')\n" + source))

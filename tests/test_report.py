@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 
-from engine_rig import TARGET, make_engine, make_patch
+from rigs.engine import TARGET, make_engine, make_patch
 
 import megapatch
 from megapatch._reporting.report import SiteReport, make_report

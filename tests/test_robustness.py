@@ -12,10 +12,9 @@ import types
 
 import pytest
 import wrapt
-from engine_rig import TARGET, make_engine, make_patch
+from rigs.engine import TARGET, make_engine, make_patch
 
-from megapatch import RestoreError
-from megapatch import _versions
+from megapatch import RestoreError, _versions
 from megapatch._engine import holders
 from megapatch._reporting.report import make_report
 

@@ -14,7 +14,8 @@ import megapatch
 DDP = "megatron.core.distributed.distributed_data_parallel"
 TELLS = "print('the entry point was loaded')\nPATCHES = ()\n"
 LOOK = (
-    f"import megapatch._engine.engine as e\nprint([one.patch.name for one in e.this_process()._entries()])\nimport {DDP}"
+    "from megapatch._engine.engine import this_process\n"
+    f"print([one.patch.name for one in this_process()._entries()])\nimport {DDP}"
 )
 SITE = str(Path(megapatch.__file__).parents[1])
 WRAPT = str(Path(sys.modules["wrapt"].__file__).parents[1])

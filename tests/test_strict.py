@@ -7,8 +7,8 @@ import importlib
 import sys
 
 import pytest
-from command import run
-from engine_rig import TARGET, make_engine, make_patch, status_of
+from rigs.command import run
+from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch import StrictError
 from megapatch._engine import strict

@@ -8,8 +8,8 @@ import json
 import sys
 
 import pytest
-from command import run
-from engine_rig import TARGET, make_patch
+from rigs.command import run
+from rigs.engine import TARGET, make_patch
 
 from megapatch._engine import entry_points as third_party
 from megapatch._engine.engine import Engine
@@ -17,7 +17,7 @@ from megapatch._engine.settings import Settings
 from megapatch._reporting.report import make_report
 
 PATCHES = """
-from engine_rig import make_patch
+from rigs.engine import make_patch
 LOUDER = make_patch({target!r}, name="acme.louder")
 BOTH = [LOUDER, make_patch({target!r}, "Greeter.greet", name="acme.method")]
 NEITHER = "a text"

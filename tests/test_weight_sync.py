@@ -9,7 +9,7 @@ import sys
 from unittest import mock
 
 import pytest
-from weight_sync_rig import PLACES, Failure, World
+from rigs.weight_sync import PLACES, Failure, World
 
 from megapatch.weight_sync import paused_generation
 from megapatch.weight_sync._pause import resumed_on_failure

@@ -11,7 +11,7 @@ import types
 from unittest import mock
 
 import pytest
-from weight_sync_rig import Failure, World
+from rigs.weight_sync import Failure, World
 
 from megapatch import MegapatchError
 from megapatch.weight_sync import paused_generation

@@ -26,7 +26,7 @@ from .settings import DISABLE, STRICT, Settings, matching, unknown_name
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from .target import Installed
+    from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
 
@@ -228,7 +228,7 @@ class Engine:
 
 def _search(
     fresh: list[SiteRecord],
-) -> tuple[list[tuple[SiteRecord, tuple[Installed, ...]]], dict[int, list[holders.Holder]]]:
+) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[holders.Holder]]]:
     """What these have installed, and who holds the originals of that."""
     # In this order: for what another thread installs meanwhile, that one searches.
     seen = [(record, record.installed) for record in fresh]

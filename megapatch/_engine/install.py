@@ -10,26 +10,26 @@ from typing import Any
 from ..errors import RestoreError
 from ..patch import Site
 from . import holders
-from .target import Added, Installed, Rebuilt
+from .target import AddedTarget, RebuiltTarget, ReplacedTarget
 
 
 def install(
     patch_name: str,
     module: ModuleType,
     site: Site,
-    note: Callable[[Installed], object] = lambda one: None,
-) -> tuple[Installed, ...]:
+    note: Callable[[ReplacedTarget], object] = lambda one: None,
+) -> tuple[ReplacedTarget, ...]:
     """Replace all targets of a site in its loaded module, or none.
 
     note: told of each target before it is touched, so that someone knows of it however this ends.
 
     Raises whatever finding a target or a patch's factory raises; the module is then as it was.
     """
-    found = [Installed(patch_name, module, path, make) for path, make in site.replace.items()]
-    found += [Added(patch_name, module, path, name) for path, name in site.add.items()]
-    done: list[Installed] = []
+    found = [ReplacedTarget(patch_name, module, path, make) for path, make in site.replace.items()]
+    found += [AddedTarget(patch_name, module, path, name) for path, name in site.add.items()]
+    done: list[ReplacedTarget] = []
 
-    def put_in(one: Installed) -> None:
+    def put_in(one: ReplacedTarget) -> None:
         done.append(one)  # first: Ctrl-C may come between any two lines
         note(one)
         one.put_in()
@@ -38,14 +38,14 @@ def install(
         for one in found:
             put_in(one)
         for target, make in site.rebuild(module).items() if site.rebuild else ():
-            put_in(Rebuilt(target, make))
+            put_in(RebuiltTarget(target, make))
     except BaseException:
         take_out(done)
         raise
     return tuple(done)
 
 
-def take_out(installed: Iterable[Installed]) -> None:
+def take_out(installed: Iterable[ReplacedTarget]) -> None:
     """Put back the originals of what is in place, in the targets and in the holders that were rebound.
 
     Goes on after an error, and raises the last one then.
@@ -56,12 +56,12 @@ def take_out(installed: Iterable[Installed]) -> None:
             steps.callback(one.put_back)
 
 
-def _give_back(one: Installed, replacement: Any, places: Iterable[holders.Holder]) -> None:
+def _give_back(one: ReplacedTarget, replacement: Any, places: Iterable[holders.Holder]) -> None:
     for holder in places:
         holder.swap(replacement, one.beneath)
 
 
-def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
+def uninstall(installed: tuple[ReplacedTarget, ...], site: Site) -> None:
     """Put back the identical originals where they are in place (see `check_in_place`), and where the replacements
     were since imported by name; all or none.
     """
@@ -80,11 +80,11 @@ def uninstall(installed: tuple[Installed, ...], site: Site) -> None:
         on_error.pop_all()
 
 
-def _take_again(one: Installed, holder: holders.Holder, original: Any) -> None:
+def _take_again(one: ReplacedTarget, holder: holders.Holder, original: Any) -> None:
     holder.swap(original, one.replacement)
 
 
-def check_in_place(installed: tuple[Installed, ...]) -> None:
+def check_in_place(installed: tuple[ReplacedTarget, ...]) -> None:
     """Raise RestoreError, naming who, when a target has been replaced by someone else."""
     for one in installed:
         if not one.is_in_place:
@@ -94,7 +94,7 @@ def check_in_place(installed: tuple[Installed, ...]) -> None:
             )
 
 
-def rebind(installed: tuple[Installed, ...], found: Mapping[int, list[holders.Holder]]) -> None:
+def rebind(installed: tuple[ReplacedTarget, ...], found: Mapping[int, list[holders.Holder]]) -> None:
     """Give the replacements to those who hold the originals, as `holders.find` found them for a whole batch."""
     for one in installed:
         if not one.inherited:  # who holds the parent class's function means that one
@@ -104,7 +104,7 @@ def rebind(installed: tuple[Installed, ...], found: Mapping[int, list[holders.Ho
                     one.holders = before
 
 
-def left_behind(installed: tuple[Installed, ...]) -> dict[str, list[str]]:
+def left_behind(installed: tuple[ReplacedTarget, ...]) -> dict[str, list[str]]:
     """Who still holds an original and could not be given the replacement, in words, by target.
 
     Goes through all objects of the process, once for all of these.

@@ -15,7 +15,7 @@ from ..patch import NEEDS_ATTENTION, Patch, Site, Status, Verdict, VerdictKind
 from . import watch
 from .holders import Holder
 from .install import check_in_place, install, rebind, take_out, uninstall
-from .target import Installed, Rebuilt
+from .target import RebuiltTarget, ReplacedTarget
 
 log = logging.getLogger("megapatch")
 
@@ -44,11 +44,11 @@ class SiteRecord:
         self.reason = disabled or _NOT_IMPORTED
         self.verdict: Verdict | None = None
         self.traceback: str | None = None
-        self.installed: tuple[Installed, ...] = ()
+        self.installed: tuple[ReplacedTarget, ...] = ()
         self.disabled = disabled
         self._half = False  # `installed` is not all, or could not be taken out
         self._rebound = False  # the holders of what is installed have been looked for
-        self._earlier: tuple[Installed, ...] = ()  # before a reload; others may hold those replacements still
+        self._earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may hold those replacements still
 
     def set(self, status: Status, reason: str, trace: str | None = None) -> None:
         """Record the status; one that needs attention is logged at WARNING, once."""
@@ -77,7 +77,7 @@ class SiteRecord:
             self._all_or_none(lambda: self._judge_and_install(module))
             return bool(self.installed) and not self._half
 
-    def rebind(self, installed: tuple[Installed, ...], found: Mapping[int, list[Holder]]) -> None:
+    def rebind(self, installed: tuple[ReplacedTarget, ...], found: Mapping[int, list[Holder]]) -> None:
         """Give what `consider` has installed to the other holders of the originals, which were looked for since;
         only then is it applied.
 
@@ -131,7 +131,7 @@ class SiteRecord:
         self.set(Status.APPLIED, self.verdict.reason)
         self._rebound = True
 
-    def _note(self, one: Installed) -> None:
+    def _note(self, one: ReplacedTarget) -> None:
         self.installed = (*self.installed, one)
 
     def _take_out(self) -> None:
@@ -205,7 +205,7 @@ class SiteRecord:
         """Whether the module was loaded anew, so that nothing of ours is in it; notes who overwrote us."""
         gone = [one for one in self.installed if not one.is_in_place]
         imported_anew = sys.modules.get(self.site.module) not in (None, self.installed[0].module)
-        functions = [one for one in gone if not isinstance(one, Rebuilt)]
+        functions = [one for one in gone if not isinstance(one, RebuiltTarget)]
         kept = [one for one in self.installed if one not in gone and one.is_the_modules_own]  # a reload keeps none
         if imported_anew or (functions and not kept and all(one.was_reloaded for one in functions)):
             self.installed, self._earlier = (), self._earlier + self.installed

@@ -18,7 +18,7 @@ from ..patch import MARK
 from .holders import Holder
 
 
-class Installed:
+class ReplacedTarget:
     """A function that has been replaced; make: takes the original and returns the one to install.
 
     target: ``"module:Class.attribute"``. inherited: whether there was nothing in the class itself, so that putting
@@ -127,7 +127,7 @@ class Installed:
         return tuple(one.where for one in self.holders)
 
 
-class Added(Installed):
+class AddedTarget(ReplacedTarget):
     """A function where the class, or the module, had none of its own.
 
     name: where that function is, as ``"package.module:name"``. It stays what and where it is: a class that is
@@ -157,7 +157,7 @@ class Added(Installed):
         return parent is not self.parent and attribute not in vars(parent)
 
 
-class Rebuilt(Installed):
+class RebuiltTarget(ReplacedTarget):
     """An object that was made of what patches change, such as a Ray actor class; make: takes the original and
     returns one made of what is in place by then.
 
@@ -219,7 +219,7 @@ class _Shared:
 
     def __init__(self, original: Any) -> None:
         self.original = self.latest = original
-        self.users: set[Rebuilt] = set()
+        self.users: set[RebuiltTarget] = set()
 
 
 _rebuilt: dict[str, _Shared] = {}

@@ -17,12 +17,12 @@ from typing import Any
 
 import wrapt
 
-from .._engine.target import Installed, Rebuilt
+from .._engine.target import RebuiltTarget, ReplacedTarget
 from .._engine.watch import half_loaded
 from ..patch import Site
 
 
-def patchers(site: Site, installed: Collection[Installed], ours: Collection[int]) -> list[str]:
+def patchers(site: Site, installed: Collection[ReplacedTarget], ours: Collection[int]) -> list[str]:
     """Who has patched the site's targets besides us, in words; nothing where the module is not loaded.
 
     ours: ids of all replacements of ours, those of other patches too.
@@ -31,7 +31,7 @@ def patchers(site: Site, installed: Collection[Installed], ours: Collection[int]
     if module is None or half_loaded(module):
         return []
     found = []
-    known = {one.target: one for one in installed if not isinstance(one, Rebuilt)}
+    known = {one.target: one for one in installed if not isinstance(one, RebuiltTarget)}
     for path in site.paths:
         target = f"{site.module}:{path}"
         one = known.get(target)
@@ -54,7 +54,7 @@ def _before(function: Any, parent: Any, ours: Collection[int]) -> Iterator[str]:
         yield f"{_who(layer)} has {'replaced' if layer is layers[-1] else 'wrapped'}"
 
 
-def _on_top(one: Installed, ours: Collection[int]) -> Iterator[str]:
+def _on_top(one: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
     """Those above our replacement, or instead of it: nothing of them is upstream's, which was there before."""
     layers = list(_layers(one.current))
     inside = next((number for number, layer in enumerate(layers) if layer is one.replacement), None)

@@ -209,9 +209,9 @@ def _with_split_sizes_as_lists(all_to_all_single: Callable[..., Any]) -> Callabl
     def listed(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
-    def replacement(
+    def patched_all_to_all_single(
         output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **kwargs: Any
     ) -> Any:
         return all_to_all_single(output, input, listed(output_split_sizes), listed(input_split_sizes), **kwargs)
 
-    return replacement
+    return patched_all_to_all_single

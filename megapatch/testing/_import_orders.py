@@ -12,7 +12,7 @@ from typing import Any
 
 from .._engine.engine import Engine
 from .._engine.settings import Settings
-from .._engine.target import Rebuilt
+from .._engine.target import RebuiltTarget
 from .._engine.watch import half_loaded
 from .._versions import find_module
 from ..patch import MARK, NEEDS_ATTENTION, Patch, Status
@@ -150,7 +150,7 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, di
         record.refresh()
         name = f"{record.patch.name} at {record.site.module}"
         # What is rebuilt was made before: which ones there are depends on the order.
-        functions = [one for one in record.installed if not isinstance(one, Rebuilt)]
+        functions = [one for one in record.installed if not isinstance(one, RebuiltTarget)]
         outcome[name] = [record.status.value, *(one.target for one in functions)]
         if record.status in (*NEEDS_ATTENTION, Status.PENDING):
             wrong.append(f"{name} is {record.status.value}: {record.reason} {record.traceback or ''}")

@@ -19,7 +19,7 @@ from typing import Any
 from .._engine.engine import Engine
 from .._engine.record import SiteRecord
 from .._engine.settings import Settings
-from .._engine.target import Added, Installed, Rebuilt
+from .._engine.target import AddedTarget, RebuiltTarget, ReplacedTarget
 from ..patch import Patch
 from ._import_orders import import_targets
 
@@ -63,14 +63,14 @@ def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
         thread.join()
 
 
-def _looks(one: Installed) -> Iterator[str]:
+def _looks(one: ReplacedTarget) -> Iterator[str]:
     """Whether the replacement can stand in for the original wherever functions go."""
-    if isinstance(one, Rebuilt):
+    if isinstance(one, RebuiltTarget):
         return
     function = one.current
     if type(function) is not FunctionType:
         yield f"{one.target} is a {type(function).__name__}, not a plain function"
-    if not isinstance(one, Added):
+    if not isinstance(one, AddedTarget):
         if not _takes_what(one.original, function):
             yield f"{one.target} has another signature: {inspect.signature(function)}"
         if (function.__name__, function.__doc__) != (one.original.__name__, one.original.__doc__):

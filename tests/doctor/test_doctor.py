@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import sys
 
-from command import run
-from megapatch.reach._run.site import sitecustomize
+from rigs.command import run
 
 from megapatch._cli.doctor import probe, routes
 from megapatch._reporting.report import make_report
 from megapatch.patches import PATCHES
+from megapatch.reach._run.site import sitecustomize
 
 # A stand-in for Megatron where only the command line is under test.
 DDP = """

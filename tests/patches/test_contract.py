@@ -6,8 +6,8 @@ import functools
 import importlib
 import tempfile
 
-from megatron_rig import BOTH, GRADS, quick_writer
-from slime_rig import IMITATIONS, SlimeLoop
+from rigs.megatron import BOTH, GRADS, quick_writer
+from rigs.slime import IMITATIONS, SlimeLoop
 
 from megapatch.patch import NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
@@ -112,10 +112,10 @@ def has_finalize(module):
 
 def accepts_no_chunk(finalize_model_grads):
     @functools.wraps(finalize_model_grads)
-    def replacement(model, *args, **kwargs):
+    def patched_finalize_model_grads(model, *args, **kwargs):
         return finalize_model_grads(model, *args, **kwargs) if model else "nothing to do"
 
-    return replacement
+    return patched_finalize_model_grads
 
 
 def finalize_nothing():

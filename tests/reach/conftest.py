@@ -7,7 +7,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from run_rig import CHILDREN, GREETER, PATCH, PROGRAM
+from rigs.run import CHILDREN, GREETER, PATCH, PROGRAM
 
 import megapatch
 

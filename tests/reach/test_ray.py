@@ -19,8 +19,8 @@ import pytest
 if not (find_spec("ray") and find_spec("torch")):
     pytest.skip("needs Ray, and torch for what its workers import", allow_module_level=True)
 
-from ray_rig import TESTS, cluster, job
-from skyrl_rig import RELEASES, has_correctness_fixes
+from rigs.ray import TESTS, cluster, job
+from rigs.skyrl import RELEASES, has_correctness_fixes
 
 from megapatch.reach.ray import assert_consistent, compose_into_init, runtime_env
 from megapatch.testing import run_ranks
@@ -105,7 +105,7 @@ def in_ray(rank, world_size, bare, fake, slime, skyrl, log):
 
     def slimes_way(path, of_checkout):
         sys.path[:0] = [TESTS, path]
-        from stand_ins import StandIns
+        from rigs.stand_ins import StandIns
 
         only_with_gpus = ("mooncake", "sglang", "sglang_router", "torch_memory_saver")
         sys.meta_path.append(StandIns(only_with_gpus, lambda module, name: type(name, (), {})))
@@ -122,7 +122,7 @@ def in_ray(rank, world_size, bare, fake, slime, skyrl, log):
         before = "megapatch" in sys.modules
         sys.path.insert(0, TESTS)
         os.environ["SKYRL_RELEASE"] = release.folder
-        from skyrl_rig import find_skyrl
+        from rigs.skyrl import find_skyrl
 
         find_skyrl(real=["ray"])
         importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
@@ -180,14 +180,14 @@ def in_ray(rank, world_size, bare, fake, slime, skyrl, log):
 
         # What `ray job submit` leaves in the driver's environment; Ray initializes itself.
         env_vars = {"PYTHONPATH": os.pathsep.join([TESTS, path]), "MEGAPATCH_DISABLE": "given", "MINE": "2"}
-        told = json.dumps({"runtime_env": {HOOK: "ray_rig.note_order", "env_vars": env_vars}, "metadata": {}})
+        told = json.dumps({"runtime_env": {HOOK: "rigs.ray.note_order", "env_vars": env_vars}, "metadata": {}})
         with mock.patch.dict(os.environ, RAY_JOB_CONFIG_JSON_ENV_VAR=told):
             with job(lambda: found.update(submitted=ray.get(task.remote()))):
                 found["told"] = os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] == told
             found["conflict"] = outcome(ray.init, runtime_env={HOOK: hook})
 
         if skyrl is not None:
-            from skyrl_rig import find_skyrl
+            from rigs.skyrl import find_skyrl
 
             os.environ["SKYRL_RELEASE"] = skyrl.folder
             find_skyrl(real=["ray"])
@@ -314,7 +314,7 @@ def in_nemo_rls_ray(rank, world_size):
 
 @pytest.mark.skipif(not NEMO_RL, reason="NEMO_RL_CHECKOUT is not set")
 def test_nemo_rls_own_init_ray():
-    from nemo_rl_rig import find_nemo_rl
+    from rigs.nemo_rl import find_nemo_rl
 
     env = {"MEGAPATCH_DISABLE": "skyrl.*"}
     assert run_ranks(in_nemo_rls_ray, 1, setup=find_nemo_rl, env=env) == [(True, "skyrl.*")]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from run_rig import environment, run, start
+from rigs.run import environment, run, start
 
 from megapatch.reach._run import launch
 from megapatch.reach._run.site.sitecustomize import HERE, TARGETS

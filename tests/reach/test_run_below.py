@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from run_rig import PROGRAM, below, environment, start
+from rigs.run import PROGRAM, below, environment, start
 
 from megapatch.reach._run.site.sitecustomize import HERE, TARGETS
 

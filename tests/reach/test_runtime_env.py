@@ -36,12 +36,12 @@ def test_what_is_there_is_kept_and_the_settings_are_added(settings):
 
 
 def test_a_hook_that_is_there_runs_after_ours(monkeypatch):
-    import ray_rig
+    from rigs import ray as ray_rig
 
     called = []
     hook_of(runtime_env({HOOK: lambda: called.append("function")}))()
     monkeypatch.setattr(ray_rig, "note_order", lambda: called.append("name"))
-    hook_of(runtime_env({HOOK: "ray_rig.note_order"}))()
+    hook_of(runtime_env({HOOK: "rigs.ray.note_order"}))()
     assert called == ["function", "name"]
     with pytest.raises(ModuleNotFoundError, match="no_such"):
         hook_of(runtime_env({HOOK: "no_such.hook"}))()

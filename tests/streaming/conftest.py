@@ -6,7 +6,7 @@ import gc
 import logging
 
 import pytest
-from ray_rig import ray_with
+from rigs.ray import ray_with
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import logging
 import sys
 
 import pytest
-from streaming_rig import Fault, World, cancelled_after, failing_after, raised, run
+from rigs.streaming import Fault, World, cancelled_after, failing_after, raised, run
 
 from megapatch.streaming import RolloutBuffer
 

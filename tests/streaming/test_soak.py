@@ -9,7 +9,7 @@ import logging
 import random
 
 import pytest
-from streaming_rig import Fault, run
+from rigs.streaming import Fault, run
 
 from megapatch.streaming import EmptyStepError, RolloutBuffer, StreamingConfig, TrainPump
 

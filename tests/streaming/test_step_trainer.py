@@ -6,7 +6,7 @@ import asyncio
 import sys
 from unittest import mock
 
-from streaming_rig import raised
+from rigs.streaming import raised
 
 from megapatch.reach.ray import RayTrainer
 from megapatch.streaming import StepTrainer

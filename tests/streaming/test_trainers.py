@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from streaming_rig import raised
+from rigs.streaming import raised
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from streaming_rig import Fault, World, cancelled_after, failing_after, raised, run
+from rigs.streaming import Fault, World, cancelled_after, failing_after, raised, run
 
 from megapatch.streaming import StreamingConfig, TrainPump
 

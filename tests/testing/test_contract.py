@@ -24,10 +24,10 @@ def verdict_of(module, function="rgb_to_hsv"):
 
 def repaired(function):
     @functools.wraps(function)
-    def replacement(*args):
+    def patched_function(*args):
         return "repaired", function(*args)
 
-    return replacement
+    return patched_function
 
 
 def works(function="rgb_to_hsv"):
@@ -83,10 +83,10 @@ def unwrapped(function):
 
 def idle(function):
     @functools.wraps(function)
-    def replacement(*args):
+    def patched_function(*args):
         return function(*args)
 
-    return replacement
+    return patched_function
 
 
 def for_good(function):

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from megatron_rig import UNPATCHED
+from rigs.megatron import UNPATCHED
 
 from megapatch.errors import MisuseError
 from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks

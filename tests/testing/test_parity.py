@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_rig import ADAM, BOTH, UNPATCHED
-from megatron_rig import GRADS as OVERLAP
+from rigs.megatron import ADAM, BOTH, UNPATCHED
+from rigs.megatron import GRADS as OVERLAP
 
 from megapatch.testing import RanksFailed, RanksTimedOut, init_parallel, run_ranks, tiny_gpt
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_rig import (
+from rigs.megatron import (
     BOTH,
     GRADS,
     Interrupted,
@@ -18,7 +18,7 @@ from megatron_rig import (
     raising_half_way,
     rerun_data,
 )
-from train_step_rig import MEAN, in_pieces
+from rigs.train_step import MEAN, in_pieces
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step

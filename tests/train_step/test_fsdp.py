@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from fsdp_rig import (
+from rigs.fsdp import (
     GAMMA,
     LEARNING_RATE,
     Sharded,

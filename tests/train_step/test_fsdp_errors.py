@@ -6,7 +6,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from fsdp_rig import Interrupted, Sharded, forward_step, largest_difference, optimizers, plain_model, reference
+from rigs.fsdp import Interrupted, Sharded, forward_step, largest_difference, optimizers, plain_model, reference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

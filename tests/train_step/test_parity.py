@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_rig import ADAM, BOTH, GRADS, UNPATCHED
-from train_step_rig import MEAN, MOE, MTP, allow_sequence_parallel, in_pieces
+from rigs.megatron import ADAM, BOTH, GRADS, UNPATCHED
+from rigs.train_step import MEAN, MOE, MTP, allow_sequence_parallel, in_pieces
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.train_step import TrainStep

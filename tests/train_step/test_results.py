@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from megatron_rig import GRADS, assert_same_parameters
-from train_step_rig import MEAN, MOE, MTP, in_pieces, sum_forward_step
+from rigs.megatron import GRADS, assert_same_parameters
+from rigs.train_step import MEAN, MOE, MTP, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step

@@ -50,25 +50,25 @@ def look(project):
 def find(project):
     """From now on the project can be imported, without what it needs and no diagnosis asks for."""
     if project == "megatron-bridge":
-        importlib.import_module("bridge_rig").find_bridge()
+        importlib.import_module("rigs.bridge").find_bridge()
     elif project in ("slime", "miles"):
-        importlib.import_module("slime_rig").find_slime()
+        importlib.import_module("rigs.slime").find_slime()
     elif project in ("skyrl", "skyrl-train"):
-        importlib.import_module("skyrl_rig").find_skyrl()
+        importlib.import_module("rigs.skyrl").find_skyrl()
     elif project == "nemo-rl":
         _find_nemo_rl()
 
 
 def _find_nemo_rl():
-    rig = importlib.import_module("nemo_rl_rig")
+    rig = importlib.import_module("rigs.nemo_rl")
     others = ["nemo_automodel"]
     if not (Path(rig.CHECKOUT) / "nemo_rl/models/policy/workers").is_dir():  # up to v0.5.0
         rig.WORKER = rig.WORKER.replace(".workers", "")
         others += ["megatron.inference", "megatron.training"]  # its own fork of Megatron has them
-    importlib.import_module("nemo_dtensor_rig").find_workers()
+    importlib.import_module("rigs.nemo_dtensor").find_workers()
     backported = "NeMoAutoModelForTokenClassification"  # NeMo-RL insists that Automodel has none
     sys.modules[f"nemo_automodel.{backported}"] = None
-    stand_ins = importlib.import_module("stand_ins")
+    stand_ins = importlib.import_module("rigs.stand_ins")
 
     def make(module, name):
         if name == backported:

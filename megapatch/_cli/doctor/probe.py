@@ -23,7 +23,9 @@ SECONDS = 300.0
 """How long an import may take: Megatron's, from a cold network disk, takes minutes."""
 
 # sys.path is the parent's before anything is imported: `python -c` would look in the working directory.
-_CHILD = "import sys; sys.path[:] = sys.argv[3:]; from megapatch._cli.doctor.probe import child; child(*sys.argv[1:3])"
+_CHILD = (
+    "import sys; sys.path[:] = sys.argv[3:]; from megapatch._cli.doctor.probe import child; child(*sys.argv[1:3])"
+)
 
 
 class _Answer(NamedTuple):

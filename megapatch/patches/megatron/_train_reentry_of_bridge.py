@@ -74,7 +74,7 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(train)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def patched_train(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs).arguments
         model, state = call["model"], call["global_state"]
         config, timers = module.get_model_config(model[0]), state.timers
@@ -100,7 +100,7 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             warn("gc", "train() has left Python's garbage collector off (manual_gc); gc.enable() turns it on")
         return result
 
-    return replacement
+    return patched_train
 
 
 def _turn_forward_pre_hooks_on(model: Sequence[Any]) -> None:

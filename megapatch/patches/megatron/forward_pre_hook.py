@@ -60,7 +60,7 @@ def disable_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..
     signature = inspect.signature(disable_forward_pre_hook)
 
     @functools.wraps(disable_forward_pre_hook)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_disable_forward_pre_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.remove_forward_pre_hook_handles or not self.use_forward_hook:
             return disable_forward_pre_hook(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
@@ -69,17 +69,17 @@ def disable_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..
             finish_param_gathers(self)
         return None
 
-    return replacement
+    return patched_disable_forward_pre_hook
 
 
 def enable_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(enable_forward_pre_hook)
-    def replacement(self: Any) -> Any:
+    def patched_enable_forward_pre_hook(self: Any) -> Any:
         if self.remove_forward_pre_hook_handles and self.use_forward_hook:
             return None
         return enable_forward_pre_hook(self)
 
-    return replacement
+    return patched_enable_forward_pre_hook
 
 
 def _stand_in(hooked: bool) -> SimpleNamespace:

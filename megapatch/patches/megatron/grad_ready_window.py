@@ -92,19 +92,19 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def held_unless_usual(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def patched_schedule(*args: Any, **kwargs: Any) -> Any:
         chunks = () if kwargs.get("forward_only") else _overlapping(kwargs.get("model"))
         if not chunks:
             return schedule(*args, **kwargs)
         with _training_call(chunks, kwargs.get("num_microbatches")):
             return schedule(*args, **kwargs)
 
-    return replacement
+    return patched_schedule
 
 
 def finishing_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_grad_sync)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.ddp_config.overlap_grad_reduce:
             return finish_grad_sync(self, *args, **kwargs)
         if self.grad_reduce_handle is None and not getattr(self, FINISHED, False) and _lacks_only_frozen(self):
@@ -115,12 +115,12 @@ def finishing_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[.
         _release(self)
         return result
 
-    return replacement
+    return patched_finish_grad_sync
 
 
 def learning_from_usual(reset: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset)
-    def replacement(self: Any) -> Any:
+    def patched_reset(self: Any) -> Any:
         _release(self)
         if getattr(self, UNUSUAL, False):
             setattr(self, UNUSUAL, False)
@@ -128,7 +128,7 @@ def learning_from_usual(reset: Callable[..., Any]) -> Callable[..., Any]:
         setattr(self, FINISHED, False)
         return reset(self)
 
-    return replacement
+    return patched_reset
 
 
 @contextlib.contextmanager

@@ -73,10 +73,10 @@ def keep_outer(no_sync: Callable[..., Any]) -> Callable[..., Any]:
                 group.is_last_microbatch = False
 
     @functools.wraps(no_sync)
-    def replacement(self: Any) -> Any:
+    def patched_no_sync(self: Any) -> Any:
         return nested(self)
 
-    return replacement
+    return patched_no_sync
 
 
 def _nest(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:

@@ -68,7 +68,7 @@ def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
     _new_window()  # what an earlier installation has marked, no one may have cleared since
 
     @functools.wraps(prepare_grads)
-    def replacement(self: Any) -> Any:
+    def patched_prepare_grads(self: Any) -> Any:
         prepared = getattr(self, PREPARED, None)
         if prepared is not None and prepared[0] == _window:
             return prepared[1]
@@ -77,31 +77,31 @@ def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
             setattr(self, PREPARED, (_window, found_inf))
         return found_inf
 
-    return replacement
+    return patched_prepare_grads
 
 
 def ending(method: Callable[..., Any]) -> Callable[..., Any]:
     """After it, gradients count as unprepared."""
 
     @functools.wraps(method)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
         finally:
             _forget(self)
 
-    return replacement
+    return patched_method
 
 
 def ending_all(reset: Callable[..., Any]) -> Callable[..., Any]:
     """A buffer does not know its optimizers: after it, gradients count as unprepared in all of them."""
 
     @functools.wraps(reset)
-    def replacement(self: Any) -> Any:
+    def patched_reset(self: Any) -> Any:
         _new_window()
         return reset(self)
 
-    return replacement
+    return patched_reset
 
 
 def _new_window() -> None:

@@ -80,7 +80,7 @@ def diagnose_saving(module: ModuleType) -> Verdict:
 
 def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(state_dict)
-    def replacement(self: Any, data_iterator: Any, ckpt_format: str, force: bool = False) -> Any:
+    def patched_state_dict(self: Any, data_iterator: Any, ckpt_format: str, force: bool = False) -> Any:
         if force:
             return state_dict(self, data_iterator, ckpt_format, force=force)
         if self.mode.name == "DISABLED":
@@ -91,7 +91,7 @@ def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
             return state_dict(self, None, ckpt_format, force=True)
         return state
 
-    return replacement
+    return patched_state_dict
 
 
 # ------------------------------------------------------------------------------------------ strict loading
@@ -126,12 +126,12 @@ def diagnose_loading(module: ModuleType) -> Verdict:
 
 def forgive_idle_state(report: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(report)
-    def replacement(missing_keys: Any, unexpected_keys: Any, raise_error: bool = True) -> Any:
+    def patched_report(missing_keys: Any, unexpected_keys: Any, raise_error: bool = True) -> Any:
         if raise_error and KEY in missing_keys:
             missing_keys = set(missing_keys) - {KEY}
         return report(missing_keys, unexpected_keys, raise_error)
 
-    return replacement
+    return patched_report
 
 
 PATCH = Patch(

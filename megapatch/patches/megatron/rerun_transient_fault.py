@@ -58,14 +58,14 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(should_checkpoint_and_exit)
-    def replacement(self: Any) -> Any:
+    def patched_should_checkpoint_and_exit(self: Any) -> Any:
         checkpoint, leave, code = should_checkpoint_and_exit(self)
         if checkpoint and self.state.name == IN_PLACE:
             _take_back()
             return False, leave, code
         return checkpoint, leave, code
 
-    return replacement
+    return patched_should_checkpoint_and_exit
 
 
 def _take_back() -> None:

@@ -95,7 +95,7 @@ def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> b
 # ------------------------------------------------------------------------------------------ the plans
 def replan_when_changed(async_save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(async_save)
-    def replacement(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_async_save(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.use_cached_ckpt_structure:
             vars(self).pop(STRUCTURE, None)  # such a save keeps its plans, too, and they are for something else
             return async_save(self, sharded_state_dict, *args, **kwargs)
@@ -107,7 +107,7 @@ def replan_when_changed(async_save: Callable[..., Any]) -> Callable[..., Any]:
         setattr(self, STRUCTURE, now)
         return saving
 
-    return replacement
+    return patched_async_save
 
 
 def _forget_plans(strategy: Any) -> None:
@@ -122,7 +122,7 @@ def _forget_plans(strategy: Any) -> None:
 # ------------------------------------------------------------------------------------------ the distribution
 def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply_saving_parallelization)
-    def replacement(self: Any, sharded_state_dict: Any) -> Any:
+    def patched_apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> Any:
         if not self.do_cache_distribution:
             return apply_saving_parallelization(self, sharded_state_dict)
         now = structure(sharded_state_dict)
@@ -133,7 +133,7 @@ def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) 
         setattr(self, STRUCTURE, now)
         return result
 
-    return replacement
+    return patched_apply_saving_parallelization
 
 
 # ------------------------------------------------------------------------------------------ the diagnoses

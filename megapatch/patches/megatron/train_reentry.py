@@ -85,7 +85,7 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(train)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def patched_train(*args: Any, **kwargs: Any) -> Any:
         nonlocal ended_at
         call = signature.bind(*args, **kwargs).arguments
         model, config = call["model"], call["config"]
@@ -106,7 +106,7 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             warn("gc", "train() has left Python's garbage collector off (--manual-gc); gc.enable() turns it on")
         return result
 
-    return replacement
+    return patched_train
 
 
 def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str, str], None]) -> None:

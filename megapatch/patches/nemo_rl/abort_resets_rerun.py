@@ -37,7 +37,7 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def with_machine_at_rest(abort_train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(abort_train_step)
-    def replacement(self: Any) -> Any:
+    def patched_abort_train_step(self: Any) -> Any:
         was_open = is_open(self)
         result = abort_train_step(self)
         machine = machine_of_this_process()
@@ -45,7 +45,7 @@ def with_machine_at_rest(abort_train_step: Callable[..., Any]) -> Callable[..., 
             before_interrupted_step(machine)
         return result
 
-    return replacement
+    return patched_abort_train_step
 
 
 PATCH = Patch(

@@ -58,7 +58,7 @@ def only_with_overlap(update: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(update)
 
     @functools.wraps(update)
-    def replacement(*args: Any, **kwargs: Any) -> None:
+    def patched_update(*args: Any, **kwargs: Any) -> None:
         call = signature.bind(*args, **kwargs).arguments
         model_config = call["model_config"]
         before = {name: getattr(model_config, name) for name in HOOKS}
@@ -67,7 +67,7 @@ def only_with_overlap(update: Callable[..., None]) -> Callable[..., None]:
             for name, hook in before.items():
                 setattr(model_config, name, hook)
 
-    return replacement
+    return patched_update
 
 
 PATCH = Patch(

@@ -59,18 +59,18 @@ def _verdict(module: ModuleType, actor: str, losing: tuple[str, ...], more: tupl
 
 def refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_open(self):
             raise MisuseError(f"{name}() {LOSING[name]} the gradients of the open train step: {BEFORE}")
         return method(self, *args, **kwargs)
 
-    return replacement
+    return patched_method
 
 
 def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool = True) -> Callable[..., Any]:
     knows = takes(prepare_for_lp_inference, "keep_train_buffers")
 
-    def replacement(self: Any, keep_train_buffers: bool = False) -> Any:
+    def patched_prepare_for_lp_inference(self: Any, keep_train_buffers: bool = False) -> Any:
         if frees and is_open(self) and not keep_train_buffers:
             raise MisuseError(
                 f"{LOGPROBS}() would free the gradients of the open train step: "
@@ -82,13 +82,13 @@ def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool 
             return prepare_for_lp_inference(self)
 
     # Neither __wrapped__ nor what Ray has noted in __dict__: it would take the original's parameters for ours.
-    replacement.__module__, replacement.__doc__ = (
+    patched_prepare_for_lp_inference.__module__, patched_prepare_for_lp_inference.__doc__ = (
         prepare_for_lp_inference.__module__,
         prepare_for_lp_inference.__doc__,
     )
-    replacement.__name__ = prepare_for_lp_inference.__name__
-    replacement.__qualname__ = prepare_for_lp_inference.__qualname__
-    return replacement
+    patched_prepare_for_lp_inference.__name__ = prepare_for_lp_inference.__name__
+    patched_prepare_for_lp_inference.__qualname__ = prepare_for_lp_inference.__qualname__
+    return patched_prepare_for_lp_inference
 
 
 def _freeing_nothing(worker: Any) -> contextlib.AbstractContextManager[None]:
@@ -103,13 +103,13 @@ def _freeing_nothing(worker: Any) -> contextlib.AbstractContextManager[None]:
 
 def where_gradients_stay(use_reference_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(use_reference_model)
-    def replacement(self: Any) -> Any:
+    def patched_use_reference_model(self: Any) -> Any:
         share_a_buffer = getattr(self, "_uses_mxfp8_overlap_shared_param_buffer", bool)
         if is_open(self) and share_a_buffer():
             raise MisuseError(f"{REFERENCE}() would overwrite the gradients of the open train step: {BEFORE}")
         return use_reference_model(self)
 
-    return replacement
+    return patched_use_reference_model
 
 
 PATCH = Patch(

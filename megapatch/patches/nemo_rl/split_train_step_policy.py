@@ -120,13 +120,15 @@ def keeping_train_buffers(prepare_for_lp_inference: Callable[..., None]) -> Call
     """The original tells workers nothing, whatever it is told."""
 
     @functools.wraps(prepare_for_lp_inference)
-    def replacement(self: Any, keep_train_buffers: bool = False, *args: Any, **kwargs: Any) -> None:
+    def patched_prepare_for_lp_inference(
+        self: Any, keep_train_buffers: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
         if not keep_train_buffers:
             return prepare_for_lp_inference(self, *args, **kwargs)
         self.run_all_workers_single_data("prepare_for_lp_inference", keep_train_buffers=True)
         return None
 
-    return replacement
+    return patched_prepare_for_lp_inference
 
 
 PATCH = Patch(

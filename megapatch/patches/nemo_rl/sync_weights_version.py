@@ -68,14 +68,14 @@ def looked_up(self: Any, name: str) -> Any:
 
 def accepting_version(sync: MethodType) -> Callable[..., Any]:
     @functools.wraps(sync)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def patched_sync(*args: Any, **kwargs: Any) -> Any:
         version, others = _version_in(args, kwargs)
         if version is None or _accepts(sync, args, kwargs):
             return sync(*args, **kwargs)
         call = functools.partial(_sync_and_tell, sync, version, others)
         return _in_thread(call) if _loop_is_running() else call()
 
-    return replacement
+    return patched_sync
 
 
 def _version_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -107,7 +107,7 @@ def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     undoes_mean = not missing_names(path, "num_microbatches")  # which it tells the loss function, to that end
 
     @functools.wraps(forward_backward)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
         window = _begun(self, calls_add_up=undoes_mean)
         mini_batch = self.model.forward_backward_mini_batch
         keeping = contextlib.ExitStack()
@@ -126,12 +126,12 @@ def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
             window.abort()
             raise
 
-    return replacement
+    return patched_forward_backward
 
 
 def reducing(optim_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(optim_step)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_optim_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         window = _window(self)
         if window is not None:
             if not window.is_open:
@@ -143,30 +143,30 @@ def reducing(optim_step: Callable[..., Any]) -> Callable[..., Any]:
             del _windows[self][_adapter(self)]
         return optim_step(self, *args, **kwargs)
 
-    return replacement
+    return patched_optim_step
 
 
 def keeping_gradients(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(offload_to_cpu)
 
     @functools.wraps(offload_to_cpu)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_offload_to_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
         if bound.arguments["offload_optimizer"]:
             _refuse_while_open(self, "offload_to_cpu() would lose the gradients of forward_backward")
         return offload_to_cpu(self, *args, **kwargs)
 
-    return replacement
+    return patched_offload_to_cpu
 
 
 def between_windows(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_checkpoint)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_while_open(self, "save_checkpoint() would leave out the gradients of forward_backward")
         return save_checkpoint(self, *args, **kwargs)
 
-    return replacement
+    return patched_save_checkpoint
 
 
 def _refuse_while_open(worker: Any, what: str) -> None:

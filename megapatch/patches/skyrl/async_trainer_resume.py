@@ -54,19 +54,19 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def counting(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(train)
-    async def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def patched_train(self: Any, *args: Any, **kwargs: Any) -> None:
         _syncs[self] = 0
         try:
             return await train(self, *args, **kwargs)
         finally:
             _syncs.pop(self, None)
 
-    return replacement
+    return patched_train
 
 
 def resuming(sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(sync)
-    async def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    async def patched_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         earlier = _syncs.get(self)
         if earlier is not None:
             _syncs[self] = earlier + 1
@@ -75,7 +75,7 @@ def resuming(sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any
         async with resumed_on_failure(self.inference_engine_client):
             return await sync(self, *args, **kwargs)
 
-    return replacement
+    return patched_sync
 
 
 PATCH = Patch(

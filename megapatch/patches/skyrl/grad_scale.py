@@ -52,14 +52,14 @@ def scaling(init: Callable[..., None]) -> Callable[..., None]:
     module = sys.modules[init.__module__]
 
     @functools.wraps(init)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         config = module.get_model_config(self.actor_module[0])
         scale_loss = getattr(self.actor_optimizer, "scale_loss", None)
         if scale_loss is not None and config.grad_scale_func is None:
             config.grad_scale_func = scale_loss
 
-    return replacement
+    return patched_init
 
 
 PATCH = Patch(

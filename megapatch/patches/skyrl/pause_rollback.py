@@ -54,11 +54,11 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def rolled_back(pause: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(pause)
-    async def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def patched_pause(self: Any, *args: Any, **kwargs: Any) -> None:
         with unmarked_on_failure(self):
             return await pause(self, *args, **kwargs)
 
-    return replacement
+    return patched_pause
 
 
 PATCH = Patch(

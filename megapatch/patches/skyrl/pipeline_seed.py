@@ -49,14 +49,14 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def offset_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_seed)
-    def replacement(self: Any, seed: int) -> None:
+    def patched_set_seed(self: Any, seed: int) -> None:
         from megatron.core import parallel_state
 
         initialized = parallel_state.model_parallel_is_initialized()
         stage = parallel_state.get_pipeline_model_parallel_rank() if initialized else 0
         set_seed(self, seed + PIPELINE_SEED_OFFSET * stage)
 
-    return replacement
+    return patched_set_seed
 
 
 PATCH = Patch(

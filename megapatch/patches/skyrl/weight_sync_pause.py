@@ -59,14 +59,14 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def pausing(save: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(save)
-    async def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def patched_save(self: Any, *args: Any, **kwargs: Any) -> None:
         client = self._inference_engine_client
         if self.colocate_all or client is None:  # without a client the original complains
             return await save(self, *args, **kwargs)
         async with paused_generation(client):
             return await save(self, *args, **kwargs)
 
-    return replacement
+    return patched_save
 
 
 PATCH = Patch(

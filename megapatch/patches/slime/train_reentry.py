@@ -59,25 +59,25 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     module = sys.modules[train.__module__]
 
     @functools.wraps(train)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def patched_train(*args: Any, **kwargs: Any) -> Any:
         model = signature.bind(*args, **kwargs).arguments["model"]
         _finish_earlier_call(model)
         _trained.update(model)
         with config_hooks_kept(module.get_model_config(model[0]), model):
             return train(*args, **kwargs)
 
-    return replacement
+    return patched_train
 
 
 def after_any_train(save: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(save)
 
     @functools.wraps(save)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
+    def patched_save(*args: Any, **kwargs: Any) -> Any:
         _finish_earlier_call(signature.bind(*args, **kwargs).arguments["model"])
         return save(*args, **kwargs)
 
-    return replacement
+    return patched_save
 
 
 def _finish_earlier_call(model: Any) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from unittest import mock
 
-from megatron_rig import UNPATCHED, needs_training
+from rigs.megatron import UNPATCHED, needs_training
 
 from megapatch.patch import MARK
 from megapatch.testing import run_ranks

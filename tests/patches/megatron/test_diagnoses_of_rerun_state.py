@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from megatron_rig import UNPATCHED
+from rigs.megatron import UNPATCHED
 
 from megapatch.testing import run_ranks
 

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from unittest import mock
 
-from megatron_rig import UNPATCHED
+from rigs.megatron import UNPATCHED
 
 from megapatch.testing import run_ranks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from megatron_rig import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
+from rigs.megatron import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

@@ -7,8 +7,8 @@ test_diagnosis_of_grad_ready_window.py asserts that the diagnosis says so.
 from __future__ import annotations
 
 import pytest
-from grad_ready_rig import assert_as_without_overlap, needs_learning, run_case
-from megatron_rig import ADAM
+from rigs.grad_ready import assert_as_without_overlap, needs_learning, run_case
+from rigs.megatron import ADAM
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, run_ranks

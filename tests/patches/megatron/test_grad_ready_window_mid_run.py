@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from grad_ready_rig import assert_as_without_overlap, needs_learning, one_step, run_case
-from megatron_rig import ADAM, GRADS, Interrupted, assert_same_parameters, attempt
+from rigs.grad_ready import assert_as_without_overlap, needs_learning, one_step, run_case
+from rigs.megatron import ADAM, GRADS, Interrupted, assert_same_parameters, attempt
 
 from megapatch import MegapatchError, apply, restore
 from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt

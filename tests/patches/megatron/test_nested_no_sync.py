@@ -6,8 +6,8 @@ import contextlib
 import gc
 
 import pytest
-from grad_ready_rig import Reduces
-from megatron_rig import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
+from rigs.grad_ready import Reduces
+from rigs.megatron import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_rig import ADAM, UNPATCHED, Interrupted, assert_same_parameters, attempt
+from rigs.megatron import ADAM, UNPATCHED, Interrupted, assert_same_parameters, attempt
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_rig import (
+from rigs.megatron import (
     ADAM,
     assert_same,
     attempt,

@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_rig import UNPATCHED, attempt
-from save_rig import Saves, metadata, minor, prepare, strategies
+from rigs.megatron import UNPATCHED, attempt
+from rigs.save import Saves, metadata, minor, prepare, strategies
 
 from megapatch.testing import RanksFailed, run_ranks
 

@@ -8,7 +8,7 @@ import importlib
 import sys
 
 import pytest
-from megatron_rig import (
+from rigs.megatron import (
     ADAM,
     BOTH,
     GRADS,
@@ -144,11 +144,11 @@ def _wrap_no_sync():
     module = sys.modules["megatron.core.distributed.distributed_data_parallel"]
 
     def wrap(no_sync):
-        def replacement(self):
+        def patched(self):
             return no_sync(self)
 
-        replacement.__wrapped__ = no_sync
-        return replacement
+        patched.__wrapped__ = no_sync
+        return patched
 
     install("test.no-sync", module, Site(module.__name__, None, {"DistributedDataParallel.no_sync": wrap}))
 

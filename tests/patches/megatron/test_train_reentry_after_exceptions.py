@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 import pytest
-from megatron_rig import (
+from rigs.megatron import (
     ADAM,
     BOTH,
     GRADS,

@@ -6,8 +6,8 @@ import gc
 import sys
 
 import pytest
-from bridge_rig import ALIGNED, MODULE, MXFP8, Fault, needs_bridge, new_loop, ranks, timers_running
-from megatron_rig import (
+from rigs.bridge import ALIGNED, MODULE, MXFP8, Fault, needs_bridge, new_loop, ranks, timers_running
+from rigs.megatron import (
     ADAM,
     BOTH,
     GRADS,

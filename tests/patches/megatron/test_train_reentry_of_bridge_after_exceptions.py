@@ -6,8 +6,8 @@ import contextlib
 import sys
 
 import pytest
-from bridge_rig import ALIGNED, MXFP8, BridgeLoop, Fault, needs_bridge, new_loop, ranks, timers_running
-from megatron_rig import (
+from rigs.bridge import ALIGNED, MXFP8, BridgeLoop, Fault, needs_bridge, new_loop, ranks, timers_running
+from rigs.megatron import (
     ADAM,
     BOTH,
     GRADS,

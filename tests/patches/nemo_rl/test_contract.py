@@ -9,12 +9,11 @@ import importlib
 from types import SimpleNamespace
 
 import pytest
-from megatron_rig import BOTH, Interrupted
-from nemo_dtensor_rig import SECOND, WORKERS, find_workers
-from nemo_rl_rig import GPT, SHAPES, batch, nll_loss, worker_for
+from rigs.megatron import BOTH, Interrupted
+from rigs.nemo_dtensor import SECOND, WORKERS, find_workers
+from rigs.nemo_rl import GPT, SHAPES, batch, nll_loss, worker_for
 
-from megapatch import Patch
-from megapatch import _versions
+from megapatch import Patch, _versions
 from megapatch.patches.nemo_rl import (
     PATCHES,
     abort_resets_rerun,
@@ -90,7 +89,7 @@ def there(module):
 
 
 def policy_of_slices():
-    from nemo_policy_rig import find_policies, policy_for
+    from rigs.nemo_policy import find_policies, policy_for
 
     if there("nemo_rl.models.policy.lm_policy"):
         find_policies()

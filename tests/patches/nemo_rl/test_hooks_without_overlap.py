@@ -13,11 +13,11 @@ import types
 from types import SimpleNamespace
 
 import pytest
-from bridge_rig import BRIDGE, _make, find_bridge, needs_bridge
-from megatron_rig import BOTH, assert_same_parameters, hooks_of
-from skyrl_rig import status_of
-from slime_rig import IMITATIONS
-from stand_ins import StandIns
+from rigs.bridge import BRIDGE, _make, find_bridge, needs_bridge
+from rigs.megatron import BOTH, assert_same_parameters, hooks_of
+from rigs.skyrl import status_of
+from rigs.slime import IMITATIONS
+from rigs.stand_ins import StandIns
 
 from megapatch import apply, restore
 from megapatch.patches.nemo_rl.hooks_without_overlap import HOOKS, MODULES, UPDATE, diagnose

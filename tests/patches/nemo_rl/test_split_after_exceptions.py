@@ -8,9 +8,9 @@ import importlib
 from unittest import mock
 
 import pytest
-from megatron_rig import Interrupted
-from nemo_rl_rig import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
-from nemo_rl_steps import LAYOUTS, SIZE, differences, in_slices, trained, whole
+from rigs.megatron import Interrupted
+from rigs.nemo_rl import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
+from rigs.nemo_rl_steps import LAYOUTS, SIZE, differences, in_slices, trained, whole
 
 from megapatch.testing import init_parallel, run_ranks
 

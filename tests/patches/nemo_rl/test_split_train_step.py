@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from nemo_rl_rig import SHAPES, find_nemo_rl
-from nemo_rl_steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained, whole
+from rigs.nemo_rl import SHAPES, find_nemo_rl
+from rigs.nemo_rl_steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained, whole
 
 from megapatch.testing import init_parallel, run_ranks
 

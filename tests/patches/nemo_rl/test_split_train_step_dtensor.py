@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from nemo_dtensor_rig import (
+from rigs.nemo_dtensor import (
     CLASSES,
     WORKERS,
     Interrupted,
@@ -23,7 +23,7 @@ from nemo_dtensor_rig import (
     parameters,
     worker_for,
 )
-from nemo_rl_rig import CHECKOUT, batch, nll_loss, policy_gradient_loss
+from rigs.nemo_rl import CHECKOUT, batch, nll_loss, policy_gradient_loss
 
 from megapatch.errors import MisuseError
 from megapatch.patch import VerdictKind

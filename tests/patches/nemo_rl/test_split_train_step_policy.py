@@ -10,9 +10,9 @@ import sys
 import types
 
 import pytest
-from nemo_policy_rig import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
-from nemo_rl_rig import CHECKOUT, GPT, needs_nemo_rl
-from nemo_rl_steps import SIZE, SLICES, STEPS, differences
+from rigs.nemo_policy import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
+from rigs.nemo_rl import CHECKOUT, GPT, needs_nemo_rl
+from rigs.nemo_rl_steps import SIZE, SLICES, STEPS, differences
 
 from megapatch.errors import MisuseError
 from megapatch.patches.nemo_rl import split_train_step_policy

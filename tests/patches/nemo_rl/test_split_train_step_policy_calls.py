@@ -10,7 +10,7 @@ import importlib
 
 import pytest
 import torch
-from nemo_policy_rig import (
+from rigs.nemo_policy import (
     OF_MAIN,
     POLICIES,
     find_policies,
@@ -24,8 +24,8 @@ from nemo_policy_rig import (
     train_slice,
     whole,
 )
-from nemo_rl_rig import GPT
-from nemo_rl_steps import SIZE
+from rigs.nemo_rl import GPT
+from rigs.nemo_rl_steps import SIZE
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

@@ -16,10 +16,10 @@ from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
-from megatron_rig import UNPATCHED, Log, attempt
-from nemo_rl_rig import CHECKOUT, IMITATIONS, find_nemo_rl, needs_nemo_rl
-from skyrl_rig import status_of
-from stand_ins import Anything, StandIns
+from rigs.megatron import UNPATCHED, Log, attempt
+from rigs.nemo_rl import CHECKOUT, IMITATIONS, find_nemo_rl, needs_nemo_rl
+from rigs.skyrl import status_of
+from rigs.stand_ins import Anything, StandIns
 
 from megapatch import apply, restore
 from megapatch.patches.nemo_rl.sync_weights_version import MODULE, diagnose

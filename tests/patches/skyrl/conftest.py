@@ -1,7 +1,7 @@
 """What is asked of each release."""
 
 import pytest
-from skyrl_rig import RELEASES
+from rigs.skyrl import RELEASES
 
 
 @pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)

@@ -9,8 +9,8 @@ import functools
 from unittest import mock
 
 import pytest
-from skyrl_engines import STEPS, Engines, each_way, logged, outcome, trainer_for
-from skyrl_rig import RELEASES, needs_skyrl
+from rigs.skyrl import RELEASES, needs_skyrl
+from rigs.skyrl_engines import STEPS, Engines, each_way, logged, outcome, trainer_for
 
 from megapatch.patches.skyrl.async_trainer_resume import MODULES, SYNC, TRAINER, diagnose
 

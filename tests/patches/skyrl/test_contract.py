@@ -12,9 +12,9 @@ from unittest import mock
 
 import pytest
 import torch
-from skyrl_engines import BroadcastFailed, Engines, trainer_for
-from skyrl_rig import RELEASES, Release, find_skyrl, needs_skyrl
-from skyrl_worker import GPT, samples, worker_for
+from rigs.skyrl import RELEASES, Release, find_skyrl, needs_skyrl
+from rigs.skyrl_engines import BroadcastFailed, Engines, trainer_for
+from rigs.skyrl_worker import GPT, samples, worker_for
 
 from megapatch.patches.skyrl import (
     PATCHES,

@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from megatron_rig import assert_same_parameters
-from skyrl_rig import has_correctness_fixes, needs_skyrl, status_of
+from rigs.megatron import assert_same_parameters
+from rigs.skyrl import has_correctness_fixes, needs_skyrl, status_of
 
 from megapatch import apply, restore
 from megapatch.patches.skyrl.grad_scale import MODULES, diagnose

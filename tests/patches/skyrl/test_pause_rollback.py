@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from skyrl_engines import Engines, cancelled_when, each_way, outcome
-from skyrl_rig import RELEASES, needs_skyrl
+from rigs.skyrl import RELEASES, needs_skyrl
+from rigs.skyrl_engines import Engines, cancelled_when, each_way, outcome
 
 from megapatch.patches.skyrl.pause_rollback import CLIENT, MODULES, diagnose
 

@@ -10,7 +10,8 @@ import functools
 from unittest import mock
 
 import pytest
-from skyrl_engines import (
+from rigs.skyrl import RELEASES, has_correctness_fixes, needs_skyrl
+from rigs.skyrl_engines import (
     Engines,
     EngineThatCannot,
     cancelled_when,
@@ -19,7 +20,6 @@ from skyrl_engines import (
     outcome,
     save_without_pause,
 )
-from skyrl_rig import RELEASES, has_correctness_fixes, needs_skyrl
 
 import megapatch
 from megapatch.patches.skyrl.weight_sync_pause import DISPATCH, MODULES, SAVE, diagnose

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from megatron_rig import BOTH, UNPATCHED
-from slime_rig import UTILS, SlimeLoop, find_slime
+from rigs.megatron import BOTH, UNPATCHED
+from rigs.slime import UTILS, SlimeLoop, find_slime
 
 import megapatch
 from megapatch._engine.engine import Engine

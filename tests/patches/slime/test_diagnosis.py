@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from unittest import mock
 
-from megatron_rig import UNPATCHED
-from slime_rig import UTILS, find_slime
+from rigs.megatron import UNPATCHED
+from rigs.slime import UTILS, find_slime
 
 from megapatch.patches.slime.train_reentry import diagnose
 from megapatch.testing import run_ranks

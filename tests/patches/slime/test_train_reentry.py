@@ -7,7 +7,7 @@ import contextlib
 import functools
 
 import pytest
-from megatron_rig import (
+from rigs.megatron import (
     ADAM,
     BOTH,
     GRADS,
@@ -19,7 +19,7 @@ from megatron_rig import (
     hooks_of,
     raising_half_way,
 )
-from slime_rig import Fault, SlimeLoop, find_slime
+from rigs.slime import Fault, SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, mean_loss, run_ranks, tiny_gpt
 

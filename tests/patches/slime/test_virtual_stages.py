@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from megatron_rig import ADAM, BOTH, UNPATCHED, assert_same_parameters
-from slime_rig import SlimeLoop, find_slime
+from rigs.megatron import ADAM, BOTH, UNPATCHED, assert_same_parameters
+from rigs.slime import SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

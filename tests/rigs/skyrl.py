@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from stand_ins import Anything, StandIns
 
 from megapatch import report
 from megapatch.testing import run_ranks
+from rigs.stand_ins import Anything, StandIns
 
 STAND_INS = (
     "aiohttp",

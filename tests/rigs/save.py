@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import numpy
 import torch
-from megatron_rig import attempt, quick_writer
 from torch.distributed.checkpoint import FileSystemReader
 
 from megapatch._versions import version_of
 from megapatch.testing import init_parallel
+from rigs.megatron import attempt, quick_writer
 
 CALLS = Counter()
 """What has been called, of what `prepare` counts."""

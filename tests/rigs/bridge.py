@@ -16,12 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed
-from megatron_rig import BOTH, Interrupted
-from stand_ins import BRIDGE, BareBridge, StandIns
 
 from megapatch._versions import find_module
 from megapatch.testing import TinyGPT, init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step
+from rigs.megatron import BOTH, Interrupted
+from rigs.stand_ins import BRIDGE, BareBridge, StandIns
 
 MODULE = f"{BRIDGE}.training.train"
 ALIGNED = {**BOTH, "align_param_gather": True}

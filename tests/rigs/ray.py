@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-TESTS = str(Path(__file__).parent)
+TESTS = str(Path(__file__).parent.parent)
 SETTINGS = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 * 2**20}
 
 

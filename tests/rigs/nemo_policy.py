@@ -18,8 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from nemo_rl_rig import CHECKOUT, IMITATIONS, batch, find_nemo_rl, worker_for
-from nemo_rl_steps import LOSSES, SIZE
+
+from rigs.nemo_rl import CHECKOUT, IMITATIONS, batch, find_nemo_rl, worker_for
+from rigs.nemo_rl_steps import LOSSES, SIZE
 
 TQ_POLICY = Path(CHECKOUT or IMITATIONS, "nemo_rl/models/policy/tq_policy.py")
 OF_MAIN = TQ_POLICY.exists() and "def begin_train_step" in TQ_POLICY.read_text()
@@ -44,7 +45,7 @@ class Table(dict):
 
 
 def find_policies():
-    """The setup of a rank: nemo_rl_rig's, and Ray within this process."""
+    """The setup of a rank: that of rigs.nemo_rl, and Ray within this process."""
     find_nemo_rl()
     if CHECKOUT:
         importlib.import_module("tensordict").TensorDict = Table

@@ -17,10 +17,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stand_ins import BRIDGE, Anything, BareBridge, StandIns
+
+from rigs.stand_ins import BRIDGE, Anything, BareBridge, StandIns
 
 CHECKOUT = os.environ.get("NEMO_RL_CHECKOUT")
-IMITATIONS = Path(__file__).parent / "imitations"
+IMITATIONS = Path(__file__).parent.parent / "imitations"
 needs_nemo_rl = pytest.mark.skipif(not CHECKOUT, reason="NEMO_RL_CHECKOUT is not set")
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
 STAND_INS = (

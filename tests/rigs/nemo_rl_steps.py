@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from megatron_rig import ADAM, BOTH, GRADS
-from nemo_rl_rig import GPT, batch, nll_loss, policy_gradient_loss, worker_for
-
 from megapatch.testing import tiny_gpt
+from rigs.megatron import ADAM, BOTH, GRADS
+from rigs.nemo_rl import GPT, batch, nll_loss, policy_gradient_loss, worker_for
 
 STEPS, SIZE = 2, 8  # steps, and samples of a rank in each; two a microbatch
 SLICES = {"one": (8,), "two": (4, 4), "four": (2, 2, 2, 2), "uneven": (2, 6)}

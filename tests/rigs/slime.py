@@ -16,13 +16,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from megatron_rig import Interrupted
-from stand_ins import StandIns
 
 from megapatch.testing import MegatronLoop, TinyGPT
+from rigs.megatron import Interrupted
+from rigs.stand_ins import StandIns
 
 CHECKOUT = os.environ.get("SLIME_CHECKOUT")
-IMITATIONS = Path(__file__).parent / "imitations"
+IMITATIONS = Path(__file__).parent.parent / "imitations"
 FRAMEWORK = "miles" if CHECKOUT and (Path(CHECKOUT) / "miles").is_dir() else "slime"
 UTILS = f"{FRAMEWORK}.backends.megatron_utils"
 ONLY_WITH_GPUS = ("mooncake", "sglang", "sglang_router", "torch_memory_saver")

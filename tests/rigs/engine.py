@@ -20,10 +20,10 @@ class Greeter:
 
 def louder(greet):
     @functools.wraps(greet)
-    def replacement(*args):
+    def patched_greet(*args):
         return greet(*args) + "!"
 
-    return replacement
+    return patched_greet
 
 
 def needed(module):

@@ -8,10 +8,10 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from megatron_rig import GRADS, assert_same_parameters
 
 from megapatch._versions import find_module
 from megapatch.testing import tiny_gpt
+from rigs.megatron import GRADS, assert_same_parameters
 
 BUFFER = Path(find_module("megatron.core").origin).parent / "distributed" / "param_and_grad_buffer.py"
 needs_learning = pytest.mark.skipif(

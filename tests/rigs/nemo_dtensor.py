@@ -3,7 +3,7 @@
 Real are the workers, NeMo-RL's losses and data, and how the first worker shards a model (FSDP2). The second one
 trains with NeMo Automodel: AUTOMODEL_CHECKOUT is the folder of a checkout, or else that of the submodule in
 NeMo-RL's own. Of Automodel what train() calls is real, and its meshes; what makes and saves models has
-stand-ins, as have accelerate and what nemo_rl_rig names (Hugging Face's models). Ours are the model, which takes
+stand-ins, as have accelerate and what rigs.nemo_rl names (Hugging Face's models). Ours are the model, which takes
 packed sequences without flash attention, and what the worker's __init__ would have made. Without a checkout of
 NeMo-RL there is our imitation of the first worker, and FSDP2 is real.
 """
@@ -18,13 +18,14 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
-from nemo_rl_rig import CHECKOUT, LENGTH, VOCABULARY, find_nemo_rl
-from skyrl_rig import Anything
-from stand_ins import StandIns
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+from rigs.nemo_rl import CHECKOUT, LENGTH, VOCABULARY, find_nemo_rl
+from rigs.skyrl import Anything
+from rigs.stand_ins import StandIns
 
 FIRST = "dtensor_policy_worker"
 SECOND = "dtensor_policy_worker_v2"
