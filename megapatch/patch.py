@@ -1,9 +1,10 @@
-"""The words of megapatch as small types. Every process that imports megapatch pays for this module, so it imports
-little.
+"""The words of megapatch as small types.
 
 A *patch* repairs one upstream defect at one or more *sites*. A site is a module, a diagnosis of it and the
 targets in it; its targets are installed all or none. Diagnosing returns a *verdict* about the code that is
 really there; the *status* says what became of the site in this process.
+
+Every process that imports megapatch pays for this module, so it imports little.
 """
 
 from __future__ import annotations
@@ -11,13 +12,27 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Mapping
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from .errors import MisuseError
 
+__all__ = [
+    "ABSENT",
+    "FIXED",
+    "NEEDED",
+    "UNKNOWN",
+    "UNSUPPORTED",
+    "Patch",
+    "Site",
+    "Status",
+    "Verdict",
+    "VerdictKind",
+    "unpatched",
+]
+
 MARK = "__megapatch__"
-"""Attribute that the installer sets on every function it puts in: the name of the patch."""
+"""Attribute that the installer sets on every function it installs: the name of the patch."""
 
 
 class VerdictKind(enum.Enum):
@@ -37,13 +52,18 @@ FIXED = VerdictKind.FIXED
 ABSENT = VerdictKind.ABSENT
 """This version has no such feature."""
 UNSUPPORTED = VerdictKind.UNSUPPORTED
-"""The code is known, and we do not patch it."""
+"""The code is known, and megapatch does not patch it."""
 UNKNOWN = VerdictKind.UNKNOWN
 """The code looks like nothing known: the patch refuses."""
 
 
 class Verdict(NamedTuple):
-    """What a diagnosis found, and why, in words that a user can act on."""
+    """What a diagnosis found.
+
+    Attributes:
+        kind: one of NEEDED, FIXED, ABSENT, UNSUPPORTED, UNKNOWN.
+        reason: why, in words that a user can act on.
+    """
 
     kind: VerdictKind
     reason: str
@@ -67,22 +87,45 @@ NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.REFUSED)
 """Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
 
-class Site:
-    """One place where a patch applies.
+class _Immutable:
+    """A plain class whose attributes are set once.
 
-    module: dotted name of the concrete module to watch (namespace packages never fire).
-    diagnose: called with the loaded module; inspects or runs the real code in milliseconds, without GPU or
-        process group, and leaves no trace.
-    replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
-        and returns the plain function to install.
-    add: attribute path where nothing is, to the plain function to put there, as ``"package.module:name"``: loaded
-        when the site is, and by whoever reads a pickled class that has it.
-    rebuild: for objects that were made of the others, such as Ray actor classes: called with the module when all
-        else is in place, returns their targets, as ``"module:path"``, each with a factory that takes the original
-        object and returns a new one. Sites may share such an object.
-    holders: dictionaries and classes, as ``"module:path"``, that hold an original by value and want the
-        replacement. Names at module level are found without being declared.
+    Not a dataclass: every process that imports megapatch would pay for importing dataclasses."""
+
+    def _set(self, **values: Any) -> None:
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; make a new one to change {name}")
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; {name} cannot be deleted")
+
+
+class Site(_Immutable):
+    """One place where a patch applies. Immutable; two sites are equal only if they are the same object.
+
+    Args:
+        module: dotted name of the concrete module to watch (namespace packages never fire).
+        diagnose: called with the loaded module; inspects or runs the real code in milliseconds, without GPU or
+            process group, and leaves no trace.
+        replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
+            and returns the plain function to install.
+        holders: dictionaries and classes, as ``"module:path"``, that hold an original by value and want the
+            replacement. Names at module level are found without being declared.
+        add: attribute path where nothing is, to the plain function to put there, as ``"package.module:name"``. The
+            function is loaded with the site, and by every process that unpickles a class that has it.
+        rebuild: for objects made of the others, such as Ray actor classes: called with the module when all else is
+            in place, returns their targets, as ``"module:path"``, each with a factory that takes the original
+            object and returns a new one. Sites may share such an object.
     """
+
+    module: str
+    diagnose: Callable[[ModuleType], Verdict]
+    replace: Mapping[str, Callable[[Any], Callable[..., Any]]]
+    holders: tuple[str, ...]
+    add: Mapping[str, str]
+    rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None
 
     def __init__(
         self,
@@ -93,24 +136,46 @@ class Site:
         add: Mapping[str, str] | None = None,
         rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None = None,
     ) -> None:
-        self.module, self.diagnose, self.holders = module, diagnose, holders
-        self.replace, self.add, self.rebuild = replace or {}, add or {}, rebuild
+        self._set(
+            module=module,
+            diagnose=diagnose,
+            replace=MappingProxyType(dict(replace or {})),
+            holders=tuple(holders),
+            add=MappingProxyType(dict(add or {})),
+            rebuild=rebuild,
+        )
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Of all targets but what is rebuilt, in the order in which they are installed."""
+        """Attribute paths of all targets but the rebuilt ones, in the order in which they are installed."""
         return (*self.replace, *self.add)
 
+    def __repr__(self) -> str:
+        return f"<Site {self.module}: {', '.join(self.paths) or 'no targets'}>"
 
-class Patch:
-    """One fix for one upstream defect.
+    def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
+        return Site, (self.module, self.diagnose, {**self.replace}, self.holders, {**self.add}, self.rebuild)
 
-    name: ``family.what-it-makes-right``.
-    doc: the docstring of the patch's module; its first line is the summary.
-    upstream: the issue or pull request that describes the defect, as a URL.
-    sites: where it applies; they stand and fall alone.
-    changes_numbers: whether a run that did not crash before gives other numbers with the patch.
+
+class Patch(_Immutable):
+    """One fix for one upstream defect. Immutable; two patches are equal only if they are the same object.
+
+    Args:
+        name: ``family.what-it-makes-right``.
+        doc: the docstring of the patch's module; its first line is the summary.
+        upstream: the issue or pull request that describes the defect, as a URL.
+        sites: where it applies; they stand and fall alone.
+        changes_numbers: whether a run that did not crash before gives other numbers with the patch.
+
+    Raises:
+        MisuseError: for a name of another form, and without sites.
     """
+
+    name: str
+    doc: str
+    upstream: str
+    sites: tuple[Site, ...]
+    changes_numbers: bool
 
     def __init__(
         self, name: str, doc: str, upstream: str, sites: tuple[Site, ...], changes_numbers: bool = False
@@ -119,22 +184,26 @@ class Patch:
             raise MisuseError(f"patch name {name!r} is not of the form family.what-it-makes-right")
         if not sites:
             raise MisuseError(f"patch {name} has no site")
-        self.name, self.doc, self.upstream = name, doc, upstream
-        self.sites, self.changes_numbers = sites, changes_numbers
+        self._set(name=name, doc=doc, upstream=upstream, sites=tuple(sites), changes_numbers=changes_numbers)
 
     @property
     def family(self) -> str:
+        """The name's part before the first dot: ``megatron``, ``slime``, ..."""
         return self.name.partition(".")[0]
 
     @property
     def summary(self) -> str:
+        """The first line of the docstring."""
         return self.doc.strip().partition("\n")[0]
+
+    def __repr__(self) -> str:
+        return f"<Patch {self.name} at {', '.join(site.module for site in self.sites)}>"
 
 
 def unpatched(function: Any) -> Any:
-    """The function that megapatch found, seen through its own replacements and whatever wraps those.
+    """Return the function that megapatch found, seen through its own replacements and whatever wraps those.
 
-    Without a replacement of ours in the ``__wrapped__`` chain, `function` itself: a decorator of upstream's
+    Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.
     """
     found, layer = function, function

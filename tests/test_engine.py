@@ -281,17 +281,6 @@ def test_an_unknown_name_in_the_environment_is_said_with_what_was_meant(caplog):
     assert "MEGAPATCH_DISABLE: no patch is called 'test.lauder'; did you mean test.louder?" in caplog.text
 
 
-@pytest.mark.parametrize(("disable", "named"), [((), True), (("test.*",), False)])
-def test_one_info_line_names_the_patches_that_change_numbers(modules, caplog, disable, named):
-    caplog.set_level(logging.INFO)
-    name = modules.write(TARGET)
-    engine = make_engine(make_patch(name, changes_numbers=True), disable=disable)
-    engine.activate()
-    engine.activate()
-    (line,) = [record.message for record in caplog.records if record.levelno == logging.INFO]
-    assert ("1 pending" in line and "may change numbers: test.louder" in line) == named
-
-
 def test_two_patches_of_one_module_stand_alone(modules):
     name = modules.write(TARGET)
     engine = make_engine(

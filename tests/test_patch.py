@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 
 import pytest
 from rigs.engine import make_patch
 
 from megapatch.errors import MisuseError
 from megapatch.patch import MARK, Patch, unpatched
+from megapatch.patches import PATCHES
 
 
 def test_family_and_summary():
@@ -25,6 +28,33 @@ def test_a_name_has_a_family(name):
 def test_a_patch_has_a_site():
     with pytest.raises(MisuseError, match="no site"):
         Patch(name="a.b", doc="", upstream="", sites=())
+
+
+@pytest.mark.parametrize("words", [make_patch("nowhere"), make_patch("nowhere").sites[0]])
+def test_patches_and_sites_are_immutable(words):
+    for name in [*vars(words), "something_else"]:
+        with pytest.raises(AttributeError, match="is immutable"):
+            setattr(words, name, None)
+    with pytest.raises(AttributeError, match="is immutable"):
+        del words.module
+    with pytest.raises(TypeError):
+        make_patch("nowhere").sites[0].replace["other"] = None
+
+
+def test_patches_and_sites_show_what_they_are():
+    patch = make_patch("acme.model", "train", "Trainer.save", name="acme.twice")
+    assert repr(patch) == "<Patch acme.twice at acme.model>"
+    assert repr(patch.sites[0]) == "<Site acme.model: train, Trainer.save>"
+
+
+def test_a_patch_that_was_pickled_or_copied_is_as_before():
+    patch = PATCHES[0]
+    for twin in (pickle.loads(pickle.dumps(patch)), copy.deepcopy(patch)):
+        assert (twin.name, twin.doc, twin.upstream) == (patch.name, patch.doc, patch.upstream)
+        assert [site.paths for site in twin.sites] == [site.paths for site in patch.sites]
+        assert twin.sites[0].replace == patch.sites[0].replace
+        with pytest.raises(AttributeError, match="is immutable"):
+            twin.name = "other.name"
 
 
 def test_unpatched_sees_through_ours_and_what_is_on_top_of_ours_alone():

@@ -59,12 +59,12 @@ def slow_find(*args):
 holders.find = slow_find
 
 from megapatch._engine import install
-put_in = install.RebuiltTarget.put_in
-def slow_put_in(self):
+install_rebuilt = install.RebuiltTarget.install
+def slow_install(self):
     if "rebuild" in stopping:
         stop_at("rebuild")
-    put_in(self)
-install.RebuiltTarget.put_in = slow_put_in
+    install_rebuilt(self)
+install.RebuiltTarget.install = slow_install
 
 engine = make_engine(
     make_patch(first, "greet", "Greeter.greet", diagnose=diagnose, name="test.first"),

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 from collections.abc import Iterable
 from types import ModuleType
@@ -19,8 +20,8 @@ from ..errors import MegapatchError, StrictError
 from ..patch import NEEDS_ATTENTION, Patch, Status
 from ..patches import PATCHES
 from . import entry_points, holders, strict, watch
-from .install import check_in_place
-from .record import SiteRecord
+from .install import check_current
+from .record import Record, SiteRecord
 from .settings import DISABLE, STRICT, Settings, matching, unknown_name
 
 if TYPE_CHECKING:
@@ -36,16 +37,17 @@ class Engine:
 
     def __init__(self, patches: Iterable[Patch], settings: Settings, found: Iterable[EntryPoint] = ()) -> None:
         self.settings = settings
-        self.records: tuple[SiteRecord, ...] = ()
+        self.records: tuple[Record, ...] = ()
         self._changing_records = threading.Lock()
         self._activating = threading.Lock()
         self._active = False
         self._watched: set[str] = set()
         self._complained: set[str] = set()
+        self._applied: list[SiteRecord] = []  # and not announced yet
         for patch in patches:
             self._add(patch)
         for entry in found:
-            self.records += (entry_points.EntryRecord(entry, settings),)
+            self.records += (entry_points.EntryPointRecord(entry, settings),)
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -69,8 +71,6 @@ class Engine:
         for record in self.records:
             self._watch(record.site.module)
         self._look()
-        if first:
-            log.info("%s", self._one_line())
         self._insist(self.records)
 
     def apply(self) -> None:
@@ -95,17 +95,21 @@ class Engine:
             for record in chosen:
                 locks.enter_context(record.lock)
             for record in chosen:
-                check_in_place(record.installed)
+                check_current(record.installed)
             for record in chosen:
                 record.restore()
 
     def named(self, *names: str) -> list[str]:
-        """The patches that these names or globs stand for. Raises MegapatchError for one that stands for none."""
+        """Return the names of the patches that these names or globs stand for.
+
+        Raises:
+            MegapatchError: for a name that stands for no patch.
+        """
         known = [patch.name for patch in self.patches]
         for name in names:
             if not matching(name, known):
                 raise MegapatchError(unknown_name(name, known))
-        return [one for one in known if any(matching(name, [one]) for name in names)]
+        return [patch for patch in known if any(matching(name, [patch]) for name in names)]
 
     def load_third_parties(self) -> None:
         """Load the patches of all entry points now, whether their targets are imported or not."""
@@ -116,31 +120,35 @@ class Engine:
         """In a forked child: finish what other threads were doing, who are not here."""
         watch.after_fork()
         self._changing_records, self._activating = threading.Lock(), threading.Lock()
-        undone = [record for record in self.records if record.after_fork()]
+        undone = [record for record in self._sites() if record.after_fork()]
         self._consider((record, watch.loaded(record.site.module)) for record in undone)
 
-    def _entries(self) -> list[entry_points.EntryRecord]:
-        return [record for record in self.records if isinstance(record, entry_points.EntryRecord)]
+    def _entries(self) -> list[entry_points.EntryPointRecord]:
+        return [record for record in self.records if isinstance(record, entry_points.EntryPointRecord)]
+
+    def _sites(self) -> list[SiteRecord]:
+        return [record for record in self.records if isinstance(record, SiteRecord)]
 
     def _look(self) -> None:
         for entry in self._entries():
             if watch.loaded(entry.site.module):
                 self._load(entry)
-        self._consider((record, watch.loaded(record.site.module)) for record in self.records)
+        self._consider((record, watch.loaded(record.site.module)) for record in self._sites())
+        self._announce()
 
     def _on_loaded(self, name: str, module: ModuleType) -> None:
         for entry in self._entries():
             if entry.site.module == name:
                 self._load(entry)
-        here = [record for record in self.records if record.site.module == name]
+        here = [record for record in self._sites() if record.site.module == name]
         # A module that was half-loaded in our own thread gets no event of its own. No waiting here: this thread
         # holds the import lock of `name`, and who is importing the other module may want it.
-        late = [record for record in self.records if record.status is Status.PENDING and record not in here]
-        self._consider(
-            [(record, module) for record in here]
-            + [(record, watch.loaded(record.site.module, wait=False)) for record in late]
-        )
-        self._insist([*here, *late])
+        late = [record for record in self._sites() if record.status is Status.PENDING and record not in here]
+        considered: list[tuple[SiteRecord, ModuleType | None]] = [(record, module) for record in here]
+        considered += [(record, watch.loaded(record.site.module, wait=False)) for record in late]
+        self._consider(considered)
+        self._announce(name)
+        self._insist([record for record in self.records if record in late or record.site.module == name])
 
     def _consider(self, found: Iterable[tuple[SiteRecord, ModuleType | None]]) -> None:
         """Consider these sites, then look for other holders of what was replaced, once for all of them."""
@@ -152,18 +160,29 @@ class Engine:
                     if not record.consider(module):
                         fresh.pop()
             seen, places = _search(fresh)
-            for record, installed in seen:
-                record.rebind(installed, places)
+            self._applied += [record for record, installed in seen if record.rebind(installed, places)]
         except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with another function
             if not fresh:
                 log.warning("patches could not be considered", exc_info=True)
             for record in fresh:
                 with contextlib.suppress(KeyboardInterrupt):
-                    record.give_up(error)
+                    record.abandon(error)
             if not isinstance(error, Exception):
                 raise
 
-    def _load(self, entry: entry_points.EntryRecord) -> None:
+    def _announce(self, loaded: str | None = None) -> None:
+        """Log what was applied, once the outermost target is loaded: one line for a Megatron, whose modules import
+        each other.
+
+        Args:
+            loaded: the target that has just been loaded, whose spec still says that it is being imported.
+        """
+        under_way = (watch.half_loaded(sys.modules.get(name)) for name in self._watched if name != loaded)
+        if self._applied and not any(under_way):
+            applied, self._applied = self._applied, []
+            log.info("%s", _what_was_applied(applied))
+
+    def _load(self, entry: entry_points.EntryPointRecord) -> None:
         """Put an entry point's patches in the place of its record; a broken or switched-off one stays.
 
         No lock while it is imported. Of two threads that load it at once, the second changes nothing.
@@ -188,24 +207,24 @@ class Engine:
 
     def _add(self, patch: Patch) -> None:
         """Add a record for each site; of two patches of one name the first one counts."""
-        others = [one for one in self.patches if one.name == patch.name]
+        others = [other for other in self.patches if other.name == patch.name]
         if patch in others:
             return
         added = [SiteRecord(patch, site, self.settings.why_disabled(patch.name)) for site in patch.sites]
-        self.records += tuple(added)  # at once: nobody finds half a patch
+        self.records += tuple(added)  # all at once: nobody finds half a patch
         if others:
             for record in added:
                 record.disabled = "another patch has the same name"
                 record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
 
     def _watch(self, name: str) -> None:
-        """Once; but done again when it was interrupted."""
+        """Watch a module once; again only when that was interrupted."""
         if name not in self._watched:
             watch.watch(name, functools.partial(self._on_loaded, name))
             self._watched.add(name)
 
-    def _insist(self, records: Iterable[SiteRecord]) -> None:
-        """With MEGAPATCH_STRICT, raise for sites that need attention, and go on doing so."""
+    def _insist(self, records: Iterable[Record]) -> None:
+        """With MEGAPATCH_STRICT, raise for sites that need attention, now and at every later import of them."""
         bad = [record for record in records if record.status in NEEDS_ATTENTION]
         if not self.settings.strict or not bad:
             return
@@ -214,29 +233,29 @@ class Engine:
                 strict.keep_out(record.site.module, _not_in_place([record]))
         raise StrictError(_not_in_place(bad))
 
-    def _one_line(self) -> str:
-        count = dict.fromkeys((Status.APPLIED, Status.PENDING, Status.DISABLED), 0)
-        for record in self.records:
-            if record.status in count:
-                count[record.status] += 1
-        state = ", ".join(f"{number} {status.value}" for status, number in count.items() if number)
-        on = [record.patch for record in self.records if record.status in (Status.APPLIED, Status.PENDING)]
-        numbers = dict.fromkeys(patch.name for patch in on if patch.changes_numbers)
-        changing = f"; may change numbers: {', '.join(numbers)}" if numbers else ""
-        return f"megapatch is active: {state or 'nothing to do'} (sites){changing}; see `megapatch doctor`"
+
+def _what_was_applied(records: Iterable[SiteRecord]) -> str:
+    """Name the patches that have just been applied, and where; the one line that a user looks for in a log."""
+    by_module: dict[str, list[str]] = {}
+    for record in records:
+        name = record.patch.name + " (changes numbers)" * record.patch.changes_numbers
+        by_module.setdefault(record.site.module, []).append(name)
+    return "megapatch applied " + "; ".join(
+        f"{', '.join(names)} to {module}" for module, names in by_module.items()
+    )
 
 
 def _search(
     fresh: list[SiteRecord],
 ) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[holders.Holder]]]:
-    """What these have installed, and who holds the originals of that."""
-    # In this order: for what another thread installs meanwhile, that one searches.
+    """Return what these have installed, and who holds the originals of that."""
+    # In this order: another thread searches for what it installs meanwhile.
     seen = [(record, record.installed) for record in fresh]
-    originals = [one.original for _, installed in seen for one in installed if not one.inherited]
+    originals = [target.original for _, installed in seen for target in installed if not target.inherited]
     return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
 
 
-def _not_in_place(records: Iterable[SiteRecord]) -> str:
+def _not_in_place(records: Iterable[Record]) -> str:
     return "; ".join(
         f"{record.patch.name} is {record.status.value} at {record.site.module}: {record.reason} "
         f"({STRICT} makes this an error; {DISABLE}={record.patch.name} does without the patch)"
@@ -246,7 +265,7 @@ def _not_in_place(records: Iterable[SiteRecord]) -> str:
 
 @functools.cache
 def this_process() -> Engine:
-    """The engine of this process: one, even if `import megapatch` fails at first and is done again."""
+    """Return the engine of this process: one, even if `import megapatch` fails at first and is repeated."""
     settings = Settings.from_environment()
     engine = Engine(PATCHES, settings, entry_points.entry_points(settings))
     if hasattr(os, "register_at_fork"):

@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ..patch import Patch, Site, Status, Verdict
-from .record import SiteRecord
+from .record import Record
 from .settings import Settings
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ GROUP = "megapatch.patches"
 
 
 def entry_points(settings: Settings) -> list[EntryPoint]:
-    """The entry points of the group, of all distributions in the folders that were asked for; none where the
-    settings switch them off."""
+    """Read the entry points of the group, of all distributions in the folders that the user asked for; none where
+    the settings switch them off."""
     if settings.no_entry_points:
         return []
     try:
@@ -37,16 +37,20 @@ def entry_points(settings: Settings) -> list[EntryPoint]:
             return []  # reading all metadata properly takes long
         from importlib import metadata
 
-        first = {_normalized(one.name): one for one in reversed(list(metadata.distributions(path=folders)))}
-        return [entry for one in reversed(first.values()) for entry in one.entry_points if entry.group == GROUP]
+        first = {_normalized(found.name): found for found in reversed(list(metadata.distributions(path=folders)))}
+        return [
+            entry for found in reversed(first.values()) for entry in found.entry_points if entry.group == GROUP
+        ]
     except Exception as error:  # metadata of others, in whatever shape
         log.warning("entry points of %s could not be read: %s: %s", GROUP, type(error).__name__, error)
         return []
 
 
 def _asked_for(path: list[str]) -> list[str]:
-    """Without the working directory and the script's folder, which Python puts there by itself: what lies about in
-    them is loaded only if PYTHONPATH names them, or they are where distributions are installed."""
+    """Leave out the working directory and the script's folder, which Python puts on the path by itself.
+
+    They count only if PYTHONPATH names them, or if distributions are installed there.
+    """
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     uninvited = {os.path.realpath(folder) for folder in ("", os.path.dirname(script or ""))}
     named = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
@@ -59,7 +63,7 @@ def _normalized(name: str | None) -> str:
     return re.sub("[^a-z0-9]+", "-", (name or "").lower())
 
 
-class EntryRecord(SiteRecord):
+class EntryPointRecord(Record):
     """Stands for the patches of an entry point until they are loaded, or for good where that fails.
 
     In the report it is called ``third_party.`` and the distribution; MEGAPATCH_DISABLE knows it by that name.
@@ -71,17 +75,13 @@ class EntryRecord(SiteRecord):
             name=f"third_party.{_normalized(distribution)}",
             doc=f"Patches of {distribution}: {entry.value}, loaded with {entry.name}.",
             upstream="",
-            sites=(Site(module=entry.name, diagnose=_never, replace={}),),
+            sites=(Site(module=entry.name, diagnose=_never),),
         )
         super().__init__(patch, patch.sites[0], settings.switched_off(patch.name))
         self.entry = entry
 
-    def consider(self, module: ModuleType) -> bool:
-        """Nothing: what it stands for is considered in its place."""
-        return False
-
     def load(self) -> tuple[Patch, ...]:
-        """The entry point's patches; none, with the status telling why, where it is broken or switched off."""
+        """Load the entry point's patches; none, with the status saying why, where it is broken or switched off."""
         if self.status in (Status.DISABLED, Status.FAILED):
             return ()
         try:
@@ -98,7 +98,7 @@ class EntryRecord(SiteRecord):
 
 
 def _never(module: ModuleType) -> Verdict:
-    raise NotImplementedError("it stands for patches, and is none")
+    raise NotImplementedError("this stands for patches that are not loaded, and has none to diagnose")
 
 
 def _mentions_group(folder: str) -> bool:

@@ -1,4 +1,9 @@
-"""Changes a site's targets all or none, and undoes it."""
+"""Changes a site's targets all or none, and undoes it.
+
+install     all targets of a site, or none
+rollback    after a fault: reverts as many as it can, and raises at the end
+uninstall   all targets of a site, or none
+"""
 
 from __future__ import annotations
 
@@ -17,123 +22,124 @@ def install(
     patch_name: str,
     module: ModuleType,
     site: Site,
-    note: Callable[[ReplacedTarget], object] = lambda one: None,
+    note: Callable[[ReplacedTarget], object] = lambda target: None,
 ) -> tuple[ReplacedTarget, ...]:
     """Replace all targets of a site in its loaded module, or none.
 
-    note: told of each target before it is touched, so that someone knows of it however this ends.
+    Args:
+        note: called with each target before it is touched, so that the caller knows of it however this ends.
 
-    Raises whatever finding a target or a patch's factory raises; the module is then as it was.
+    Raises:
+        Exception: whatever finding a target or a patch's factory raises; the module is then as it was.
     """
     found = [ReplacedTarget(patch_name, module, path, make) for path, make in site.replace.items()]
     found += [AddedTarget(patch_name, module, path, name) for path, name in site.add.items()]
     done: list[ReplacedTarget] = []
 
-    def put_in(one: ReplacedTarget) -> None:
-        done.append(one)  # first: Ctrl-C may come between any two lines
-        note(one)
-        one.put_in()
+    def install_noted(target: ReplacedTarget) -> None:
+        done.append(target)  # first: Ctrl-C may come between any two lines
+        note(target)
+        target.install()
 
     try:
-        for one in found:
-            put_in(one)
-        for target, make in site.rebuild(module).items() if site.rebuild else ():
-            put_in(RebuiltTarget(target, make))
+        for target in found:
+            install_noted(target)
+        for path, make in site.rebuild(module).items() if site.rebuild else ():
+            install_noted(RebuiltTarget(path, make))
     except BaseException:
-        take_out(done)
+        rollback(done)
         raise
     return tuple(done)
 
 
-def take_out(installed: Iterable[ReplacedTarget]) -> None:
-    """Put back the originals of what is in place, in the targets and in the holders that were rebound.
-
-    Goes on after an error, and raises the last one then.
-    """
+def rollback(targets: Iterable[ReplacedTarget]) -> None:
+    """Revert these targets and the holders that were rebound; after an error continue, and raise the last one."""
     with contextlib.ExitStack() as steps:
-        for one in reversed(list(installed)):  # the stack turns them round: what was rebuilt comes last
-            steps.callback(_give_back, one, one.replacement, one.holders)
-            steps.callback(one.put_back)
+        for target in reversed(list(targets)):  # the stack reverses the order: rebuilt targets come last
+            steps.callback(_revert_holders, target, target.replacement, target.holders)
+            steps.callback(target.revert)
 
 
-def _give_back(one: ReplacedTarget, replacement: Any, places: Iterable[holders.Holder]) -> None:
+def _revert_holders(target: ReplacedTarget, replacement: Any, places: Iterable[holders.Holder]) -> None:
     for holder in places:
-        holder.swap(replacement, one.beneath)
+        holder.swap(replacement, target.beneath)
 
 
-def uninstall(installed: tuple[ReplacedTarget, ...], site: Site) -> None:
-    """Put back the identical originals where they are in place (see `check_in_place`), and where the replacements
-    were since imported by name; all or none.
+def uninstall(targets: tuple[ReplacedTarget, ...], site: Site) -> None:
+    """Put the identical originals back at the targets (see `check_current`) and where the replacements were
+    imported by name since; all or none.
     """
-    replaced = [(one, one.replacement) for one in installed]
+    replaced = [(target, target.replacement) for target in targets]
     found = holders.find([replacement for _, replacement in replaced], site.holders)
     with contextlib.ExitStack() as on_error:
-        for one in installed:
-            if one.is_put_in:
-                on_error.callback(one.put_in)
-                one.put_back()
-        for one, replacement in replaced:
-            if one.beneath is not None:  # of what was added nothing is left
+        for target in targets:
+            if target.is_ours:
+                on_error.callback(target.install)
+                target.revert()
+        for target, replacement in replaced:
+            if target.beneath is not None:  # of an added function nothing is left
                 for holder in found.get(id(replacement), ()):
-                    on_error.callback(_take_again, one, holder, one.beneath)
-                    holder.swap(replacement, one.beneath)
+                    on_error.callback(_rebind_holder, target, holder, target.beneath)
+                    holder.swap(replacement, target.beneath)
         on_error.pop_all()
 
 
-def _take_again(one: ReplacedTarget, holder: holders.Holder, original: Any) -> None:
-    holder.swap(original, one.replacement)
+def _rebind_holder(target: ReplacedTarget, holder: holders.Holder, original: Any) -> None:
+    holder.swap(original, target.replacement)
 
 
-def check_in_place(installed: tuple[ReplacedTarget, ...]) -> None:
-    """Raise RestoreError, naming who, when a target has been replaced by someone else."""
-    for one in installed:
-        if not one.is_in_place:
+def check_current(targets: tuple[ReplacedTarget, ...]) -> None:
+    """Raise RestoreError, naming who, when someone else has replaced a target."""
+    for target in targets:
+        if not target.is_current:
             raise RestoreError(
-                f"{one.target} cannot be restored: {one.overwritten_by()} was installed over megapatch's "
+                f"{target.target} cannot be restored: {target.overwritten_by()} was installed over megapatch's "
                 "replacement; undo that first"
             )
 
 
-def rebind(installed: tuple[ReplacedTarget, ...], found: Mapping[int, list[holders.Holder]]) -> None:
-    """Give the replacements to those who hold the originals, as `holders.find` found them for a whole batch."""
-    for one in installed:
-        if not one.inherited:  # who holds the parent class's function means that one
-            for holder in found.get(id(one.original), ()):
-                before, one.holders = one.holders, (*one.holders, holder)
-                if not holder.swap(one.original, one.replacement):
-                    one.holders = before
+def rebind(targets: tuple[ReplacedTarget, ...], found: Mapping[int, list[holders.Holder]]) -> None:
+    """Give the replacements to the holders of the originals, as `holders.find` found them for a whole batch."""
+    for target in targets:
+        if not target.inherited:  # a holder of the parent class's function means that one
+            for holder in found.get(id(target.original), ()):
+                before, target.holders = target.holders, (*target.holders, holder)
+                if not holder.swap(target.original, target.replacement):
+                    target.holders = before
 
 
-def left_behind(installed: tuple[ReplacedTarget, ...]) -> dict[str, list[str]]:
-    """Who still holds an original and could not be given the replacement, in words, by target.
+def left_behind(targets: tuple[ReplacedTarget, ...]) -> dict[str, list[str]]:
+    """Name the holders of an original that could not be given the replacement, by target, in words.
 
-    Goes through all objects of the process, once for all of these.
+    Goes through all objects of the process, once for all of these targets.
     """
-    originals = {id(one.original): one for one in installed if not one.inherited}
-    if not originals:
+    by_original = {id(target.original): target for target in targets if not target.inherited}
+    if not by_original:
         return {}
-    ours = {id(one) for one in installed}
-    for one in installed:
-        ours.update(_parts(one.replacement))
-    told: dict[str, list[str]] = {}
-    for number, holding in holders.out_of_reach([one.original for one in originals.values()], ours).items():
-        target = originals[number].target
-        told.setdefault(target, []).extend(f"{text} holds the original of {target}" for text in holding)
-    return told
+    ours = {id(target) for target in targets}
+    for target in targets:
+        ours.update(_parts(target.replacement))
+    found: dict[str, list[str]] = {}
+    originals = [target.original for target in by_original.values()]
+    for number, holding in holders.out_of_reach(originals, ours).items():
+        name = by_original[number].target
+        found.setdefault(name, []).extend(f"{text} holds the original of {name}" for text in holding)
+    return found
 
 
 def _parts(function: Any) -> set[int]:
-    """The ids of a function and of what holds it together: its attributes, its closures, functions in those."""
+    """Return the ids of a function and of what holds it together: its attributes, its closures, functions in
+    those."""
     found: set[int] = set()
     if not isinstance(function, FunctionType):
         return {id(function)}
     todo = [function]
     while todo:
-        one = todo.pop()
-        if id(one) in found:
+        part = todo.pop()
+        if id(part) in found:
             continue
-        found |= {id(one), id(vars(one)), *map(id, one.__closure__ or ())}
-        for cell in one.__closure__ or ():
+        found |= {id(part), id(vars(part)), *map(id, part.__closure__ or ())}
+        for cell in part.__closure__ or ():
             with contextlib.suppress(ValueError):  # an empty cell
                 if isinstance(cell.cell_contents, FunctionType):
                     todo.append(cell.cell_contents)

@@ -17,7 +17,7 @@ from types import ModuleType
 import wrapt
 
 
-def half_loaded(module: ModuleType) -> bool:
+def half_loaded(module: ModuleType | None) -> bool:
     """Whether the module's body is (as far as its spec tells) still running."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 

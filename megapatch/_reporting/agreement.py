@@ -71,7 +71,7 @@ def facts() -> Facts:
     for record in this_process().records:
         if record.site.module in sys.modules:
             record.refresh()
-            targets = ", ".join(one.target for one in record.installed if one.is_in_place)
+            targets = ", ".join(one.target for one in record.installed if one.is_current)
             value = f"{record.status.value} ({targets})" if targets else record.status.value
             found[f"{record.patch.name} at {record.site.module}"] = (value, record.reason)
     return found

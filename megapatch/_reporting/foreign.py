@@ -39,7 +39,7 @@ def patchers(site: Site, installed: Collection[ReplacedTarget], ours: Collection
             if one is None:
                 parent, _, current = wrapt.resolve_path(module, path)
                 found += [f"{who} {target}" for who in _before(current, parent, ours)]
-            elif one.is_in_place:
+            elif one.is_current:
                 who_before = [] if one.original is None else _before(one.original, one.parent, ours)
                 found += [f"{who} {target} before megapatch" for who in who_before]
             else:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from .. import _versions
 from .._engine.install import left_behind
-from .._engine.record import SiteRecord
+from .._engine.record import Record
 from .._version import __version__
 from ..patch import Patch, Status
 from . import foreign
@@ -191,7 +191,7 @@ class Report(NamedTuple):
         return "\n".join([*head, *self.table(columns), f"digest {self.digest}"])
 
 
-def make_report(records: Iterable[SiteRecord]) -> Report:
+def make_report(records: Iterable[Record]) -> Report:
     """The report of these sites as they are now."""
 
     records = list(records)
@@ -207,7 +207,7 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
             status=record.status,
             reason=record.reason,
             verdict=record.verdict.kind.value if record.verdict else None,
-            targets=tuple(one.target for one in installed if one.is_in_place),
+            targets=tuple(one.target for one in installed if one.is_current),
             rebound=tuple(name for one in installed for name in one.rebound),
             out_of_reach=tuple(text for one in installed for text in held.get(one.target, ())),
             foreign=tuple(foreign.patchers(record.site, installed, ours)),

@@ -17,7 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from .._engine.engine import Engine
-from .._engine.record import SiteRecord
+from .._engine.record import Record
 from .._engine.settings import Settings
 from .._engine.target import AddedTarget, RebuiltTarget, ReplacedTarget
 from ..patch import Patch
@@ -105,7 +105,7 @@ def _takes_what(original: Any, function: Any) -> bool:
     return kept == list(theirs.items()) and inspect.Parameter.empty not in more
 
 
-def _contents(record: SiteRecord) -> dict[str, Any]:
+def _contents(record: Record) -> dict[str, Any]:
     """The site's module and the classes that its targets are in, name by name."""
     module = sys.modules.get(record.site.module)
     if module is None:
@@ -119,18 +119,18 @@ def _contents(record: SiteRecord) -> dict[str, Any]:
     return found
 
 
-def _diagnose(record: SiteRecord) -> Any:
+def _diagnose(record: Record) -> Any:
     module = sys.modules.get(record.site.module)
     return record.site.diagnose(module) if module else None
 
 
-def _changed(record: SiteRecord, before: dict[str, Any]) -> list[str]:
+def _changed(record: Record, before: dict[str, Any]) -> list[str]:
     """What is another object than it was, new, or gone."""
     now = _contents(record)
     return [name for name in {**before, **now} if name not in now or before.get(name) is not now[name]]
 
 
-def _first_verdict(record: SiteRecord, problems: list[str]) -> Any:
+def _first_verdict(record: Record, problems: list[str]) -> Any:
     """Diagnose for the first time (what is imported or cached stays), and note what that has changed."""
     contents, surroundings = _contents(record), _surroundings()
     verdict = _diagnose(record)

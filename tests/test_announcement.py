@@ -1,0 +1,62 @@
+"""The INFO line that says which patches were applied, and where."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import pytest
+from rigs.engine import TARGET, make_engine, make_patch
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level(logging.INFO)
+    return lambda: [record.message for record in caplog.records if record.levelno == logging.INFO]
+
+
+def test_it_names_the_patches_and_the_module_once(modules, said):
+    name = modules.write(TARGET)
+    engine = make_engine(
+        make_patch(name), make_patch(name, "Greeter.greet", name="test.method", changes_numbers=True)
+    )
+    engine.activate()
+    assert said() == []  # nothing is applied to a module that nobody has imported
+    importlib.import_module(name)
+    engine.activate()
+    engine.apply()
+    assert said() == [f"megapatch applied test.louder, test.method (changes numbers) to {name}"]
+
+
+def test_where_the_module_is_there_already(modules, said):
+    name = modules.write(TARGET)
+    importlib.import_module(name)
+    make_engine(make_patch(name)).activate()
+    assert said() == [f"megapatch applied test.louder to {name}"]
+
+
+def test_nothing_is_said_of_what_is_off_or_not_installed(modules, said):
+    name = modules.write(TARGET)
+    importlib.import_module(name)
+    make_engine(make_patch(name), make_patch("nowhere", name="test.nowhere"), disable=("test.louder",)).activate()
+    assert said() == []
+
+
+def test_modules_that_import_each_other_are_one_line(modules, said):
+    inner = modules.write(TARGET)
+    outer = modules.write(f"import {inner}\n{TARGET}")
+    engine = make_engine(make_patch(inner), make_patch(outer, name="test.outer"))
+    engine.activate()
+    importlib.import_module(outer)
+    assert said() == [f"megapatch applied test.louder to {inner}; test.outer to {outer}"]
+
+
+def test_an_outer_import_that_fails_keeps_nothing_back(modules, said):
+    inner = modules.write(TARGET)
+    outer = modules.write(f"import {inner}\nraise RuntimeError\n")
+    engine = make_engine(make_patch(inner), make_patch(outer, name="test.outer"))
+    engine.activate()
+    with pytest.raises(RuntimeError):
+        importlib.import_module(outer)
+    engine.apply()
+    assert said() == [f"megapatch applied test.louder to {inner}"]
