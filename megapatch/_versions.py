@@ -1,7 +1,7 @@
 """Which modules could be imported, and their versions, without importing any of them.
 
-Versions word reasons and nothing else: a Megatron checkout reads like the next release for months. Reading one
-runs neither torch nor git, as importing megatron.core may.
+Versions only word reasons: a Megatron checkout reads like the next release for months. Reading a version runs
+neither torch nor git, as importing megatron.core may.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 
 PACKAGES = {"megatron-core": "megatron.core", "torch": "torch", "wrapt": "wrapt"}
-"""Distribution to the package whose version a report tells."""
+"""Distribution to the package whose version a report shows."""
 
 TESTED = {"megatron-core": ("0.12", "0.19")}
 """First and last release that the patches are tested with."""
@@ -21,13 +21,16 @@ _DISTRIBUTION_OF = {"megatron.core": "megatron-core", "megatron.training": "mega
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """The spec of a module that an import would find, or None; unlike `importlib.util.find_spec` this never
-    imports a parent package (importing `megatron.training` takes seconds and wants a GPU)."""
+    """Return the spec of a module that an import would find, or None.
+
+    Unlike `importlib.util.find_spec` this never imports a parent package (importing `megatron.training` takes
+    seconds and wants a GPU).
+    """
     path = None
     spec: ModuleSpec | None = None
     parts = name.split(".")
     for depth in range(1, len(parts) + 1):
-        spec = _find_one(".".join(parts[:depth]), path)
+        spec = _find_spec(".".join(parts[:depth]), path)
         if spec is None:
             return None
         path = spec.submodule_search_locations and list(spec.submodule_search_locations)
@@ -36,7 +39,7 @@ def find_module(name: str) -> ModuleSpec | None:
     return spec
 
 
-def _find_one(name: str, path: object) -> ModuleSpec | None:
+def _find_spec(name: str, path: object) -> ModuleSpec | None:
     # Editable installs bring finders of their own. wrapt's imports parents and finds what others find, too; so
     # does that of `megapatch run`.
     # For a folder without __init__ PathFinder asks for its parent in sys.modules, unless the name has none.
@@ -52,13 +55,13 @@ def _find_one(name: str, path: object) -> ModuleSpec | None:
 
 
 def here() -> dict[str, str]:
-    """The versions of those of `PACKAGES` that are here, as `version_of` tells them."""
+    """Return the versions of the installed `PACKAGES`, as `version_of` has them."""
     versions = {distribution: version_of(distribution, module) for distribution, module in PACKAGES.items()}
     return {name: version for name, version in versions.items() if version is not None}
 
 
 def version_of(distribution: str, module: str) -> str | None:
-    """The version of the package that is loaded, or that an import would find; None where there is none.
+    """Return the version of the package that is loaded, or that an import would find; None where there is none.
 
     A checkout (on PYTHONPATH, or installed as editable) may stand in front of an installed distribution: then
     its source is read, and ``(source)`` follows the version.
@@ -78,7 +81,7 @@ def version_of(distribution: str, module: str) -> str | None:
 
 
 def remark(module: str) -> str:
-    """What to add to the reason why code of this module is not known: version found, versions tested."""
+    """Return what to add to the reason why code of this module is not known: version found, versions tested."""
     for package, distribution in _DISTRIBUTION_OF.items():
         version = version_of(distribution, package) if f"{module}.".startswith(f"{package}.") else None
         if version is not None:
@@ -87,7 +90,7 @@ def remark(module: str) -> str:
 
 
 def too_old(distribution: str, version: str) -> bool:
-    """Whether the version is older than any that megapatch is tested with; False where that cannot be told."""
+    """Whether the version is older than any that megapatch is tested with; False if the version is unreadable."""
     release = _release(version)
     return bool(release) and release < _release(TESTED[distribution][0])
 
@@ -102,7 +105,7 @@ def _compared(distribution: str, version: str) -> str:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor number; nothing where the text is no version."""
+    """Return major and minor number; nothing if the text is not a version."""
     from packaging.version import InvalidVersion, Version
 
     try:
@@ -120,7 +123,8 @@ def folder_of(module: str) -> str | None:
 
 
 def version_in_source(folder: str) -> str | None:
-    """The version that the package's own files state: Megatron's and NeMo-RL's package_info.py, or __version__."""
+    """Read the version that the package's own files state: Megatron's and NeMo-RL's package_info.py, or
+    __version__."""
     for name in ("package_info.py", "version.py", "_version.py", "__init__.py"):
         try:
             with open(os.path.join(folder, name), encoding="utf-8") as file:
@@ -136,7 +140,7 @@ def version_in_source(folder: str) -> str | None:
 
 
 def _constants(tree: ast.Module) -> dict[str, object]:
-    """Names that are bound to a number or text at the top level."""
+    """Return the names that are bound to a number or text at the top level, with their values."""
     return {
         target.id: node.value.value
         for node in tree.body

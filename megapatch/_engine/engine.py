@@ -55,14 +55,15 @@ class Engine:
         return tuple(dict.fromkeys(record.patch for record in self.records))
 
     def complaints(self) -> list[str]:
-        """What is wrong with the MEGAPATCH_* environment. Names can be judged once all patches are loaded."""
+        """List what is wrong with the MEGAPATCH_* environment. Names can be judged once all patches are loaded."""
         to_come = any(record.status is Status.PENDING for record in self._entries())
         return self.settings.complaints(None if to_come else [patch.name for patch in self.patches])
 
     def activate(self) -> None:
         """Watch for every target and patch what is there; a second call only looks again.
 
-        Raises StrictError with MEGAPATCH_STRICT when a site needs attention.
+        Raises:
+            StrictError: with MEGAPATCH_STRICT, when a site needs attention.
         """
         with self._activating:
             first, self._active = not self._active, True
@@ -76,7 +77,8 @@ class Engine:
     def apply(self) -> None:
         """Consider every site whose module is loaded, restored ones too; what is in place stays as it is.
 
-        Raises StrictError with MEGAPATCH_STRICT when a site needs attention.
+        Raises:
+            StrictError: with MEGAPATCH_STRICT, when a site needs attention.
         """
         for record in self.records:
             record.allow_again()
@@ -86,8 +88,9 @@ class Engine:
     def restore(self, *names: str) -> None:
         """Put back the originals of the named patches (names or globs; all without names) until `apply()`.
 
-        Raises MegapatchError for an unknown name, and RestoreError, with nothing changed, when a target has
-        been patched by someone else on top of megapatch.
+        Raises:
+            MegapatchError: for an unknown name.
+            RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
         """
         named = self.named(*names or "*")
         chosen = [record for record in self.records if record.patch.name in named]
@@ -117,7 +120,7 @@ class Engine:
             self._load(record)
 
     def after_fork(self) -> None:
-        """In a forked child: finish what other threads were doing, who are not here."""
+        """In a forked child, finish what other threads were doing, as they do not exist there."""
         watch.after_fork()
         self._changing_records, self._activating = threading.Lock(), threading.Lock()
         undone = [record for record in self._sites() if record.after_fork()]
@@ -141,8 +144,8 @@ class Engine:
             if entry.site.module == name:
                 self._load(entry)
         here = [record for record in self._sites() if record.site.module == name]
-        # A module that was half-loaded in our own thread gets no event of its own. No waiting here: this thread
-        # holds the import lock of `name`, and who is importing the other module may want it.
+        # A module that was half-loaded in our own thread gets no event of its own. Do not wait here: this thread
+        # holds the import lock of `name`, and a thread that imports the other module may want it.
         late = [record for record in self._sites() if record.status is Status.PENDING and record not in here]
         considered: list[tuple[SiteRecord, ModuleType | None]] = [(record, module) for record in here]
         considered += [(record, watch.loaded(record.site.module, wait=False)) for record in late]
@@ -161,7 +164,7 @@ class Engine:
                         fresh.pop()
             seen, places = _search(fresh)
             self._applied += [record for record, installed in seen if record.rebind(installed, places)]
-        except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with another function
+        except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with a different function
             if not fresh:
                 log.warning("patches could not be considered", exc_info=True)
             for record in fresh:
@@ -183,9 +186,9 @@ class Engine:
             log.info("%s", _what_was_applied(applied))
 
     def _load(self, entry: entry_points.EntryPointRecord) -> None:
-        """Put an entry point's patches in the place of its record; a broken or switched-off one stays.
+        """Put an entry point's patches in the place of its record; a broken or switched-off one keeps its record.
 
-        No lock while it is imported. Of two threads that load it at once, the second changes nothing.
+        No lock is held while it is imported. Of two threads that load it at once, the second changes nothing.
         """
         patches = entry.load()
         with self._changing_records:
@@ -206,7 +209,7 @@ class Engine:
                 log.warning("%s", complaint)
 
     def _add(self, patch: Patch) -> None:
-        """Add a record for each site; of two patches of one name the first one counts."""
+        """Add a record for each site; of two patches with one name the first counts."""
         others = [other for other in self.patches if other.name == patch.name]
         if patch in others:
             return
@@ -229,7 +232,7 @@ class Engine:
         if not self.settings.strict or not bad:
             return
         for record in bad:
-            if record.status is not Status.OVERWRITTEN:  # that module has been in use for long
+            if record.status is not Status.OVERWRITTEN:  # that module has long been in use
                 strict.keep_out(record.site.module, _not_in_place([record]))
         raise StrictError(_not_in_place(bad))
 

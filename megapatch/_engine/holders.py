@@ -1,4 +1,4 @@
-"""Who else holds a replaced function: found by identity, given the replacement, or named in the report.
+"""Finds who else holds a replaced function: by identity, to be given the replacement or named in the report.
 
 `from x import f` binds the function itself, so that changing `x.f` is not enough. Names at module level are
 found in one sweep over `sys.modules`, dictionaries and classes when a site declares them. Only dictionaries are
@@ -25,7 +25,7 @@ class Holder(NamedTuple):
     key: Any
 
     def swap(self, old: Any, new: Any) -> bool:
-        """Put `new` where `old` is; False, with nothing changed, when something else is there by now."""
+        """Put `new` where `old` is. Returns False, with nothing changed, when something else is there by now."""
         if _entries(self.owner).get(self.key) is not old:
             return False
         if isinstance(self.owner, type):
@@ -36,11 +36,12 @@ class Holder(NamedTuple):
 
 
 def find(objects: Iterable[Any], declared: Collection[str] = ()) -> dict[int, list[Holder]]:
-    """Everything that holds one of the objects, by the object's id, in one sweep.
+    """Find everything that holds one of the objects, in one sweep. Returns holders by the object's id.
 
-    declared: dictionaries and classes as ``"module:path"``; those that are not loaded are passed over.
+    Args:
+        declared: dictionaries and classes as ``"module:path"``; those that are not loaded are skipped.
     """
-    wanted = {id(one) for one in objects}
+    wanted = {id(held) for held in objects}
     found: dict[int, list[Holder]] = {}
     if not wanted:
         return found
@@ -61,19 +62,23 @@ def find(objects: Iterable[Any], declared: Collection[str] = ()) -> dict[int, li
 
 
 def out_of_reach(originals: Sequence[Any], ours: Collection[int]) -> dict[int, list[str]]:
-    """What still holds one of the originals and no sweep finds, in words, by the original's id: closures, lists,
-    bound methods, dictionaries that nobody declared.
+    """Describe the holders that no sweep finds: closures, lists, bound methods, dictionaries that nobody declared.
 
-    ours: ids of what holds an original rightly. Goes through all objects of the process: about a tenth of a
-    second once torch is loaded.
+    Goes through all objects of the process: about a tenth of a second once torch is loaded.
+
+    Args:
+        ours: ids of the objects that hold an original rightly.
+
+    Returns:
+        Descriptions in words, by the original's id.
     """
-    wanted, sought = {id(one) for one in originals}, tuple(originals)
+    wanted, sought = {id(original) for original in originals}, tuple(originals)
     found: dict[int, list[str]] = {}
     for holder in gc.get_referrers(*sought):
         if holder is sought or holder is originals or id(holder) in ours or isinstance(holder, FrameType):
             continue
-        for one in {id(each) for each in gc.get_referents(holder)} & wanted:
-            found.setdefault(one, []).append(_describe(holder))
+        for held in {id(referent) for referent in gc.get_referents(holder)} & wanted:
+            found.setdefault(held, []).append(_describe(holder))
     return found
 
 
@@ -84,18 +89,18 @@ def _describe(holder: Any) -> str:
         return "a functools.partial"
     if isinstance(holder, CellType):
         users = {
-            f"{one.__module__}.{one.__qualname__}"
+            f"{function.__module__}.{function.__qualname__}"
             for closure in gc.get_referrers(holder)
             if isinstance(closure, tuple)
-            for one in gc.get_referrers(closure)
-            if getattr(one, "__closure__", None) is closure
+            for function in gc.get_referrers(closure)
+            if getattr(function, "__closure__", None) is closure
         }
         return f"a closure ({', '.join(sorted(users)) or 'of a running function'})"
     return f"a {type(holder).__qualname__}{_name_of(holder)}"
 
 
 def _name_of(container: Any) -> str:
-    """Whose it is, in parentheses: a module's name for it, or the class or object that it belongs to."""
+    """Name its owner in parentheses: a module's name for it, or the class or object that it belongs to."""
     named = find([container]).get(id(container))
     if named:
         return f" ({named[0].where})"

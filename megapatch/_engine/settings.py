@@ -3,7 +3,7 @@
 MEGAPATCH_DISABLE   comma-separated patch names or globs that stay off
 MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays off
 MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
-MEGAPATCH_NO_ENTRY_POINTS  1: patches of other distributions are neither looked for nor loaded
+MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
 
 
 def matching(pattern: str, known: Iterable[str]) -> list[str]:
-    """The known names that a name or glob stands for."""
+    """Return the known names that a name or glob stands for."""
     return [name for name in known if fnmatchcase(name, pattern)]
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """One sentence about a name or glob that stands for no patch, with what was probably meant."""
+    """Say in one sentence that a name or glob stands for no patch, with what was probably meant."""
     import difflib  # only when a name is wrong
 
     known = list(known)
@@ -56,31 +56,32 @@ class Settings(NamedTuple):
 
     @property
     def strict(self) -> bool:
-        """Whether what needs attention is an error; for a value that means nothing, too: who set it wants it."""
+        """Whether a site that needs attention is an error. Also true for a value that means nothing."""
         return self.strict_value not in _OFF
 
     @property
     def no_entry_points(self) -> bool:
-        """Whether patches of other distributions stay out; for a value that means nothing, too."""
+        """Whether patches of other distributions stay out. Also true for a value that means nothing."""
         return self.no_entry_points_value not in _OFF
 
     def switched_off(self, name: str) -> str | None:
-        """The reason why this name is explicitly off, or None."""
+        """Say why this name is explicitly off, or return None."""
         for pattern in self.disable:
             if matching(pattern, [name]):
                 return f"switched off by {DISABLE}={pattern}"
         return None
 
     def why_disabled(self, name: str) -> str | None:
-        """The reason why this patch stays off, or None when it may be applied."""
+        """Say why this patch stays off, or return None when it may be applied."""
         if self.only and not any(matching(pattern, [name]) for pattern in self.only):
             return self.switched_off(name) or f"not named by {ONLY}={','.join(self.only)}"
         return self.switched_off(name)
 
     def complaints(self, known: Iterable[str] | None) -> list[str]:
-        """One sentence for each bad value in the environment.
+        """Write one sentence for each bad value in the environment.
 
-        known: the names of all patches; None while some are to come, so that no name can be judged.
+        Args:
+            known: the names of all patches; None while some are still to be loaded, so that no name can be judged.
         """
         switches = {STRICT: self.strict_value, NO_ENTRY_POINTS: self.no_entry_points_value}
         found = [

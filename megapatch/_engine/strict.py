@@ -1,8 +1,8 @@
 """MEGAPATCH_STRICT: a site that needs attention is an error, and stays one.
 
 An import hook that raises fails only the import during which it ran: the next one would succeed, unpatched.
-So the target's module is kept out for good, by a finder that raises for it. The error is no ImportError, which
-code around optional imports would swallow.
+So the target's module is kept out for good, by a finder that raises for it. The error is not an ImportError,
+which code around optional imports would swallow.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import StrictError
 
 
 class _KeepsOut:
-    """An import finder that raises for the modules it was told of and knows nothing of any other."""
+    """An import finder that raises for the modules in `errors` and finds no others."""
 
     def __init__(self) -> None:
         self.errors: dict[str, str] = {}
@@ -28,7 +28,7 @@ _finder = _KeepsOut()
 
 
 def keep_out(name: str, error: str) -> None:
-    """Make every later import of the module raise StrictError; a loaded one is forgotten for that."""
+    """Make every later import of the module raise StrictError; unload it if it is loaded."""
     _finder.errors[name] = error
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

@@ -1,9 +1,9 @@
-"""Tells when a module has finished loading: before, during or after `import megapatch`, from any thread.
+"""Calls back when a module has finished loading: before, during or after `import megapatch`, from any thread.
 
 wrapt's import hooks do the watching. Two of their habits need care: registered for a module that is already
 in `sys.modules` a hook fires at once, even if the module's body is still running; and called by the module's
 own loader it finds `__spec__._initializing` still set although the body has run. So that flag decides only
-when nobody told us that the body is done.
+when no hook has said that the body is done.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import wrapt
 
 
 def half_loaded(module: ModuleType | None) -> bool:
-    """Whether the module's body is (as far as its spec tells) still running."""
+    """Whether the module's body is still running, as far as its spec knows."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def loaded(name: str, wait: bool = True) -> ModuleType | None:
-    """The module if its body has run, else None; imports nothing that nobody is importing.
+    """Return the module if its body has run, else None; import nothing that nobody is importing.
 
-    When another thread is importing it, waits until that is done, unless told not to. Half-loaded in our own
-    thread it is None.
+    Args:
+        wait: whether to wait while another thread is importing it. A module that is half-loaded in our own thread
+            is None either way.
     """
-    wait = wait and not _forked  # it may be a thread that is not here; and all is watched
+    wait = wait and not _forked  # the importing thread may not exist in a forked child; and everything is watched
     if wait and name not in sys.modules:
-        _wait_for_importer(name)  # who is looking for the file has looked for hooks before, perhaps for none
+        _wait_for_importer(name)  # a thread that is looking for the file has looked for hooks before
     module = sys.modules.get(name)
     if module is not None and half_loaded(module):
         if not wait:
@@ -45,10 +46,10 @@ def loaded(name: str, wait: bool = True) -> ModuleType | None:
 
 
 def after_fork() -> None:
-    """In a forked child: wait for nobody's import, and not for wrapt's lock either, which every import takes."""
+    """In a forked child, wait for nobody's import, and not for wrapt's lock either, which every import takes."""
     global _forked
     _forked = True
-    # Private, as is the function below: each may be gone one day.
+    # Private: wrapt 1.17 to 2.5 have it (src/wrapt/importer.py). Without it nothing is done.
     lock = getattr(sys.modules.get("wrapt.importer"), "_post_import_hooks_lock", None)
     getattr(lock, "_at_fork_reinit", lambda: None)()
 
@@ -57,15 +58,16 @@ _forked = False
 
 
 def _wait_for_importer(name: str) -> None:
-    """Until no other thread is importing the module; where the two would wait for each other, return at once."""
+    """Wait until no other thread is importing the module; return at once if the two would wait for each other."""
+    # Private: what importlib itself calls for a module that it finds half-loaded, CPython 3.3 to 3.14.
     getattr(importlib._bootstrap, "_lock_unlock_module", lambda name: None)(name)
 
 
 def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
     """Call `on_loaded(module)` once the module `name` has been imported, if that is still to come.
 
-    For a module that is there already nothing is called: look with `loaded` after registering. What `on_loaded`
-    raises fails the import; the next one calls it again.
+    For a module that is loaded already nothing is called: ask `loaded` after registering. An exception of
+    `on_loaded` fails the import; the next import calls it again.
     """
     registering: int | None = threading.get_ident()
 
