@@ -12,6 +12,8 @@ OUTSIDE = [
     "LICENSE",
     "README.md",
     "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "MANIFEST.in",
     "pyproject.toml",
     "ruff.toml",
