@@ -1,4 +1,4 @@
-"""The README's patch of a third party works as printed."""
+"""The examples of docs/ that have a file name work as printed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
-def example(name):
-    return re.search(rf"<!-- {re.escape(name)} -->\n```python\n(.*?)```", README, re.DOTALL)[1]
-
-
-def test_a_patch_with_its_test(tmp_path):
-    files = {name: example(name) for name in ("acme_patches.py", "test_acme_patches.py")}
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    written = [line for text in files.values() for line in text.splitlines() if line]
-    assert len(written) < 25
+def run_examples(page, names, folder):
+    """Write the page's examples of these names into the folder, and run what pytest finds in it."""
+    text = (DOCS / page).read_text()
+    for name in names:
+        example = re.search(rf"<!-- {re.escape(name)} -->\n```python\n(.*?)```", text, re.DOTALL)
+        (folder / name).write_text(example[1])
     shown = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "."],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=300,
@@ -32,3 +28,11 @@ def test_a_patch_with_its_test(tmp_path):
     )
     assert shown.returncode == 0, shown.stdout
     assert "1 passed" in shown.stdout
+
+
+def test_a_patch_with_its_test(tmp_path):
+    run_examples("writing-a-patch.md", ("acme_patches.py", "test_acme_patches.py"), tmp_path)
+
+
+def test_losses_of_two_stages(tmp_path):
+    run_examples("testing.md", ("test_losses.py",), tmp_path)
