@@ -15,6 +15,7 @@ OUTSIDE = [
     "CONTRIBUTING.md",
     "SECURITY.md",
     "MANIFEST.in",
+    "properdocs.yml",
     "pyproject.toml",
     "ruff.toml",
     "setup.cfg",

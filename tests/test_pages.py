@@ -123,3 +123,9 @@ def test_links_lead_to_files(page):
         elif not link.startswith(("https://", "mailto:")):
             assert page.parent == DOCS, f"{link}: a package index shows this page, and has only absolute links"
             assert not path or (page.parent / path).is_file(), link
+
+
+def test_every_page_is_in_the_sites_navigation():
+    configuration = (ROOT / "properdocs.yml").read_text()
+    for page in DOCS.glob("*.md"):
+        assert f": {page.name}\n" in configuration, page.name
