@@ -1,7 +1,8 @@
-"""The README says what is so."""
+"""The README and the doctor's page say what is so."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from megapatch.patch import Status
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+DOCTOR = (ROOT / "docs" / "doctor.md").read_text()
 
 
 def test_the_table_of_patches_is_what_the_command_prints():
@@ -22,6 +24,11 @@ def test_the_table_of_patches_is_what_the_command_prints():
     assert table.strip() == shown.stdout.strip(), "run `megapatch list --markdown` and paste its output"
 
 
+def test_the_commands_to_set_it_up_stand_alone():
+    blocks = re.findall(r"^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert blocks == ['pip install ".[demo]" && megapatch demo\n', "pip install tox && tox\n"]
+
+
 def test_ci_runs_the_command_for_users():
     assert "pip install tox && tox\n" in README
     assert (ROOT / ".ci" / "run").read_text().endswith("\npip install tox && tox\n")
@@ -29,15 +36,15 @@ def test_ci_runs_the_command_for_users():
 
 def test_every_status_is_explained():
     for status in Status:
-        assert f"| `{status.value}` |" in README
+        assert f"| `{status.value}` |" in DOCTOR
 
 
 def test_every_key_of_the_json_is_documented():
-    def keys(told):
-        for key, value in told.items():
+    def keys(found):
+        for key, value in found.items():
             yield key
-            for one in value if isinstance(value, list) else ():
-                yield from keys(one) if isinstance(one, dict) else ()
+            for entry in value if isinstance(value, list) else ():
+                yield from keys(entry) if isinstance(entry, dict) else ()
 
     for key in keys(report().to_dict()):
-        assert f"`{key}`" in README, key
+        assert f"`{key}`" in DOCTOR, key
