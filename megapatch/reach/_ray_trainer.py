@@ -6,10 +6,13 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MisuseError
 from ..weight_sync._cancellation import tell_besides
+
+if TYPE_CHECKING:
+    from ..streaming import Trainer
 
 
 class RayTrainer:
@@ -44,7 +47,7 @@ class RayTrainer:
     Raises MisuseError without actor_options, and what `build` raises.
     """
 
-    def __init__(self, build: Callable[[int, int], Any], actor_options: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, build: Callable[[int, int], Trainer], actor_options: Sequence[Mapping[str, Any]]) -> None:
         import ray
 
         if not actor_options:
@@ -92,7 +95,7 @@ class RayTrainer:
         if failures:
             (rank, error), *others = failures
             if add_note := getattr(error, "add_note", None):  # from Python 3.11 on
-                also = "".join(f"; then on rank {rank}: {type(one).__name__}" for rank, one in others)
+                also = "".join(f"; then on rank {rank}: {type(other).__name__}" for rank, other in others)
                 add_note(f"{method}() on rank {rank} of {len(self.actors)}{also}")
             raise error
         return list(results)
@@ -126,7 +129,9 @@ class _Rank:
             free.bind(("", 0))
             return util.get_node_ip_address(), free.getsockname()[1]
 
-    def build(self, build: Callable[[int, int], Any], rank: int, world_size: int, master: tuple[str, int]) -> None:
+    def build(
+        self, build: Callable[[int, int], Trainer], rank: int, world_size: int, master: tuple[str, int]
+    ) -> None:
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=master[0], MASTER_PORT=str(master[1])
         )

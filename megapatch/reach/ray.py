@@ -99,11 +99,11 @@ def assert_consistent(actors: Sequence[Any]) -> None:
     if not actors:
         raise MegapatchError("assert_consistent() compares actors: expected their handles, found none")
     look = _looking()
-    told = difference(
+    differing = difference(
         ray.get([actor.__ray_call__.remote(look) for actor in actors]), functools.partial(numbered, "actor")
     )
-    if told is not None:
-        raise InconsistentError(f"megapatch is not the same in all actors: {told}")
+    if differing is not None:
+        raise InconsistentError(f"megapatch is not the same in all actors: {differing}")
 
 
 def _looking() -> Callable[[object], Facts]:
@@ -168,13 +168,13 @@ def _composed(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     the job sets is left to it, and its hook is chained to ours and, during the call, is not the job's.
     """
     own, job_config = kwargs.get("runtime_env"), kwargs.get("job_config")
-    told = os.environ.get(_JOB)
-    if told is None:
+    job_config_json = os.environ.get(_JOB)
+    if job_config_json is None:
         if not own and job_config is not None:
             own = job_config.runtime_env
         yield {**kwargs, "runtime_env": runtime_env(own)}
         return
-    job = json.loads(told)
+    job = json.loads(job_config_json)
     theirs = job.get("runtime_env") or {}
     env = runtime_env(own)
     for name in (theirs.get("env_vars") or {}).keys() - ((own or {}).get("env_vars") or {}).keys():
@@ -185,4 +185,4 @@ def _composed(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     try:
         yield {**kwargs, "runtime_env": env}
     finally:
-        os.environ[_JOB] = told
+        os.environ[_JOB] = job_config_json

@@ -11,8 +11,10 @@ trainer, buffer and generation may be elsewhere.
 from ..errors import ConfigError, EmptyStepError
 from ._buffer import Buffer, RolloutBuffer
 from ._config import StreamingConfig
+from ._generation import Generation, Synchronizer
 from ._pump import TrainPump
-from ._sampler import Backlog, Group, StalenessSampler
+from ._reporter import Logger, ScalarWriter
+from ._sampler import Backlog, Group, Samples, StalenessSampler
 from ._step_trainer import StepTrainer
 from ._trainer import Trainer
 
@@ -21,11 +23,16 @@ __all__ = [
     "Buffer",
     "ConfigError",
     "EmptyStepError",
+    "Generation",
     "Group",
+    "Logger",
     "RolloutBuffer",
+    "Samples",
+    "ScalarWriter",
     "StalenessSampler",
     "StepTrainer",
     "StreamingConfig",
+    "Synchronizer",
     "TrainPump",
     "Trainer",
 ]

@@ -26,19 +26,19 @@ class Buffer(Protocol):
     def samples(self) -> MaybeAwaitable[Samples]:
         """The tags of all samples that are not claimed, in order of arrival."""
 
-    def claim(self, group: Group) -> MaybeAwaitable[Any]:
+    def claim(self, group: Group, /) -> MaybeAwaitable[Any]:
         """The data of a group, which is not in `samples` from now on."""
 
-    def give_back(self, groups: Sequence[Group]) -> MaybeAwaitable[None]:
+    def give_back(self, groups: Sequence[Group], /) -> MaybeAwaitable[None]:
         """Undo the claims of these."""
 
-    def clear(self, groups: Sequence[Group]) -> MaybeAwaitable[None]:
+    def clear(self, groups: Sequence[Group], /) -> MaybeAwaitable[None]:
         """Drop these: trained on, or too old."""
 
     def changes(self) -> MaybeAwaitable[int]:
         """A number that grows whenever `samples` gets more, or a tag changes."""
 
-    def wait_for_change(self, seen: int) -> Awaitable[bool]:
+    def wait_for_change(self, seen: int, /) -> Awaitable[bool]:
         """Return True once `changes` is more than `seen`, and False where nothing more will come. It is cancelled
         when the pump does not need to know any more, so it cannot be a plain function that blocks."""
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from ..errors import EmptyStepError, MisuseError
 from ..weight_sync._cancellation import tell_besides
+from ._buffer import Buffer
 from ._calls import SequentialCalls, perform, wait_out
 from ._config import StreamingConfig
 from ._microbatches import MicrobatchQueue
 from ._sampler import Group, StalenessSampler
 from ._supply import NothingLeft, Supply
 from ._timer import Timer
+from ._trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,8 @@ class OptimizerSteps:
     def __init__(
         self,
         config: StreamingConfig,
-        trainer: Any,
-        buffer: Any,
+        trainer: Trainer,
+        buffer: Buffer,
         compute_advantages: Callable[[Any], Any] | None,
         calls: SequentialCalls,
         timer: Timer,

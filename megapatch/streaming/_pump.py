@@ -11,8 +11,9 @@ from ..errors import MisuseError
 from ._buffer import Buffer
 from ._calls import SequentialCalls, wait_out
 from ._config import StreamingConfig
+from ._generation import Generation, Synchronizer
 from ._optimizer_step import OptimizerSteps, StepTaken
-from ._reporter import Reporter
+from ._reporter import Logger, Reporter, ScalarWriter
 from ._synced_weights import SyncedWeights
 from ._timer import Timer
 from ._trainer import Trainer
@@ -59,20 +60,20 @@ class TrainPump:
     def __init__(
         self,
         config: StreamingConfig,
-        trainer: Any,
-        buffer: Any,
-        synchronizer: Any,
-        generation: Any,
+        trainer: Trainer,
+        buffer: Buffer,
+        synchronizer: Synchronizer,
+        generation: Generation,
         *,
         compute_advantages: Callable[[Any], Any] | None = None,
-        logger: Any = None,
+        logger: Logger | ScalarWriter | None = None,
         terminal: TextIO | None = None,
         version: int = 0,
     ) -> None:
         refreshing = ("prepare_logprobs",) if config.refreshes_logprobs else ()
         _require("trainer", trainer, *_methods_of(Trainer), *refreshing)
         _require("buffer", buffer, *_methods_of(Buffer))
-        _require("synchronizer", synchronizer, "sync_weights")
+        _require("synchronizer", synchronizer, *_methods_of(Synchronizer))
         version = _whole(version)
         self._config = config
         self._timer = Timer()

@@ -23,6 +23,12 @@ class Logger(Protocol):
     def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str) -> object: ...
 
 
+class ScalarWriter(Protocol):
+    """A TensorBoard SummaryWriter, or anything with this method."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
+
+
 class Reporter:
     """Passes metrics on. What fails here is logged once, with its traceback, and does not stop training.
 
@@ -30,27 +36,30 @@ class Reporter:
     terminal   a stream; a progress line is kept there if it is a terminal
     """
 
-    def __init__(self, logger: Any, terminal: TextIO | None) -> None:
+    def __init__(self, logger: Logger | ScalarWriter | None, terminal: TextIO | None) -> None:
         self._logger, self._terminal = logger, terminal
-        self._told = False
+        self._warned = False
 
     async def log_metrics(self, result: Any, step: int, prefix: str) -> None:
         """result: a mapping or a dataclass; of others nothing is told."""
-        if self._logger is None:
+        logger = self._logger
+        if logger is None:
             return
         try:
             if metrics := as_metrics(result):
-                await self._pass_on(metrics, step, prefix)
+                await self._pass_on(logger, metrics, step, prefix)
         except Exception:
-            self._tell("a logger failed; training goes on, and this is said once")
+            self._warn("a logger failed; training goes on, and this is said once")
 
-    async def _pass_on(self, metrics: dict[str, Any], step: int, prefix: str) -> None:
-        if not hasattr(self._logger, "log_metrics"):
+    async def _pass_on(
+        self, logger: Logger | ScalarWriter, metrics: dict[str, Any], step: int, prefix: str
+    ) -> None:
+        if not hasattr(logger, "log_metrics"):
             for name, value in metrics.items():
                 if (number := _number(value)) is not None:
-                    self._logger.add_scalar(f"{prefix}/{name}", number, step)
+                    logger.add_scalar(f"{prefix}/{name}", number, step)
             return
-        call = asyncio.ensure_future(perform(self._logger.log_metrics, metrics, step=step, prefix=prefix))
+        call = asyncio.ensure_future(perform(logger.log_metrics, metrics, step=step, prefix=prefix))
         call.add_done_callback(failure_of)  # nobody may be there to see it
         try:
             await asyncio.wait([call], timeout=PATIENCE)
@@ -69,11 +78,11 @@ class Reporter:
                 self._terminal.write(f"\r\x1b[K{text}")  # over the last one
                 self._terminal.flush()
         except Exception:
-            self._tell("the progress line failed; training goes on, and this is said once")
+            self._warn("the progress line failed; training goes on, and this is said once")
 
-    def _tell(self, what: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
             log.exception(what)
 
 

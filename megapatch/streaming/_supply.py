@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ._buffer import Buffer
 from ._calls import failure_of, perform, wait_out
 from ._microbatches import MicrobatchQueue
 from ._sampler import Backlog, Group, StalenessSampler
@@ -32,7 +33,7 @@ class Supply:
     timeout   seconds that one more eligible group is waited for; None: as long as the buffer is open
     """
 
-    def __init__(self, buffer: Any, sampler: StalenessSampler, timeout: float | None) -> None:
+    def __init__(self, buffer: Buffer, sampler: StalenessSampler, timeout: float | None) -> None:
         self._buffer, self._sampler, self._timeout = buffer, sampler, timeout
         self._eligible: list[Group] = []
         self._looked_at: tuple[int, int] | None = None  # changes and version that those are of
@@ -42,7 +43,7 @@ class Supply:
         """The first of at least so many eligible groups. Clears what is too old. Raises what a microbatch call of
         the queue raises meanwhile."""
         clock = asyncio.get_running_loop().time
-        begun, most, told = clock(), 0, False
+        begun, most, warned = clock(), 0, False
         while True:
             queue.reap()
             seen = await self._look(version)
@@ -54,11 +55,11 @@ class Supply:
             if self._timeout is not None and waited >= self._timeout:
                 why = f"none came for {self._timeout:g} seconds (rollout_timeout)"
                 return NothingLeft(why, await self._backlog(version))
-            if waited >= PATIENCE and not told:
-                told = True
+            if waited >= PATIENCE and not warned:
+                warned = True
                 backlog = await self._backlog(version)
                 log.warning("no prompt group to train on for %d seconds. Waiting: %s", waited, backlog)
-            limits = [limit for limit in (self._timeout, None if told else PATIENCE) if limit is not None]
+            limits = [limit for limit in (self._timeout, None if warned else PATIENCE) if limit is not None]
             if not await self._wait_for_change(seen, queue, min(limits) - waited if limits else None):
                 return NothingLeft("no more come: the buffer is closed", await self._backlog(version))
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from ..weight_sync import paused_generation
 from ..weight_sync._cancellation import outlast
 from ..weight_sync._pause import RESUME, is_paused
 from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, wait_out
+from ._generation import Generation, Synchronizer
 
 log = logging.getLogger("megapatch")
 
@@ -24,11 +24,11 @@ class SyncedWeights:
     generation     what `paused_generation` takes; its set_weight_version() is told the version, if it has that
     """
 
-    def __init__(self, synchronizer: Any, generation: Any, calls: SequentialCalls) -> None:
+    def __init__(self, synchronizer: Synchronizer, generation: Generation, calls: SequentialCalls) -> None:
         self._synchronizer, self._generation, self._calls = synchronizer, generation, calls
         self.admitted = asyncio.Event()
         self.admitted.set()
-        self._told = self._left_paused = False
+        self._warned = self._left_paused = False
 
     async def sync(self, version: int) -> None:
         """Raises what pausing, syncing or resuming raised. A cancellation during the sync itself is raised when
@@ -60,8 +60,8 @@ class SyncedWeights:
     async def _sync_and_stamp(self, version: int) -> None:
         await self._calls(self._synchronizer, "sync_weights")
         if getattr(self._generation, STAMP, None) is None:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 log.warning(
                     "%s has no %s(): rollouts bear the version of their weights only if it gets known otherwise",
                     type(self._generation).__name__,

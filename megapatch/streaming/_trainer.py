@@ -19,7 +19,7 @@ class Trainer(Protocol):
 
     def begin_train_step(self) -> MaybeAwaitable[object]: ...
 
-    def train_microbatch(self, data: Any) -> MaybeAwaitable[object]:
+    def train_microbatch(self, data: Any, /) -> MaybeAwaitable[object]:
         """Forward and backward of one prompt group, as the buffer gave it and the pump prepared it."""
 
     def finish_train_step(self) -> MaybeAwaitable[Mapping[str, Any] | object]:

@@ -22,7 +22,7 @@ from ._availability import megatron_core_available, megatron_training_available
 from ._contract import check_contract
 from ._cuda_stubs import install_cuda_stubs
 from ._data import microbatches
-from ._model import StepResult, TinyGPT, mean_loss
+from ._model import TinyGPT, TinyStepResult, mean_loss
 from ._parallel import destroy_parallel, init_parallel
 from ._ranks import run_ranks
 from ._tiny_gpt import tiny_gpt
@@ -33,8 +33,8 @@ __all__ = [
     "MegatronLoop",
     "RanksFailed",
     "RanksTimedOut",
-    "StepResult",
     "TinyGPT",
+    "TinyStepResult",
     "check_contract",
     "destroy_parallel",
     "init_parallel",

@@ -81,9 +81,10 @@ def held_by_name(engine: Engine) -> None:
                 vars(holder).update({target: function, f"alias of {target}": function})
     engine.activate()
     for record in engine.records:
-        for one in record.installed:
-            for name in (one.target, f"alias of {one.target}"):
-                assert vars(holder).get(name, one.replacement) is one.replacement, f"held elsewhere: {one.target}"
+        for replaced in record.installed:
+            for name in (replaced.target, f"alias of {replaced.target}"):
+                held = vars(holder).get(name, replaced.replacement)
+                assert held is replaced.replacement, f"held elsewhere: {replaced.target}"
 
 
 def reloaded(engine: Engine) -> None:
@@ -150,14 +151,14 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, di
         record.refresh()
         name = f"{record.patch.name} at {record.site.module}"
         # What is rebuilt was made before: which ones there are depends on the order.
-        functions = [one for one in record.installed if not isinstance(one, RebuiltTarget)]
-        outcome[name] = [record.status.value, *(one.target for one in functions)]
+        functions = [replaced for replaced in record.installed if not isinstance(replaced, RebuiltTarget)]
+        outcome[name] = [record.status.value, *(replaced.target for replaced in functions)]
         if record.status in (*NEEDS_ATTENTION, Status.PENDING):
             wrong.append(f"{name} is {record.status.value}: {record.reason} {record.traceback or ''}")
         wrong += [
-            f"{one.target} was replaced {layers} times"
-            for one in functions
-            if (layers := _layers(one.current)) != 1
+            f"{replaced.target} was replaced {layers} times"
+            for replaced in functions
+            if (layers := _layers(replaced.current)) != 1
         ]
     return order.__name__.replace("_", " "), outcome, wrong
 

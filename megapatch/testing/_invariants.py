@@ -33,12 +33,12 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
     verdicts = {record: _first_verdict(record, problems) for record in engine.records}
 
     engine.activate()
-    installed = [one for record in engine.records for one in record.installed]
+    installed = _installed(engine)
     _apply_often(engine)
-    if [one for record in engine.records for one in record.installed] != installed:
+    if _installed(engine) != installed:
         problems.append("applying again has installed something again")
-    for one in installed:
-        problems += _looks(one)
+    for target in installed:
+        problems += _looks(target)
     for record, verdict in verdicts.items():
         if (again := _diagnose(record)) != verdict:
             problems.append(f"{record.patch.name}: once patched, its verdict is {again}; it was {verdict}")
@@ -49,6 +49,10 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
             f"{record.patch.name}: restore() leaves {name} changed" for name in _changed(record, contents)
         ]
     return problems
+
+
+def _installed(engine: Engine) -> list[ReplacedTarget]:
+    return [target for record in engine.records for target in record.installed]
 
 
 def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
@@ -63,21 +67,21 @@ def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
         thread.join()
 
 
-def _looks(one: ReplacedTarget) -> Iterator[str]:
+def _looks(target: ReplacedTarget) -> Iterator[str]:
     """Whether the replacement can stand in for the original wherever functions go."""
-    if isinstance(one, RebuiltTarget):
+    if isinstance(target, RebuiltTarget):
         return
-    function = one.current
+    function = target.current
     if type(function) is not FunctionType:
-        yield f"{one.target} is a {type(function).__name__}, not a plain function"
-    if not isinstance(one, AddedTarget):
-        if not _takes_what(one.original, function):
-            yield f"{one.target} has another signature: {inspect.signature(function)}"
-        if (function.__name__, function.__doc__) != (one.original.__name__, one.original.__doc__):
-            yield f"{one.target} has lost its name or docstring (functools.wraps keeps them)"
+        yield f"{target.target} is a {type(function).__name__}, not a plain function"
+    if not isinstance(target, AddedTarget):
+        if not _takes_what(target.original, function):
+            yield f"{target.target} has another signature: {inspect.signature(function)}"
+        if (function.__name__, function.__doc__) != (target.original.__name__, target.original.__doc__):
+            yield f"{target.target} has lost its name or docstring (functools.wraps keeps them)"
     if copy.deepcopy(function) is not function:
-        yield f"{one.target} is another one once copied"
-    if "<locals>" in getattr(one.original, "__qualname__", ""):  # it could not be pickled by its name either
+        yield f"{target.target} is another one once copied"
+    if "<locals>" in getattr(target.original, "__qualname__", ""):  # it could not be pickled by its name either
         return
     for pickler in ("pickle", "cloudpickle"):
         try:
@@ -86,22 +90,25 @@ def _looks(one: ReplacedTarget) -> Iterator[str]:
             continue
         try:
             if pickle.loads(dumps(function)) is not function:
-                yield f"{one.target} is another one once pickled by {pickler}"
+                yield f"{target.target} is another one once pickled by {pickler}"
         except Exception as error:
-            yield f"{one.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
+            yield f"{target.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
 
 
 def _takes_what(original: Any, function: Any) -> bool:
     """The same parameters; what a later release takes besides may be among them, with a default. A decorator that
     takes anything, and hides what the function takes, may be replaced by what says it."""
     theirs, ours = (
-        {one.name: (one.kind, one.default) for one in inspect.signature(which).parameters.values()}
+        {
+            name: (parameter.kind, parameter.default)
+            for name, parameter in inspect.signature(which).parameters.items()
+        }
         for which in (original, function)
     )
     if {"args", "kwargs"} <= theirs.keys():
         return True
     more = [default for name, (_, default) in ours.items() if name not in theirs]
-    kept = [(name, told) for name, told in ours.items() if name in theirs]
+    kept = [(name, taken) for name, taken in ours.items() if name in theirs]
     return kept == list(theirs.items()) and inspect.Parameter.empty not in more
 
 

@@ -14,7 +14,7 @@ from . import _data
 from ._weights import global_name
 
 
-class StepResult(NamedTuple):
+class TinyStepResult(NamedTuple):
     """loss: mean over the tokens of the global batch. grad_norm: before clipping; of the whole model."""
 
     loss: float
@@ -97,12 +97,12 @@ class TinyGPT:
         )
         return metrics
 
-    def train_step(self, step: int = 0, **options: Any) -> StepResult:
+    def train_step(self, step: int = 0, **options: Any) -> TinyStepResult:
         """zero_grad, forward_backward with these options, the optimizer's step; on all ranks."""
         self.zero_grad()
         metrics = self.forward_backward(step, **options)
         _, grad_norm, _ = self.optimizer.step()
-        return StepResult(mean_loss(metrics), float(grad_norm))
+        return TinyStepResult(mean_loss(metrics), float(grad_norm))
 
     def zero_grad(self) -> None:
         """As Megatron's train_step() does it: the chunks' gradient buffers, then the optimizer."""
