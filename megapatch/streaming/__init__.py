@@ -4,8 +4,8 @@
     await pump.run(num_steps=100)
 
 `TrainPump` picks prompt groups by their staleness (`StalenessSampler`), trains on them one by one, and pushes the
-new weights; `RolloutBuffer` is a buffer for rollouts of the same process. For one event loop, in one process;
-trainer, buffer and generation may be elsewhere.
+new weights. `RolloutBuffer` holds rollouts that this process makes. A pump runs in one event loop of one process;
+its trainer, buffer and generation may be elsewhere.
 """
 
 from ..errors import ConfigError, EmptyStepError

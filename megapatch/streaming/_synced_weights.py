@@ -1,4 +1,4 @@
-"""The weights that generation has: synced, stamped with their version, and rollouts kept out in between."""
+"""Sync generation's weights, stamp them with their version, and keep rollouts out in the meantime."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ STAMP = "set_weight_version"
 
 
 class SyncedWeights:
-    """Syncs weights, with a gate for rollouts that is closed from the start of a sync until one has succeeded:
-    what is sampled from mixed weights would carry a version that is not its own.
+    """Syncs weights, and closes a gate for rollouts from the start of a sync until one has succeeded.
 
-    synchronizer   has sync_weights(), without a version
-    generation     what `paused_generation` takes; its set_weight_version() is told the version, if it has that
+    Samples from mixed weights would bear a wrong version.
     """
 
     def __init__(self, synchronizer: Synchronizer, generation: Generation, calls: SequentialCalls) -> None:
@@ -31,15 +29,17 @@ class SyncedWeights:
         self._warned = self._left_paused = False
 
     async def sync(self, version: int) -> None:
-        """Raises what pausing, syncing or resuming raised. A cancellation during the sync itself is raised when
-        all is done, and the gate is open then."""
+        """Sync weights, and raise whatever pausing, syncing or resuming raises.
+
+        A cancellation during the sync itself is raised when everything is done and the gate is open.
+        """
         self.admitted.clear()
         by_us = self._left_paused or not is_paused(self._generation)
         try:
             cancelled = await self._sync_while_paused(version)
         finally:
             self._left_paused = by_us and is_paused(self._generation)
-        if self._left_paused:  # by a sync before this one, whose resume failed
+        if self._left_paused:  # by an earlier sync, whose resume failed
             try:
                 await wait_out(perform(getattr(self._generation, RESUME)))
             finally:
@@ -68,5 +68,5 @@ class SyncedWeights:
                     STAMP,
                 )
             return
-        # A failure is raised: all that came would be taken as older than it is, and be evicted, perhaps for good.
+        # A failure is raised: new rollouts would count as older than they are and be evicted, perhaps forever.
         await self._calls(self._generation, STAMP, version)
