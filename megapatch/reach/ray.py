@@ -1,8 +1,8 @@
-"""Into Ray's workers: a hook that Ray runs in each of them, before its first task or actor.
+"""Activate megapatch in Ray's workers, by a hook that Ray runs in each of them before its first task or actor.
 
-Ray has one such hook for a job (``worker_process_setup_hook``), and a worker that cannot load it dies. So ours
-travels by value and asks nothing of a worker but Python: where megapatch cannot be imported, it warns and the
-worker lives. A hook that is there already runs after it.
+Ray has one such hook per job (``worker_process_setup_hook``), and a worker that cannot load it dies. So ours
+travels by value and needs nothing in the worker but Python: if megapatch cannot be imported there, the hook warns
+and the worker lives. A hook that is already set runs after ours.
 """
 
 from __future__ import annotations
@@ -26,18 +26,23 @@ _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # how `ray job submit` tells the driver of
 
 
 def runtime_env(existing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A runtime environment for `ray.init` whose workers activate megapatch; the rest is as in `existing`.
+    """Make a runtime environment for `ray.init` whose workers activate megapatch.
 
-    existing   None, a dictionary or a `ray.runtime_env.RuntimeEnv`; it is not changed
+    A worker without megapatch, or without something that megapatch needs, logs one WARNING. With MEGAPATCH_STRICT
+    a StrictError ends the worker, as any exception of a hook does.
 
-    Its hook (a callable or "module.function") runs after ours, in each worker, and is loaded there as Ray would.
-    ``MEGAPATCH_*`` variables of this process are added where it does not set them. Of what this function has
-    made it makes the same again.
+    Idempotent: passed its own result, it returns an equal environment.
 
-    In a worker whose environment has no megapatch (or not what megapatch needs) it logs one WARNING. With
-    MEGAPATCH_STRICT a StrictError ends the worker, as any exception of a hook does.
+    Args:
+        existing: a dictionary, a `ray.runtime_env.RuntimeEnv` or None; it is not changed. Its hook (a callable or
+            "module.function") runs in each worker after ours, and is loaded there as Ray would load it.
 
-    Raises MegapatchError where `existing` or its hook is of no such type.
+    Returns:
+        A copy of `existing` with our hook, and with the ``MEGAPATCH_*`` variables of this process in "env_vars",
+        except those that `existing` sets.
+
+    Raises:
+        MegapatchError: `existing` or its hook has another type.
     """
     if existing is not None and not isinstance(existing, Mapping):
         raise MegapatchError(f"expected a runtime environment (a dictionary or a RuntimeEnv), found {existing!r}")
@@ -51,13 +56,16 @@ def runtime_env(existing: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def compose_into_init() -> None:
-    """From now on each `ray.init` of this process passes its runtime environment through `runtime_env`, also the
-    one that Ray calls by itself. Call it in the driver, once or more often, before `ray.init`.
+    """Pass the runtime environment of each later `ray.init` of this process through `runtime_env`.
 
-    A hook that `ray job submit` gave the job runs after ours, too. In a Ray worker it does nothing.
+    Also of the `ray.init` that Ray calls by itself. Call this in the driver before `ray.init`; further calls do
+    nothing, and neither does a call in a Ray worker. A hook that `ray job submit` gave the job runs after ours,
+    too.
 
-    Raises MegapatchError when Ray is not installed or `ray.init` has been called; and `ray.init` raises it for a
-    ``ray://`` address, where Ray runs no hook.
+    From then on `ray.init` raises MegapatchError for a ``ray://`` address, because Ray runs no hook there.
+
+    Raises:
+        MegapatchError: Ray is not installed, or `ray.init` has been called.
     """
     try:
         import ray
@@ -67,7 +75,7 @@ def compose_into_init() -> None:
         return
     if ray.is_initialized():
         if ray.get_runtime_context().get_task_id() is not None:
-            return  # in a worker, which has been set up by its driver's ray.init
+            return  # in a worker, whose driver has called ray.init
         raise MegapatchError(
             "Ray is initialized, and its workers' environment is settled. Call compose_into_init() before "
             "ray.init() and before the first use of Ray, which calls it, or after ray.shutdown()"
@@ -85,14 +93,19 @@ def compose_into_init() -> None:
 
 
 def assert_consistent(actors: Sequence[Any]) -> None:
-    """Raise InconsistentError when one of these Ray actors is patched unlike the others, or not at all.
+    """Raise InconsistentError if one of these Ray actors is patched unlike the others, or not at all.
 
-    Compared is what `megapatch.assert_consistent` compares, in each actor's process. Call it when training is
-    about to begin; it waits for what the actors have been told to do before.
+    Compares the same facts as `megapatch.assert_consistent`, in each actor's process. Call it just before training
+    begins; it waits for the actors' earlier calls.
 
-    actors   handles; those of different kinds may be compared: what one has not loaded does not count there
+    Args:
+        actors: handles. Actors of different kinds can be compared: modules that an actor has not loaded do not
+            count there.
 
-    Raises MegapatchError without actors, and what `ray.get` raises for an actor that has died.
+    Raises:
+        InconsistentError: the message says which actors differ in what.
+        MegapatchError: `actors` is empty.
+        ray.exceptions.RayActorError: an actor has died.
     """
     import ray
 
@@ -107,7 +120,7 @@ def assert_consistent(actors: Sequence[Any]) -> None:
 
 
 def _looking() -> Callable[[object], Facts]:
-    # By value, as below. Nothing is imported that is not there: importing megapatch would activate it.
+    # Pickled by value, as below. It must not import megapatch, which would activate it.
     def look(actor: object) -> Facts:
         import sys
 
@@ -121,7 +134,7 @@ def _looking() -> Callable[[object], Facts]:
 
 
 def _before(chained: str | Callable[[], object] | None) -> Callable[[], None]:
-    # Pickled by value, because it is local to a function; hence no name of this module may occur in it.
+    # Pickled by value, because it is local to a function. So it must not use a global name of this module.
     def activate_megapatch() -> None:
         try:
             import megapatch  # noqa: F401
@@ -162,10 +175,10 @@ def _refuse_client(address: str | None = None, **others: object) -> None:
 
 @contextlib.contextmanager
 def _composed(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """ray.init's arguments with our runtime environment, for one call.
+    """Add our runtime environment to the arguments of one call of ray.init.
 
-    Ray merges a job's environment with that of ray.init and refuses what both of them set. So a variable that
-    the job sets is left to it, and its hook is chained to ours and, during the call, is not the job's.
+    Ray merges the job's environment with that of ray.init, and refuses what both of them set. So variables that
+    the job sets are left out of ours. The job's hook is chained to ours, and taken from the job during the call.
     """
     own, job_config = kwargs.get("runtime_env"), kwargs.get("job_config")
     job_config_json = os.environ.get(_JOB)
