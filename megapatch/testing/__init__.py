@@ -2,7 +2,7 @@
 
     from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
-    def job(rank, world_size):                    # of module level: it is sent to other processes
+    def job(rank, world_size):                    # at module level: it is sent to other processes
         init_parallel(pp=2)
         model = tiny_gpt(overlap_grad_reduce=True, use_distributed_optimizer=True, optimizer="adam")
         return [model.train_step(step).loss for step in range(3)]
@@ -11,8 +11,8 @@
         first, second = run_ranks(job, 2)
         assert first == second and first[0] > first[-1]
 
-Weights only depend on parameters' names and data only on the step, so that every layout (tensor, pipeline,
-expert, data parallel) can be compared with every other, and with one process. Nothing of Megatron is imitated.
+Weights depend only on parameters' names, and data only on the step. So every layout (tensor, pipeline, expert,
+data parallel) can be compared with every other, and with a single process. No part of Megatron is imitated.
 """
 
 from __future__ import annotations

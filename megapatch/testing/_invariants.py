@@ -1,4 +1,4 @@
-"""What stays as it was under a patch: the function's appearance, the process around a diagnosis, the originals."""
+"""Check what a patch must not change: a function's appearance, the process around a diagnosis, the originals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ._import_orders import import_targets
 
 
 def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
-    """Check all that needs no scenario in one process; what is wrong, in words."""
+    """Check in one process everything that needs no scenario; return the problems."""
     engine = Engine(patches, Settings())
     import_targets(engine)
     before = {record: _contents(record) for record in engine.records}
@@ -68,7 +68,7 @@ def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
 
 
 def _looks(target: ReplacedTarget) -> Iterator[str]:
-    """Whether the replacement can stand in for the original wherever functions go."""
+    """Check that the replacement can be used wherever the original can."""
     if isinstance(target, RebuiltTarget):
         return
     function = target.current
@@ -96,8 +96,11 @@ def _looks(target: ReplacedTarget) -> Iterator[str]:
 
 
 def _takes_what(original: Any, function: Any) -> bool:
-    """The same parameters; what a later release takes besides may be among them, with a default. A decorator that
-    takes anything, and hides what the function takes, may be replaced by what says it."""
+    """Return whether the replacement takes the same parameters.
+
+    It may also have parameters of a later release, with defaults. A decorator with *args and **kwargs, which hides
+    the function's parameters, may be replaced by a function that shows them.
+    """
     theirs, ours = (
         {
             name: (parameter.kind, parameter.default)
@@ -113,7 +116,7 @@ def _takes_what(original: Any, function: Any) -> bool:
 
 
 def _contents(record: SiteRecord) -> dict[str, Any]:
-    """The site's module and the classes that its targets are in, name by name."""
+    """Return the contents of the site's module and of the classes of its targets, by name."""
     module = sys.modules.get(record.site.module)
     if module is None:
         return {}
@@ -132,13 +135,13 @@ def _diagnose(record: SiteRecord) -> Any:
 
 
 def _changed(record: SiteRecord, before: dict[str, Any]) -> list[str]:
-    """What is another object than it was, new, or gone."""
+    """Return the names whose object was replaced, added or removed."""
     now = _contents(record)
     return [name for name in {**before, **now} if name not in now or before.get(name) is not now[name]]
 
 
 def _first_verdict(record: SiteRecord, problems: list[str]) -> Any:
-    """Diagnose for the first time (what is imported or cached stays), and note what that has changed."""
+    """Diagnose for the first time, when imports and caches are not there yet, and note what that changes."""
     contents, surroundings = _contents(record), _surroundings()
     verdict = _diagnose(record)
     after = _surroundings()
@@ -168,7 +171,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _modules_of_others() -> set[str]:
-    """A diagnosis may use the standard library."""
+    """Return the loaded modules except the standard library's, which a diagnosis may import."""
     usual = {*sys.stdlib_module_names, "megapatch"}
     return {
         name
