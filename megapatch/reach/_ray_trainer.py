@@ -59,7 +59,7 @@ class RayTrainer:
         import ray
 
         if not actor_options:
-            raise MisuseError("RayTrainer() starts an actor for each of actor_options; found none")
+            raise MisuseError("RayTrainer() starts one actor per entry of actor_options; expected at least one")
         kind: Any = ray.remote(_Rank)
         self.actors: list[Any] = [kind.options(**options).remote() for options in actor_options]
         size = len(self.actors)
@@ -126,7 +126,7 @@ class RayTrainer:
             (rank, error), *others = failures
             if add_note := getattr(error, "add_note", None):  # from Python 3.11 on
                 also = "".join(f"; then on rank {rank}: {type(other).__name__}" for rank, other in others)
-                add_note(f"{method}() on rank {rank} of {len(self.actors)}{also}")
+                add_note(f"{method}() failed on rank {rank} of {len(self.actors)}{also}")
             raise error
         return list(results)
 

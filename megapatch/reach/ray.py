@@ -45,11 +45,16 @@ def runtime_env(existing: Mapping[str, Any] | None = None) -> dict[str, Any]:
         MegapatchError: `existing` or its hook has another type.
     """
     if existing is not None and not isinstance(existing, Mapping):
-        raise MegapatchError(f"expected a runtime environment (a dictionary or a RuntimeEnv), found {existing!r}")
+        kind = type(existing).__name__
+        raise MegapatchError(
+            f"expected a runtime environment (a dictionary or a RuntimeEnv), found an object of type {kind}"
+        )
     env = dict(existing or {})
     hook = env.get(_HOOK)
     if not (hook is None or isinstance(hook, str) or callable(hook)):
-        raise MegapatchError(f'{_HOOK}: expected a function or "module.function", found {hook!r}')
+        raise MegapatchError(
+            f'{_HOOK}: expected a function or "module.function", found an object of type {type(hook).__name__}'
+        )
     env["env_vars"] = {**_settings(), **(env.get("env_vars") or {})}
     env[_HOOK] = hook if hasattr(hook, _OURS) else _before(hook)
     return env
@@ -70,15 +75,15 @@ def compose_into_init() -> None:
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise MegapatchError(f"there is no Ray in this Python: {error}; nothing to compose into") from error
+        raise MegapatchError(f"compose_into_init() needs Ray, which is not installed here: {error}") from error
     if hasattr(ray.init, _OURS):
         return
     if ray.is_initialized():
         if ray.get_runtime_context().get_task_id() is not None:
             return  # in a worker, whose driver has called ray.init
         raise MegapatchError(
-            "Ray is initialized, and its workers' environment is settled. Call compose_into_init() before "
-            "ray.init() and before the first use of Ray, which calls it, or after ray.shutdown()"
+            "Ray is initialized, so its workers' environment is fixed. Call compose_into_init() before ray.init() "
+            "and before the first use of Ray, which calls it, or after ray.shutdown()"
         )
     plain = ray.init
 
@@ -110,7 +115,7 @@ def assert_consistent(actors: Sequence[Any]) -> None:
     import ray
 
     if not actors:
-        raise MegapatchError("assert_consistent() compares actors: expected their handles, found none")
+        raise MegapatchError("assert_consistent() compares actors: expected at least one handle")
     look = _looking()
     differing = difference(
         ray.get([actor.__ray_call__.remote(look) for actor in actors]), functools.partial(numbered, "actor")

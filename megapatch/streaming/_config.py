@@ -103,7 +103,7 @@ class StreamingConfig:
                 "max_staleness",
                 self.max_staleness,
                 f"{self.optimizer_steps_per_step - 1} or more: a step has {self.optimizer_steps_per_step} "
-                "optimizer steps and weights are synced after the last, which no group could be new enough for",
+                "optimizer steps and weights are synced only after the last, so no group would be new enough",
             )
 
     def _default(self, field: str, value: int) -> None:

@@ -130,7 +130,7 @@ class OptimizerSteps:
 
     async def _undo(self, queue: MicrobatchQueue, error: BaseException) -> None:
         for failure in await queue.stop():
-            tell_besides("train_microbatch failed", failure, error)
+            tell_besides("train_microbatch() failed", failure, error)
         await self._attempt(self._abort, error)
         await self._attempt(self._give_back, error)
 
@@ -138,7 +138,7 @@ class OptimizerSteps:
         try:
             await undo()
         except (Exception, asyncio.CancelledError) as failure:  # an asyncio trainer may cancel itself
-            tell_besides(f"{undo.__name__.strip('_')} failed, too, and is left to the next step", failure, error)
+            tell_besides(f"{undo.__name__.strip('_')} failed, too; the next step repeats it", failure, error)
 
     async def _abort(self) -> None:
         if self.is_open:

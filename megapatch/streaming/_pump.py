@@ -150,7 +150,9 @@ class TrainPump:
 
     async def _sync(self) -> None:
         if self._steps.is_open:
-            raise MisuseError("sync_weights(): a train step is open, as its abort failed; step() aborts it again")
+            raise MisuseError(
+                "sync_weights(): a train step is open because its abort failed; step() aborts it again"
+            )
         await self._weights.sync(self.version)
         self._version_of_step = self.version
         await self._reporter.log_metrics(self._timer.take(), self.version, "timing/train")
@@ -172,8 +174,8 @@ class TrainPump:
         ):
             await self._reporter.log_metrics(metrics, version, prefix)
         self._reporter.progress(
-            f"version {version}: {len(done.groups)} prompt groups, at most {max(lags)} behind, in "
-            f"{seconds['optimizer_step']:.1f} s, {seconds['wait_for_rollouts']:.1f} of them waiting for rollouts"
+            f"version {version}: {len(done.groups)} prompt groups, at most {max(lags)} versions behind, in "
+            f"{seconds['optimizer_step']:.1f} s ({seconds['wait_for_rollouts']:.1f} s waiting for rollouts)"
         )
 
     @contextlib.contextmanager
@@ -181,7 +183,7 @@ class TrainPump:
         if self._in_use is not None:
             open_step = ": a train step is open" if self._steps.is_open else ""
             raise MisuseError(
-                f"{what} while {self._in_use} of this pump is under way{open_step}; wait for its end"
+                f"{what} while {self._in_use} of this pump is running{open_step}; wait until that ends"
             )
         self._in_use = what
         try:

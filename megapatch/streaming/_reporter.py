@@ -67,7 +67,7 @@ class Reporter:
             if metrics := as_metrics(result):
                 await self._pass_on(logger, metrics, step, prefix)
         except Exception:
-            self._warn("a logger failed; training goes on, and this is said once")
+            self._warn("a logger failed; training continues, and further failures are not logged")
 
     async def _pass_on(
         self, logger: Logger | ScalarWriter, metrics: dict[str, Any], step: int, prefix: str
@@ -83,7 +83,7 @@ class Reporter:
             await asyncio.wait([call], timeout=PATIENCE)
             if not call.done():
                 self._logger = None
-                raise TimeoutError(f"log_metrics() takes more than {PATIENCE:g} seconds; no more is logged")
+                raise TimeoutError(f"log_metrics() took more than {PATIENCE:g} seconds; it is not called again")
             if call.cancelled():
                 raise RuntimeError("log_metrics() was cancelled")
             call.result()
@@ -96,7 +96,7 @@ class Reporter:
                 self._terminal.write(f"\r\x1b[K{text}")  # over the last one
                 self._terminal.flush()
         except Exception:
-            self._warn("the progress line failed; training goes on, and this is said once")
+            self._warn("the progress line failed; training continues, and further failures are not logged")
 
     def _warn(self, what: str) -> None:
         if not self._warned:

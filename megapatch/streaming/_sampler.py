@@ -190,11 +190,11 @@ def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
     group_id, committed = tag.get("group_id"), bool(tag.get("committed", True))
     version = _whole(key, tag, "weight_version")
     if group_id is None:
-        raise MisuseError(f"sample {key!r} has no group_id in its tag; expected that of its prompt")
+        raise MisuseError(f"sample {key!r} has no group_id in its tag; expected the one of its prompt")
     try:
         hash(group_id)
     except TypeError:
-        raise MisuseError(f"sample {key!r} has group_id={group_id!r} in its tag, which has no hash") from None
+        raise MisuseError(f"sample {key!r} has group_id={group_id!r} in its tag, which is not hashable") from None
     if committed and version is None:
         raise MisuseError(
             f"sample {key!r} is committed and has no weight_version in its tag; expected the version of the "

@@ -64,7 +64,7 @@ class Supply:
                 log.warning("no prompt group to train on for %d seconds. Waiting: %s", waited, backlog)
             limits = [limit for limit in (self._timeout, None if warned else PATIENCE) if limit is not None]
             if not await self._wait_for_change(seen, queue, min(limits) - waited if limits else None):
-                return NothingLeft("no more come: the buffer is closed", await self._backlog(version))
+                return NothingLeft("no more will come: the buffer is closed", await self._backlog(version))
 
     async def claim(self, group: Group) -> Any:
         self._eligible.remove(group)

@@ -63,7 +63,7 @@ class SyncedWeights:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s has no %s(): rollouts bear the version of their weights only if it gets known otherwise",
+                    "%s has no %s(): make sure that rollouts get the version of their weights in another way",
                     type(self._generation).__name__,
                     STAMP,
                 )

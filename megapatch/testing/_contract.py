@@ -66,9 +66,9 @@ def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) 
 def _undocumented(patch: Patch) -> list[str]:
     found = []
     if not patch.summary.endswith("."):
-        found.append("the first line of its docstring is no sentence")
+        found.append("the first line of its docstring is not a sentence")
     if not patch.upstream.startswith("https://"):
-        found.append(f"upstream is {patch.upstream!r}; expected the URL of an issue or pull request")
+        found.append(f"its upstream is not the URL of an issue or pull request: {patch.upstream}")
     return found
 
 
@@ -79,7 +79,9 @@ def _without(rank: int, world_size: int, patches: tuple[Patch, ...], name: str, 
     if needed and error is None:
         return ["its scenario works without the patch, although the diagnosis says that it is needed"]
     if not needed and error is not None:
-        return [f"its scenario fails without the patch, although the diagnosis says it is not needed:\n{error}"]
+        return [
+            f"its scenario fails without the patch, although the diagnosis says that it is not needed:\n{error}"
+        ]
     return []
 
 

@@ -168,8 +168,12 @@ def problems(results: list[tuple[str, dict[str, list[str]], list[str]]]) -> list
     first_name, expected, _ = results[0]
     found = [f"{name}: {text}" for name, _, wrong in results for text in wrong]
     for name, outcome, wrong in results:
-        if outcome != expected and not wrong:
-            found.append(f"{name}: {outcome}, but {first_name}: {expected}")
+        if not wrong:
+            found += [
+                f"{name}: {site} is {', '.join(outcome[site])}; with {first_name} it is {', '.join(came_to)}"
+                for site, came_to in expected.items()
+                if outcome[site] != came_to
+            ]
     return found
 
 

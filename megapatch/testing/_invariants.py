@@ -20,7 +20,7 @@ from .._engine.engine import Engine
 from .._engine.record import SiteRecord
 from .._engine.settings import Settings
 from .._engine.target import AddedTarget, RebuiltTarget, ReplacedTarget
-from ..patch import Patch
+from ..patch import Patch, Verdict
 from ._import_orders import import_targets
 
 
@@ -36,12 +36,14 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
     installed = _installed(engine)
     _apply_often(engine)
     if _installed(engine) != installed:
-        problems.append("applying again has installed something again")
+        problems.append("applying again has installed targets again")
     for target in installed:
         problems += _looks(target)
     for record, verdict in verdicts.items():
         if (again := _diagnose(record)) != verdict:
-            problems.append(f"{record.patch.name}: once patched, its verdict is {again}; it was {verdict}")
+            problems.append(
+                f"{record.patch.name}: once patched, its verdict is {_words(again)}; it was {_words(verdict)}"
+            )
 
     engine.restore()
     for record, contents in before.items():
@@ -80,7 +82,7 @@ def _looks(target: ReplacedTarget) -> Iterator[str]:
         if (function.__name__, function.__doc__) != (target.original.__name__, target.original.__doc__):
             yield f"{target.target} has lost its name or docstring (functools.wraps keeps them)"
     if copy.deepcopy(function) is not function:
-        yield f"{target.target} is another one once copied"
+        yield f"{target.target} is another object once copied"
     if "<locals>" in getattr(target.original, "__qualname__", ""):  # it could not be pickled by its name either
         return
     for pickler in ("pickle", "cloudpickle"):
@@ -90,7 +92,7 @@ def _looks(target: ReplacedTarget) -> Iterator[str]:
             continue
         try:
             if pickle.loads(dumps(function)) is not function:
-                yield f"{target.target} is another one once pickled by {pickler}"
+                yield f"{target.target} is another object once pickled by {pickler}"
         except Exception as error:
             yield f"{target.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
 
@@ -132,6 +134,10 @@ def _contents(record: SiteRecord) -> dict[str, Any]:
 def _diagnose(record: SiteRecord) -> Any:
     module = sys.modules.get(record.site.module)
     return record.site.diagnose(module) if module else None
+
+
+def _words(verdict: Any) -> str:
+    return f"{verdict.kind.value} ({verdict.reason})" if isinstance(verdict, Verdict) else str(verdict)
 
 
 def _changed(record: SiteRecord, before: dict[str, Any]) -> list[str]:

@@ -197,7 +197,7 @@ def _stacks(ranks: list[_Rank]) -> dict[int, str]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text().rstrip() if path.exists() else "(it had not begun)"
+    return path.read_text().rstrip() if path.exists() else "(it had not started)"
 
 
 def _each(what: str, texts: Mapping[int, str], world_size: int) -> list[str]:

@@ -22,10 +22,10 @@ def launch(command: list[str]) -> int:
     Returns an exit code if there is no command or it cannot be started, and says why on standard error.
     """
     if not command or not command[0]:
-        say("what is to be run? Give a command after `--`, as in: megapatch run -- torchrun train.py")
+        say("there is no command. Give a command after `--`, as in: megapatch run -- torchrun train.py")
         return BAD_USAGE
     if os.pathsep in HERE:
-        say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep!r} in its name. Move it.")
+        say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep} in its name. Move it.")
         return BAD_USAGE
     targets = {record.site.module for record in this_process().records}
     for warning in warnings(command):
@@ -39,9 +39,9 @@ def launch(command: list[str]) -> int:
     except (FileNotFoundError, NotADirectoryError):
         found = shutil.which(command[0])
         say(
-            f"{found} cannot be started: the interpreter in its first line is not there."
+            f"{found} cannot be started: the interpreter in its first line does not exist."
             if found
-            else f"{command[0]}: no such command. Give a program on PATH, or the path of one."
+            else f"{command[0]}: no such command. Give a program on PATH, or its path."
         )
         return NOT_FOUND
     except (OSError, ValueError) as error:

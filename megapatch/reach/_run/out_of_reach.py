@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 
-_OFF = "megapatch is not active there. Keep what PYTHONPATH holds, as in PYTHONPATH=/new:$PYTHONPATH."
+_OFF = "megapatch is not active there. Keep the old value, as in PYTHONPATH=/new:$PYTHONPATH."
 _JOB = (
-    'Give its runtime env "worker_process_setup_hook": "megapatch.activate" (its workers have to have megapatch '
+    'Give its runtime env "worker_process_setup_hook": "megapatch.activate" (its workers need megapatch '
     "installed), or use megapatch.reach.ray.runtime_env in the driver; with slime, pass "
     "--custom-megatron-init-path megapatch.activate."
 )
@@ -56,7 +56,7 @@ def of_flags(words: Iterable[str]) -> list[str]:
     if flag is None:
         return []
     return [
-        f"with {flag} Python ignores PYTHONPATH or sitecustomize, and megapatch is not active in it. Leave it out."
+        f"with {flag} Python ignores PYTHONPATH or sitecustomize, so megapatch is not active. Drop the option."
     ]
 
 

@@ -187,7 +187,7 @@ def main() -> None:
             for why in out_of_reach().of_ray_job(command, HERE):
                 say(why)
     else:
-        say(f"{TARGETS} is not set, though PYTHONPATH holds {HERE}: megapatch is not active in this process.")
+        say(f"{TARGETS} is not set, although PYTHONPATH holds {HERE}: megapatch is not active in this process.")
     run_the_shadowed_one()
 
 
