@@ -22,7 +22,10 @@ __all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env"
 
 _HOOK = "worker_process_setup_hook"
 _OURS = "_megapatch"  # marks our functions
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # how `ray job submit` tells the driver of the job's runtime environment
+# Holds the job's runtime environment in the driver of `ray job submit`. Private to Ray (tested with 2.51.1, 2.54.0
+# and 2.60.0): set in ray/dashboard/modules/job/job_supervisor.py, read and merged in ray/_private/worker.py.
+# https://github.com/ray-project/ray/blob/ray-2.51.1/python/ray/_private/worker.py#L1781
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def runtime_env(existing: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -117,6 +120,9 @@ def assert_consistent(actors: Sequence[Any]) -> None:
     if not actors:
         raise MegapatchError("assert_consistent() compares actors: expected at least one handle")
     look = _looking()
+    # Every actor has __ray_call__, which calls a function with the actor's instance. Undocumented, but Ray uses it
+    # itself (tested with 2.51.1, 2.54.0 and 2.60.0).
+    # https://github.com/ray-project/ray/blob/ray-2.51.1/python/ray/actor.py#L2389
     differing = difference(
         ray.get([actor.__ray_call__.remote(look) for actor in actors]), functools.partial(numbered, "actor")
     )

@@ -188,6 +188,8 @@ def _memory() -> dict[str, Any]:
 
 def _random_state() -> dict[str, Any]:
     generator = torch.default_generator
+    # _lazy_call and default_generators are private to torch.cuda (torch 2.13). Megatron's random state tracker
+    # uses them in megatron/core/tensor_parallel/random.py (megatron-core 0.12 to 0.19).
     return dict(
         default_generators={"cpu": generator, 0: generator},
         _lazy_call=lambda callback, **kwargs: callback(),

@@ -105,6 +105,8 @@ def _result(job: Job) -> bytes:
 def _find_modules(files: dict[str, str]) -> None:
     """Make modules with these names importable, the caller's script among them."""
     sys.meta_path.append(_ByFile(files))
+    # __mp_main__ is multiprocessing's own name for the caller's script (seen in CPython 3.6 to 3.13):
+    # https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L296
     if "__main__" in files:
         spec = spec_from_loader("__mp_main__", SourceFileLoader("__mp_main__", files["__main__"]))
         assert spec is not None and spec.loader is not None

@@ -218,6 +218,8 @@ def _ensure_server() -> None:
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     # Forking a process with threads is unsafe. Inductor of older torches starts some when it is imported.
+    # ensure_running() is not documented (seen in CPython 3.6 to 3.13). Without it the first process would start
+    # the server, when these variables are no longer set.
     with _environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TORCH_WARM_POOL="0"):
         multiprocessing.forkserver.ensure_running()
 
@@ -228,6 +230,8 @@ def _no_main_module() -> Iterator[None]:
 
     The environment is not set by then. The child runs the script later, if needed.
     """
+    # multiprocessing.spawn.get_preparation_data() reads sys.modules["__main__"] when a process starts (seen in
+    # CPython 3.6 to 3.13): https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L192
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

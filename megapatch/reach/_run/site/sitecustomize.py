@@ -7,6 +7,9 @@ modules of the standard library that Python has loaded by then. Imported under a
 
 import os
 import sys
+
+# importlib.machinery and threading may not be loaded yet. They take PathFinder and get_ident from these modules in
+# CPython 3.6 to 3.13: see Lib/importlib/machinery.py and Lib/threading.py.
 from _frozen_importlib_external import PathFinder
 from _thread import get_ident
 
@@ -58,7 +61,9 @@ class FirstTarget:
         self.bring_megapatch(name)
         self.asking.add(get_ident())
         try:
-            return self.ask_the_others(name, path, target)  # wrapt's finder asks this one, too
+            return self.ask_the_others(
+                name, path, target
+            )  # wrapt's ImportHookFinder calls find_spec, which asks this one, too
         finally:
             self.asking.discard(get_ident())
 
