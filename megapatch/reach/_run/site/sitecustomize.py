@@ -61,9 +61,8 @@ class FirstTarget:
         self.bring_megapatch(name)
         self.asking.add(get_ident())
         try:
-            return self.ask_the_others(
-                name, path, target
-            )  # wrapt's ImportHookFinder calls find_spec, which asks this one, too
+            # wrapt's ImportHookFinder calls find_spec, which asks this one, too.
+            return self.ask_the_others(name, path, target)
         finally:
             self.asking.discard(get_ident())
 
