@@ -1,4 +1,4 @@
-"""Ways into other processes: `megapatch.reach.ray` for Ray's workers, and `megapatch run` for everything else."""
+"""Reach other processes: `megapatch.reach.ray` for Ray's workers, and `megapatch run` for all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ray"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ray":  # loaded on first use: the doctor asks this package about `megapatch run` alone
+    if name == "ray":  # loaded on first use: the doctor needs only what is here for `megapatch run`
         from importlib import import_module
 
         return import_module(".ray", __name__)

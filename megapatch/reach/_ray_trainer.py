@@ -6,49 +6,60 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MisuseError
 from ..weight_sync._cancellation import tell_besides
 
+if TYPE_CHECKING:
+    from ..streaming import Trainer
+
 
 class RayTrainer:
-    """A trainer of one Ray actor a rank, whose four calls are made on all ranks at once.
+    """A trainer with one Ray actor per rank, whose four calls run on all ranks at once.
 
         trainer = RayTrainer(build, [{"num_gpus": 1}] * 8)
         pump = TrainPump(config, trainer, ...)
 
-    build           ``build(rank, world_size)`` is called in each actor. It sets up torch.distributed (RANK,
-                    WORLD_SIZE, MASTER_ADDR and MASTER_PORT are in the environment; LOCAL_RANK is its own matter,
-                    as the GPUs that Ray lets it see are) and the layout: data, tensor, pipeline parallel. It
-                    returns the rank's trainer: a `megapatch.streaming.StepTrainer`, or what has its four methods.
-    actor_options   Ray's options of each rank's actor, by rank: num_gpus, a placement group's scheduling_strategy,
-                    runtime_env. There are as many ranks.
+    The constructor blocks until all ranks are built. If one fails, it ends all actors and raises. The actors also
+    end when this object and the handles in `actors` are gone; `megapatch.reach.ray.assert_consistent` takes these
+    handles. MASTER_PORT is a port that was free on the node of rank 0; another process may take it before torch
+    does.
 
-    Blocks until all ranks are built. A failure of one is raised, and ends all actors. They also end when this
-    object and the handles in `actors` are gone; `megapatch.reach.ray.assert_consistent` takes these. A port that
-    is free on the node of rank 0 is found for MASTER_PORT; somebody else may take it before torch does.
-
-    What else the ranks do is called by `on_all_ranks`, and given to the pump by a subclass:
+    Call other methods of the ranks with `on_all_ranks`, and offer them to the pump in a subclass:
 
         class Policy(RayTrainer):
             async def sync_weights(self):
                 await self.on_all_ranks("sync_weights")
 
-    A call is over when it is on all ranks. When one of them raises, the step is then aborted on all, and the
-    first exception, by time, is raised. Limits: while a rank is alone in a collective, as another one has failed
-    before it got there, the call is not over; that ends with the timeout of torch's process group, or with
-    `kill`. Where finish_train_step() fails on some ranks after others have stepped, parameters differ. After an
-    actor has died, make a new trainer, from a checkpoint.
+    A call ends when it has ended on all ranks. If it raises on a rank, the step is then aborted on all ranks, and
+    the first exception in time is raised.
 
-    Raises MisuseError without actor_options, and what `build` raises.
+    Limits: if one rank fails before a collective that another rank waits in, the call ends with the timeout of
+    torch's process group, or with `kill`. If finish_train_step() fails on some ranks after others have stepped,
+    parameters differ. After an actor has died, make a new trainer from a checkpoint.
+
+    Args:
+        build: ``build(rank, world_size)`` runs in each actor. It sets up torch.distributed (RANK, WORLD_SIZE,
+            MASTER_ADDR and MASTER_PORT are in the environment; set LOCAL_RANK yourself, as it depends on the GPUs
+            that Ray makes visible) and the layout: data, tensor, pipeline parallel. It returns the rank's trainer,
+            whose methods are plain, for example a `megapatch.streaming.StepTrainer`.
+        actor_options: Ray's options of each rank's actor, by rank: num_gpus, a placement group's
+            scheduling_strategy, runtime_env. Their number is the number of ranks.
+
+    Attributes:
+        actors: the actors' handles, by rank.
+
+    Raises:
+        MisuseError: actor_options is empty.
+        Exception: whatever `build` raises.
     """
 
-    def __init__(self, build: Callable[[int, int], Any], actor_options: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, build: Callable[[int, int], Trainer], actor_options: Sequence[Mapping[str, Any]]) -> None:
         import ray
 
         if not actor_options:
-            raise MisuseError("RayTrainer() starts an actor for each of actor_options; found none")
+            raise MisuseError("RayTrainer() starts one actor per entry of actor_options; expected at least one")
         kind: Any = ray.remote(_Rank)
         self.actors: list[Any] = [kind.options(**options).remote() for options in actor_options]
         size = len(self.actors)
@@ -60,10 +71,16 @@ class RayTrainer:
             raise
 
     async def begin_train_step(self) -> None:
+        """Begin an optimizer step on all ranks."""
         await self._in_step("begin_train_step")
 
     async def train_microbatch(self, data: Any) -> None:
-        """All ranks get all of the data, which goes to Ray's object store once, or is an ObjectRef of it."""
+        """Run forward and backward of one prompt group on all ranks.
+
+        Args:
+            data: the whole group, which every rank gets: an ObjectRef, or data that is put into Ray's object store
+                once.
+        """
         import ray
 
         if not isinstance(data, ray.ObjectRef):
@@ -71,15 +88,31 @@ class RayTrainer:
         await self._in_step("train_microbatch", data)
 
     async def finish_train_step(self) -> Any:
-        """What that of rank 0 returns."""
+        """Step the optimizer on all ranks.
+
+        Returns:
+            What rank 0 returns.
+        """
         return (await self._in_step("finish_train_step"))[0]
 
     async def abort_train_step(self) -> None:
+        """Drop the gradients of the open step on all ranks."""
         await self.on_all_ranks("abort_train_step")
 
     async def on_all_ranks(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """What this method of what `build` returned comes to, by rank. An argument that is an ObjectRef arrives as
-        what it refers to."""
+        """Call a method of the ranks' trainers, which `build` returned, and wait for all ranks.
+
+        Args:
+            method: the method's name.
+            *args: its arguments; Ray replaces an ObjectRef by the object.
+            **kwargs: its keyword arguments, likewise.
+
+        Returns:
+            The results, by rank.
+
+        Raises:
+            Exception: the first one in time that a rank raised; a note (from Python 3.11 on) names the ranks.
+        """
         failures: list[tuple[int, Exception]] = []
 
         async def on(rank: int, actor: Any) -> Any:
@@ -92,13 +125,13 @@ class RayTrainer:
         if failures:
             (rank, error), *others = failures
             if add_note := getattr(error, "add_note", None):  # from Python 3.11 on
-                also = "".join(f"; then on rank {rank}: {type(one).__name__}" for rank, one in others)
-                add_note(f"{method}() on rank {rank} of {len(self.actors)}{also}")
+                also = "".join(f"; then on rank {rank}: {type(other).__name__}" for rank, other in others)
+                add_note(f"{method}() failed on rank {rank} of {len(self.actors)}{also}")
             raise error
         return list(results)
 
     def kill(self) -> None:
-        """End the actors at once, whatever they wait for."""
+        """End the actors at once, even those that wait in a collective."""
         import ray
 
         for actor in self.actors:
@@ -116,7 +149,7 @@ class RayTrainer:
 
 
 class _Rank:
-    """The actor."""
+    """The actor of one rank."""
 
     def address(self) -> tuple[str, int]:
         import ray
@@ -126,7 +159,9 @@ class _Rank:
             free.bind(("", 0))
             return util.get_node_ip_address(), free.getsockname()[1]
 
-    def build(self, build: Callable[[int, int], Any], rank: int, world_size: int, master: tuple[str, int]) -> None:
+    def build(
+        self, build: Callable[[int, int], Trainer], rank: int, world_size: int, master: tuple[str, int]
+    ) -> None:
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=master[0], MASTER_PORT=str(master[1])
         )

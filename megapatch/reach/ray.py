@@ -1,8 +1,8 @@
-"""Into Ray's workers: a hook that Ray runs in each of them, before its first task or actor.
+"""Activate megapatch in Ray's workers, by a hook that Ray runs in each of them before its first task or actor.
 
-Ray has one such hook for a job (``worker_process_setup_hook``), and a worker that cannot load it dies. So ours
-travels by value and asks nothing of a worker but Python: where megapatch cannot be imported, it warns and the
-worker lives. A hook that is there already runs after it.
+Ray has one such hook per job (``worker_process_setup_hook``), and a worker that cannot load it dies. So ours
+travels by value and needs nothing in the worker but Python: if megapatch cannot be imported there, the hook warns
+and the worker lives. A hook that is already set runs after ours.
 """
 
 from __future__ import annotations
@@ -22,55 +22,71 @@ __all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env"
 
 _HOOK = "worker_process_setup_hook"
 _OURS = "_megapatch"  # marks our functions
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # how `ray job submit` tells the driver of the job's runtime environment
+# Holds the job's runtime environment in the driver of `ray job submit`. Private to Ray (tested with 2.51.1, 2.54.0
+# and 2.60.0): set in ray/dashboard/modules/job/job_supervisor.py, read and merged in ray/_private/worker.py.
+# https://github.com/ray-project/ray/blob/ray-2.51.1/python/ray/_private/worker.py#L1781
+_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 def runtime_env(existing: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A runtime environment for `ray.init` whose workers activate megapatch; the rest is as in `existing`.
+    """Make a runtime environment for `ray.init` whose workers activate megapatch.
 
-    existing   None, a dictionary or a `ray.runtime_env.RuntimeEnv`; it is not changed
+    A worker without megapatch, or without something that megapatch needs, logs one WARNING. With MEGAPATCH_STRICT
+    a StrictError ends the worker, as any exception of a hook does.
 
-    Its hook (a callable or "module.function") runs after ours, in each worker, and is loaded there as Ray would.
-    ``MEGAPATCH_*`` variables of this process are added where it does not set them. Of what this function has
-    made it makes the same again.
+    Idempotent: passed its own result, it returns an equal environment.
 
-    In a worker whose environment has no megapatch (or not what megapatch needs) it logs one WARNING. With
-    MEGAPATCH_STRICT a StrictError ends the worker, as any exception of a hook does.
+    Args:
+        existing: a dictionary, a `ray.runtime_env.RuntimeEnv` or None; it is not changed. Its hook (a callable or
+            "module.function") runs in each worker after ours, and is loaded there as Ray would load it.
 
-    Raises MegapatchError where `existing` or its hook is of no such type.
+    Returns:
+        A copy of `existing` with our hook, and with the ``MEGAPATCH_*`` variables of this process in "env_vars",
+        except those that `existing` sets.
+
+    Raises:
+        MegapatchError: `existing` or its hook has another type.
     """
     if existing is not None and not isinstance(existing, Mapping):
-        raise MegapatchError(f"expected a runtime environment (a dictionary or a RuntimeEnv), found {existing!r}")
+        kind = type(existing).__name__
+        raise MegapatchError(
+            f"expected a runtime environment (a dictionary or a RuntimeEnv), found an object of type {kind}"
+        )
     env = dict(existing or {})
     hook = env.get(_HOOK)
     if not (hook is None or isinstance(hook, str) or callable(hook)):
-        raise MegapatchError(f'{_HOOK}: expected a function or "module.function", found {hook!r}')
+        raise MegapatchError(
+            f'{_HOOK}: expected a function or "module.function", found an object of type {type(hook).__name__}'
+        )
     env["env_vars"] = {**_settings(), **(env.get("env_vars") or {})}
     env[_HOOK] = hook if hasattr(hook, _OURS) else _before(hook)
     return env
 
 
 def compose_into_init() -> None:
-    """From now on each `ray.init` of this process passes its runtime environment through `runtime_env`, also the
-    one that Ray calls by itself. Call it in the driver, once or more often, before `ray.init`.
+    """Pass the runtime environment of each later `ray.init` of this process through `runtime_env`.
 
-    A hook that `ray job submit` gave the job runs after ours, too. In a Ray worker it does nothing.
+    Also of the `ray.init` that Ray calls by itself. Call this in the driver before `ray.init`; further calls do
+    nothing, and neither does a call in a Ray worker. A hook that `ray job submit` gave the job runs after ours,
+    too.
 
-    Raises MegapatchError when Ray is not installed or `ray.init` has been called; and `ray.init` raises it for a
-    ``ray://`` address, where Ray runs no hook.
+    From then on `ray.init` raises MegapatchError for a ``ray://`` address, because Ray runs no hook there.
+
+    Raises:
+        MegapatchError: Ray is not installed, or `ray.init` has been called.
     """
     try:
         import ray
     except ModuleNotFoundError as error:
-        raise MegapatchError(f"there is no Ray in this Python: {error}; nothing to compose into") from error
+        raise MegapatchError(f"compose_into_init() needs Ray, which is not installed here: {error}") from error
     if hasattr(ray.init, _OURS):
         return
     if ray.is_initialized():
         if ray.get_runtime_context().get_task_id() is not None:
-            return  # in a worker, which has been set up by its driver's ray.init
+            return  # in a worker, whose driver has called ray.init
         raise MegapatchError(
-            "Ray is initialized, and its workers' environment is settled. Call compose_into_init() before "
-            "ray.init() and before the first use of Ray, which calls it, or after ray.shutdown()"
+            "Ray is initialized, so its workers' environment is fixed. Call compose_into_init() before ray.init() "
+            "and before the first use of Ray, which calls it, or after ray.shutdown()"
         )
     plain = ray.init
 
@@ -85,29 +101,37 @@ def compose_into_init() -> None:
 
 
 def assert_consistent(actors: Sequence[Any]) -> None:
-    """Raise InconsistentError when one of these Ray actors is patched unlike the others, or not at all.
+    """Raise InconsistentError if one of these Ray actors is patched unlike the others, or not at all.
 
-    Compared is what `megapatch.assert_consistent` compares, in each actor's process. Call it when training is
-    about to begin; it waits for what the actors have been told to do before.
+    Compares the same facts as `megapatch.assert_consistent`, in each actor's process. Call it just before training
+    begins; it waits for the actors' earlier calls.
 
-    actors   handles; those of different kinds may be compared: what one has not loaded does not count there
+    Args:
+        actors: handles. Actors of different kinds can be compared: modules that an actor has not loaded do not
+            count there.
 
-    Raises MegapatchError without actors, and what `ray.get` raises for an actor that has died.
+    Raises:
+        InconsistentError: the message says which actors differ in what.
+        MegapatchError: `actors` is empty.
+        ray.exceptions.RayActorError: an actor has died.
     """
     import ray
 
     if not actors:
-        raise MegapatchError("assert_consistent() compares actors: expected their handles, found none")
+        raise MegapatchError("assert_consistent() compares actors: expected at least one handle")
     look = _looking()
-    told = difference(
+    # Every actor has __ray_call__, which calls a function with the actor's instance. Undocumented, but Ray uses it
+    # itself (tested with 2.51.1, 2.54.0 and 2.60.0).
+    # https://github.com/ray-project/ray/blob/ray-2.51.1/python/ray/actor.py#L2389
+    differing = difference(
         ray.get([actor.__ray_call__.remote(look) for actor in actors]), functools.partial(numbered, "actor")
     )
-    if told is not None:
-        raise InconsistentError(f"megapatch is not the same in all actors: {told}")
+    if differing is not None:
+        raise InconsistentError(f"megapatch is not the same in all actors: {differing}")
 
 
 def _looking() -> Callable[[object], Facts]:
-    # By value, as below. Nothing is imported that is not there: importing megapatch would activate it.
+    # Pickled by value, as below. It must not import megapatch, which would activate it.
     def look(actor: object) -> Facts:
         import sys
 
@@ -121,7 +145,7 @@ def _looking() -> Callable[[object], Facts]:
 
 
 def _before(chained: str | Callable[[], object] | None) -> Callable[[], None]:
-    # Pickled by value, because it is local to a function; hence no name of this module may occur in it.
+    # Pickled by value, because it is local to a function. So it must not use a global name of this module.
     def activate_megapatch() -> None:
         try:
             import megapatch  # noqa: F401
@@ -162,19 +186,19 @@ def _refuse_client(address: str | None = None, **others: object) -> None:
 
 @contextlib.contextmanager
 def _composed(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """ray.init's arguments with our runtime environment, for one call.
+    """Add our runtime environment to the arguments of one call of ray.init.
 
-    Ray merges a job's environment with that of ray.init and refuses what both of them set. So a variable that
-    the job sets is left to it, and its hook is chained to ours and, during the call, is not the job's.
+    Ray merges the job's environment with that of ray.init, and refuses what both of them set. So variables that
+    the job sets are left out of ours. The job's hook is chained to ours, and taken from the job during the call.
     """
     own, job_config = kwargs.get("runtime_env"), kwargs.get("job_config")
-    told = os.environ.get(_JOB)
-    if told is None:
+    job_config_json = os.environ.get(_JOB)
+    if job_config_json is None:
         if not own and job_config is not None:
             own = job_config.runtime_env
         yield {**kwargs, "runtime_env": runtime_env(own)}
         return
-    job = json.loads(told)
+    job = json.loads(job_config_json)
     theirs = job.get("runtime_env") or {}
     env = runtime_env(own)
     for name in (theirs.get("env_vars") or {}).keys() - ((own or {}).get("env_vars") or {}).keys():
@@ -185,4 +209,4 @@ def _composed(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     try:
         yield {**kwargs, "runtime_env": env}
     finally:
-        os.environ[_JOB] = told
+        os.environ[_JOB] = job_config_json

@@ -4,15 +4,17 @@
     await pump.run(num_steps=100)
 
 `TrainPump` picks prompt groups by their staleness (`StalenessSampler`), trains on them one by one, and pushes the
-new weights; `RolloutBuffer` is a buffer for rollouts of the same process. For one event loop, in one process;
-trainer, buffer and generation may be elsewhere.
+new weights. `RolloutBuffer` holds rollouts that this process makes. A pump runs in one event loop of one process;
+its trainer, buffer and generation may be elsewhere.
 """
 
 from ..errors import ConfigError, EmptyStepError
 from ._buffer import Buffer, RolloutBuffer
 from ._config import StreamingConfig
+from ._generation import Generation, Synchronizer
 from ._pump import TrainPump
-from ._sampler import Backlog, Group, StalenessSampler
+from ._reporter import Logger, ScalarWriter
+from ._sampler import Backlog, Group, Samples, StalenessSampler
 from ._step_trainer import StepTrainer
 from ._trainer import Trainer
 
@@ -21,11 +23,16 @@ __all__ = [
     "Buffer",
     "ConfigError",
     "EmptyStepError",
+    "Generation",
     "Group",
+    "Logger",
     "RolloutBuffer",
+    "Samples",
+    "ScalarWriter",
     "StalenessSampler",
     "StepTrainer",
     "StreamingConfig",
+    "Synchronizer",
     "TrainPump",
     "Trainer",
 ]

@@ -1,4 +1,4 @@
-"""What the pump asks of a buffer of rollouts, and one for rollouts of the same process."""
+"""The buffer between generation and training: its protocol, and an implementation in memory."""
 
 from __future__ import annotations
 
@@ -14,41 +14,54 @@ MaybeAwaitable: TypeAlias = _T | Awaitable[_T]
 
 
 class Buffer(Protocol):
-    """Rollouts between generation and training, of one pump at a time. Plain methods, which are called in the
-    event loop and have to be quick, coroutine functions, or methods of a Ray actor.
+    """Rollouts between generation and training, for one pump at a time.
 
-    The pump looks at all tags when `changes` has grown: some 3 ms for 1,000 samples, in the event loop.
+    Methods may be plain (they run in the event loop, so they have to be quick), coroutine functions, or methods of
+    a Ray actor's handle.
 
-    Calls may fail after they took effect (a reply can be lost), and are repeated then: `give_back` and `clear`
-    leave alone what they have done already, and what is not there.
+    The pump reads all tags whenever `changes` has grown: about 3 ms for 1,000 samples, in the event loop.
+
+    A call may fail after it took effect (a reply can be lost), and is then repeated. So `give_back` and `clear`
+    have to accept groups that they have dealt with before, or that the buffer does not hold.
     """
 
     def samples(self) -> MaybeAwaitable[Samples]:
-        """The tags of all samples that are not claimed, in order of arrival."""
+        """Return the tags of all samples that are not claimed, in order of arrival."""
 
-    def claim(self, group: Group) -> MaybeAwaitable[Any]:
-        """The data of a group, which is not in `samples` from now on."""
+    def claim(self, group: Group, /) -> MaybeAwaitable[Any]:
+        """Return the data of a group, and leave the group out of `samples` from now on.
 
-    def give_back(self, groups: Sequence[Group]) -> MaybeAwaitable[None]:
-        """Undo the claims of these."""
+        Raises:
+            MisuseError: the group is claimed already, or not in the buffer. The pump does not give it back then.
+        """
 
-    def clear(self, groups: Sequence[Group]) -> MaybeAwaitable[None]:
-        """Drop these: trained on, or too old."""
+    def give_back(self, groups: Sequence[Group], /) -> MaybeAwaitable[None]:
+        """Undo the claims of these groups."""
+
+    def clear(self, groups: Sequence[Group], /) -> MaybeAwaitable[None]:
+        """Drop these groups: they were trained on, or are too old."""
 
     def changes(self) -> MaybeAwaitable[int]:
-        """A number that grows whenever `samples` gets more, or a tag changes."""
+        """Return a number that grows whenever a sample is added to `samples` or a tag changes."""
 
-    def wait_for_change(self, seen: int) -> Awaitable[bool]:
-        """Return True once `changes` is more than `seen`, and False where nothing more will come. It is cancelled
-        when the pump does not need to know any more, so it cannot be a plain function that blocks."""
+    def wait_for_change(self, seen: int, /) -> Awaitable[bool]:
+        """Wait for a change. The pump cancels this call when it stops waiting, so it must not block the loop.
+
+        Args:
+            seen: a value that `changes` has returned.
+
+        Returns:
+            True once `changes` is more than `seen`; False if nothing more will come.
+        """
 
 
 class RolloutBuffer:
-    """A `Buffer` in memory, for one event loop; `claim` gives the list of a group's data, in the order of its
-    keys.
+    """A `Buffer` in memory, for one event loop.
 
-    max_prompt_groups   claimed or not, that are in it; what begins another group waits in `put` until some are
-                        cleared. An optimizer step has to fit in, and what is incomplete besides it.
+    Args:
+        max_prompt_groups: how many prompt groups the buffer holds, claimed or not. A sample of another group waits
+            in `put` until groups are cleared. Leave room for the groups of an optimizer step and for those that
+            are still incomplete. None: no limit.
     """
 
     def __init__(self, max_prompt_groups: int | None = None) -> None:
@@ -59,15 +72,22 @@ class RolloutBuffer:
         self._claimed: set[Hashable] = set()
         self._changes = 0
         self._closed = False
-        self._news, self._room = asyncio.Event(), asyncio.Event()  # each for who waits now
+        # Set once, to wake those who wait now; the next ones get a new event.
+        self._news, self._room = asyncio.Event(), asyncio.Event()
 
     async def put(self, key: Hashable, tag: Mapping[str, Any], data: Any) -> None:
-        """Add a sample, or replace one that was not committed. `StalenessSampler` says what is in a tag.
+        """Add a sample, or replace one that was not committed. Waits while the buffer is full.
 
-        Raises MisuseError when the buffer is closed, or has a committed sample of that key, and for a tag that the
-        sampler could not read.
+        Args:
+            key: identifies the sample.
+            tag: what the sample is; `StalenessSampler` lists the fields.
+            data: the sample. `claim` passes it on as it is.
+
+        Raises:
+            MisuseError: the buffer is closed or has a committed sample of that key, or the sampler cannot read the
+                tag.
         """
-        tag = dict(tag)  # the caller may use it for the next one
+        tag = dict(tag)  # the caller may reuse its own for the next sample
         group_id = read_tag(key, tag).group_id
         while self._is_full_for(group_id, key) and not self._closed:
             await self._room.wait()
@@ -81,30 +101,41 @@ class RolloutBuffer:
         self._tell_of_change()
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Say that nothing more will come: `put` raises MisuseError from now on, also in calls that wait."""
         self._closed = True
         self._news.set()
         self._room.set()
 
     def samples(self) -> Samples:
+        """Return the tags of all samples that are not claimed, in order of arrival."""
         return {key: tag for key, tag in self._tags.items() if key not in self._claimed}
 
     def claim(self, group: Group) -> list[Any]:
+        """Claim a group.
+
+        Returns:
+            The data of its samples, in the order of ``group.keys``.
+
+        Raises:
+            MisuseError: a sample of the group is claimed already, or not in the buffer.
+        """
         if not all(key in self._tags and key not in self._claimed for key in group.keys):
             raise MisuseError(f"claim(): prompt group {group.group_id!r} is claimed already, or gone")
         self._claimed.update(group.keys)
         return [self._data[key] for key in group.keys]
 
     def give_back_all(self) -> None:
-        """Undo all claims: for a pump that takes the place of one that is gone."""
+        """Undo all claims, before a new pump replaces one that is gone."""
         self._claimed.clear()
         self._tell_of_change()
 
     def give_back(self, groups: Sequence[Group]) -> None:
+        """Undo the claims of these groups; those that are not claimed are left alone."""
         self._claimed.difference_update(key for group in groups for key in group.keys)
         self._tell_of_change()
 
     def clear(self, groups: Sequence[Group]) -> None:
+        """Drop these groups, claimed or not; those that are gone are left alone."""
         for group in groups:
             for key in group.keys:
                 self._forget(key)
@@ -112,15 +143,24 @@ class RolloutBuffer:
         self._room = asyncio.Event()
 
     def changes(self) -> int:
+        """Return a number that grows whenever a sample is added to `samples` or a tag changes."""
         return self._changes
 
     async def wait_for_change(self, seen: int) -> bool:
+        """Wait for a change.
+
+        Args:
+            seen: a value that `changes` has returned.
+
+        Returns:
+            True once `changes` is more than `seen`; False if the buffer was closed first.
+        """
         while self._changes <= seen and not self._closed:
             await self._news.wait()
         return self._changes > seen
 
     def __len__(self) -> int:
-        """Samples that are in it, claimed or not."""
+        """Return the number of samples, claimed or not."""
         return len(self._tags)
 
     def _forget(self, key: Hashable) -> None:

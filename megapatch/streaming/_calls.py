@@ -1,4 +1,4 @@
-"""Functions of any kind, called from the event loop, which never blocks on them."""
+"""Call functions of any kind from the event loop without blocking it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _T = TypeVar("_T")
 
 
 async def perform(call: Callable[..., Any], *args: Any, thread: Executor | None = None, **kwargs: Any) -> Any:
-    """What the call comes to: of a method of a Ray actor, a coroutine function, or a plain function, which runs in
-    the thread, or without one right here."""
+    """Call a Ray actor's method, a coroutine function or a plain function, and return its result.
+
+    A plain function runs in the thread, or right here if there is none.
+    """
     if is_remote(call):
         result = call.remote(*args, **kwargs)  # type: ignore[attr-defined]
     elif thread is None or inspect.iscoroutinefunction(call):
@@ -29,7 +31,7 @@ async def perform(call: Callable[..., Any], *args: Any, thread: Executor | None 
 
 
 async def wait_out(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Its result, or failure. A cancellation does not reach it, and is raised when it is over."""
+    """Return the coroutine's result. A cancellation does not reach it, and is raised when it is over."""
     task = asyncio.ensure_future(coroutine)
     cancelled = await outlast(task)
     if cancelled is not None:
@@ -38,20 +40,22 @@ async def wait_out(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def raise_cancelled(cancelled: BaseException, task: asyncio.Task[Any]) -> NoReturn:
-    """With the failure of what was waited for as its cause, if there is one: `from None` would hide others."""
+    """Raise the cancellation, caused by the task's failure if there is one: `from None` would hide the context."""
     if (failure := failure_of(task)) is not None:
         raise cancelled from failure
     raise cancelled
 
 
 def failure_of(task: asyncio.Task[Any]) -> BaseException | None:
-    """Why one that is over failed, if it did."""
+    """Return why a finished task failed, or None if it did not fail."""
     return None if task.cancelled() else task.exception()
 
 
 class SequentialCalls:
-    """Calls that are made one at a time, in the order in which they were asked for. Plain functions run in one
-    thread, always the same: what is current there (a CUDA device) stays so."""
+    """Makes calls one at a time, in the order in which they were requested.
+
+    Plain functions all run in one thread, so a CUDA device that is current there stays current.
+    """
 
     def __init__(self, timer: Timer) -> None:
         self._turn = asyncio.Lock()  # which is fair
@@ -61,7 +65,7 @@ class SequentialCalls:
     async def __call__(
         self, owner: Any, method: str, *args: Any, unless: Callable[[], bool] = lambda: False, **kwargs: Any
     ) -> Any:
-        """Its result; None, without a call, where `unless` is true when its turn has come."""
+        """Return the call's result; or None, without calling, if `unless()` is true when its turn has come."""
         async with self._turn:
             if unless():
                 return None
@@ -70,7 +74,10 @@ class SequentialCalls:
 
 
 def _raising_no_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A future cannot hold a StopIteration: who awaits it would wait forever."""
+    """Call the function, and turn StopIteration into RuntimeError.
+
+    A future cannot hold a StopIteration: awaiting it would take forever.
+    """
     try:
         return call(*args, **kwargs)
     except StopIteration as error:

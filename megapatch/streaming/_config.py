@@ -1,4 +1,4 @@
-"""What a `TrainPump` is told, checked when it is made."""
+"""The settings of a `TrainPump`, checked when they are made."""
 
 from __future__ import annotations
 
@@ -9,24 +9,29 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig:
-    """How rollouts are put together to steps.
+    """How rollouts are combined into steps.
 
-    generations_per_prompt         samples of a prompt group, where their tags do not say
-    min_prompt_groups_per_batch    eligible prompt groups that have to be there before a step begins; from then on
-                                   they are trained on one by one as they come
-    target_prompt_groups_per_step  prompt groups of a step, after which weights are synced; by default
-                                   min_prompt_groups_per_batch, with which a step begins when all of it is there
-    train_global_batch_size        samples of an optimizer step; by default those of the step, which then has one
-    max_staleness                  versions, which is optimizer steps, that a group may be behind; 0 is on-policy
-    max_microbatches_in_flight     prompt groups that the trainer has or that wait for it; with 2 the next one is
-                                   prepared while one is trained on
-    refresh_policy_logprobs, refresh_reference_logprobs
-                                   what the trainer's prepare_logprobs() is asked for, for each group
-    rollout_timeout                seconds that the pump waits for one more eligible prompt group; None: as long as
-                                   the buffer is open
+    To change a field, make a new config: dataclasses.replace() would take computed defaults for settings.
 
-    Raises ConfigError (a ValueError). To change a field, make another one: dataclasses.replace() would take the
-    defaults that were worked out for settings.
+    Args:
+        generations_per_prompt: samples of a prompt group whose tags do not say how many it has.
+        min_prompt_groups_per_batch: eligible prompt groups needed before a step begins; from then on they are
+            trained on one by one as they come.
+        target_prompt_groups_per_step: prompt groups of a step, after which weights are synced. The default is
+            min_prompt_groups_per_batch: a step begins when all of its groups are there.
+        train_global_batch_size: samples of an optimizer step. By default all samples of the step, which then has
+            one optimizer step.
+        max_staleness: versions (optimizer steps) that a group may be behind; 0 is on-policy.
+        max_microbatches_in_flight: prompt groups that the trainer works on or that wait for it; with 2 the next
+            group is prepared during training on the current one.
+        refresh_policy_logprobs: passed to the trainer's ``prepare_logprobs()`` for each group, which is called if
+            this or the next field is set.
+        refresh_reference_logprobs: passed to it as well.
+        rollout_timeout: seconds that the pump waits for one more eligible prompt group; None: as long as the
+            buffer is open.
+
+    Raises:
+        ConfigError: a field breaks a rule (a ValueError that names field, value and rule).
     """
 
     generations_per_prompt: int
@@ -60,14 +65,17 @@ class StreamingConfig:
 
     @property
     def prompt_groups_per_optimizer_step(self) -> int:
+        """Prompt groups of an optimizer step."""
         return self.train_global_batch_size // self.generations_per_prompt
 
     @property
     def optimizer_steps_per_step(self) -> int:
+        """Optimizer steps from one weight sync to the next."""
         return self._samples_per_step // self.train_global_batch_size
 
     @property
     def refreshes_logprobs(self) -> bool:
+        """Whether the trainer's ``prepare_logprobs()`` is called."""
         return self.refresh_policy_logprobs or self.refresh_reference_logprobs
 
     @property
@@ -90,12 +98,12 @@ class StreamingConfig:
                 "optimizer steps",
             )
         if self.max_staleness < self.optimizer_steps_per_step - 1:
-            # Upstream warns. But nothing that is sampled in a step can be newer than the weights it began with.
+            # Upstream only warns. But nothing sampled in a step is newer than the weights that it began with.
             raise ConfigError(
                 "max_staleness",
                 self.max_staleness,
                 f"{self.optimizer_steps_per_step - 1} or more: a step has {self.optimizer_steps_per_step} "
-                "optimizer steps and weights are synced after the last, which no group could be new enough for",
+                "optimizer steps and weights are synced only after the last, so no group would be new enough",
             )
 
     def _default(self, field: str, value: int) -> None:

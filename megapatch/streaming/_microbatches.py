@@ -1,4 +1,4 @@
-"""The train_microbatch calls of an optimizer step that are under way."""
+"""The train_microbatch calls of one optimizer step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ._trainer import Trainer
 
 
 class MicrobatchQueue:
-    """train_microbatch calls of one step, at most `limit` at a time made or waiting to be."""
+    """The train_microbatch calls of one step, of which at most `limit` are running or queued at a time."""
 
     def __init__(self, calls: SequentialCalls, trainer: Trainer, limit: int) -> None:
         self._calls, self._trainer, self._limit = calls, trainer, limit
@@ -22,7 +22,7 @@ class MicrobatchQueue:
         self.tasks.append(asyncio.ensure_future(self._train(data)))
 
     def reap(self) -> None:
-        """Forget the calls that are over; raises what the first that failed has raised."""
+        """Forget finished calls; raise the exception of the first that failed."""
         while self.tasks and self.tasks[0].done():
             self.tasks.popleft().result()
 
@@ -33,7 +33,7 @@ class MicrobatchQueue:
         await self._wait_for_fewer_than(1)
 
     async def stop(self) -> list[BaseException]:
-        """Make no more calls, and wait for the one that is being made. What failed and was not raised."""
+        """Make no more calls, wait for the running one, and return failures that were not raised."""
         self._stopped = True
         if self.tasks:
             await asyncio.wait(self.tasks)

@@ -1,4 +1,4 @@
-"""One optimizer step: what is called in which order, and what is undone when a call fails."""
+"""One optimizer step: the order of its calls, and how it is undone when a call fails."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any
 
 from ..errors import EmptyStepError, MisuseError
 from ..weight_sync._cancellation import tell_besides
+from ._buffer import Buffer
 from ._calls import SequentialCalls, perform, wait_out
 from ._config import StreamingConfig
 from ._microbatches import MicrobatchQueue
 from ._sampler import Group, StalenessSampler
 from ._supply import NothingLeft, Supply
 from ._timer import Timer
+from ._trainer import Trainer
 
 
 @dataclass(frozen=True)
 class StepTaken:
-    """What finish_train_step() returned, the groups that were trained on, how many were evicted meanwhile."""
+    """The result of finish_train_step(), the groups trained on, and how many were evicted meanwhile."""
 
     result: Any
     groups: list[Group]
@@ -28,13 +30,13 @@ class StepTaken:
 
 
 class OptimizerSteps:
-    """Takes optimizer steps, and counts them: the version."""
+    """Takes optimizer steps and counts them; the count is the version."""
 
     def __init__(
         self,
         config: StreamingConfig,
-        trainer: Any,
-        buffer: Any,
+        trainer: Trainer,
+        buffer: Buffer,
         compute_advantages: Callable[[Any], Any] | None,
         calls: SequentialCalls,
         timer: Timer,
@@ -47,23 +49,23 @@ class OptimizerSteps:
         sampler = StalenessSampler(config.max_staleness, config.generations_per_prompt)
         self._supply = Supply(buffer, sampler, config.rollout_timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megapatch-advantages")
-        self._claimed: list[Group] = []  # for the step that is under way, or has failed
-        self._trained: list[Group] = []  # and not cleared yet
+        self._claimed: list[Group] = []  # for the step that is open or has failed
+        self._trained: list[Group] = []  # but not cleared yet
 
     async def take(self, needed: int) -> StepTaken:
-        """One step. It begins when so many groups are eligible."""
+        """Take one step. It begins when `needed` groups are eligible."""
         queue = MicrobatchQueue(self._calls, self._trainer, self._config.max_microbatches_in_flight)
         evicted = self._supply.evicted
         try:
             for _ in range(self._config.prompt_groups_per_optimizer_step):
                 with self._timer.phase("wait_for_trainer"):
                     await queue.wait_for_room()
-                # Picked no sooner than it can be trained on: a better one may have come until now.
+                # Not picked before it can be trained on: a better one may have come by then.
                 with self._timer.phase("wait_for_rollouts"):
                     group = await self._next_group(1 if self._claimed else needed, queue, evicted)
                 data = await self._prepared(group)
                 if not self.is_open:
-                    self.is_open = True  # before: a call that fails may have begun a step
+                    self.is_open = True  # before the call: one that fails may have begun a step
                     await wait_out(self._calls(self._trainer, "begin_train_step"))
                 queue.put(data)
             with self._timer.phase("wait_for_trainer"):
@@ -76,7 +78,7 @@ class OptimizerSteps:
         return StepTaken(result, groups, self._supply.evicted - evicted)
 
     async def recover(self) -> None:
-        """Do what a step that failed has left undone."""
+        """Finish what a failed step has left undone."""
         await self._abort()
         await self._give_back()
         await self._clear()
@@ -95,11 +97,11 @@ class OptimizerSteps:
         return found
 
     async def _prepared(self, group: Group) -> Any:
-        self._claimed.append(group)  # before: a claim that fails may have been made
+        self._claimed.append(group)  # before the call: one that fails may have claimed it
         with self._timer.phase("claim"):
             try:
                 data = await self._supply.claim(group)
-            except MisuseError:  # it is not to be had, so it is not ours to give back
+            except MisuseError:  # it belongs to somebody else, so it is not ours to give back
                 self._claimed.remove(group)
                 raise
         if self._config.refreshes_logprobs:
@@ -118,7 +120,7 @@ class OptimizerSteps:
 
     async def _finish(self) -> Any:
         result = await self._calls(self._trainer, "finish_train_step")
-        # The optimizer has stepped. Whatever fails from here on, these groups are not trained on again.
+        # The optimizer has stepped. These groups are not trained on again, whatever fails from here on.
         self.is_open = False
         self.version += 1
         self._trained, self._claimed = self._claimed, []
@@ -128,15 +130,15 @@ class OptimizerSteps:
 
     async def _undo(self, queue: MicrobatchQueue, error: BaseException) -> None:
         for failure in await queue.stop():
-            tell_besides("train_microbatch failed", failure, error)
+            tell_besides("train_microbatch() failed", failure, error)
         await self._attempt(self._abort, error)
         await self._attempt(self._give_back, error)
 
     async def _attempt(self, undo: Callable[[], Awaitable[None]], error: BaseException) -> None:
         try:
             await undo()
-        except (Exception, asyncio.CancelledError) as failure:  # cancelled: an asyncio trainer's own doing
-            tell_besides(f"{undo.__name__.strip('_')} failed, too, and is left to the next step", failure, error)
+        except (Exception, asyncio.CancelledError) as failure:  # an asyncio trainer may cancel itself
+            tell_besides(f"{undo.__name__.strip('_')} failed, too; the next step repeats it", failure, error)
 
     async def _abort(self) -> None:
         if self.is_open:

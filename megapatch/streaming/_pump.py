@@ -1,4 +1,4 @@
-"""Steps one after the other, and weights synced after each."""
+"""Take steps one after the other, and sync weights after each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..errors import MisuseError
 from ._buffer import Buffer
 from ._calls import SequentialCalls, wait_out
 from ._config import StreamingConfig
+from ._generation import Generation, Synchronizer
 from ._optimizer_step import OptimizerSteps, StepTaken
-from ._reporter import Reporter
+from ._reporter import Logger, Reporter, ScalarWriter
 from ._synced_weights import SyncedWeights
 from ._timer import Timer
 from ._trainer import Trainer
@@ -24,55 +25,60 @@ class TrainPump:
         pump = TrainPump(config, trainer, buffer, synchronizer, generation)
         await pump.run(num_steps=100)
 
-    config         a StreamingConfig
-    trainer        a Trainer: plain, asyncio, or a Ray actor's handle
-    buffer         a Buffer, such as RolloutBuffer; of this pump alone
-    synchronizer   has sync_weights(), without a version: plain (it runs in the trainer's thread), asyncio or Ray
-    generation     what `megapatch.weight_sync.paused_generation` takes; its set_weight_version(version), where it
-                   has that, is told the version of the weights that were synced (plain: in the trainer's thread)
-    compute_advantages   is called with a group's data, after its log-probs were refreshed, and returns the data to
-                         train on. A plain function runs in a thread.
-    logger         has log_metrics(metrics, step=, prefix=), or is a TensorBoard SummaryWriter. The step is the
-                   version; prefixes are "train" (what finish_train_step() returns), "streaming", "timing/train"
-                   (seconds). A plain one runs in the event loop, as do plain methods that pause and resume.
-    terminal       a stream such as sys.stderr; a progress line is kept there if it is a terminal
-    version        of the trainer's weights now. Where generation has others, as after loading a checkpoint, call
-                   sync_weights() first.
+    A step is `target_prompt_groups_per_step` prompt groups in one or several optimizer steps. For each optimizer
+    step, the pump clears groups that are too old, claims and prepares the eligible group with the least lag, opens
+    the trainer's step with the first group, and queues one microbatch call per group. After the last group it
+    calls finish_train_step(), increments the version, and clears the groups in one call. It syncs weights after
+    the last optimizer step.
 
-    A step is `target_prompt_groups_per_step` prompt groups in one or several optimizer steps. For each of these,
-    groups that are too old are cleared; the eligible group of the least lag is claimed and prepared; the trainer's
-    step begins with the first; a microbatch call is queued for each; after the last of these, finish_train_step()
-    is called, the version goes up by one, and the groups are cleared in one call. Weights are synced after the
-    last optimizer step.
+    When a call fails or the pump is cancelled, it waits for running calls, aborts the open step, gives back the
+    groups that the step claimed (their gradients are dropped), leaves the version unchanged, and raises. If the
+    abort or the give-back fails as well, that is logged, and the next step() repeats it before anything else. A
+    failure of finish_train_step() counts as one before the optimizer stepped.
 
-    When anything fails or is cancelled, calls under way are waited for; the open step is aborted; the groups that
-    it claimed are given back, as their gradients are dropped; the version is left alone; and it is raised. An
-    abort or a give-back that fails as well is logged, and repeated by the next step() before anything else. Where
-    it was the clearing that failed, the optimizer has stepped: the version is up, and the groups stay claimed, as
-    they must not be trained on twice, until the next step() clears them. That goes on with the optimizer steps
-    that are left to do before the sync, or with the sync. A failure of finish_train_step() counts as one before
-    the optimizer stepped.
+    If clearing fails, the optimizer has stepped: the version is up, and the groups stay claimed, because they must
+    not be trained on twice. The next step() clears them and continues with the optimizer steps that are left
+    before the sync, or with the sync.
 
-    For one event loop. Methods raise MisuseError (a RuntimeError) when called at a wrong moment.
+    Use a pump in one event loop.
+
+    Args:
+        config: settings.
+        trainer: plain, asyncio, or a Ray actor's handle.
+        buffer: for example a `RolloutBuffer`, which no other pump uses.
+        synchronizer: pushes weights to generation; plain (it runs in the trainer's thread), asyncio or Ray.
+        generation: paused during a sync, as by `megapatch.weight_sync.paused_generation`, and given the version of
+            the synced weights if it has ``set_weight_version(version)``.
+        compute_advantages: gets a group's data, after log-probs were refreshed, and returns the data to train on.
+            A plain function runs in a thread.
+        logger: gets metrics under the prefixes "train" (the result of finish_train_step()), "streaming" and
+            "timing/train" (seconds), with the version as the step. A plain one runs in the event loop.
+        terminal: a stream such as sys.stderr, which shows a progress line if it is a terminal.
+        version: of the trainer's weights now, in optimizer steps. If generation has other weights, as after
+            loading a checkpoint, call sync_weights() first.
+
+    Raises:
+        MisuseError: a part lacks a method, or `version` is not a whole number from 0 on. Methods raise it (a
+            RuntimeError) when they are called at a wrong moment.
     """
 
     def __init__(
         self,
         config: StreamingConfig,
-        trainer: Any,
-        buffer: Any,
-        synchronizer: Any,
-        generation: Any,
+        trainer: Trainer,
+        buffer: Buffer,
+        synchronizer: Synchronizer,
+        generation: Generation,
         *,
         compute_advantages: Callable[[Any], Any] | None = None,
-        logger: Any = None,
+        logger: Logger | ScalarWriter | None = None,
         terminal: TextIO | None = None,
         version: int = 0,
     ) -> None:
         refreshing = ("prepare_logprobs",) if config.refreshes_logprobs else ()
         _require("trainer", trainer, *_methods_of(Trainer), *refreshing)
         _require("buffer", buffer, *_methods_of(Buffer))
-        _require("synchronizer", synchronizer, "sync_weights")
+        _require("synchronizer", synchronizer, *_methods_of(Synchronizer))
         version = _whole(version)
         self._config = config
         self._timer = Timer()
@@ -80,37 +86,47 @@ class TrainPump:
         self._steps = OptimizerSteps(config, trainer, buffer, compute_advantages, calls, self._timer, version)
         self._weights = SyncedWeights(synchronizer, generation, calls)
         self._reporter = Reporter(logger, terminal)
-        self._version_of_step = version  # that this step began with: the last sync's
+        self._version_of_step = version  # with which this step began: that of the last sync
         self._in_use: str | None = None
 
     @property
     def version(self) -> int:
-        """Of the trainer's weights: optimizer steps until now."""
+        """Version of the trainer's weights: optimizer steps so far."""
         return self._steps.version
 
     @property
     def admitted(self) -> bool:
-        """Whether a rollout may begin: not while weights are synced, nor after a sync that failed."""
+        """Whether a rollout may begin: not during a weight sync, nor after a failed one."""
         return self._weights.admitted.is_set()
 
     async def rollouts_permitted(self) -> None:
-        """Wait until `admitted`: for generation, before each rollout."""
+        """Wait until `admitted` is true. Call it before each rollout."""
         while not self.admitted:  # another sync may have begun before it was our turn
             await self._weights.admitted.wait()
 
     async def run(self, num_steps: int) -> None:
-        """So many times `step`."""
+        """Call `step` `num_steps` times.
+
+        Args:
+            num_steps: steps, each of one or several optimizer steps.
+
+        Raises:
+            EmptyStepError: as `step` does; it raises other exceptions of `step`, too.
+        """
         for _ in range(num_steps):
             await self.step()
 
     async def step(self) -> None:
-        """Train on the prompt groups of one step, and sync weights. After a failure it goes on where that was.
+        """Train on the prompt groups of one step, and sync weights. After a failure, resume where it happened.
 
-        Raises EmptyStepError when the buffer is closed, or no group came for `rollout_timeout` seconds, before an
-        optimizer step had all of its; and whatever trainer, buffer, synchronizer or generation raise.
+        Raises:
+            EmptyStepError: the buffer was closed, or no group came for `rollout_timeout` seconds, before an
+                optimizer step had all of its groups.
+            MisuseError: another call of this pump is running.
+            Exception: whatever trainer, buffer, synchronizer or generation raises.
         """
         with self._using("step()"):
-            self._timer.take()  # of a step that failed
+            self._timer.take()  # drop the seconds of a failed step
             await wait_out(self._steps.recover())
             while (taken := self.version - self._version_of_step) < self._config.optimizer_steps_per_step:
                 with self._timer.phase("optimizer_step"):
@@ -119,11 +135,14 @@ class TrainPump:
             await self._sync()
 
     async def sync_weights(self) -> None:
-        """Pause generation, sync weights, tell generation their version, resume it, and admit rollouts. The next
-        step() is a whole one then, also where one that failed had optimizer steps left.
+        """Pause generation, sync weights, pass their version to generation, resume it, and admit rollouts.
 
-        Raises MisuseError while a step is open, and whatever synchronizer and generation raise; rollouts are not
-        admitted then until a sync has succeeded.
+        The next step() is a whole step, even if a failed one had optimizer steps left. After a failure, rollouts
+        are not admitted until a sync has succeeded.
+
+        Raises:
+            MisuseError: another call of this pump is running, or a train step is open.
+            Exception: whatever synchronizer or generation raises.
         """
         with self._using("sync_weights()"):
             self._timer.take()
@@ -131,7 +150,9 @@ class TrainPump:
 
     async def _sync(self) -> None:
         if self._steps.is_open:
-            raise MisuseError("sync_weights(): a train step is open, as its abort failed; step() aborts it again")
+            raise MisuseError(
+                "sync_weights(): a train step is open because its abort failed; step() aborts it again"
+            )
         await self._weights.sync(self.version)
         self._version_of_step = self.version
         await self._reporter.log_metrics(self._timer.take(), self.version, "timing/train")
@@ -153,8 +174,8 @@ class TrainPump:
         ):
             await self._reporter.log_metrics(metrics, version, prefix)
         self._reporter.progress(
-            f"version {version}: {len(done.groups)} prompt groups, at most {max(lags)} behind, in "
-            f"{seconds['optimizer_step']:.1f} s, {seconds['wait_for_rollouts']:.1f} of them waiting for rollouts"
+            f"version {version}: {len(done.groups)} prompt groups, at most {max(lags)} versions behind, in "
+            f"{seconds['optimizer_step']:.1f} s ({seconds['wait_for_rollouts']:.1f} s waiting for rollouts)"
         )
 
     @contextlib.contextmanager
@@ -162,7 +183,7 @@ class TrainPump:
         if self._in_use is not None:
             open_step = ": a train step is open" if self._steps.is_open else ""
             raise MisuseError(
-                f"{what} while {self._in_use} of this pump is under way{open_step}; wait for its end"
+                f"{what} while {self._in_use} of this pump is running{open_step}; wait until that ends"
             )
         self._in_use = what
         try:

@@ -1,4 +1,4 @@
-"""What the pump tells of its steps: to a logger, and on a terminal."""
+"""Report the pump's steps to a logger and on a terminal."""
 
 from __future__ import annotations
 
@@ -14,49 +14,76 @@ log = logging.getLogger("megapatch")
 
 
 PATIENCE = 60.0
-"""Seconds for a logger that is asyncio's or Ray's."""
+"""Seconds that a call of an asyncio or Ray logger may take."""
 
 
 class Logger(Protocol):
-    """Anything with this method, plain, a coroutine function or of a Ray actor; or a TensorBoard SummaryWriter."""
+    """Takes the pump's metrics.
 
-    def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str) -> object: ...
+    The method may be plain (it runs in the event loop, so it has to be quick), a coroutine function, or a method
+    of a Ray actor's handle.
+    """
+
+    def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str) -> object:
+        """Log the metrics of an optimizer step.
+
+        Args:
+            metrics: values by name, with prefix "timing/train" in seconds.
+            step: the version, which counts optimizer steps.
+            prefix: "train", "streaming" or "timing/train".
+        """
+
+
+class ScalarWriter(Protocol):
+    """A TensorBoard SummaryWriter, or anything with this method, which runs in the event loop."""
+
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object:
+        """Log one value.
+
+        Args:
+            tag: prefix and name, as in "train/loss".
+            value: the number; metrics that are not numbers are left out.
+            step: the version, which counts optimizer steps.
+        """
 
 
 class Reporter:
-    """Passes metrics on. What fails here is logged once, with its traceback, and does not stop training.
+    """Passes metrics on. The first failure is logged with its traceback; none of them stops training.
 
-    logger     a Logger, a SummaryWriter (anything with add_scalar), or None
-    terminal   a stream; a progress line is kept there if it is a terminal
+    Args:
+        terminal: a stream that shows a progress line if it is a terminal.
     """
 
-    def __init__(self, logger: Any, terminal: TextIO | None) -> None:
+    def __init__(self, logger: Logger | ScalarWriter | None, terminal: TextIO | None) -> None:
         self._logger, self._terminal = logger, terminal
-        self._told = False
+        self._warned = False
 
     async def log_metrics(self, result: Any, step: int, prefix: str) -> None:
-        """result: a mapping or a dataclass; of others nothing is told."""
-        if self._logger is None:
+        """Log the result of a step, which is ignored if it is neither a mapping nor a dataclass."""
+        logger = self._logger
+        if logger is None:
             return
         try:
             if metrics := as_metrics(result):
-                await self._pass_on(metrics, step, prefix)
+                await self._pass_on(logger, metrics, step, prefix)
         except Exception:
-            self._tell("a logger failed; training goes on, and this is said once")
+            self._warn("a logger failed; training continues, and further failures are not logged")
 
-    async def _pass_on(self, metrics: dict[str, Any], step: int, prefix: str) -> None:
-        if not hasattr(self._logger, "log_metrics"):
+    async def _pass_on(
+        self, logger: Logger | ScalarWriter, metrics: dict[str, Any], step: int, prefix: str
+    ) -> None:
+        if not hasattr(logger, "log_metrics"):
             for name, value in metrics.items():
                 if (number := _number(value)) is not None:
-                    self._logger.add_scalar(f"{prefix}/{name}", number, step)
+                    logger.add_scalar(f"{prefix}/{name}", number, step)
             return
-        call = asyncio.ensure_future(perform(self._logger.log_metrics, metrics, step=step, prefix=prefix))
-        call.add_done_callback(failure_of)  # nobody may be there to see it
+        call = asyncio.ensure_future(perform(logger.log_metrics, metrics, step=step, prefix=prefix))
+        call.add_done_callback(failure_of)  # so that asyncio does not report a failure nobody has asked for
         try:
             await asyncio.wait([call], timeout=PATIENCE)
             if not call.done():
                 self._logger = None
-                raise TimeoutError(f"log_metrics() takes more than {PATIENCE:g} seconds; no more is logged")
+                raise TimeoutError(f"log_metrics() took more than {PATIENCE:g} seconds; it is not called again")
             if call.cancelled():
                 raise RuntimeError("log_metrics() was cancelled")
             call.result()
@@ -69,16 +96,16 @@ class Reporter:
                 self._terminal.write(f"\r\x1b[K{text}")  # over the last one
                 self._terminal.flush()
         except Exception:
-            self._tell("the progress line failed; training goes on, and this is said once")
+            self._warn("the progress line failed; training continues, and further failures are not logged")
 
-    def _tell(self, what: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
             log.exception(what)
 
 
 def as_metrics(result: Any) -> dict[str, Any]:
-    """What a finished step came to, by name: of a mapping or a dataclass; nothing of what is neither."""
+    """Return the values of a mapping or a dataclass by name, and an empty dictionary for anything else."""
     if isinstance(result, Mapping):
         return {str(name): value for name, value in result.items()}
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
@@ -87,7 +114,7 @@ def as_metrics(result: Any) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
-    """None for what is no single number: text, lists, larger tensors."""
+    """Return the value as a float, or None if it is not a single number: text, lists, larger tensors."""
     if isinstance(value, (str, bytes)):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Which prompt group to train on next. Pure functions over the samples' tags."""
+"""Choose the prompt group to train on next, by pure functions of the samples' tags."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 from ..errors import MisuseError
 
 Samples = Mapping[Hashable, Mapping[str, Any]]
-"""The tags of samples by the samples' keys, in order of arrival; see `StalenessSampler`."""
+"""The tags of samples by sample key, in order of arrival; `StalenessSampler` lists a tag's fields."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt. weight_version is the oldest of theirs; None where none has any yet."""
+    """The samples of one prompt.
+
+    Attributes:
+        group_id: identifies the prompt group.
+        keys: the keys of its samples, in order of arrival.
+        weight_version: the oldest of the samples' versions; None if none has a version yet.
+    """
 
     group_id: Hashable
     keys: tuple[Hashable, ...]
@@ -24,7 +30,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Backlog:
-    """What is in a buffer, and why it cannot be trained on. A group may have several reasons."""
+    """The contents of a buffer, and why groups cannot be trained on. One group may have several reasons.
+
+    Attributes:
+        samples: samples that are not claimed. All other fields count their prompt groups.
+        groups: all groups.
+        eligible: groups that can be trained on.
+        incomplete: groups with fewer samples, or more, than expected.
+        uncommitted: groups with a sample that is not committed.
+        too_old: groups that are more than ``max_staleness`` versions behind.
+        from_the_future: groups with a sample that is newer than the trainer's weights.
+    """
 
     samples: int
     groups: int
@@ -44,7 +60,7 @@ class Backlog:
 
 @dataclass
 class _Found:
-    """What the tags of a group's samples come to."""
+    """A summary of the tags of a group's samples."""
 
     keys: list[Hashable] = field(default_factory=list)
     expected: int = 0
@@ -57,43 +73,67 @@ class _Found:
 class StalenessSampler:
     """Picks prompt groups that are ready, not too stale, and not from the future.
 
-    max_staleness            versions that a group may be behind the trainer; 0 is strictly on-policy
-    generations_per_prompt   samples of a group whose tags do not say
+    A sample's tag is a mapping with these fields:
 
-    The tag of a sample is a mapping with
+    - ``group_id``: identifies its prompt; not None.
+    - ``weight_version``: of the weights that it was sampled from; may be missing until the sample is committed.
+    - ``committed``: whether the sample is complete (None: no); True if missing. A group is committed when all of
+      its samples are.
+    - ``expected_num_samples``: samples of its group; may be missing. If samples disagree, the largest counts.
 
-    group_id               of its prompt; not None
-    weight_version         of the weights that it was sampled from; may be missing until it is committed
-    committed              whether it is all there (None: no); True where missing. A group is committed when all
-                           its samples are.
-    expected_num_samples   of its group; may be missing. The largest counts where samples disagree
+    A group with samples of several versions is as old as its oldest sample, and from the future if its newest
+    sample is. A group is complete when it has exactly as many samples as expected; one with more (a sample that
+    came twice) is never picked.
 
-    A group with samples of several versions is as old as the oldest, and from the future if its newest one is. A
-    group is complete with exactly as many samples as expected; one with more (a sample that came twice) is never
-    picked.
+    Args:
+        max_staleness: versions that a group may be behind the trainer; 0 is strictly on-policy.
+        generations_per_prompt: samples of a group whose tags do not say how many it has.
 
-    Raises MisuseError, which names the sample, for a tag without group_id, for one that is committed and has no
-    weight_version, and for numbers that are not whole.
+    Raises:
+        MisuseError: from all methods: a tag has no group_id, or is committed without a weight_version, or has a
+            number that is not whole. The message names the sample.
     """
 
     max_staleness: int
     generations_per_prompt: int
 
     def select_one_group(self, samples: Samples, trainer_version: int) -> Group | None:
-        """The eligible group of the least lag, and of these the first to arrive; None where there is none."""
+        """Return the eligible group with the least lag, the first to arrive among equals, or None.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
         return next(iter(self.eligible(samples, trainer_version)), None)
 
     def eligible(self, samples: Samples, trainer_version: int) -> list[Group]:
-        """All that can be trained on, in the order in which they would be picked."""
+        """Return the groups that can be trained on, in the order in which they would be picked.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
         return self.sort_out(samples, trainer_version)[0]
 
     def evict(self, samples: Samples, trainer_version: int) -> list[Group]:
-        """What is complete, committed and too old, in order of arrival. What is still being written is left:
-        its rest would come after it was evicted, and never be complete."""
+        """Return the groups that are complete, committed and too old, in order of arrival.
+
+        Groups that are still being written are left out: the rest of such a group would come after its eviction,
+        and never be complete.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
         return self.sort_out(samples, trainer_version)[1]
 
     def sort_out(self, samples: Samples, trainer_version: int) -> tuple[list[Group], list[Group]]:
-        """What is eligible and what is to be evicted, in one look."""
+        """Return what `eligible` and `evict` return, in one pass over the tags.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
         eligible, too_old = [], []
         for group_id, found in self._groups(samples):
             _, _, is_too_old, _ = reasons = self._reasons(found, trainer_version)
@@ -104,7 +144,12 @@ class StalenessSampler:
         return sorted(eligible, key=lambda group: trainer_version - (group.weight_version or 0)), too_old
 
     def backlog(self, samples: Samples, trainer_version: int) -> Backlog:
-        """What there is, in numbers of groups."""
+        """Count the groups, and those that cannot be trained on by reason.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
         reasons = [self._reasons(found, trainer_version) for _, found in self._groups(samples)]
         counts = [sum(column) for column in zip(*reasons, strict=True)] or [0] * 4
         return Backlog(len(samples), len(reasons), sum(not any(each) for each in reasons), *counts)
@@ -132,7 +177,7 @@ class StalenessSampler:
 
 
 class Tag(NamedTuple):
-    """What a tag says."""
+    """A tag, checked."""
 
     group_id: Hashable
     committed: bool
@@ -141,15 +186,15 @@ class Tag(NamedTuple):
 
 
 def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
-    """Raises MisuseError for one that a sampler cannot use."""
+    """Check a tag; raise MisuseError if the sampler cannot use it."""
     group_id, committed = tag.get("group_id"), bool(tag.get("committed", True))
     version = _whole(key, tag, "weight_version")
     if group_id is None:
-        raise MisuseError(f"sample {key!r} has no group_id in its tag; expected that of its prompt")
+        raise MisuseError(f"sample {key!r} has no group_id in its tag; expected the one of its prompt")
     try:
         hash(group_id)
     except TypeError:
-        raise MisuseError(f"sample {key!r} has group_id={group_id!r} in its tag, which has no hash") from None
+        raise MisuseError(f"sample {key!r} has group_id={group_id!r} in its tag, which is not hashable") from None
     if committed and version is None:
         raise MisuseError(
             f"sample {key!r} is committed and has no weight_version in its tag; expected the version of the "
@@ -163,7 +208,7 @@ def _whole(key: Hashable, tag: Mapping[str, Any], name: str) -> int | None:
     if type(value) is int or value is None:
         return value
     try:
-        return operator.index(value)  # numpy's, too, which would wrap around
+        return operator.index(value)  # numpy's integers, too: they would wrap around
     except TypeError:
         raise MisuseError(f"sample {key!r} has {name}={value!r} in its tag; expected a whole number") from None
 

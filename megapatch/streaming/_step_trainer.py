@@ -1,4 +1,4 @@
-"""A rank's trainer around a TrainStep."""
+"""A trainer of one rank, made from a TrainStep."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ if TYPE_CHECKING:
 
 
 class StepTrainer:
-    """The four calls of a `Trainer`, on one rank. All ranks of a model make each call, with the same data.
-
-    step        a `megapatch.TrainStep` of this rank's model and optimizer
-    arguments   turns a prompt group's data into the arguments of `TrainStep.forward_backward` on this rank: which
-                part of it is the rank's (by data parallel rank; the same for tensor and pipeline parallel ones),
-                and in how many microbatches
-    increment   for `TrainStep.finish`: samples of an optimizer step, over all ranks
+    """A `Trainer` on one rank. All ranks of a model have to make each call, with the same data.
 
     A subclass may do more: keep the losses, refresh log-probs, sync weights.
+
+    Args:
+        step: a `megapatch.TrainStep` of this rank's model and optimizer.
+        arguments: turns the data of a prompt group into the arguments of `TrainStep.forward_backward` on this
+            rank. It chooses the rank's part of the data (by data parallel rank; tensor and pipeline parallel ranks
+            get the same part) and the number of microbatches.
+        increment: passed to `TrainStep.finish`: samples of an optimizer step, over all ranks.
     """
 
     def __init__(
@@ -27,13 +28,25 @@ class StepTrainer:
         self.step, self.arguments, self.increment = step, arguments, increment
 
     def begin_train_step(self) -> None:
+        """Begin an optimizer step."""
         self.step.begin()
 
     def train_microbatch(self, data: Any) -> None:
+        """Run forward and backward of one prompt group.
+
+        Args:
+            data: the prompt group as it comes from the buffer; `arguments` gets it.
+        """
         self.step.forward_backward(**self.arguments(data))
 
     def finish_train_step(self) -> StepResult | Mapping[str, Any]:
+        """Step the optimizer.
+
+        Returns:
+            The result of `TrainStep.finish`; a subclass may return a mapping of metrics.
+        """
         return self.step.finish(self.increment)
 
     def abort_train_step(self) -> None:
+        """Drop the gradients of the open step, if any."""
         self.step.abort()

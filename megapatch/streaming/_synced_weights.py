@@ -1,15 +1,15 @@
-"""The weights that generation has: synced, stamped with their version, and rollouts kept out in between."""
+"""Sync generation's weights, stamp them with their version, and keep rollouts out in the meantime."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 from ..weight_sync import paused_generation
 from ..weight_sync._cancellation import outlast
 from ..weight_sync._pause import RESUME, is_paused
 from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, wait_out
+from ._generation import Generation, Synchronizer
 
 log = logging.getLogger("megapatch")
 
@@ -17,29 +17,29 @@ STAMP = "set_weight_version"
 
 
 class SyncedWeights:
-    """Syncs weights, with a gate for rollouts that is closed from the start of a sync until one has succeeded:
-    what is sampled from mixed weights would carry a version that is not its own.
+    """Syncs weights, and closes a gate for rollouts from the start of a sync until one has succeeded.
 
-    synchronizer   has sync_weights(), without a version
-    generation     what `paused_generation` takes; its set_weight_version() is told the version, if it has that
+    Samples from mixed weights would bear a wrong version.
     """
 
-    def __init__(self, synchronizer: Any, generation: Any, calls: SequentialCalls) -> None:
+    def __init__(self, synchronizer: Synchronizer, generation: Generation, calls: SequentialCalls) -> None:
         self._synchronizer, self._generation, self._calls = synchronizer, generation, calls
         self.admitted = asyncio.Event()
         self.admitted.set()
-        self._told = self._left_paused = False
+        self._warned = self._left_paused = False
 
     async def sync(self, version: int) -> None:
-        """Raises what pausing, syncing or resuming raised. A cancellation during the sync itself is raised when
-        all is done, and the gate is open then."""
+        """Sync weights, and raise whatever pausing, syncing or resuming raises.
+
+        A cancellation during the sync itself is raised when everything is done and the gate is open.
+        """
         self.admitted.clear()
         by_us = self._left_paused or not is_paused(self._generation)
         try:
             cancelled = await self._sync_while_paused(version)
         finally:
             self._left_paused = by_us and is_paused(self._generation)
-        if self._left_paused:  # by a sync before this one, whose resume failed
+        if self._left_paused:  # by an earlier sync, whose resume failed
             try:
                 await wait_out(perform(getattr(self._generation, RESUME)))
             finally:
@@ -60,13 +60,13 @@ class SyncedWeights:
     async def _sync_and_stamp(self, version: int) -> None:
         await self._calls(self._synchronizer, "sync_weights")
         if getattr(self._generation, STAMP, None) is None:
-            if not self._told:
-                self._told = True
+            if not self._warned:
+                self._warned = True
                 log.warning(
-                    "%s has no %s(): rollouts bear the version of their weights only if it gets known otherwise",
+                    "%s has no %s(): make sure that rollouts get the version of their weights in another way",
                     type(self._generation).__name__,
                     STAMP,
                 )
             return
-        # A failure is raised: all that came would be taken as older than it is, and be evicted, perhaps for good.
+        # A failure is raised: new rollouts would count as older than they are and be evicted, perhaps forever.
         await self._calls(self._generation, STAMP, version)

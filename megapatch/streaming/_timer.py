@@ -1,4 +1,4 @@
-"""Seconds by phase."""
+"""Measure the seconds of each phase."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 
 class Timer:
-    """Adds up what phases take, by the event loop's clock. Phases may overlap: a trainer trains while the pump
-    waits."""
+    """Adds up the seconds of each phase, by the event loop's clock.
+
+    Phases may overlap: a trainer trains while the pump waits.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -24,6 +26,6 @@ class Timer:
             self._seconds[name] = self._seconds.get(name, 0.0) + clock() - begun
 
     def take(self) -> dict[str, float]:
-        """Seconds since it was asked last."""
+        """Return the seconds by phase since the last call."""
         taken, self._seconds = self._seconds, {}
         return taken

@@ -1,4 +1,4 @@
-"""What the pump asks of a trainer, and its train_microbatch calls under way."""
+"""What the pump asks of a trainer."""
 
 from __future__ import annotations
 
@@ -9,22 +9,35 @@ from ._buffer import MaybeAwaitable
 
 
 class Trainer(Protocol):
-    """One optimizer step at a time, from any number of microbatch calls. Plain methods, which are called in one
-    thread of their own, coroutine functions, or methods of a Ray actor, whose handle the pump is given then. They
-    are called one after the other, and a call is waited for even where the pump is cancelled.
+    """Takes one optimizer step at a time, from any number of microbatch calls.
+
+    Methods may be plain (they all run in one thread of their own), coroutine functions, or methods of a Ray
+    actor's handle. The pump calls them one after the other, and waits for a call to end even if it is cancelled.
 
     A trainer that can refresh log-probs also has ``prepare_logprobs(data, refresh_policy_logprobs=,
     refresh_reference_logprobs=)``, which returns the data to train on; it may be called while a step is open.
     """
 
-    def begin_train_step(self) -> MaybeAwaitable[object]: ...
+    def begin_train_step(self) -> MaybeAwaitable[object]:
+        """Begin an optimizer step."""
 
-    def train_microbatch(self, data: Any) -> MaybeAwaitable[object]:
-        """Forward and backward of one prompt group, as the buffer gave it and the pump prepared it."""
+    def train_microbatch(self, data: Any, /) -> MaybeAwaitable[object]:
+        """Run forward and backward of one prompt group.
+
+        Args:
+            data: the group's data as `Buffer.claim` returned it, or as ``prepare_logprobs()`` and
+                ``compute_advantages()`` made it.
+        """
 
     def finish_train_step(self) -> MaybeAwaitable[Mapping[str, Any] | object]:
-        """Step the optimizer; metrics, as a mapping or a dataclass. Where it raises, the step is aborted: a
-        trainer whose optimizer has stepped by then has trained on samples that come again."""
+        """Step the optimizer.
+
+        If this raises, the pump aborts the step and trains on its groups again. So do not raise after the
+        optimizer has stepped.
+
+        Returns:
+            Metrics as a mapping or a dataclass; the pump ignores anything else.
+        """
 
     def abort_train_step(self) -> MaybeAwaitable[object]:
-        """Drop the gradients of the open step. Where none is open, after a begin that failed, say, do nothing."""
+        """Drop the gradients of the open step. Do nothing if none is open, for example after a failed begin."""

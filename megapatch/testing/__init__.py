@@ -2,7 +2,7 @@
 
     from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
-    def job(rank, world_size):                    # of module level: it is sent to other processes
+    def job(rank, world_size):                    # at module level: it is sent to other processes
         init_parallel(pp=2)
         model = tiny_gpt(overlap_grad_reduce=True, use_distributed_optimizer=True, optimizer="adam")
         return [model.train_step(step).loss for step in range(3)]
@@ -11,8 +11,8 @@
         first, second = run_ranks(job, 2)
         assert first == second and first[0] > first[-1]
 
-Weights only depend on parameters' names and data only on the step, so that every layout (tensor, pipeline,
-expert, data parallel) can be compared with every other, and with one process. Nothing of Megatron is imitated.
+Weights depend only on parameters' names, and data only on the step. So every layout (tensor, pipeline, expert,
+data parallel) can be compared with every other, and with a single process. No part of Megatron is imitated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ._availability import megatron_core_available, megatron_training_available
 from ._contract import check_contract
 from ._cuda_stubs import install_cuda_stubs
 from ._data import microbatches
-from ._model import StepResult, TinyGPT, mean_loss
+from ._model import TinyGPT, TinyStepResult, mean_loss
 from ._parallel import destroy_parallel, init_parallel
 from ._ranks import run_ranks
 from ._tiny_gpt import tiny_gpt
@@ -33,8 +33,8 @@ __all__ = [
     "MegatronLoop",
     "RanksFailed",
     "RanksTimedOut",
-    "StepResult",
     "TinyGPT",
+    "TinyStepResult",
     "check_contract",
     "destroy_parallel",
     "init_parallel",

@@ -1,4 +1,4 @@
-"""What of Megatron is installed, without importing it."""
+"""Find out which parts of Megatron are installed, without importing them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from .._versions import find_module
 
 
 def megatron_core_available() -> bool:
-    """Whether there is a megatron.core to test with."""
+    """Return whether megatron.core is installed."""
     return find_module("megatron.core") is not None
 
 
 def megatron_training_available() -> bool:
-    """Whether there is a megatron.training: in a checkout always, in wheels of megatron-core from 0.17 on."""
+    """Return whether megatron.training is installed.
+
+    A checkout of Megatron always has it; wheels of megatron-core have it from 0.17 on.
+    """
     return find_module("megatron.training") is not None

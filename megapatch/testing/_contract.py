@@ -1,14 +1,14 @@
-"""What a patch has to keep, whoever wrote it, run against the real upstream code.
+"""The contract that every patch has to keep, checked against the real upstream code.
 
     from megapatch.testing import check_contract
 
-    def works():                     # of module level; raises without the patch, does not with it
+    def works():                     # at module level; raises without the patch, returns with it
         ...
 
     def test_my_patch():
         check_contract({PATCH: works})
 
-Every check runs in new processes (`run_ranks`), with the given patches alone.
+Every check runs in new processes (`run_ranks`), with only the given patches.
 """
 
 from __future__ import annotations
@@ -24,26 +24,30 @@ from ._ranks import run_ranks
 
 Scenario = Callable[[], object]
 
-# The processes' own megapatch stays out of it: an installed patch would be applied twice.
+# The megapatch that is active in the processes is switched off: an installed patch would be applied twice.
 _ALONE = {"MEGAPATCH_DISABLE": "*", "MEGAPATCH_ONLY": "", "MEGAPATCH_STRICT": ""}
 
 
 def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) -> None:
-    """Hold patches to the contract; raises AssertionError with everything that is broken.
-
-    scenarios: each patch with a function of no arguments that meets the defect: it raises without the patch and
-        returns with it. It runs in a process of its own, with CUDA stubs and a gloo group of one rank. Where the
-        diagnosis says that the patch is not needed, it has to return without it, too. Both are of module level;
-        modules to patch are imported in the function, not at the top of the file.
-    timeout: seconds for each group of processes.
+    """Check that patches keep the contract.
 
     - the defect shows without the patch, and not with it
     - `import megapatch` before, during and after the import of the target, from another thread, after
       `from x import f`, twice, after a restore or a reload: the same targets are replaced, once
     - 1000 `apply()` in 64 threads change nothing; `restore()` puts everything back, the identical objects
-    - what is installed is a plain function with the original's signature that pickles and copies
-    - the diagnosis leaves no trace, needs no process group, and says the same of patched code
-    - it says in a sentence what it makes right, and where the defect is reported
+    - the replacement is a plain function with the original's signature that pickles and copies
+    - the diagnosis leaves no trace, needs no process group, and gives the same verdict on patched code
+    - the patch says in a sentence what it makes right, and where the defect is reported
+
+    Args:
+        scenarios: for each patch a function without arguments that provokes the defect: it raises without the
+            patch and returns with it. It runs in a process of its own, with CUDA stubs and a gloo group of one
+            rank. If the diagnosis says that the patch is not needed, it has to return without it, too. Patch and
+            function are at module level; the function imports the modules to patch, not the top of the file.
+        timeout: seconds for each group of processes.
+
+    Raises:
+        AssertionError: the message lists everything that is broken.
     """
     patches = tuple(scenarios)
     problems = [f"{patch.name}: {text}" for patch in patches for text in _undocumented(patch)]
@@ -62,25 +66,27 @@ def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) 
 def _undocumented(patch: Patch) -> list[str]:
     found = []
     if not patch.summary.endswith("."):
-        found.append("the first line of its docstring is no sentence")
+        found.append("the first line of its docstring is not a sentence")
     if not patch.upstream.startswith("https://"):
-        found.append(f"upstream is {patch.upstream!r}; expected the URL of an issue or pull request")
+        found.append(f"its upstream is not the URL of an issue or pull request: {patch.upstream}")
     return found
 
 
 def _without(rank: int, world_size: int, patches: tuple[Patch, ...], name: str, scenario: Scenario) -> list[str]:
-    """The scenario has to fail where the diagnosis says NEEDED, and only there."""
+    """Check that the scenario fails exactly if the diagnosis says NEEDED."""
     needed = _is_needed(patches, name)
     error = _error(scenario)
     if needed and error is None:
         return ["its scenario works without the patch, although the diagnosis says that it is needed"]
     if not needed and error is not None:
-        return [f"its scenario fails without the patch, although the diagnosis says it is not needed:\n{error}"]
+        return [
+            f"its scenario fails without the patch, although the diagnosis says that it is not needed:\n{error}"
+        ]
     return []
 
 
 def _with(rank: int, world_size: int, patches: tuple[Patch, ...], scenario: Scenario) -> list[str]:
-    """The scenario has to work with the patches."""
+    """Check that the scenario works with the patches."""
     engine = Engine(patches, Settings())
     engine.activate()
     _import_orders.import_targets(engine)
@@ -89,7 +95,7 @@ def _with(rank: int, world_size: int, patches: tuple[Patch, ...], scenario: Scen
 
 
 def _is_needed(patches: tuple[Patch, ...], name: str) -> bool:
-    """Whether some site's diagnosis says so; nothing stays patched."""
+    """Return whether a site's diagnosis says NEEDED; nothing stays patched."""
     engine = Engine(patches, Settings())
     engine.activate()
     _import_orders.import_targets(engine)
@@ -101,7 +107,7 @@ def _is_needed(patches: tuple[Patch, ...], name: str) -> bool:
 def _error(scenario: Scenario) -> str | None:
     try:
         scenario()
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         if isinstance(error, KeyboardInterrupt):
             raise
         return traceback.format_exc()

@@ -1,8 +1,8 @@
 """Make torch.cuda harmless, so that Megatron runs on a machine without a GPU.
 
-Megatron asks torch.cuda for devices, streams, memory and random state all over the place. Here all of that
-answers for the CPU: what moves data does nothing, what asks for a device gets the CPU, and the random state
-is the CPU generator's, so that Megatron's own random state tracker does its real work.
+Megatron asks torch.cuda for devices, streams, memory and random state in many places. The stubs answer for the
+CPU: functions that move data do nothing, the device is the CPU, and the random state is the CPU generator's, so
+that Megatron's own random state tracker does its real work.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _of_this_thread = threading.local()
 
 
 def install_cuda_stubs() -> None:
-    """Replace what Megatron uses of torch.cuda, and make device="cuda" mean the CPU, in this process.
+    """Replace the parts of torch.cuda that Megatron uses, and make device="cuda" mean the CPU.
 
-    Call it before the first import of megatron; a second call does nothing. The replacements hold for the
-    process and are never undone, the meaning of "cuda" holds for the calling thread: another thread that
-    creates tensors calls this again.
+    Call it before the first import of megatron; a second call does nothing. The replacements hold for the whole
+    process and are never undone. The meaning of "cuda" holds for the calling thread: call this again in other
+    threads that create tensors.
 
-    Raises MisuseError when megatron.core has been imported already: its modules would have kept originals.
+    Raises:
+        MisuseError: megatron.core has been imported already, and its modules hold originals.
     """
     global _replaced
     with _lock:
@@ -65,14 +66,14 @@ class _CudaMeansCpu(TorchFunctionMode):
         kwargs.pop("pin_memory", None)
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
-        if func is torch.Tensor.cpu:  # what leaves a GPU is a copy: Megatron offloads, and frees the original
+        if func is torch.Tensor.cpu:  # from a GPU it returns a copy: Megatron offloads, then frees the original
             return func(*args, **kwargs).clone()
         if func is torch.Tensor.record_stream:
             return None
         if func is torch.Tensor.to:
             args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
         elif func is torch.Tensor.type:
-            # The mixed-precision optimizers sort parameters by this name and know CUDA names only.
+            # The mixed-precision optimizers sort parameters by this name, and know only CUDA names.
             if len(args) == 1 and not kwargs:
                 return func(*args).replace("torch.", "torch.cuda.", 1)
             args = tuple(arg.replace("torch.cuda.", "torch.") if isinstance(arg, str) else arg for arg in args)
@@ -86,7 +87,7 @@ def _names_cuda(value: object) -> bool:
 
 
 class _Idle:
-    """A stream, an event, or the context of one, with nothing to wait for."""
+    """A stream, an event or a context manager that has nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -113,7 +114,7 @@ class _Idle:
 
 
 def _its_own(stub: Any) -> Any:
-    """A copy of a function: torch.compile, once it runs, refuses two of torch's names for one object."""
+    """Copy a function, because torch.compile refuses an object that has two names in torch."""
     if not isinstance(stub, FunctionType):
         return stub
     copied = FunctionType(stub.__code__, stub.__globals__, stub.__name__, stub.__defaults__, stub.__closure__)
@@ -133,7 +134,7 @@ def _replace_torch_cuda() -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron's jit_fuser is torch.compile, which needs a compiler
     os.environ.setdefault("NO_VCS_VERSION", "1")  # megatron.core would run git when it is imported
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists for tensor parallelism
-    import torch._dynamo  # it looks into torch.cuda when it is imported, so it goes first
+    import torch._dynamo  # it reads torch.cuda when it is imported, so import it first
 
     for name, stub in {**_devices(), **_streams(), **_memory(), **_random_state(), **_tensor_types()}.items():
         setattr(torch.cuda, name, _its_own(stub))
@@ -187,6 +188,8 @@ def _memory() -> dict[str, Any]:
 
 def _random_state() -> dict[str, Any]:
     generator = torch.default_generator
+    # _lazy_call and default_generators are private to torch.cuda (torch 2.13). Megatron's random state tracker
+    # uses them in megatron/core/tensor_parallel/random.py (megatron-core 0.12 to 0.19).
     return dict(
         default_generators={"cpu": generator, 0: generator},
         _lazy_call=lambda callback, **kwargs: callback(),
@@ -204,7 +207,7 @@ def _tensor_types() -> dict[str, Any]:
 
 
 def _with_split_sizes_as_lists(all_to_all_single: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's MoE leaves the sizes as tensors where they are on the CPU already; torch takes lists only."""
+    """Accept split sizes as tensors: Megatron's MoE leaves them so on the CPU, and torch takes only lists."""
 
     def listed(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes

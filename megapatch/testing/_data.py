@@ -1,4 +1,4 @@
-"""Data that only depends on the step, and the forward step and loss that train on it."""
+"""Data that depends only on the step, and the forward step and loss that train on it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ LossFunction = Callable[[torch.Tensor], tuple[Any, ...]]
 def microbatches(
     step: int, count: int, *, micro_batch_size: int = 2, seq: int = 8, vocab: int = 32, seed: int = 0
 ) -> list[torch.Tensor]:
-    """This data-parallel rank's `count` microbatches of a step.
+    """Make this data-parallel rank's microbatches of a step.
 
-    Each has the shape (micro_batch_size, seq + 1): tokens, of which the first `seq` are the input and the last
-    `seq` the labels. The step's global batch has ``count * data parallel size`` microbatches; the i-th only
-    depends on (seed, step, i), and goes to rank ``i % data parallel size``.
+    The step's global batch has ``count * data parallel size`` microbatches. The i-th depends only on
+    (seed, step, i), and goes to rank ``i % data parallel size``.
+
+    Args:
+        step: number of the step, from 0 on.
+        count: microbatches of this rank.
+        micro_batch_size: samples of a microbatch.
+        seq: tokens of a sample.
+        vocab: tokens are from 0 to ``vocab - 1``.
+        seed: selects other data.
+
+    Returns:
+        `count` int64 tensors of shape (micro_batch_size, seq + 1): tokens, of which the first `seq` are the input
+        and the last `seq` the labels.
     """
     from megatron.core import parallel_state
 
@@ -34,14 +45,19 @@ def _generator(seed: int, step: int, index: int) -> torch.Generator:
 
 
 def loss_mask(labels: torch.Tensor, masked: bool) -> torch.Tensor:
-    """Which tokens count, as floats in the shape of `labels`: all, or (masked) about two in three, so that
-    microbatches differ in their number of tokens."""
+    """Return which tokens count, as floats in the shape of `labels`.
+
+    All of them, or (masked) about two in three, so that microbatches differ in their number of tokens.
+    """
     return (labels % 3 != 0).float() if masked else torch.ones(labels.shape)
 
 
 def loss_function(mask: torch.Tensor, output: torch.Tensor, two_tuple: bool = False) -> tuple[Any, ...]:
-    """A microbatch's loss as Megatron's schedules take it: (sum, number of tokens, metrics), or the older
-    (mean, metrics). The metrics' "loss" is a tensor [sum, number of tokens]."""
+    """Return a microbatch's loss as Megatron's schedules take it.
+
+    (sum, number of tokens, metrics), or the older (mean, metrics). The metrics' "loss" is a tensor
+    [sum, number of tokens].
+    """
     loss = (output.float() * mask).sum()
     tokens = mask.sum().to(torch.int)
     metrics = {"loss": torch.stack([loss.detach(), tokens.float()])}

@@ -1,4 +1,4 @@
-"""Every order of activating megapatch and importing what it patches, each in a process of its own."""
+"""Every order of activating megapatch and importing its targets, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def restore_before_the_import(engine: Engine) -> None:
 
 
 def parents_first(engine: Engine) -> None:
-    """The packages of the targets are there (of a namespace package no import hook tells), the targets may be."""
+    """Import the targets' packages first (no import hook fires for a namespace package), and perhaps targets."""
     for name in _targets(engine):
         importlib.import_module(name.partition(".")[0])
         importlib.import_module(name.rpartition(".")[0] or name)
@@ -69,7 +69,7 @@ def parents_first(engine: Engine) -> None:
 
 
 def held_by_name(engine: Engine) -> None:
-    """Another module has done `from target import function` and `... as alias` before."""
+    """Let another module do `from target import function` and `... as alias` first."""
     import_targets(engine)
     holder = types.ModuleType("megapatch_contract_holder")
     sys.modules[holder.__name__] = holder
@@ -81,9 +81,10 @@ def held_by_name(engine: Engine) -> None:
                 vars(holder).update({target: function, f"alias of {target}": function})
     engine.activate()
     for record in engine.records:
-        for one in record.installed:
-            for name in (one.target, f"alias of {one.target}"):
-                assert vars(holder).get(name, one.replacement) is one.replacement, f"held elsewhere: {one.target}"
+        for replaced in record.installed:
+            for name in (replaced.target, f"alias of {replaced.target}"):
+                held = vars(holder).get(name, replaced.replacement)
+                assert held is replaced.replacement, f"held elsewhere: {replaced.target}"
 
 
 def reloaded(engine: Engine) -> None:
@@ -99,13 +100,13 @@ def imported_by_another_thread(engine: Engine) -> None:
 
 
 def in_the_middle_of_our_own_import(engine: Engine) -> None:
-    """What is half-imported is left alone until the next event or `apply()`."""
+    """Leave a half-imported module alone until the next event or `apply()`."""
     _InTheMiddle(engine, engine.activate).run()
     engine.apply()
 
 
 def while_another_thread_imports(engine: Engine) -> None:
-    """Activating waits for the other thread's import, which does not wait for it."""
+    """Activate while another thread imports: activating waits for the import, but not the other way round."""
     threads: list[threading.Thread] = []
 
     def activate_elsewhere() -> None:
@@ -134,7 +135,7 @@ ORDERS: tuple[Callable[[Engine], None], ...] = (
 
 
 def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, dict[str, list[str]], list[str]]:
-    """Go through one order, chosen by the rank: its name, what each site came to, and what went wrong."""
+    """Run the order chosen by the rank; return its name, the outcome of each site, and problems."""
     import torch.distributed
 
     torch.distributed.barrier()  # the others may still be connecting
@@ -149,31 +150,35 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, di
     for record in engine.records:
         record.refresh()
         name = f"{record.patch.name} at {record.site.module}"
-        # What is rebuilt was made before: which ones there are depends on the order.
-        functions = [one for one in record.installed if not isinstance(one, RebuiltTarget)]
-        outcome[name] = [record.status.value, *(one.target for one in functions)]
+        # Not rebuilt targets: which of these exist already depends on the order.
+        functions = [replaced for replaced in record.installed if not isinstance(replaced, RebuiltTarget)]
+        outcome[name] = [record.status.value, *(replaced.target for replaced in functions)]
         if record.status in (*NEEDS_ATTENTION, Status.PENDING):
             wrong.append(f"{name} is {record.status.value}: {record.reason} {record.traceback or ''}")
         wrong += [
-            f"{one.target} was replaced {layers} times"
-            for one in functions
-            if (layers := _layers(one.current)) != 1
+            f"{replaced.target} was replaced {layers} times"
+            for replaced in functions
+            if (layers := _layers(replaced.current)) != 1
         ]
     return order.__name__.replace("_", " "), outcome, wrong
 
 
 def problems(results: list[tuple[str, dict[str, list[str]], list[str]]]) -> list[str]:
-    """What went wrong in some order, and orders whose outcome is another than that of the first."""
+    """Return the problems of all orders, and the orders whose outcome differs from that of the first."""
     first_name, expected, _ = results[0]
     found = [f"{name}: {text}" for name, _, wrong in results for text in wrong]
     for name, outcome, wrong in results:
-        if outcome != expected and not wrong:
-            found.append(f"{name}: {outcome}, but {first_name}: {expected}")
+        if not wrong:
+            found += [
+                f"{name}: {site} is {', '.join(outcome[site])}; with {first_name} it is {', '.join(came_to)}"
+                for site, came_to in expected.items()
+                if outcome[site] != came_to
+            ]
     return found
 
 
 class _InTheMiddle:
-    """Calls a function once while a target's body runs: when it looks for the first module that it imports."""
+    """Calls a function once while a target's body runs: when the body imports its first module."""
 
     def __init__(self, engine: Engine, function: Callable[[], object]) -> None:
         self.engine, self.function = engine, function
@@ -183,7 +188,7 @@ class _InTheMiddle:
     def run(self) -> None:
         sys.meta_path.insert(0, self)
         import_targets(self.engine)
-        self._call()  # no target has imported anything that was not there
+        self._call()  # in case no target has imported anything that was not loaded
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if any(half_loaded(sys.modules[name]) for name in self.names if name in sys.modules):

@@ -1,4 +1,4 @@
-"""What stays as it was under a patch: the function's appearance, the process around a diagnosis, the originals."""
+"""Check what a patch must not change: a function's appearance, the process around a diagnosis, the originals."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .._engine.engine import Engine
 from .._engine.record import Record
 from .._engine.settings import Settings
 from .._engine.target import AddedTarget, RebuiltTarget, ReplacedTarget
-from ..patch import Patch
+from ..patch import Patch, Verdict
 from ._import_orders import import_targets
 
 
 def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
-    """Check all that needs no scenario in one process; what is wrong, in words."""
+    """Check in one process everything that needs no scenario; return the problems."""
     engine = Engine(patches, Settings())
     import_targets(engine)
     before = {record: _contents(record) for record in engine.records}
@@ -33,15 +33,17 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
     verdicts = {record: _first_verdict(record, problems) for record in engine.records}
 
     engine.activate()
-    installed = [one for record in engine.records for one in record.installed]
+    installed = _installed(engine)
     _apply_often(engine)
-    if [one for record in engine.records for one in record.installed] != installed:
-        problems.append("applying again has installed something again")
-    for one in installed:
-        problems += _looks(one)
+    if _installed(engine) != installed:
+        problems.append("applying again has installed targets again")
+    for target in installed:
+        problems += _looks(target)
     for record, verdict in verdicts.items():
         if (again := _diagnose(record)) != verdict:
-            problems.append(f"{record.patch.name}: once patched, its verdict is {again}; it was {verdict}")
+            problems.append(
+                f"{record.patch.name}: once patched, its verdict is {_words(again)}; it was {_words(verdict)}"
+            )
 
     engine.restore()
     for record, contents in before.items():
@@ -49,6 +51,10 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
             f"{record.patch.name}: restore() leaves {name} changed" for name in _changed(record, contents)
         ]
     return problems
+
+
+def _installed(engine: Engine) -> list[ReplacedTarget]:
+    return [target for record in engine.records for target in record.installed]
 
 
 def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
@@ -63,21 +69,21 @@ def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
         thread.join()
 
 
-def _looks(one: ReplacedTarget) -> Iterator[str]:
-    """Whether the replacement can stand in for the original wherever functions go."""
-    if isinstance(one, RebuiltTarget):
+def _looks(target: ReplacedTarget) -> Iterator[str]:
+    """Check that the replacement can be used wherever the original can."""
+    if isinstance(target, RebuiltTarget):
         return
-    function = one.current
+    function = target.current
     if type(function) is not FunctionType:
-        yield f"{one.target} is a {type(function).__name__}, not a plain function"
-    if not isinstance(one, AddedTarget):
-        if not _takes_what(one.original, function):
-            yield f"{one.target} has another signature: {inspect.signature(function)}"
-        if (function.__name__, function.__doc__) != (one.original.__name__, one.original.__doc__):
-            yield f"{one.target} has lost its name or docstring (functools.wraps keeps them)"
+        yield f"{target.target} is a {type(function).__name__}, not a plain function"
+    if not isinstance(target, AddedTarget):
+        if not _takes_what(target.original, function):
+            yield f"{target.target} has another signature: {inspect.signature(function)}"
+        if (function.__name__, function.__doc__) != (target.original.__name__, target.original.__doc__):
+            yield f"{target.target} has lost its name or docstring (functools.wraps keeps them)"
     if copy.deepcopy(function) is not function:
-        yield f"{one.target} is another one once copied"
-    if "<locals>" in getattr(one.original, "__qualname__", ""):  # it could not be pickled by its name either
+        yield f"{target.target} is another object once copied"
+    if "<locals>" in getattr(target.original, "__qualname__", ""):  # it could not be pickled by its name either
         return
     for pickler in ("pickle", "cloudpickle"):
         try:
@@ -86,27 +92,33 @@ def _looks(one: ReplacedTarget) -> Iterator[str]:
             continue
         try:
             if pickle.loads(dumps(function)) is not function:
-                yield f"{one.target} is another one once pickled by {pickler}"
+                yield f"{target.target} is another object once pickled by {pickler}"
         except Exception as error:
-            yield f"{one.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
+            yield f"{target.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
 
 
 def _takes_what(original: Any, function: Any) -> bool:
-    """The same parameters; what a later release takes besides may be among them, with a default. A decorator that
-    takes anything, and hides what the function takes, may be replaced by what says it."""
+    """Return whether the replacement takes the same parameters.
+
+    It may also have parameters of a later release, with defaults. A decorator with *args and **kwargs, which hides
+    the function's parameters, may be replaced by a function that shows them.
+    """
     theirs, ours = (
-        {one.name: (one.kind, one.default) for one in inspect.signature(which).parameters.values()}
+        {
+            name: (parameter.kind, parameter.default)
+            for name, parameter in inspect.signature(which).parameters.items()
+        }
         for which in (original, function)
     )
     if {"args", "kwargs"} <= theirs.keys():
         return True
     more = [default for name, (_, default) in ours.items() if name not in theirs]
-    kept = [(name, told) for name, told in ours.items() if name in theirs]
+    kept = [(name, taken) for name, taken in ours.items() if name in theirs]
     return kept == list(theirs.items()) and inspect.Parameter.empty not in more
 
 
 def _contents(record: Record) -> dict[str, Any]:
-    """The site's module and the classes that its targets are in, name by name."""
+    """Return the contents of the site's module and of the classes of its targets, by name."""
     module = sys.modules.get(record.site.module)
     if module is None:
         return {}
@@ -124,14 +136,18 @@ def _diagnose(record: Record) -> Any:
     return record.site.diagnose(module) if module else None
 
 
+def _words(verdict: Any) -> str:
+    return f"{verdict.kind.value} ({verdict.reason})" if isinstance(verdict, Verdict) else str(verdict)
+
+
 def _changed(record: Record, before: dict[str, Any]) -> list[str]:
-    """What is another object than it was, new, or gone."""
+    """Return the names whose object was replaced, added or removed."""
     now = _contents(record)
     return [name for name in {**before, **now} if name not in now or before.get(name) is not now[name]]
 
 
 def _first_verdict(record: Record, problems: list[str]) -> Any:
-    """Diagnose for the first time (what is imported or cached stays), and note what that has changed."""
+    """Diagnose for the first time, when imports and caches are not there yet, and note what that changes."""
     contents, surroundings = _contents(record), _surroundings()
     verdict = _diagnose(record)
     after = _surroundings()
@@ -161,7 +177,7 @@ def _surroundings() -> dict[str, Any]:
 
 
 def _modules_of_others() -> set[str]:
-    """A diagnosis may use the standard library."""
+    """Return the loaded modules except the standard library's, which a diagnosis may import."""
     usual = {*sys.stdlib_module_names, "megapatch"}
     return {
         name

@@ -1,4 +1,4 @@
-"""A model with its optimizer on this rank, and what a test does with them."""
+"""A model with its optimizer on this rank, and the calls that tests make on them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from . import _data
 from ._weights import global_name
 
 
-class StepResult(NamedTuple):
-    """loss: mean over the tokens of the global batch. grad_norm: before clipping; of the whole model."""
+class TinyStepResult(NamedTuple):
+    """The result of `TinyGPT.train_step`, the same on all ranks.
+
+    Attributes:
+        loss: mean over the tokens of the global batch.
+        grad_norm: L2 norm of the whole model's gradient, before clipping.
+    """
 
     loss: float
     grad_norm: float
@@ -23,19 +28,30 @@ class StepResult(NamedTuple):
 
 @dataclass
 class TinyGPT:
-    """What `tiny_gpt` builds. The attributes are Megatron's own objects."""
+    """A tiny GPT on this rank, as `tiny_gpt` builds it, made of Megatron's own objects.
 
-    chunks: list[Any]  # DistributedDataParallel, one per virtual pipeline stage of this rank
-    optimizer: Any  # MegatronOptimizer
-    config: Any  # TransformerConfig
-    ddp_config: Any  # DistributedDataParallelConfig
+    Attributes:
+        chunks: DistributedDataParallel, one per virtual pipeline stage of this rank.
+        optimizer: a MegatronOptimizer.
+        config: the TransformerConfig.
+        ddp_config: the DistributedDataParallelConfig.
+        vocab: size of the vocabulary.
+        seq: tokens of a sample.
+        align_grad_reduce: whether pipeline stages reduce gradients together.
+        align_param_gather: whether pipeline stages gather parameters together.
+    """
+
+    chunks: list[Any]
+    optimizer: Any
+    config: Any
+    ddp_config: Any
     vocab: int
     seq: int
     align_grad_reduce: bool = True
     align_param_gather: bool = False
 
     def set_hooks(self) -> None:
-        """Fill in the model config as Megatron's own train() does before its first step."""
+        """Set the hooks of the model config as Megatron's own train() does before its first step."""
         from megatron.core.distributed import finalize_model_grads
 
         def one_or_all(hooks: list[Any]) -> Any:
@@ -53,7 +69,17 @@ class TinyGPT:
     def microbatches(
         self, step: int, count: int = 2, *, micro_batch_size: int = 2, seed: int = 0
     ) -> list[torch.Tensor]:
-        """This rank's microbatches of a step; see `megapatch.testing.microbatches`."""
+        """Make this rank's microbatches of a step, as `megapatch.testing.microbatches` does.
+
+        Args:
+            step: number of the step, from 0 on.
+            count: microbatches of this rank.
+            micro_batch_size: samples of a microbatch.
+            seed: selects other data.
+
+        Returns:
+            `count` int64 tensors of shape (micro_batch_size, seq + 1).
+        """
         return _data.microbatches(
             step, count, micro_batch_size=micro_batch_size, seq=self.seq, vocab=self.vocab, seed=seed
         )
@@ -71,13 +97,23 @@ class TinyGPT:
         masked: bool = False,
         forward_only: bool = False,
     ) -> list[dict[str, torch.Tensor]]:
-        """One pass of the real schedule.
+        """Run forward and backward of several microbatches by Megatron's real schedule.
 
-        The data is that of `step` and `seed`, or `microbatches` (which then say how many there are and of which
-        size), or comes from `data_iterators` (one per chunk). two_tuple: the loss function returns (mean, metrics)
-        instead of (sum, tokens, metrics). masked: about a third of the tokens does not count.
+        Args:
+            step: number of the step whose data to use.
+            num_microbatches: microbatches of this rank.
+            micro_batch_size: samples of a microbatch.
+            seed: selects other data.
+            microbatches: data instead of that of `step` and `seed`: tensors of shape (micro_batch_size, seq + 1),
+                whose number and size replace the two arguments above.
+            data_iterators: iterators of such tensors, one per chunk; with these the two arguments count.
+            two_tuple: the loss function returns (mean, metrics) instead of (sum, tokens, metrics).
+            masked: about a third of the tokens do not count.
+            forward_only: run no backward.
 
-        Returns what the schedule returns: the metrics of each microbatch, on the last pipeline stage; else [].
+        Returns:
+            What the schedule returns: the metrics of each microbatch on the last pipeline stage, [] on others. A
+            metric "loss" is a tensor [sum, number of tokens].
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -97,15 +133,20 @@ class TinyGPT:
         )
         return metrics
 
-    def train_step(self, step: int = 0, **options: Any) -> StepResult:
-        """zero_grad, forward_backward with these options, the optimizer's step; on all ranks."""
+    def train_step(self, step: int = 0, **options: Any) -> TinyStepResult:
+        """Zero gradients, run `forward_backward`, and step the optimizer. A collective: call it on all ranks.
+
+        Args:
+            step: number of the step whose data to use.
+            **options: passed to `forward_backward`.
+        """
         self.zero_grad()
         metrics = self.forward_backward(step, **options)
         _, grad_norm, _ = self.optimizer.step()
-        return StepResult(mean_loss(metrics), float(grad_norm))
+        return TinyStepResult(mean_loss(metrics), float(grad_norm))
 
     def zero_grad(self) -> None:
-        """As Megatron's train_step() does it: the chunks' gradient buffers, then the optimizer."""
+        """Zero the chunks' gradient buffers, then the optimizer's gradients, as Megatron's train_step() does."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -113,22 +154,24 @@ class TinyGPT:
     def gather_parameters(self) -> None:
         """With overlap_param_gather, gather the last step's values now, as the next forward pass would.
 
-        A collective. What follows does not notice.
+        A collective: call it on all ranks. It does not change later results.
         """
         if self.ddp_config.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """{global name: float32 copy} of this rank's parameters (its shard, with tensor parallelism), as they
-        are: with overlap_param_gather the last step's values may still have to be gathered.
+        """Return float32 copies of this rank's parameters (with tensor parallelism its shards) by global name.
+
+        With overlap_param_gather the last step's values may still have to be gathered: see `gather_parameters`.
         """
         return {name: parameter.detach().float().clone() for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """{global name: float32 copy of main_grad}: what the optimizer sees, times the loss scale with fp16.
+        """Return float32 copies of this rank's main_grad by global name: the gradient that the optimizer sees.
 
-        With the distributed optimizer only this rank's part of each buffer is reduced.
+        With fp16 it is multiplied by the loss scale. With the distributed optimizer only this rank's part of each
+        buffer is reduced.
         """
         return {name: parameter.main_grad.detach().float().clone() for name, parameter in self._named_parameters()}
 
@@ -142,8 +185,14 @@ class TinyGPT:
 
 
 def mean_loss(metrics: Sequence[dict[str, torch.Tensor]]) -> float:
-    """Mean over the tokens of all ranks' microbatches, from what `forward_backward` returns. A collective:
-    every rank calls it, and every rank gets the number."""
+    """Return the mean loss over the tokens of all ranks' microbatches. A collective: call it on all ranks.
+
+    Args:
+        metrics: the result of `TinyGPT.forward_backward` on this rank.
+
+    Returns:
+        The mean loss per token, the same number on every rank.
+    """
     total = torch.zeros(2, dtype=torch.float64)
     for metric in metrics:
         total += metric["loss"].double()

@@ -1,4 +1,4 @@
-"""Model-parallel layouts: set up and taken down, as often as a test likes."""
+"""Set up and take down model-parallel layouts, as often as a test needs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from __future__ import annotations
 def init_parallel(
     tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, cp: int = 1, seed: int = 123
 ) -> None:
-    """Cut the world into tensor, pipeline, virtual pipeline, expert and context parallel groups; what is left
-    is data parallel. A layout that is there already is taken down first. Seeds Megatron's random state.
-    (With `cp` there are the groups, but `tiny_gpt` cannot use them: its attention on CPU takes whole sequences.)
+    """Split the world into model-parallel groups, and seed Megatron's random state.
 
-    Raises what Megatron raises for sizes that do not fit the number of ranks (RuntimeError or AssertionError).
+    The remaining dimension is data parallel. An existing layout is taken down first.
+
+    Args:
+        tp: tensor parallel size, in ranks.
+        pp: pipeline parallel size, in ranks.
+        vpp: virtual pipeline stages per rank; None: no virtual stages.
+        ep: expert parallel size, in ranks.
+        cp: context parallel size, in ranks. This makes the groups, but `tiny_gpt` cannot use them: its attention
+            on CPU takes whole sequences.
+        seed: of Megatron's random state.
+
+    Raises:
+        RuntimeError: as Megatron raises it, the sizes do not fit the number of ranks.
+        AssertionError: likewise.
     """
     from megatron.core import parallel_state, tensor_parallel
 
@@ -26,10 +37,10 @@ def init_parallel(
 
 
 def destroy_parallel() -> None:
-    """Take down the layout, so that `init_parallel` can set up another one in the same processes."""
+    """Take down the layout, so that `init_parallel` can set up another in the same processes."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
-        # 0.12 leaves these, and a stage without position embeddings then looks for the group that it had.
+        # megatron-core 0.12 leaves these, and a stage without position embeddings then looks for its old group.
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None

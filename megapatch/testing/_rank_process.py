@@ -1,4 +1,4 @@
-"""The child's side of `run_ranks`: what happens in the process of one rank."""
+"""The child's side of `run_ranks`: the process of one rank."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from typing import IO, Any
 
 STACK_SIGNAL = signal.SIGUSR1
 
-# What a rank process executes first. It comes as source text, because the environment has to be in place
-# before megapatch is imported (which activates it), and to unpickle a function of megapatch would import it.
+# A rank process executes this first. It is sent as source text, because the environment has to be in place before
+# megapatch is imported (which activates it), and unpickling a function of megapatch would import it.
 BOOTSTRAP = """
 import os
 os.setpgid(0, 0)
@@ -37,7 +37,7 @@ run(channel, **job)
 
 @dataclass(frozen=True)
 class Job:
-    """What one rank is to do. The pickles are opened as late as possible: opening them imports modules."""
+    """The work of one rank. The pickles are opened as late as possible, because that imports modules."""
 
     rank: int
     world_size: int
@@ -45,12 +45,12 @@ class Job:
     stack: str  # file for this rank's stack, written on STACK_SIGNAL
     setup: bytes  # pickled function or None
     call: bytes  # pickled (function, args)
-    files: dict[str, str]  # where the modules of what was pickled come from, by name
+    files: dict[str, str]  # files of the modules that the pickled functions are from, by module name
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank sends back: its result as torch.save writes it, or its traceback's text and when that was."""
+    """A rank's reply: its result as torch.save writes it, or its traceback's text and the time of the failure."""
 
     result: bytes = b""
     failure: str = ""
@@ -58,15 +58,15 @@ class Outcome:
 
 
 def run(channel: Connection, **job_fields: Any) -> None:
-    """Do the job, send the outcome, and leave without the interpreter's goodbyes: they wait for peers."""
-    gc.freeze()  # what the server imported: collections would go through all of torch, 0.2 s while Megatron loads
+    """Do the job, send the outcome, and exit without the interpreter's cleanup, which waits for peers."""
+    gc.freeze()  # the server's imports: collections would go through all of torch, 0.2 s while Megatron loads
     job = Job(**job_fields)
     threading.Thread(target=_end_with_caller, args=(channel,), daemon=True).start()
     stack = open(job.stack, "w")  # noqa: SIM115  (stays open as long as the process)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     try:
         outcome = Outcome(_result(job))
-    except BaseException:  # torch's CheckpointException is no Exception
+    except BaseException:  # torch's CheckpointException is not an Exception
         outcome = Outcome(failure=traceback.format_exc(), failed_at=time.monotonic())
     channel.send(outcome)
     _flush(sys.stdout, sys.stderr)
@@ -96,15 +96,17 @@ def _result(job: Job) -> bytes:
     )
     function, args = pickle.loads(job.call)
     # Tensors go by value: multiprocessing's pickle would share memory with a process that ends, and plain pickle
-    # names the function that loads a tensor, which megatron.training replaces by one of Megatron's own.
+    # names the function that loads a tensor, which megatron.training replaces with one of its own.
     result = io.BytesIO()
     torch.save(function(job.rank, job.world_size, *args), result)
     return result.getvalue()
 
 
 def _find_modules(files: dict[str, str]) -> None:
-    """See to it that modules with these names are found, the caller's script among them."""
+    """Make modules with these names importable, the caller's script among them."""
     sys.meta_path.append(_ByFile(files))
+    # __mp_main__ is multiprocessing's own name for the caller's script (seen in CPython 3.6 to 3.13):
+    # https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L296
     if "__main__" in files:
         spec = spec_from_loader("__mp_main__", SourceFileLoader("__mp_main__", files["__main__"]))
         assert spec is not None and spec.loader is not None
@@ -113,7 +115,7 @@ def _find_modules(files: dict[str, str]) -> None:
 
 
 class _ByFile(MetaPathFinder):
-    """Finds modules that nobody else finds."""
+    """Finds modules that no other finder finds."""
 
     def __init__(self, files: dict[str, str]) -> None:
         self.files = files
@@ -128,17 +130,20 @@ class _ByFile(MetaPathFinder):
 
 
 def _set_warnings() -> None:
-    """The caller's filters do not count here: Megatron and torch warn a lot on a machine like this, and what
-    torch's C code warns of is put down to the Python function above it, which is often one of the stubs."""
+    """Replace the caller's warning filters.
+
+    Megatron and torch warn a lot on a machine without a GPU, and warnings of torch's C code are attributed to the
+    calling Python function, which is often one of the stubs.
+    """
     warnings.resetwarnings()
     warnings.filterwarnings("ignore", module=r"(megatron|torch|megapatch\.testing)\b")
     warnings.filterwarnings("error", module=r"megapatch\b(?!\.testing)")
 
 
 def _end_with_caller(channel: Connection) -> None:
-    """End this process and all that it started when the caller is gone (even by SIGKILL)."""
+    """End this process and all that it started when the caller is gone, even if it was killed."""
     with contextlib.suppress(OSError):
-        channel.poll(None)  # nothing is ever sent to a rank, so this returns at the end of file
+        channel.poll(None)  # nothing is ever sent to a rank, so this returns only at the end of file
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,7 +1,7 @@
 """Run a function in several local processes that form one torch.distributed world over gloo.
 
-The processes are forked from a server that has imported torch, once per caller; what is left to pay for a call
-is Megatron's import. Nothing of Megatron or megapatch is in that server.
+The processes are forked from a server that has imported torch once for this caller, so that a call only pays for
+Megatron's import. The server imports neither Megatron nor megapatch.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..errors import RanksFailed, RanksTimedOut
 from . import _rank_process
 from ._rank_process import STACK_SIGNAL, Job, Outcome
 
-# torch, and what every Megatron imports of it, which is most of its own import.
+# torch, and the parts of it that every Megatron imports, which take most of Megatron's import time.
 _PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor.experimental"]
-if not sys.warnoptions:  # the fork server has them, too, and would die of torch's own DeprecationWarning
+if not sys.warnoptions:  # the server inherits them, and would die of torch's own DeprecationWarning
     _PRELOADED.append("torch._inductor.compile_fx")
-_GRACE = 2.0  # seconds that the others get to finish after one rank has failed
+_GRACE = 2.0  # seconds for the other ranks to finish after one has failed
 
 
 def run_ranks(
@@ -42,20 +42,30 @@ def run_ranks(
     setup: Callable[[], object] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` in `world_size` new processes; the results, by rank.
+    """Call ``function(rank, world_size, *args)`` in `world_size` new processes.
 
-    In each process, in this order: the environment is the caller's with `env` on top, `install_cuda_stubs()`,
-    `setup()`, `torch.distributed.init_process_group("gloo")`, the call. Nothing of megatron is imported before
-    `setup()` except by the module that `setup` is from. megapatch is active in the processes, as `env` says:
-    ``env={"MEGAPATCH_DISABLE": "*"}`` shows Megatron as it is.
+    Each process, in this order, sets its environment (the caller's with `env` on top), calls
+    `install_cuda_stubs()`, `setup()` and `torch.distributed.init_process_group("gloo")`, and makes the call.
+    Megatron is not imported before `setup()`, except by the module that defines `setup`. megapatch is active in
+    the processes, with the settings in `env`: ``env={"MEGAPATCH_DISABLE": "*"}`` shows Megatron as it is.
 
-    function, setup   of module level; args and results must be picklable (tensors go by value)
-    timeout           seconds for everything
+    However the call ends, even if the caller is killed, none of its processes is left, nor any that they started:
+    each rank leads its own process group. Only the server stays, until the caller exits.
 
-    Raises RanksFailed when a rank raises or dies; the others, that may wait for it for ever, get two seconds
-    more. Raises RanksTimedOut, naming the late ranks and where they are. However the call ends (the caller may
-    even be killed), none of its processes is left, nor any that they started: each rank leads its own process
-    group. Only the server stays, until the caller exits.
+    Args:
+        function: a function at module level.
+        world_size: number of ranks.
+        *args: more arguments of `function`; they must be picklable (tensors go by value).
+        timeout: seconds for everything.
+        setup: a function at module level, called without arguments.
+        env: environment variables of the processes.
+
+    Returns:
+        The results, by rank; they must be picklable.
+
+    Raises:
+        RanksFailed: a rank raised or died. The others, which may wait for it forever, got two seconds more.
+        RanksTimedOut: the message names the late ranks and shows where they were.
     """
     files: dict[str, str] = {}
     first, then = _dumps(setup, files), _dumps((function, args), files)
@@ -95,7 +105,7 @@ def _load(result: bytes) -> Any:
 
 
 class _Rank:
-    """One rank's process, seen from the caller."""
+    """The caller's side of one rank's process."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -106,14 +116,14 @@ class _Rank:
     def start(self, environment: dict[str, str]) -> None:
         namespace = {"environment": environment, "job": asdict(self.job), "channel": self._theirs}
         context = multiprocessing.get_context("forkserver")
-        # Not daemonic: saving a checkpoint starts processes, which daemons may not.
+        # Not daemonic: saving a checkpoint starts processes, and a daemon must not.
         self.process = context.Process(target=exec, args=(_rank_process.BOOTSTRAP, namespace))
         with _no_main_module():
             self.process.start()
         self._theirs.close()
 
     def receive(self) -> None:
-        """Take the outcome; call it when there is one or the process has ended."""
+        """Take the outcome, once there is one or the process has ended."""
         try:
             if not self.channel.poll():
                 raise EOFError
@@ -129,7 +139,7 @@ class _Rank:
         self._theirs.close()
         process = self.process
         if process is None or process.pid is None:
-            return  # interrupted while starting: it sees the closed channel and ends itself
+            return  # interrupted during the start: the process sees the closed channel and ends itself
         process.kill()
         process.join()
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -138,8 +148,10 @@ class _Rank:
 
 
 def _dumps(value: Any, files: dict[str, str]) -> bytes:
-    """Pickle it, and add where the modules of its functions and classes come from: a rank may not find them, as
-    pytest's importlib mode gives test modules names of its own."""
+    """Pickle the value, and add to `files` the modules of its functions and classes.
+
+    A rank may not find them by itself: pytest's importlib mode makes up names for test modules.
+    """
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -155,7 +167,7 @@ def _dumps(value: Any, files: dict[str, str]) -> bytes:
 
 
 def _listen(ranks: list[_Rank], deadline: float) -> None:
-    """Receive outcomes until all ranks are done or the time is over, which a failure brings nearer."""
+    """Receive outcomes until all ranks are done or the deadline has passed, which a failure brings closer."""
     while pending := [rank for rank in ranks if rank.outcome is None]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -174,7 +186,7 @@ def _listen(ranks: list[_Rank], deadline: float) -> None:
 
 
 def _stacks(ranks: list[_Rank]) -> dict[int, str]:
-    """Where these ranks are now, as each process tells it by itself."""
+    """Return the stacks of these ranks, which each process writes itself."""
     for rank in ranks:
         assert rank.process is not None and rank.process.pid is not None
         with contextlib.suppress(ProcessLookupError):
@@ -185,11 +197,11 @@ def _stacks(ranks: list[_Rank]) -> dict[int, str]:
 
 
 def _text(path: Path) -> str:
-    return path.read_text().rstrip() if path.exists() else "(it had not begun)"
+    return path.read_text().rstrip() if path.exists() else "(it had not started)"
 
 
 def _each(what: str, texts: Mapping[int, str], world_size: int) -> list[str]:
-    """A line with the text below it for each of these ranks."""
+    """Return a line for each of these ranks, with the rank's text below."""
     return [f"rank {rank} of {world_size} {what}:\n{text}" for rank, text in texts.items()]
 
 
@@ -200,20 +212,26 @@ def _ending(exitcode: int | None) -> str:
 
 
 def _ensure_server() -> None:
-    """Start multiprocessing's fork server if it does not run yet, with torch imported and a single thread.
+    """Start multiprocessing's fork server if it is not running yet, with torch imported and a single thread.
 
-    Someone else may have started it, without torch: that is slower and works as well.
+    If another library has started it without torch, that works as well, but is slower.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    # A process with threads forks badly. Inductor of older torches starts some when it is imported.
+    # Forking a process with threads is unsafe. Inductor of older torches starts some when it is imported.
+    # ensure_running() is not documented (seen in CPython 3.6 to 3.13). Without it the first process would start
+    # the server, when these variables are no longer set.
     with _environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TORCH_WARM_POOL="0"):
         multiprocessing.forkserver.ensure_running()
 
 
 @contextlib.contextmanager
 def _no_main_module() -> Iterator[None]:
-    """multiprocessing would run the caller's script in the child first of all, before its environment is set.
-    The child does it later, if it needs it."""
+    """Hide the caller's script from multiprocessing, which would run it in the child before all else.
+
+    The environment is not set by then. The child runs the script later, if needed.
+    """
+    # multiprocessing.spawn.get_preparation_data() reads sys.modules["__main__"] when a process starts (seen in
+    # CPython 3.6 to 3.13): https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L192
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:

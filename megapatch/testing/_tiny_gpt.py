@@ -38,20 +38,37 @@ def tiny_gpt(
     ddp: Mapping[str, Any] | None = None,
     optim: Mapping[str, Any] | None = None,
 ) -> TinyGPT:
-    """A GPTModel (local spec) per pipeline chunk, in DistributedDataParallel, with its optimizer, on this rank.
+    """Build a GPTModel (local spec) in DistributedDataParallel, with its optimizer, on this rank.
 
-    Needs `init_parallel`. All layouts have the same weights for the same sizes. The sizes: `layers` and `experts`
-    must be divisible by the pipeline's and the expert parallel size, `heads`, `vocab` by the tensor parallel size.
+    Call `init_parallel` first. All layouts have the same weights for the same sizes. With the usual epsilon Adam
+    hides a wrong scale of the gradient; with ``optim={"adam_eps": 1.0}`` it is nearly SGD.
 
-    clip_grad    the default clips nothing, but makes the optimizer work out the gradient's norm
-    loss_scale   where the dynamic loss scale of fp16 begins
-    align_...    the pipeline stages reduce or gather together (Megatron's defaults are True, and False without
-                 virtual pipeline stages); they matter where there is overlap
-    hooks        set the model config's hooks as Megatron's train() does; train() itself wants them unset
-    config, ddp, optim   more fields of TransformerConfig, DistributedDataParallelConfig, OptimizerConfig
+    Args:
+        layers: transformer layers; a multiple of the number of pipeline stages, virtual ones included.
+        hidden: hidden size.
+        heads: attention heads; a multiple of the tensor parallel size.
+        vocab: size of the vocabulary; a multiple of the tensor parallel size.
+        seq: tokens of a sample.
+        experts: experts of a MoE layer, a multiple of the expert parallel size; None: no MoE.
+        dtype: of parameters and activations.
+        optimizer: "sgd" without momentum or "adam", the only one that the distributed optimizer takes.
+        lr: learning rate.
+        clip_grad: largest gradient norm; the default clips nothing, but makes the optimizer compute the norm.
+        loss_scale: initial dynamic loss scale of fp16.
+        per_token_loss: set calculate_per_token_loss: divide by tokens instead of microbatches.
+        overlap_grad_reduce: DistributedDataParallel reduces gradients during backward.
+        overlap_param_gather: the distributed optimizer's parameters are gathered during forward.
+        use_distributed_optimizer: use the distributed optimizer.
+        align_grad_reduce: pipeline stages reduce together; matters only with overlap. Megatron's default is True,
+            and False without virtual pipeline stages.
+        align_param_gather: pipeline stages gather together; likewise.
+        hooks: set the model config's hooks as Megatron's train() does; train() itself wants them unset.
+        config: more fields of TransformerConfig.
+        ddp: more fields of DistributedDataParallelConfig.
+        optim: more fields of OptimizerConfig.
 
-    The distributed optimizer takes only "adam". With the usual epsilon Adam hides a wrong scale of the gradient;
-    with ``optim={"adam_eps": 1.0}`` it is nearly SGD.
+    Returns:
+        The model, one chunk per virtual pipeline stage, with its optimizer and configs.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -119,7 +136,7 @@ def tiny_gpt(
 
 
 def _models(config: Any, vocab: int, seq: int) -> list[Any]:
-    """This rank's GPTModels: one, or one per virtual pipeline stage."""
+    """Build this rank's GPTModels: one, or one per virtual pipeline stage."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -136,7 +153,7 @@ def _models(config: Any, vocab: int, seq: int) -> list[Any]:
         if config.mtp_num_layers:
             extra["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
         if virtual_stages:
-            parallel_state.set_virtual_pipeline_model_parallel_rank(virtual_stage)  # where there is no vp_stage
+            parallel_state.set_virtual_pipeline_model_parallel_rank(virtual_stage)  # for versions without vp_stage
             extra = _accepted(GPTModel.__init__, vp_stage=virtual_stage)
         model = GPTModel(
             config,
@@ -182,7 +199,7 @@ def _layout(dtype: torch.dtype) -> dict[str, Any]:
         pipeline_dtype=dtype,
     )
     if vpp:
-        # Over gloo, batched messages of two stages to each other are mistaken for one another (the loss is nan).
+        # Over gloo, two stages confuse batched messages to each other (the loss is nan).
         layout.update(microbatch_group_size_per_vp_stage=pp, overlap_p2p_comm=True, batch_p2p_comm=False)
     return layout
 
@@ -195,17 +212,17 @@ def _plain_cpu() -> dict[str, Any]:
 
 
 def _accepted(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that the function takes in this version."""
+    """Return the arguments that the function takes in this version."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _work_without_transformer_engine() -> None:
-    """Two names that some versions use, though Transformer Engine, where they come from, is missing."""
+    """Define two names that some versions use although Transformer Engine, which has them, is missing."""
     from megatron.core import fp8_utils
     from megatron.core.transformer.moe import moe_utils
 
     if not getattr(fp8_utils, "HAVE_TE", False):
-        # 0.12 calls it with nothing to do for every distributed optimizer, and it raises.
+        # megatron-core 0.12 calls it for every distributed optimizer, with nothing to do, and it raises.
         fp8_utils._quantize_param_shard_impl = lambda model_params, *args, **kwargs: None
-    vars(moe_utils).setdefault("te_general_gemm", None)  # 0.16 compares it with None
+    vars(moe_utils).setdefault("te_general_gemm", None)  # megatron-core 0.16 compares it with None

@@ -20,11 +20,13 @@ from ._model import TinyGPT
 
 @dataclass(frozen=True)
 class Fault:
-    """An exception to raise in the middle of `MegatronLoop.train`, on the ranks that ask for it.
+    """An exception to raise in the middle of `MegatronLoop.train`, on the ranks that pass it.
 
-    microbatch   which one, counted over the whole call from 0, on this rank
-    place        "data": when its data is asked for; "loss": in the loss function; "backward": when its loss is
-                 differentiated. With pipeline parallelism only the last stage has a loss.
+    Args:
+        exception: the exception.
+        microbatch: index of the microbatch on this rank, from 0 on, counted over the whole call.
+        place: "data": when its data is requested; "loss": in the loss function; "backward": when its loss is
+            differentiated. With pipeline parallelism only the last stage has a loss.
     """
 
     exception: BaseException
@@ -34,19 +36,27 @@ class Fault:
 
 @dataclass
 class MegatronLoop:
-    """Megatron's global state for one model, and its train() called as often as wanted.
+    """Sets up Megatron's global state for one model, and calls its train() as often as needed.
 
-    The model must be built with ``hooks=False``: train() sets them, and refuses to find them set. What train()
-    raises is not touched, and neither is anything that an interrupted or finished call leaves behind.
+    This changes neither the exceptions of train() nor the state that an interrupted or finished call leaves
+    behind. Another loop's global state in this process is taken down first.
 
-    rerun_mode   of Megatron's rerun state machine, which repeats a step whose result looks wrong
-    flags        more of Megatron's command line
-    iteration    how many steps are done; the next call begins there. Only a call that returns moves it.
-    args         Megatron's arguments, as get_args() returns them
-    checkpointing_context   what train() and Megatron's save_checkpoint() keep between checkpoints
+    Args:
+        model: built with ``hooks=False``: train() sets the hooks, and refuses a config that has them.
+        num_microbatches: of a step, on each data parallel rank.
+        micro_batch_size: samples of a microbatch.
+        rerun_mode: of Megatron's rerun state machine, which repeats a step whose result looks wrong.
+        two_tuple: the loss function returns (mean, metrics) instead of (sum, tokens, metrics).
+        masked: about a third of the tokens do not count.
+        flags: more of Megatron's command line.
+        iteration: steps done; the next call begins there. Only a call that returns changes it.
+        checkpointing_context: the context that train() and Megatron's save_checkpoint() keep between checkpoints.
 
-    Raises MisuseError when megatron.training is not installed. Another loop's global state in this process is
-    taken down first.
+    Attributes:
+        args: Megatron's arguments, as get_args() returns them.
+
+    Raises:
+        MisuseError: megatron.training is not installed.
     """
 
     model: TinyGPT
@@ -72,7 +82,7 @@ class MegatronLoop:
         with _command_line(self._arguments()), contextlib.redirect_stdout(None):  # hundreds of lines
             self.args = parse_args()
             validate_args(self.args)
-        # What building the tokenizer and setting up model and optimizer would have left there.
+        # Megatron sets these when it builds the tokenizer and sets up model and optimizer.
         self.args.padded_vocab_size = self.model.vocab
         self.args.num_floating_point_operations_so_far = 0
         set_global_variables(self.args, build_tokenizer=False)
@@ -85,10 +95,19 @@ class MegatronLoop:
         microbatches: Iterable[torch.Tensor] | None = None,
         fault: Fault | None = None,
     ) -> list[float]:
-        """Call train() for this many steps. Returns the mean loss per token of the global batch, by step.
+        """Call Megatron's train(). A collective: call it on all ranks.
 
-        The data is that of the steps from `iteration` on, or `microbatches` (all that this rank needs for the
-        call). A collective; raises what train() raises, among it the exception of `fault`.
+        Args:
+            steps: number of steps.
+            microbatches: all data of this rank for the call, as tensors of shape (micro_batch_size, seq + 1),
+                instead of the data of the steps from `iteration` on.
+            fault: an exception to raise on this rank.
+
+        Returns:
+            The mean loss per token of the global batch, by step.
+
+        Raises:
+            Exception: whatever train() raises, including the exception of `fault`.
         """
         from megatron.core.rerun_state_machine import RerunDataIterator
 
@@ -97,7 +116,7 @@ class MegatronLoop:
         iterators = [RerunDataIterator(recorder.watched(samples)) for _ in self.model.chunks]
         self.args.iteration = self.iteration
         self.args.train_iters = self.iteration + steps
-        # Looked up now, and on the module, so that it is the function that Megatron's pretrain() would call.
+        # Looked up now, on the module: the function that Megatron's pretrain() would call.
         self.iteration, operations = sys.modules["megatron.training.training"].train(
             recorder,
             self.model.chunks,
@@ -176,7 +195,7 @@ class MegatronLoop:
 
 
 class _ForwardStep:
-    """The forward step function of one call: the usual one, which also keeps losses and raises the fault."""
+    """The usual forward step function, which also keeps the losses of one call and raises the fault."""
 
     def __init__(self, loop: MegatronLoop, fault: Fault | None) -> None:
         self._loop = loop
@@ -207,8 +226,8 @@ class _ForwardStep:
         return output, loss_function
 
     def mean_losses(self, iterations: Iterable[int]) -> list[float]:
-        """Mean over tokens and ranks, by iteration. Collective; only the last pipeline stage has something."""
-        last = -self._loop.num_microbatches  # of an iteration that was run again, the last time counts
+        """Return the mean over tokens and ranks, by iteration. A collective; only the last stage has losses."""
+        last = -self._loop.num_microbatches  # if an iteration was repeated, only its last run counts
         sums = [sum(self._losses[iteration][last:], start=torch.zeros(2)).double() for iteration in iterations]
         if not sums:
             return []
@@ -250,7 +269,7 @@ class _ConstantRate:
 
 @contextlib.contextmanager
 def _command_line(arguments: list[str]) -> Iterator[None]:
-    """Megatron's parser reads sys.argv and nothing else."""
+    """Set sys.argv, which is all that Megatron's parser reads."""
     before = sys.argv
     sys.argv = [before[0], *arguments]
     try:
@@ -260,7 +279,7 @@ def _command_line(arguments: list[str]) -> Iterator[None]:
 
 
 def _take_down_global_state() -> None:
-    """What another loop in this process has set up; Megatron refuses to set it up twice."""
+    """Take down the state of another loop in this process; Megatron refuses to set it up twice."""
     from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.training.global_vars import destroy_global_vars

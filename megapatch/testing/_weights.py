@@ -1,4 +1,4 @@
-"""One model for every layout: names and values of parameters that do not depend on how the model is cut."""
+"""The same model in every layout: parameters' names and values do not depend on how the model is divided."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import torch
 
 
 def global_name(model: Any, name: str) -> str:
-    """A parameter's name in the whole model, from its name in a GPTModel that is one pipeline chunk of it and
-    that may hold some of the experts only."""
+    """Return a parameter's name in the whole model.
+
+    Args:
+        model: a GPTModel that is one pipeline chunk, and may hold only some of the experts.
+        name: the parameter's name there.
+    """
     from megatron.core import parallel_state
 
     def layer(match: re.Match[str]) -> str:
@@ -26,7 +30,7 @@ def global_name(model: Any, name: str) -> str:
 
 
 def set_weights(model: Any) -> None:
-    """Fill a GPTModel's parameters with values that only depend on their global names.
+    """Fill a GPTModel's parameters with values that depend only on their global names.
 
     A tensor-parallel shard gets its part of the whole parameter's values.
     """

@@ -76,10 +76,10 @@ def test_a_command_that_cannot_be_started(tmp_path):
     assert told[0] == told[1]
     for line, sentence in zip(told[1:], [
         "Give a command after `--`, as in: megapatch run -- torchrun train.py",
-        "no-such-command: no such command. Give a program on PATH, or the path of one.",
-        "./absent: no such command. Give a program on PATH, or the path of one.",
+        "no-such-command: no such command. Give a program on PATH, or its path.",
+        "./absent: no such command. Give a program on PATH, or its path.",
         "./plain/x: no such command.",
-        "./stray cannot be started: the interpreter in its first line is not there.",
+        "./stray cannot be started: the interpreter in its first line does not exist.",
         "./plain cannot be started: [Errno 13] Permission denied: './plain'. A script is started by",
         "./bare cannot be started: [Errno 8] Exec format error: './bare'. A script is started by",
     ], strict=True):  # fmt: skip

@@ -178,7 +178,7 @@ def test_a_process_says_once_that_its_children_are_cut_off(stranger, loaded_befo
     assert line.startswith("megapatch run: process ")
     assert line.endswith(
         f"starts `{stranger} -c pass` with PYTHONPATH=/new: megapatch is not active there. "
-        "Keep what PYTHONPATH holds, as in PYTHONPATH=/new:$PYTHONPATH."
+        "Keep the old value, as in PYTHONPATH=/new:$PYTHONPATH."
     )
 
 

@@ -55,5 +55,5 @@ def test_what_is_no_runtime_environment(wrong):
 
 def test_without_ray_there_is_nothing_to_compose_into(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MegapatchError, match="there is no Ray in this Python"):
+    with pytest.raises(MegapatchError, match="needs Ray, which is not installed here"):
         compose_into_init()

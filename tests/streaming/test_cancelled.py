@@ -115,7 +115,7 @@ def test_a_microbatch_that_fails_when_the_step_was_cancelled_is_told(caplog):
         await world.put("a")
         error = await cancelled_after(1, world.pump().step(), times=1)
         assert isinstance(error, asyncio.CancelledError)
-        told = "train_microbatch failed: Fault: the reason"
+        told = "train_microbatch() failed: Fault: the reason"
         (record,) = caplog.records
         assert record.levelno == logging.ERROR and record.getMessage().startswith(f"{told} (after CancelledError")
         assert isinstance(record.exc_info[1], Fault)
@@ -135,7 +135,7 @@ def test_a_trainer_whose_own_abort_was_cancelled(caplog):
         await world.put("a")
         assert isinstance(await raised(world.pump().step()), Fault)
         assert world.called()[-1] == "give_back a"
-        assert "abort failed, too, and is left to the next step: CancelledError" in caplog.text
+        assert "abort failed, too; the next step repeats it: CancelledError" in caplog.text
 
     run(main())
 

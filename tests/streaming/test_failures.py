@@ -161,7 +161,7 @@ def test_what_cannot_be_undone_is_undone_by_the_next_step(undo, when, caplog):
         assert ("a" in world.buffer.samples()) == (undo == "abort" or when == "after")
         if undo == "abort":  # gradients may be there still
             with pytest.raises(
-                MegapatchError, match=r"sync_weights\(\): a train step is open, as its abort failed"
+                MegapatchError, match=r"sync_weights\(\): a train step is open because its abort failed"
             ):
                 await pump.sync_weights()
             assert pump.admitted

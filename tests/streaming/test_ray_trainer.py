@@ -144,7 +144,9 @@ def test_an_exception_on_any_rank_aborts_on_all(trainer, failing):
     assert isinstance(error, ValueError) and "fails" in str(error)
     if sys.version_info >= (3, 11):
         (note,) = error.__notes__
-        assert note.startswith("train_microbatch() on rank") and ("; then on rank" in note) == (len(failing) == 2)
+        assert note.startswith("train_microbatch() failed on rank") and ("; then on rank" in note) == (
+            len(failing) == 2
+        )
     assert calls_of(trainer) == [["begin", list(failing), "abort"]] * 2
 
 

@@ -153,8 +153,8 @@ def test_committed_is_no_where_it_is_none():
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"group_id": None}, "sample 'a' has no group_id in its tag; expected that of its prompt"),
-        ({"group_id": ([1],)}, "sample 'a' has group_id=([1],) in its tag, which has no hash"),
+        ({"group_id": None}, "sample 'a' has no group_id in its tag; expected the one of its prompt"),
+        ({"group_id": ([1],)}, "sample 'a' has group_id=([1],) in its tag, which is not hashable"),
         ({"weight_version": "4"}, "sample 'a' has weight_version='4' in its tag; expected a whole number"),
         ({"weight_version": 1.5}, "sample 'a' has weight_version=1.5 in its tag; expected a whole number"),
         ({"expected_num_samples": "2"}, "sample 'a' has expected_num_samples='2' in its tag; expected a whole"),

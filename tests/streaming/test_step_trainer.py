@@ -71,7 +71,7 @@ def test_the_first_failure_by_time_is_raised_when_all_ranks_are_done():
         error = await call
         assert isinstance(error, ValueError) and ended
         if sys.version_info >= (3, 11):
-            assert error.__notes__ == ["begin_train_step() on rank 1 of 3; then on rank 0: KeyError"]
+            assert error.__notes__ == ["begin_train_step() failed on rank 1 of 3; then on rank 0: KeyError"]
         assert [actor.calls for actor in trainer.actors] == [["begin_train_step", "abort_train_step"]] * 3
 
     asyncio.run(main())

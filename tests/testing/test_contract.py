@@ -124,17 +124,17 @@ def test_what_is_wrong_is_told():
     for expected in (
         "test.careless: its diagnosis changes Python's random numbers",
         "test.imports: its diagnosis changes the modules that are loaded",
-        "test.blind: once patched, its verdict is Verdict(kind=<VerdictKind.FIXED",
-        "held by name: {",
-        "test.denies: its scenario fails without the patch, although the diagnosis says it is not needed",
+        "test.blind: once patched, its verdict is fixed (",
+        "held by name: test.moody at colorsys is ",
+        "test.denies: its scenario fails without the patch, although the diagnosis says that it is not needed",
         "test.exaggerates: its scenario works without the patch, although the diagnosis says that it is needed",
         "colorsys:yiq_to_rgb has another signature: (*arguments)",
         "colorsys:yiq_to_rgb has lost its name or docstring",
         "colorsys:yiq_to_rgb cannot be pickled by pickle",
         "test.idle: its scenario fails with the patch",
         "test.for-good: restore() leaves colorsys:ONE_THIRD changed",
-        "test.undocumented: the first line of its docstring is no sentence",
-        "test.undocumented: upstream is '?'",
+        "test.undocumented: the first line of its docstring is not a sentence",
+        "test.undocumented: its upstream is not the URL of an issue or pull request: ?",
     ):
         assert expected in told, told
     assert "test.good" not in told

@@ -1,1 +1,1 @@
-"""How `megapatch run` reaches the Python processes below a command."""
+"""`megapatch run`: reach the Python processes below a command."""

@@ -1,4 +1,4 @@
-"""`megapatch run`: becomes a command, with megapatch in the environment of all that it starts."""
+"""`megapatch run`: become a command, with megapatch in the environment of every process that it starts."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BAD_USAGE, CANNOT_START, NOT_FOUND = 2, 126, 127  # the last two as shells have 
 def launch(command: list[str]) -> int:
     """Become the command: same process, standard streams, arguments and working directory.
 
-    Returns an exit code when there is no command, or it cannot be started; says why on standard error.
+    Returns an exit code if there is no command or it cannot be started, and says why on standard error.
     """
     if not command or not command[0]:
-        say("what is to be run? Give a command after `--`, as in: megapatch run -- torchrun train.py")
+        say("there is no command. Give a command after `--`, as in: megapatch run -- torchrun train.py")
         return BAD_USAGE
     if os.pathsep in HERE:
-        say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep!r} in its name. Move it.")
+        say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep} in its name. Move it.")
         return BAD_USAGE
     targets = {record.site.module for record in this_process().records}
     for warning in warnings(command):
         say(warning)
     sys.stdout.flush()
-    for name in ("SIGPIPE", "SIGXFSZ"):  # which Python ignores, and what it becomes would ignore, too
+    for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the command would inherit that
         with suppress(AttributeError):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
@@ -39,9 +39,9 @@ def launch(command: list[str]) -> int:
     except (FileNotFoundError, NotADirectoryError):
         found = shutil.which(command[0])
         say(
-            f"{found} cannot be started: the interpreter in its first line is not there."
+            f"{found} cannot be started: the interpreter in its first line does not exist."
             if found
-            else f"{command[0]}: no such command. Give a program on PATH, or the path of one."
+            else f"{command[0]}: no such command. Give a program on PATH, or its path."
         )
         return NOT_FOUND
     except (OSError, ValueError) as error:
@@ -50,19 +50,19 @@ def launch(command: list[str]) -> int:
 
 
 def reaching(environment: Mapping[str, str], targets: set[str]) -> dict[str, str]:
-    """The environment in which every Python brings megapatch in when it imports one of the targets."""
+    """Return the environment in which every Python imports megapatch when it imports one of the targets."""
     before = environment.get("PYTHONPATH")
     others = [folder for folder in before.split(os.pathsep) if folder != HERE] if before else []
     return {**environment, "PYTHONPATH": os.pathsep.join([HERE, *others]), TARGETS: ",".join(sorted(targets))}
 
 
 def warnings(command: list[str]) -> list[str]:
-    """What of the command is out of reach. Of the scripts that it runs, only the one that it names is read."""
+    """Return what the command puts out of reach. Reads the script that it names, but not those called there."""
     return of_flags(command) + of_script(" ".join(command), "the command") + of_script(*_script(command))
 
 
 def _script(command: list[str]) -> tuple[str, str]:
-    """The text and the path of the shell script that the command names; nothing where there is none."""
+    """Return the text and the path of the shell script that the command names; the text is empty without one."""
     words = iter(command)
     if any(os.path.basename(word) in SHELLS for word in words):
         file = next(filter(os.path.isfile, words), "")

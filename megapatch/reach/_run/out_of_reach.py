@@ -1,7 +1,7 @@
-"""What `megapatch run` cannot reach, as far as command lines, environments and scripts show it.
+"""Find what `megapatch run` cannot reach, as far as command lines, environments and scripts show it.
 
-Standard library alone: sitecustomize loads this file where megapatch may not be installed. `here` is the folder
-that `megapatch run` puts on PYTHONPATH; what is found is told in words, a list of none or one.
+Uses only the standard library: sitecustomize loads this file where megapatch may not be installed. `here` is the
+folder that `megapatch run` puts on PYTHONPATH. Each function returns a list with one message, or an empty list.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 
-_OFF = "megapatch is not active there. Keep what PYTHONPATH holds, as in PYTHONPATH=/new:$PYTHONPATH."
+_OFF = "megapatch is not active there. Keep the old value, as in PYTHONPATH=/new:$PYTHONPATH."
 _JOB = (
-    'Give its runtime env "worker_process_setup_hook": "megapatch.activate" (its workers have to have megapatch '
+    'Give its runtime env "worker_process_setup_hook": "megapatch.activate" (its workers need megapatch '
     "installed), or use megapatch.reach.ray.runtime_env in the driver; with slime, pass "
     "--custom-megatron-init-path megapatch.activate."
 )
 
 
 def of_process(command: object, environment: Mapping[str, str] | None, here: str) -> list[str]:
-    """Why a process that ``subprocess.Popen(command, env=environment)`` starts does not bring megapatch in.
+    """Say why a process that ``subprocess.Popen(command, env=environment)`` starts does not import megapatch.
 
-    Silent about programs that are no Python and are not likely to start one: who clears the environment of git
-    means no harm.
+    Silent about programs that are not Python and probably do not start one: clearing the environment of git, for
+    example, does no harm.
     """
     if isinstance(command, (str, bytes, os.PathLike)):
         words = os.fsdecode(command).split()
-    elif isinstance(command, (list, tuple)):  # of an iterator nothing would be left
+    elif isinstance(command, (list, tuple)):  # not an iterator, which this would use up
         words = [os.fsdecode(word) for word in command]
     else:
         return []
@@ -48,7 +48,7 @@ def of_process(command: object, environment: Mapping[str, str] | None, here: str
 
 
 def of_flags(words: Iterable[str]) -> list[str]:
-    """Why the first Python in these words, with its options, does not bring megapatch in."""
+    """Say why the first Python in these words, with its options, does not import megapatch."""
     rest = iter(words)
     if not any(map(is_python, rest)):
         return []
@@ -56,12 +56,12 @@ def of_flags(words: Iterable[str]) -> list[str]:
     if flag is None:
         return []
     return [
-        f"with {flag} Python ignores PYTHONPATH or sitecustomize, and megapatch is not active in it. Leave it out."
+        f"with {flag} Python ignores PYTHONPATH or sitecustomize, so megapatch is not active. Drop the option."
     ]
 
 
 def of_ray_job(command: Sequence[str], here: str) -> list[str]:
-    """What to know about a `ray job submit` that does nothing about megapatch."""
+    """Say that the workers of a `ray job submit` that does not mention megapatch are out of reach, and why."""
     if "job" not in command or not any(os.path.basename(word) == "ray" for word in command):
         return []
     text = " ".join(command)
@@ -76,7 +76,7 @@ def of_ray_job(command: Sequence[str], here: str) -> list[str]:
 
 
 def of_script(text: str, name: str) -> list[str]:
-    """The lines of a shell script that give PYTHONPATH another value; `name` is what to call the script."""
+    """Find lines of a shell script that replace PYTHONPATH; the message calls the script `name`."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.lstrip()[:1] != "#"]
     numbers = [str(number) for number, line in lines if replaces(line)]
     if not numbers:
@@ -86,7 +86,7 @@ def of_script(text: str, name: str) -> list[str]:
 
 
 def replaces(text: str, here: str = "$PYTHONPATH") -> bool:
-    """Whether a line of shell or JSON gives PYTHONPATH a value that keeps neither the old one nor `here`."""
+    """Return whether a line of shell or JSON sets PYTHONPATH without keeping the old value or `here`."""
     before, name, after = text.partition("PYTHONPATH")
     while name:
         value = after.lstrip("\\\"'")
@@ -104,7 +104,7 @@ def is_python(word: str) -> bool:
 
 
 def _starts_others(word: str) -> bool:
-    """Whether this is a shell, or a script with an interpreter in its first line such as torchrun."""
+    """Return whether this is a shell, or a script that names its interpreter, such as torchrun."""
     if os.path.basename(word) in SHELLS:
         return True
     folders = [""] if os.path.dirname(word) else os.get_exec_path()
@@ -116,7 +116,7 @@ def _starts_others(word: str) -> bool:
 
 
 def _ignoring_flag(options: Iterator[str]) -> str | None:
-    """The option with -I, -E or -S among those of a Python."""
+    """Return the first option with -I, -E or -S among those of a Python, or None."""
     for word in options:
         if word[:1] != "-" or word == "-":
             return None
@@ -129,7 +129,7 @@ def _ignoring_flag(options: Iterator[str]) -> str | None:
                 return word
             if letter in "cm":
                 return None
-            if letter in "XW":  # the rest, or the next word, belongs to it
+            if letter in "XW":  # its value is the rest of the word, or the next word
                 if position == len(word) - 1:
                     next(options, None)
                 break

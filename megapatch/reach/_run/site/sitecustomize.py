@@ -1,12 +1,15 @@
-"""First on PYTHONPATH below `megapatch run`: brings megapatch in when, and only when, a target is imported.
+"""First on PYTHONPATH below `megapatch run`: imports megapatch when, and only when, a target is imported.
 
-Every Python below the command runs this as it starts, of whatever version and environment: the standard library
-alone, and nothing of it that Python has not loaded by then. Imported under another name it does nothing.
+Every Python below the command runs this at startup, whatever its version and environment. So it uses only those
+modules of the standard library that Python has loaded by then. Imported under another name it does nothing.
 """
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-incomplete-defs
 
 import os
 import sys
+
+# importlib.machinery and threading may not be loaded yet. They take PathFinder and get_ident from these modules in
+# CPython 3.6 to 3.13: see Lib/importlib/machinery.py and Lib/threading.py.
 from _frozen_importlib_external import PathFinder
 from _thread import get_ident
 
@@ -15,7 +18,7 @@ TARGETS = "MEGAPATCH_RUN_TARGETS"
 
 
 def say(text: str) -> None:
-    """One line on standard error; no program fails because that is closed."""
+    """Write a line to standard error; do nothing if that is closed."""
     try:
         sys.stderr.write(f"megapatch run: {text}\n")
     except (AttributeError, OSError, ValueError):
@@ -23,16 +26,16 @@ def say(text: str) -> None:
 
 
 class FirstTarget:
-    """Finds nothing of its own. When a target is asked for, megapatch comes first.
+    """Imports megapatch before the first target is loaded, and finds modules by asking the other finders.
 
-    It stays on sys.meta_path: a list that another thread is going through had better not shrink.
+    It stays on sys.meta_path, because another thread may be iterating over that list.
     """
 
     def __init__(self, targets) -> None:
         self.targets = targets
-        self.path = list(sys.path)  # before Python puts the script's folder, or the working directory, in front
+        self.path = list(sys.path)  # without the script's folder or the working directory, which Python adds later
         self.bringing: set[int] = set()  # threads that import megapatch
-        self.asking: set[int] = set()  # threads that have done that, and want to know what is found now
+        self.asking: set[int] = set()  # threads that have imported it and look for the target again
         self.failed = False
 
     def find_spec(self, name: str, path=None, target=None):
@@ -51,18 +54,24 @@ class FirstTarget:
         return spec
 
     def find_with_megapatch(self, name: str, path, target):
-        """What importlib would find had megapatch been there: importlib went through sys.meta_path, and passed by
-        what megapatch has put in front since."""
+        """Import megapatch, then find the module again.
+
+        importlib is already past the finder that megapatch has just put in front of sys.meta_path.
+        """
         self.bring_megapatch(name)
         self.asking.add(get_ident())
         try:
-            return self.ask_the_others(name, path, target)  # wrapt's finder asks this one, too
+            # wrapt's ImportHookFinder calls find_spec, which asks this one, too.
+            return self.ask_the_others(name, path, target)
         finally:
             self.asking.discard(get_ident())
 
     def bring_megapatch(self, name: str) -> None:
-        """Import megapatch, and all that it imports, as this interpreter could when it started: what lies in the
-        working directory, or next to the script, may have any name. A second thread waits for the first."""
+        """Import megapatch and its dependencies from sys.path as it was when this interpreter started.
+
+        Files in the working directory or next to the script may have any name, and must not be taken for them. A
+        second thread waits for the first.
+        """
         if self.failed or get_ident() in self.bringing:
             return
         self.bringing.add(get_ident())
@@ -83,7 +92,7 @@ class FirstTarget:
             self.bringing.discard(get_ident())
 
     def ask_the_others(self, name: str, path, target, top=None):
-        """What importlib would find without this finder; `top`: instead of sys.path."""
+        """Return what importlib would find without this finder, in the folders `top` instead of sys.path."""
         for finder in list(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -94,7 +103,7 @@ class FirstTarget:
 
 
 class Instead:
-    """A module's own loader, but for what subclasses say."""
+    """A module's own loader, except for the methods of a subclass."""
 
     def __init__(self, loader, do) -> None:
         self.loader, self.do = loader, do
@@ -104,10 +113,10 @@ class Instead:
 
 
 class Before(Instead):
-    """Finds the loader anew when the module is about to be loaded.
+    """Looks for the loader again when the module is about to be loaded.
 
-    Not in find_spec, which importlib calls with the lock of all imports held: a thread that loads what megapatch
-    needs would wait for that lock, and megapatch for the thread.
+    Not in find_spec, which importlib calls with the global import lock held: a thread that loads a dependency of
+    megapatch would wait for that lock, and megapatch for the thread.
     """
 
     def create_module(self, spec):
@@ -118,7 +127,7 @@ class Before(Instead):
 
 
 class After(Instead):
-    """Does something with the module once it is loaded."""
+    """Calls a function with the module once it is loaded."""
 
     def exec_module(self, module) -> None:
         module.__spec__.loader = module.__loader__ = self.loader
@@ -127,8 +136,8 @@ class After(Instead):
 
 
 def watch(subprocess) -> None:
-    """Say once when a process is started in a way that keeps megapatch out; change nothing."""
-    from contextlib import suppress  # loaded with subprocess, as is the next
+    """Say once that a process is started in a way that keeps megapatch out; change nothing."""
+    from contextlib import suppress  # both modules are loaded with subprocess
     from functools import wraps
 
     start = subprocess.Popen.__init__
@@ -138,7 +147,7 @@ def watch(subprocess) -> None:
     @wraps(start)
     def __init__(self, *args, **options):
         if not said:
-            with suppress(Exception):  # Popen says itself what is wrong with its arguments
+            with suppress(Exception):  # Popen itself reports wrong arguments
                 said.extend(of_process(args[0] if args else options["args"], options.get("env"), HERE))
             for why in said:
                 say(f"process {os.getpid()} starts {why}")
@@ -148,7 +157,7 @@ def watch(subprocess) -> None:
 
 
 def out_of_reach():
-    """The module megapatch.reach._run.out_of_reach, where megapatch itself need not be importable."""
+    """Load megapatch.reach._run.out_of_reach, without needing megapatch to be importable."""
     spec = PathFinder.find_spec("out_of_reach", [os.path.dirname(HERE)])
     assert spec is not None and spec.loader is not None
     module = type(sys)(spec.name)
@@ -157,7 +166,7 @@ def out_of_reach():
 
 
 def run_the_shadowed_one() -> None:
-    """The sitecustomize that would have been found without this one; its exceptions are for Python to tell."""
+    """Import the sitecustomize that this one shadows; Python reports its exceptions."""
     ours = sys.modules.pop("sitecustomize")
     position = sys.path.index(HERE)
     sys.path[:] = [folder for folder in sys.path if folder != HERE]
@@ -166,9 +175,9 @@ def run_the_shadowed_one() -> None:
     except ImportError as error:
         if error.name != "sitecustomize":
             raise
-        sys.modules["sitecustomize"] = ours  # the import that is under way wants one
+        sys.modules["sitecustomize"] = ours  # the running import of sitecustomize expects one
     finally:
-        sys.path.insert(position, HERE)  # some programs make their children's PYTHONPATH of it
+        sys.path.insert(position, HERE)  # some programs build their children's PYTHONPATH from it
 
 
 def main() -> None:
@@ -177,12 +186,12 @@ def main() -> None:
         sys.meta_path.insert(0, FirstTarget(targets))
         if "subprocess" in sys.modules:
             watch(sys.modules["subprocess"])
-        command = getattr(sys, "orig_argv", ())  # sys.argv is still to come
+        command = getattr(sys, "orig_argv", ())  # sys.argv is not set yet
         if "submit" in command:
             for why in out_of_reach().of_ray_job(command, HERE):
                 say(why)
     else:
-        say(f"{TARGETS} is not set, though PYTHONPATH holds {HERE}: megapatch is not active in this process.")
+        say(f"{TARGETS} is not set, although PYTHONPATH holds {HERE}: megapatch is not active in this process.")
     run_the_shadowed_one()
 
 
