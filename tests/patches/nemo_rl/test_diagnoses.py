@@ -163,11 +163,11 @@ def codes(function):
 
 
 def functions():
-    for info in pkgutil.iter_modules(megapatch.patches.nemo_rl.__path__):
-        one = importlib.import_module(f"megapatch.patches.nemo_rl.{info.name}")
-        for value in vars(one).values():
+    for info in pkgutil.walk_packages(megapatch.patches.nemo_rl.__path__, "megapatch.patches.nemo_rl."):
+        found = importlib.import_module(info.name)
+        for value in vars(found).values():
             for function in [value, *vars(value).values()] if isinstance(value, type) else [value]:
-                if isinstance(function, FunctionType) and function.__module__ == one.__name__:
+                if isinstance(function, FunctionType) and function.__module__ == found.__name__:
                     yield function
 
 
