@@ -3,7 +3,7 @@
     python examples/accumulate_rollouts.py
 
 Runs on CPU, on two ranks, in seconds: Megatron's GPT in DistributedDataParallel with overlap_grad_reduce, once
-with all rollouts in one call, and once in the pieces in which they arrive. Needs megapatch[demo].
+with all rollouts in one call, and once in a split step, as they arrive. Needs megapatch[demo].
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def arriving(step, rollouts):
         rollouts = rollouts[size:]
 
 
-def train(rank, world_size, in_pieces):
+def train(rank, world_size, split):
     """By step: what was in its calls, and the gradient's norm; and the parameters after the last."""
     init_parallel()
     model = tiny_gpt(overlap_grad_reduce=True, per_token_loss=True)
@@ -35,25 +35,25 @@ def train(rank, world_size, in_pieces):
         rollouts = model.microbatches(number, ROLLOUTS)
         with megapatch.TrainStep(model.chunks, model.optimizer) as step:
             calls = []
-            for piece in arriving(number, rollouts) if in_pieces else [rollouts]:
+            for group in arriving(number, rollouts) if split else [rollouts]:
                 step.forward_backward(
                     forward_step_func=forward_step,
-                    data_iterator=iter(piece),
-                    num_microbatches=len(piece),
+                    data_iterator=iter(group),
+                    num_microbatches=len(group),
                     seq_length=model.seq,
-                    micro_batch_size=len(piece[0]),
+                    micro_batch_size=len(group[0]),
                 )
-                calls.append(len(piece))
+                calls.append(len(group))
             result = step.finish()
         found.append((calls, result.grad_norm))
     return found, model.parameters()
 
 
 def main() -> None:
-    (at_once, expected), (in_pieces, parameters) = (run_ranks(train, 2, pieces)[0] for pieces in (False, True))
-    for number, ((_, norm), (calls, norm_in_pieces)) in enumerate(zip(at_once, in_pieces, strict=True)):
+    (at_once, expected), (in_calls, parameters) = (run_ranks(train, 2, split)[0] for split in (False, True))
+    for number, ((_, norm), (calls, split_norm)) in enumerate(zip(at_once, in_calls, strict=True)):
         print(f"step {number}: {ROLLOUTS} microbatches in calls of {calls}")
-        print(f"  gradient norm {norm_in_pieces:.6f}, in one call {norm:.6f}")
+        print(f"  gradient norm {split_norm:.6f}, in one call {norm:.6f}")
     largest = max(float((parameters[name] - expected[name]).abs().max()) for name in expected)
     print(f"largest difference of a parameter after {STEPS} steps: {largest:.1e}")
 

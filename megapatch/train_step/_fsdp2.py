@@ -29,7 +29,7 @@ def chunks_of(model: Any) -> list[Any] | None:
     return [model] if sharded is not None and isinstance(model, sharded) else None
 
 
-class Backward:
+class _Backward:
     """In the place of ``loss.backward()``, as often as `passes` says: the microbatches of the rank with the most.
     Passes after a rank's own microbatches count nothing, whatever their loss."""
 
@@ -78,10 +78,10 @@ class FSDP2Backend:
         self.optimizer.zero_grad()
 
     @contextlib.contextmanager
-    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[Backward]:
+    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[_Backward]:
         most, self.fewest = self._most_and_fewest(num_microbatches)
         self.divisor = self.divisor or most
-        self.backward = Backward(num_microbatches, most, self.divisor)
+        self.backward = _Backward(num_microbatches, most, self.divisor)
         yield self.backward
         if self.backward.made != most:
             raise MisuseError(
@@ -106,7 +106,7 @@ class FSDP2Backend:
         metrics = []
         for _ in range(num_microbatches):
             self.drawn = []
-            metrics.append(self._forward_backward(forward_step_func, _Drawing(data_iterator, self.drawn)))
+            metrics.append(self._forward_backward(forward_step_func, _Recording(data_iterator, self.drawn)))
         again = itertools.cycle(self.drawn)
         for _ in range(self.backward.passes - num_microbatches):
             self._forward_backward(forward_step_func, again)
@@ -130,7 +130,7 @@ class FSDP2Backend:
         parameters = self._parameters_with_gradients()
         if not parameters:
             raise MisuseError("no parameter of the optimizer has a gradient")
-        factor = self.divisor * _averaged_over(self.chunks[0], self.mesh.size()) / normalizer
+        factor = self.divisor * _gradient_divisor(self.chunks[0], self.mesh.size()) / normalizer
         for parameter in parameters:
             parameter.grad.mul_(factor)
         for module in _sharded_modules(self.chunks[0]):
@@ -164,7 +164,7 @@ class FSDP2Backend:
         return float(norm)
 
     def abort(self) -> None:
-        _bring_to_rest(self.chunks[0])
+        _reset_after_interruption(self.chunks[0])
         self.optimizer.zero_grad()
         self.drawn = []  # with it the pass may have failed
         self._forget()
@@ -188,22 +188,22 @@ class FSDP2Backend:
         return list(found.tolist())
 
 
-class _Drawing:
+class _Recording:
     """The iterator's; what it gives is kept."""
 
-    def __init__(self, data: Any, kept: list[Any]) -> None:
-        self.data, self.kept = data, kept
+    def __init__(self, data: Any, drawn: list[Any]) -> None:
+        self.data, self.drawn = data, drawn
 
-    def __iter__(self) -> _Drawing:
+    def __iter__(self) -> _Recording:
         return self
 
     def __next__(self) -> Any:
-        self.kept.append(next(self.data))
-        return self.kept[-1]
+        self.drawn.append(next(self.data))
+        return self.drawn[-1]
 
 
 def _sharded_modules(module: Any) -> list[Any]:
-    return [one for one in module.modules() if chunks_of(one) is not None]
+    return [submodule for submodule in module.modules() if chunks_of(submodule) is not None]
 
 
 def _mesh_of(parameters: list[Any]) -> Any:
@@ -225,11 +225,11 @@ def _mesh_of(parameters: list[Any]) -> Any:
 
 
 # ---------------------------------------------------------------------------- what torch has no public name for
-def _averaged_over(module: Any, ranks: int) -> float:
+def _gradient_divisor(module: Any, ranks: int) -> float:
     """What FSDP2 divides gradients by: ranks, or what set_gradient_divide_factor() was called with."""
     found = set()
-    for one in _sharded_modules(module):
-        state = one._get_fsdp_state()
+    for submodule in _sharded_modules(module):
+        state = submodule._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         found |= {getattr(group, "gradient_divide_factor", None) or ranks for group in groups if group is not None}
     if len(found) != 1:
@@ -239,7 +239,7 @@ def _averaged_over(module: Any, ranks: int) -> float:
     return float(found.pop())
 
 
-def _bring_to_rest(module: Any) -> None:
+def _reset_after_interruption(module: Any) -> None:
     """Make the next pass of a module whose last one may have been interrupted a usual one.
 
     Else its gathered parameters stay, and the next backward pass takes itself for a part of the last one, so

@@ -64,7 +64,7 @@ def normalize_metrics(
     if loss not in ("tokens", "sequences"):
         raise MisuseError(f"loss is {loss!r}; expected 'tokens' or 'sequences'")
     divisors["loss"] = divisors[loss]
-    found = {}
+    normalized = {}
     for name, value in metrics.items():
         extreme = "_min" in name or "_max" in name
         kind = "none" if extreme else kinds.get(name, "loss")
@@ -73,5 +73,5 @@ def normalize_metrics(
         divisor = divisors[kind]
         if divisor is not None and not divisor > 0:
             raise MisuseError(f"{name} is to be divided by {divisor:g} {loss if kind == 'loss' else kind}")
-        found[name] = value if divisor is None else value / divisor
-    return found
+        normalized[name] = value if divisor is None else value / divisor
+    return normalized

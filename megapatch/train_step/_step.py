@@ -227,7 +227,7 @@ def _backend_for(model: Any, optimizer: Any, scheduler: Any, options: Options) -
         return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
     if (chunks := _fsdp2.chunks_of(model)) is not None:
         return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
-    kinds = sorted({type(one).__name__ for one in (model if isinstance(model, (list, tuple)) else [model])})
+    kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
     raise MisuseError(
         f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
         "them, or a module with FSDP2's fully_shard applied"

@@ -58,9 +58,9 @@ def put_hooks_back(worker: Any) -> None:
 def with_hooks_after(finish_train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_train_step)
     def patched_finish_train_step(self: Any) -> Any:
-        told = finish_train_step(self)
+        result = finish_train_step(self)
         put_hooks_back(self)
-        return told
+        return result
 
     return patched_finish_train_step
 

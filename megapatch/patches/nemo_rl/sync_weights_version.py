@@ -72,7 +72,7 @@ def accepting_version(sync: MethodType) -> Callable[..., Any]:
         version, others = _version_in(args, kwargs)
         if version is None or _accepts(sync, args, kwargs):
             return sync(*args, **kwargs)
-        call = functools.partial(_sync_and_tell, sync, version, others)
+        call = functools.partial(_sync_and_set_version, sync, version, others)
         return _in_thread(call) if _loop_is_running() else call()
 
     return patched_sync
@@ -97,16 +97,16 @@ def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     return True
 
 
-def _sync_and_tell(sync: MethodType, version: Any, kwargs: Mapping[str, Any]) -> Any:
+def _sync_and_set_version(sync: MethodType, version: Any, kwargs: Mapping[str, Any]) -> Any:
     result = sync(**kwargs)
     generation = getattr(sync.__self__, "_generation", sync.__self__)
-    tell = getattr(generation, SETTER, None)
-    if tell is None:
+    set_version = getattr(generation, SETTER, None)
+    if set_version is None:
         _warn(type(generation))
-    elif hasattr(tell, "remote"):
-        sys.modules["ray"].get(tell.remote(version))
+    elif hasattr(set_version, "remote"):
+        sys.modules["ray"].get(set_version.remote(version))
     else:
-        tell(version)
+        set_version(version)
     return result
 
 

@@ -20,8 +20,8 @@ def train_microbatch_presharded(self: Any, meta: Any) -> None:
 
 def finish_train_step_presharded(self: Any) -> dict[str, Any]:
     """What finish_train_step() tells, and whether its twins leave it to this worker to tell it."""
-    told: dict[str, Any] = self.finish_train_step()
-    return {**told, "is_replica_leader": bool(self._is_replica_leader())}
+    result: dict[str, Any] = self.finish_train_step()
+    return {**result, "is_replica_leader": bool(self._is_replica_leader())}
 
 
 def abort_train_step_presharded(self: Any) -> None:

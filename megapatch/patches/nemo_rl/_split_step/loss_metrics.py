@@ -15,17 +15,17 @@ OUT_OF_BOUNDS = "is_oob_ratio"
 
 
 def normalized(
-    loss_fn: Any, metrics: Mapping[str, Any], *, about: float, tokens: float, sequences: float
+    loss_fn: Any, metrics: Mapping[str, Any], *, expected_count: float, tokens: float, sequences: float
 ) -> dict[str, Any]:
     """A microbatch's metrics as train() has them.
 
-    about: what losses and metrics were divided by until now, in the place of both of the others.
+    expected_count: what losses and metrics were divided by until now, in the place of both of the others.
     tokens, sequences: those that count, of the step, over all data-parallel ranks.
     """
     divided = functools.partial(
         normalize_metrics,
-        tokens=(tokens or 1.0) / about,
-        sequences=(sequences or 1.0) / about,
+        tokens=(tokens or 1.0) / expected_count,
+        sequences=(sequences or 1.0) / expected_count,
         loss="tokens" if by_tokens(loss_fn) else "sequences",
         kinds=kinds_of(loss_fn),
     )
@@ -33,7 +33,7 @@ def normalized(
     kind: type = type(loss_fn)
     if OUT_OF_BOUNDS in metrics and _is_one_minus_mean(kind):
         # One for each sequence that was looked at by itself (for all, without packing), minus a mean that is below
-        # one as long as `about` is more than all tokens.
+        # one as long as `expected_count` is more than all tokens.
         value = metrics[OUT_OF_BOUNDS]
         ones = math.ceil(value)
         found[OUT_OF_BOUNDS] = ones - divided({OUT_OF_BOUNDS: ones - value})[OUT_OF_BOUNDS]
@@ -47,9 +47,9 @@ def by_tokens(loss_fn: Any) -> bool:
 
 def kinds_of(loss_fn: Any) -> dict[str, str]:
     """What each metric is divided by. NeMo-RL main's losses say so themselves; before that, names tell."""
-    told = getattr(loss_fn, "metric_normalizations", None)
-    if isinstance(told, dict):
-        return {name: kind.name.lower() for name, kind in told.items()}
+    declared = getattr(loss_fn, "metric_normalizations", None)
+    if isinstance(declared, dict):
+        return {name: kind.name.lower() for name, kind in declared.items()}
     kinds = {**NLL, **POLICY_GRADIENT}
     if getattr(loss_fn, "sequence_level_importance_ratios", False):
         kinds["sampling_importance_ratio"] = "sequences"

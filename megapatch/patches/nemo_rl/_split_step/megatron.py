@@ -17,7 +17,7 @@ from ....errors import MisuseError
 from .._workers import WORKER
 from ..forward_pre_hook_after_split import put_hooks_back
 from .loss_metrics import by_tokens, normalized
-from .worker import SplitStep, begin, counts, over_ranks
+from .worker import SplitStep, begin, sum_over_ranks, valid_counts
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
@@ -54,17 +54,17 @@ class MegatronSplitStep(SplitStep):
 
     def train(self, worker: Any, data: Any) -> None:
         nemo = _worker_module(worker)
-        sequences, tokens = counts(data)
+        sequences, tokens = valid_counts(data)
         self.sequences += sequences
         self.tokens += tokens
-        slice_arguments = {**_of_worker(worker), "data": _with_mtp_mask(worker, data), "mbs": self.mbs}
+        batch_arguments = {**_of_worker(worker), "data": _with_mtp_mask(worker, data), "mbs": self.mbs}
         iterator, num_microbatches, micro_batch_size, _, length = nemo.get_microbatch_iterator(
-            **_accepted(nemo.get_microbatch_iterator, slice_arguments)
+            **_accepted(nemo.get_microbatch_iterator, batch_arguments)
         )
         self.microbatches += int(num_microbatches)
         worker.model.train()  # log-probabilities between slices are worked out in eval mode
         processor = {**_of_worker(worker), "loss_fn": self.loss_fn, "num_microbatches": num_microbatches}
-        about = nemo.torch.tensor(self.about, device="cuda")
+        expected_count = nemo.torch.tensor(self.expected_count, device="cuda")
         arguments = {
             **_of_worker(worker),
             "data_iterator": iterator,
@@ -73,8 +73,8 @@ class MegatronSplitStep(SplitStep):
             "mbs": micro_batch_size,
             "post_processing_fn": nemo.LossPostProcessor(**_accepted(nemo.LossPostProcessor, processor)),
             "forward_only": False,
-            "global_valid_seqs": about,
-            "global_valid_toks": about,
+            "global_valid_seqs": expected_count,
+            "global_valid_toks": expected_count,
         }
         with self.step.accumulate(num_microbatches, self.count_of(sequences, tokens)):
             machine = nemo.get_rerun_state_machine()
@@ -90,7 +90,7 @@ class MegatronSplitStep(SplitStep):
     def finish(self, worker: Any) -> dict[str, Any]:
         nemo = _worker_module(worker)
         data_parallel = nemo.parallel_state.get_data_parallel_group()
-        sequences, tokens = over_ranks(data_parallel, self.sequences, self.tokens)
+        sequences, tokens = sum_over_ranks(data_parallel, self.sequences, self.tokens)
         used = {
             "lr": worker.scheduler.get_lr(worker.optimizer.param_groups[0]),
             "wd": worker.scheduler.get_wd(),
@@ -101,15 +101,18 @@ class MegatronSplitStep(SplitStep):
         if worker.cfg["megatron_cfg"]["empty_unused_memory_level"] >= 2:
             nemo.torch.cuda.empty_cache()
         metrics = [
-            normalized(self.loss_fn, one, about=self.about, tokens=tokens, sequences=sequences) | used
-            for one in self.metrics
+            normalized(
+                self.loss_fn, of_microbatch, expected_count=self.expected_count, tokens=tokens, sequences=sequences
+            )
+            | used
+            for of_microbatch in self.metrics
         ]
         all_metrics, loss = nemo.aggregate_training_statistics(
             all_mb_metrics=metrics,
-            losses=[sum(float(one["loss"]) for one in metrics)],
+            losses=[sum(float(of_microbatch["loss"]) for of_microbatch in metrics)],
             data_parallel_group=data_parallel,
         )
-        told = {
+        result = {
             "global_loss": loss.cpu(),
             "rank": nemo.torch.distributed.get_rank(),
             "gpu_name": nemo.torch.cuda.get_device_name(),
@@ -117,10 +120,10 @@ class MegatronSplitStep(SplitStep):
             "all_mb_metrics": all_metrics,
             "grad_norm": nemo.torch.tensor([grad_norm]),
         }
-        told |= self._expert_metrics(worker, nemo)
+        result |= self._expert_metrics(worker, nemo)
         if hasattr(worker, "_collect_mtp_metrics"):  # in v0.7.0, where it looks whether there are any
-            worker._collect_mtp_metrics(told, self.microbatches, None)
-        return told
+            worker._collect_mtp_metrics(result, self.microbatches, None)
+        return result
 
     def _step(self, worker: Any, count: float) -> float:
         """The norm of the gradient. Where nothing counts on any rank there is none, and parameters stay."""

@@ -28,7 +28,7 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
         "gbs": gbs or self.cfg["train_global_batch_size"],
         "mbs": mbs or self.cfg["train_micro_batch_size"],
     }
-    _answers(self, _entry(self, "begin_train_step"), common_kwargs=arguments)
+    _call_workers(self, _worker_method(self, "begin_train_step"), common_kwargs=arguments)
     if self.flops_tracker is not None:
         self.flops_tracker.reset()
 
@@ -39,7 +39,7 @@ def train_microbatches(self: Any, data: Any, timer: Any = None) -> None:
     with _timed(timer, "policy_training/sharding_data"):
         shards = _sharded(self, data)
     _track(self, [shard["input_lengths"].tolist() for shard in shards])
-    _answers(self, "train_microbatch", timer, data=shards)
+    _call_workers(self, "train_microbatch", timer, data=shards)
 
 
 def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> None:
@@ -56,30 +56,30 @@ def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> Non
             sequence_packing_args=packing,
             dynamic_batching_args=dynamic,
         )
-    _track(self, [list(one.sequence_lengths) for one in metas])
-    _answers(self, "train_microbatch_presharded", timer, meta=metas)
+    _track(self, [list(shard.sequence_lengths) for shard in metas])
+    _call_workers(self, "train_microbatch_presharded", timer, meta=metas)
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
     """Step the optimizer; what train() would tell of all slices in one batch."""
-    answers = _answers(self, _entry(self, "finish_train_step"))
-    told = {"loss": answers[0]["global_loss"], "grad_norm": answers[0]["grad_norm"]}
+    answers = _call_workers(self, _worker_method(self, "finish_train_step"))
+    result = {"loss": answers[0]["global_loss"], "grad_norm": answers[0]["grad_norm"]}
     if "moe_metrics" in answers[0]:
-        told["moe_metrics"] = answers[0]["moe_metrics"]
+        result["moe_metrics"] = answers[0]["moe_metrics"]
     metrics: dict[str, list[Any]] = {}
     for answer in answers:
         for name, values in answer["all_mb_metrics"].items():
             metrics.setdefault(name, []).extend(values)
-    told["all_mb_metrics"] = metrics
+    result["all_mb_metrics"] = metrics
     if self.flops_tracker is not None:
-        told["total_flops"] = self.flops_tracker.total_flops
-        told["num_ranks"] = self.worker_group.cluster.world_size()
-    return told
+        result["total_flops"] = self.flops_tracker.total_flops
+        result["num_ranks"] = self.worker_group.cluster.world_size()
+    return result
 
 
 def abort_train_step(self: Any) -> None:
     """Drop the open step on every worker, with gradients zeroed; does nothing where none is open."""
-    _answers(self, _entry(self, "abort_train_step"))
+    _call_workers(self, _worker_method(self, "abort_train_step"))
     if self.flops_tracker is not None:
         self.flops_tracker.reset()
 
@@ -101,7 +101,7 @@ def prepare_logprobs_from_meta(
 
 
 # ---------------------------------------------------------------------------- what they are made of
-def _answers(policy: Any, method: str, timer: Any = None, **arguments: Any) -> list[Any]:
+def _call_workers(policy: Any, method: str, timer: Any = None, **arguments: Any) -> list[Any]:
     """What the workers say, of each data-parallel rank one. Waits for all; raises what one of them has raised.
 
     Arguments are lists with an item for each data-parallel rank, and common_kwargs, which all workers get.
@@ -119,7 +119,7 @@ def _answers(policy: Any, method: str, timer: Any = None, **arguments: Any) -> l
     return found
 
 
-def _entry(policy: Any, method: str) -> str:
+def _worker_method(policy: Any, method: str) -> str:
     """By which name workers are called: those of a TQPolicy have entry points of their own."""
     return f"{method}_presharded" if hasattr(policy, "dp_client") else method
 
@@ -138,8 +138,8 @@ def _sharded(policy: Any, data: Any) -> list[Any]:
 
 def _track(policy: Any, lengths: list[list[int]]) -> None:
     if policy.flops_tracker is not None:
-        for one in lengths:
-            policy.flops_tracker.track_batch(one)
+        for of_shard in lengths:
+            policy.flops_tracker.track_batch(of_shard)
 
 
 def _timed(timer: Any, label: str) -> contextlib.AbstractContextManager[Any]:

@@ -26,7 +26,7 @@ def train_microbatch(self: Any, data: Any) -> None:
     An exception ends the step, with gradients zeroed; abort_train_step() after that does nothing. Raises
     MisuseError (a RuntimeError) when no step is open.
     """
-    split = opened(self)
+    split = open_split_of(self)
     with _aborting(self):
         split.train(self, data)
 
@@ -36,17 +36,17 @@ def finish_train_step(self: Any) -> dict[str, Any]:
 
     Raises MisuseError (a RuntimeError) when no step is open.
     """
-    split = opened(self)
+    split = open_split_of(self)
     with _aborting(self):
-        told: dict[str, Any] = split.finish(self)
+        result: dict[str, Any] = split.finish(self)
     setattr(self, STATE, None)
-    return told
+    return result
 
 
 def abort_train_step(self: Any) -> None:
     """Drop the open step, with gradients zeroed; does nothing where none is open."""
     if is_open(self):
-        split = opened(self)
+        split = open_split_of(self)
         setattr(self, STATE, None)
         split.abort(self)
 
@@ -56,8 +56,8 @@ class SplitStep:
     """What a worker knows of its open step.
 
     gbs, mbs   samples of the step over all ranks, and of a microbatch
-    about      what losses and metrics are divided by until the end: a power of two, so that no digit is lost, and
-               not less than the step's tokens or sequences
+    expected_count   what losses and metrics are divided by until the end: a power of two, so that no digit is
+                     lost, and not less than the step's tokens or sequences
     sequences, tokens   that count, on this rank, until now
     """
 
@@ -65,7 +65,7 @@ class SplitStep:
     loss_fn: Any
     gbs: int
     mbs: int
-    about: float
+    expected_count: float
     sequences: float = 0.0
     tokens: float = 0.0
 
@@ -101,20 +101,20 @@ def begin(
             "microbatch's own tokens; a step in slices cannot be right with it, train() is"
         )
     gbs, mbs = gbs or worker.cfg["train_global_batch_size"], mbs or worker.cfg["train_micro_batch_size"]
-    about = 2.0 ** math.ceil(math.log2(gbs * worker.cfg["max_total_sequence_length"]))
-    step = TrainStep(worker.model, worker.optimizer, scheduler, expected_count=about, **options)
+    expected_count = 2.0 ** math.ceil(math.log2(gbs * worker.cfg["max_total_sequence_length"]))
+    step = TrainStep(worker.model, worker.optimizer, scheduler, expected_count=expected_count, **options)
     step.begin()
-    setattr(worker, STATE, kind(step, loss_fn, gbs, mbs, about))
+    setattr(worker, STATE, kind(step, loss_fn, gbs, mbs, expected_count))
 
 
-def opened(worker: Any) -> Any:
+def open_split_of(worker: Any) -> Any:
     """The SplitStep of a worker."""
     if not is_open(worker):
         raise MisuseError("no train step open; begin_train_step must be called first")
     return getattr(worker, STATE)
 
 
-def counts(data: Any) -> tuple[float, float]:
+def valid_counts(data: Any) -> tuple[float, float]:
     """Sequences and tokens that count, of this rank's slice, as NeMo-RL's process_global_batch() counts them."""
     if "sample_mask" not in data:
         raise MisuseError("train_microbatch(): the data has no sample_mask")
@@ -125,7 +125,7 @@ def counts(data: Any) -> tuple[float, float]:
     return sequences, sequences * data["input_ids"].shape[1]
 
 
-def over_ranks(group: Any, *values: float) -> list[float]:
+def sum_over_ranks(group: Any, *values: float) -> list[float]:
     """Their sums over the ranks of a group."""
     torch = sys.modules["torch"]
     found = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cuda")
