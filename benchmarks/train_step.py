@@ -1,10 +1,10 @@
-"""What a split step costs beside Megatron's own step of one call, with the same microbatches.
+"""The cost of a step split over several calls, relative to Megatron's own step of one call.
 
     python benchmarks/train_step.py [--calls 8] [--rounds 8]
 
-Two ranks on CPU, with and without overlap_grad_reduce; both kinds of step by turns in the same processes. Prints
-the throughput of the one relative to the other; exits with 1 when a promised one is broken. Needs megapatch, torch
-and megatron-core.
+Two ranks on CPU, with the same microbatches, with and without overlap_grad_reduce; both kinds of step take turns
+in the same processes. Prints the relative throughput, and exits with 1 if it is below what is promised. Needs
+megapatch, torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MICRO_BATCH_SIZE = 4
 
 
 def measure(rank, world_size, calls, rounds, overlap):
-    """Seconds of each round: (one call, split)."""
+    """Return the seconds of each round: (one call, split)."""
     init_parallel()
     model = tiny_gpt(lr=1e-3, overlap_grad_reduce=overlap, ddp={"bucket_size": 200_000}, **SIZE)
     step = TrainStep(model.chunks, model.optimizer)
@@ -52,7 +52,7 @@ def measure(rank, world_size, calls, rounds, overlap):
         kinds = (at_once, split) if round_ % 2 else (split, at_once)
         taken = {kind: seconds(kind) for kind in kinds}
         found.append((taken[at_once], taken[split]))
-    return found[1:]  # the first starts what is started once
+    return found[1:]  # the first round also starts what is started only once
 
 
 def seconds(function):
@@ -68,7 +68,7 @@ def main() -> bool:
     parser.add_argument("--calls", type=int, default=8, help="microbatches, each a call of its own (default: 8)")
     parser.add_argument("--rounds", type=int, default=8, help="how often each kind is measured (default: 8)")
     arguments = parser.parse_args()
-    print(f"{arguments.calls} microbatches in one call, and in as many calls; 2 ranks")
+    print(f"{arguments.calls} microbatches in one call, and in a call each; 2 ranks")
     kept = True
     for overlap in (False, True):
         rounds = run_ranks(measure, 2, arguments.calls, arguments.rounds, overlap, timeout=600.0)[0]

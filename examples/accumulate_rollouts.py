@@ -1,9 +1,9 @@
-"""Rollouts arrive one after the other. Each is trained on when it comes; the optimizer steps when all are there.
+"""Train on rollouts as they arrive, a few at a time, and step the optimizer when all of them are there.
 
     python examples/accumulate_rollouts.py
 
 Runs on CPU, on two ranks, in seconds: Megatron's GPT in DistributedDataParallel with overlap_grad_reduce, once
-with all rollouts in one call, and once in a split step, as they arrive. Needs megapatch[demo].
+with all rollouts in one call, and once with the step split over several calls. Needs megapatch[demo].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS, ROLLOUTS = 3, 8
 
 
 def arriving(step, rollouts):
-    """The rollouts of a step, a few at a time: as many on each rank, as its peers wait for it in the end only."""
+    """Yield the rollouts of a step, a few at a time. Ranks wait for their peers only at its end."""
     chance = random.Random(step)
     while rollouts:
         size = chance.randint(1, 3)
@@ -27,7 +27,7 @@ def arriving(step, rollouts):
 
 
 def train(rank, world_size, split):
-    """By step: what was in its calls, and the gradient's norm; and the parameters after the last."""
+    """Return for each step the sizes of its calls and the gradient's norm; and the parameters after the last."""
     init_parallel()
     model = tiny_gpt(overlap_grad_reduce=True, per_token_loss=True)
     found = []
