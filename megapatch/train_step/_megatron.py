@@ -227,8 +227,7 @@ class MegatronBackend:
         return normalizer
 
     def _total_count(self) -> float:
-        """Sum the counts over data parallel without context parallel, whose ranks have parts of the same
-        samples."""
+        """Sum the counts over data parallel. Context parallel is left out: its ranks share samples."""
         import torch
 
         count = torch.tensor([self.count], dtype=torch.float64, device=self._device())

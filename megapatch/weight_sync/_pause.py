@@ -161,8 +161,7 @@ async def resumed_on_failure(client: object) -> AsyncIterator[None]:
 async def _resume_once(
     resume: _Call, error: BaseException | None, attempt: Callable[[_Call], Awaitable[_Outcome]]
 ) -> None:
-    """Resume. Raise a cancellation that arrived meanwhile, or the failure if no `error` is already being
-    raised."""
+    """Resume. Raise a cancellation that arrived meanwhile, or a failure if no `error` is being raised."""
     failure, cancelled = await attempt(resume)
     raised = cancelled or error
     if failure is not None and raised is not None:
@@ -174,8 +173,7 @@ async def _resume_once(
 
 
 async def _attempt(call: _Call) -> _Outcome:
-    """Call it and wait until it is done, cancelled or not. Return its failure and the first cancellation, if
-    any."""
+    """Call it and wait until it is done, cancelled or not. Return its failure and the first cancellation."""
     import asyncio  # here and below: `import megapatch` must not import it
 
     cancelled: BaseException | None = None
