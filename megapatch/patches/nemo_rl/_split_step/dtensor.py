@@ -1,8 +1,8 @@
-"""A step in slices of NeMo-RL's DTensor workers.
+"""The split train step of NeMo-RL's DTensor workers.
 
-The worker's own train() does all of it: a slice, with an optimizer that keeps still and a loss whose backward()
-is the step's; and at the end what comes after the last microbatch, with no data at all. So a step in slices packs,
-normalizes, clips and reports as that release's train() does, in either worker.
+The worker's own train() does all of it. It trains on the data of each call with an optimizer that does nothing and
+a loss whose backward() is the step's. At the end it is called without any data, for what comes after the last
+microbatch. So a split step packs, normalizes, clips and reports as that release's train() does, in either worker.
 """
 
 from __future__ import annotations
@@ -22,11 +22,16 @@ from .worker import SplitStep, begin, sum_over_ranks, valid_counts
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-    """Open a step: gradients are zeroed, and each train_microbatch() adds to them until finish_train_step().
+    """Open a step: zero the gradients, to which each train_microbatch() adds until finish_train_step().
 
-    gbs, mbs: samples of the step over all ranks, and of a microbatch; by default the worker's settings.
-    Raises MisuseError (a RuntimeError) when a step is open already, for losses that a step in slices cannot
-    normalize, and with tensor parallelism.
+    Args:
+        loss_fn: as for train().
+        gbs: samples of the step, over all ranks; by default the worker's setting.
+        mbs: samples of a microbatch; by default the worker's setting.
+
+    Raises:
+        MisuseError: (a RuntimeError) a step is already open, a split step cannot normalize the loss, or the model
+            is tensor parallel.
     """
     begin(DTensorSplitStep, self, None, loss_fn, gbs, mbs)
 
@@ -42,14 +47,14 @@ class DTensorSplitStep(SplitStep):
         count = self.count_of(sequences, tokens)
         bins = _bins(worker, data)
         num_microbatches = math.ceil(data.size / self.mbs) if bins is None else len(bins)
-        # Ranks that share samples, for context parallelism, count a part each.
+        # Ranks that share samples, for context parallelism, each count a part of them.
         with self.step.accumulate(num_microbatches, count / worker.cp_size) as backward:
             whole = _padded(data, bins, self.mbs, backward.passes) if data.size else data
             size, empty = sum_over_ranks(worker.dp_mesh.get_group(), whole.size, not data.size)
             if empty:
                 raise MisuseError(
-                    "train_microbatch(): a rank has no sample in this slice; give it some with a sample_mask of "
-                    "0, for it has to take part in the others' gathers and reduces"
+                    "train_microbatch(): a rank has no samples in this call; give it some with a sample_mask of "
+                    "0, so that it takes part in the gathers and reduces of the others"
                 )
             loss_fn = SplitLoss(self.loss_fn, self.expected_count, backward, worker.dp_size * worker.cp_size)
             with _replaced(
@@ -59,7 +64,7 @@ class DTensorSplitStep(SplitStep):
                 max_grad_norm=None,
                 moe_mesh=None,
                 _update_moe_gate_bias_if_supported=lambda: None,
-                **{STATE: None},  # it may train, for us
+                **{STATE: None},  # else the guard of an open step would refuse train()
             ):
                 result = worker.train(whole, loss_fn, gbs=int(size), mbs=self.mbs)
         self.sequences += sequences
@@ -82,7 +87,7 @@ class DTensorSplitStep(SplitStep):
         with _replaced(worker, optimizer=optimizer, **{STATE: None}):
             result: dict[str, Any] = worker.train(self.empty_batch, self.loss_fn, gbs=worker.dp_size, mbs=self.mbs)
         if not optimizer.stepped:
-            raise MisuseError("finish_train_step(): train() without data has made no optimizer step")
+            raise MisuseError("finish_train_step(): train() without data did not step the optimizer")
         result["global_loss"] = self.loss * (self.expected_count / (count or 1.0))
         result["all_mb_metrics"] = {
             name: _corrected(self, name, values, tokens, sequences) for name, values in self.metrics.items()
@@ -91,12 +96,12 @@ class DTensorSplitStep(SplitStep):
 
     def abort(self, worker: Any) -> None:
         super().abort(worker)
-        worker.optimizer.zero_grad()  # of a step that was reduced, and not taken
+        worker.optimizer.zero_grad()  # a step that was reduced is no longer TrainStep's to zero
 
 
-# ---------------------------------------------------------------------------- what train() is given
+# ---------------------------------------------------------------------------- what train() gets
 class IdleOptimizer:
-    """In the place of an optimizer or a scheduler while train() has a slice."""
+    """Takes the place of the optimizer and the scheduler while train() has the data of a call; does nothing."""
 
     def __init__(self, optimizer: Any = None) -> None:
         self.param_groups = getattr(optimizer, "param_groups", None)
@@ -109,7 +114,7 @@ class IdleOptimizer:
 
 
 class OptimizerStepOnly:
-    """The optimizer of a train() without data: it steps on the gradients that are there already."""
+    """The optimizer of a train() without data. It steps on the gradients that are already there."""
 
     def __init__(self, optimizer: Any, expects_gradients: bool) -> None:
         self.optimizer, self.expects_gradients = optimizer, expects_gradients
@@ -123,15 +128,15 @@ class OptimizerStepOnly:
     def step(self, *args: Any, **kwargs: Any) -> Any:
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         if self.expects_gradients and all(parameter.grad is None for parameter in parameters):
-            raise MisuseError("finish_train_step(): train() has dropped the gradients before the optimizer's step")
+            raise MisuseError("finish_train_step(): train() dropped the gradients before the optimizer's step")
         self.stepped = True
         return self.optimizer.step(*args, **kwargs)
 
 
 class SplitLoss:
-    """A loss function that divides by `about`, and whose losses go backward by the step's `backward`.
+    """A loss function that divides by `expected_count`, and whose losses go backward by the step's `backward`.
 
-    times: what train() multiplies losses by, to make the sum over ranks of FSDP's mean.
+    times: the factor by which train() multiplies losses, to turn FSDP's mean over ranks into the sum.
     """
 
     def __init__(self, loss_fn: Any, expected_count: float, backward: Callable[[Any], None], times: int) -> None:
@@ -141,7 +146,7 @@ class SplitLoss:
             backward(loss.as_subclass(tensor) * (expected_count / times))
 
         self.loss_fn, self.expected_count = loss_fn, expected_count
-        self.kind = type("Loss", (tensor,), {"backward": go_backward})  # sums and products are of it as well
+        self.kind = type("Loss", (tensor,), {"backward": go_backward})  # sums and products have this type, too
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.loss_fn, name)
@@ -154,15 +159,17 @@ class SplitLoss:
 
 
 def _replaced(worker: Any, **attributes: Any) -> contextlib.AbstractContextManager[None]:
-    """Those that the worker has are others for now."""
-    if hasattr(worker, "timer"):  # after v0.7.0; an exception would leave it running, and the next train() refuse
+    """Replace those of the attributes that the worker has, for now."""
+    if hasattr(
+        worker, "timer"
+    ):  # after v0.7.0; an exception would leave it running, and the next train() would refuse
         attributes["timer"] = type(worker.timer)()
     return in_place_of(worker, **{name: value for name, value in attributes.items() if hasattr(worker, name)})
 
 
-# ---------------------------------------------------------------------------- a slice
+# ---------------------------------------------------------------------------- the data of a call
 def _bins(worker: Any, data: Any) -> list[Any] | None:
-    """Of the samples, where the worker does not cut them by number."""
+    """Return the microbatches of packed or dynamically batched samples, None if all have the same size."""
     if not worker.cfg["dynamic_batching"]["enabled"] and not worker.enable_seq_packing:
         return None
     if data.micro_batch_indices is None or len(data.micro_batch_indices) != 1:
@@ -175,7 +182,7 @@ def _bins(worker: Any, data: Any) -> list[Any] | None:
 
 
 def _padded(data: Any, bins: list[Any] | None, mbs: int, passes: int) -> Any:
-    """With as many microbatches as passes are to be made. What is added are samples again, which do not count."""
+    """Repeat samples until there is a microbatch for each pass. The repeated samples do not count."""
     if bins is None:
         return _with_repeats(data, [0] * (passes * mbs - data.size))
     start, end = bins[0]
@@ -199,7 +206,7 @@ def _with_repeats(data: Any, rows: list[int]) -> Any:
 
 
 def _empty_batch(data: Any) -> Any:
-    """Data of one batch, with no sample in it; for train() there is one, or it would have no batch."""
+    """Return a batch without a microbatch. It still has a row, or train() would find no batch."""
     names = ("input_ids", "sample_mask", "token_mask")
     found = type(data)({name: data[name][:1] for name in names if name in data})
     found.micro_batch_indices, found.micro_batch_lengths, found.elem_counts_per_gb = [[]], [[0]], [0]
@@ -210,7 +217,7 @@ def _empty_batch(data: Any) -> Any:
 def _corrected(
     split: DTensorSplitStep, name: str, values: list[Any], tokens: float, sequences: float
 ) -> list[Any]:
-    """A metric's values, by microbatch, as train() has them."""
+    """Return a metric's values, by microbatch, as train() has them."""
     used = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
     if name in used:
         return [used[name]] * len(values)

@@ -1,8 +1,8 @@
-"""The driver's part of a train step in slices, with the names of NeMo-RL main: for Policy, which is given data,
-and for TQPolicy, which is given the keys of what is in the data plane.
+"""The driver's part of a split train step, with the names of NeMo-RL main.
 
-All workers are called, and those that hold the same slice (tensor, pipeline and context parallel twins) say the
-same: as in train(), the worker group keeps what one of them says for each data-parallel rank.
+Policy gets data, TQPolicy the keys of what is in the data plane. All workers are called. Those that hold the same
+data (tensor, pipeline and context parallel twins) give the same answer: as in train(), the worker group keeps one
+answer for each data-parallel rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,14 @@ DATA = "data_parallel"
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-    """Open a step on every worker; slices add to its gradient until finish_train_step().
+    """Open a step on every worker, to whose gradient calls add until finish_train_step().
 
-    gbs, mbs: samples of the step over all ranks, and of a microbatch; by default the policy's settings.
-    After an exception, here or in a slice, abort_train_step() closes what other workers have open.
+    After an exception, here or in a later call, abort_train_step() closes the steps of the other workers.
+
+    Args:
+        loss_fn: as for train().
+        gbs: samples of the step, over all ranks; by default the policy's setting.
+        mbs: samples of a microbatch; by default the policy's setting.
     """
     arguments = {
         "loss_fn": loss_fn,
@@ -34,8 +38,11 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
 
 
 def train_microbatches(self: Any, data: Any, timer: Any = None) -> None:
-    """Forward and backward of a slice of the step: sharded over data parallel as train() shards a batch, and by
-    each rank cut into any number of microbatches."""
+    """Run forward and backward on part of the step's data.
+
+    It is sharded over data parallel as train() shards a batch, and each rank makes any number of microbatches of
+    it.
+    """
     with _timed(timer, "policy_training/sharding_data"):
         shards = _sharded(self, data)
     _track(self, [shard["input_lengths"].tolist() for shard in shards])
@@ -43,7 +50,7 @@ def train_microbatches(self: Any, data: Any, timer: Any = None) -> None:
 
 
 def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> None:
-    """As train_microbatches(), of samples that workers fetch from the data plane."""
+    """Do what train_microbatches() does, with samples that workers fetch from the data plane."""
     nemo = sys.modules[TQ_MODULE]
     self._stamp_pad_seqlen(meta)
     packing, dynamic = self._packing_args("train_mb_tokens")
@@ -61,7 +68,7 @@ def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> Non
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
-    """Step the optimizer; what train() would tell of all slices in one batch."""
+    """Step the optimizer, and return what train() would for the data of all calls in one batch."""
     answers = _call_workers(self, _worker_method(self, "finish_train_step"))
     result = {"loss": answers[0]["global_loss"], "grad_norm": answers[0]["grad_norm"]}
     if "moe_metrics" in answers[0]:
@@ -78,7 +85,7 @@ def finish_train_step(self: Any) -> dict[str, Any]:
 
 
 def abort_train_step(self: Any) -> None:
-    """Drop the open step on every worker, with gradients zeroed; does nothing where none is open."""
+    """Drop the open step on every worker and zero the gradients. Does nothing if no step is open."""
     _call_workers(self, _worker_method(self, "abort_train_step"))
     if self.flops_tracker is not None:
         self.flops_tracker.reset()
@@ -93,18 +100,19 @@ def prepare_logprobs_from_meta(
     micro_batch_size: int | None = None,
     timer: Any = None,
 ) -> None:
-    """Have workers compute log probabilities, of the policy, of its reference or of both, into the data plane."""
+    """Have workers compute log-probabilities of the policy, its reference or both, into the data plane."""
     if refresh_policy_logprobs:
         self.get_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
     if refresh_reference_logprobs:
         self.get_reference_policy_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
 
 
-# ---------------------------------------------------------------------------- what they are made of
+# ---------------------------------------------------------------------------- helpers
 def _call_workers(policy: Any, method: str, timer: Any = None, **arguments: Any) -> list[Any]:
-    """What the workers say, of each data-parallel rank one. Waits for all; raises what one of them has raised.
+    """Call all workers, wait for them, and return one answer for each data-parallel rank.
 
-    Arguments are lists with an item for each data-parallel rank, and common_kwargs, which all workers get.
+    An exception of a worker is re-raised here. Arguments are lists with an item for each data-parallel rank, and
+    common_kwargs, which all workers get.
     """
     group = policy.worker_group
     with _timed(timer, "policy_training/submit_microbatch_futures"):
@@ -120,7 +128,7 @@ def _call_workers(policy: Any, method: str, timer: Any = None, **arguments: Any)
 
 
 def _worker_method(policy: Any, method: str) -> str:
-    """By which name workers are called: those of a TQPolicy have entry points of their own."""
+    """Return the name by which workers are called: those of a TQPolicy have entry points of their own."""
     return f"{method}_presharded" if hasattr(policy, "dp_client") else method
 
 
