@@ -1,9 +1,9 @@
-"""Rollouts arrive one after the other. Each is trained on when it comes; the optimizer steps when all are there.
+"""Train on rollouts as they arrive, a few at a time, and step the optimizer when all of them are there.
 
     python examples/accumulate_rollouts.py
 
 Runs on CPU, on two ranks, in seconds: Megatron's GPT in DistributedDataParallel with overlap_grad_reduce, once
-with all rollouts in one call, and once in the pieces in which they arrive. Needs megapatch[demo].
+with all rollouts in one call, and once with the step split over several calls. Needs megapatch[demo].
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS, ROLLOUTS = 3, 8
 
 
 def arriving(step, rollouts):
-    """The rollouts of a step, a few at a time: as many on each rank, as its peers wait for it in the end only."""
+    """Yield the rollouts of a step, a few at a time. Ranks wait for their peers only at its end."""
     chance = random.Random(step)
     while rollouts:
         size = chance.randint(1, 3)
@@ -26,8 +26,8 @@ def arriving(step, rollouts):
         rollouts = rollouts[size:]
 
 
-def train(rank, world_size, in_pieces):
-    """By step: what was in its calls, and the gradient's norm; and the parameters after the last."""
+def train(rank, world_size, split):
+    """Return for each step the sizes of its calls and the gradient's norm; and the parameters after the last."""
     init_parallel()
     model = tiny_gpt(overlap_grad_reduce=True, per_token_loss=True)
     found = []
@@ -35,25 +35,25 @@ def train(rank, world_size, in_pieces):
         rollouts = model.microbatches(number, ROLLOUTS)
         with megapatch.TrainStep(model.chunks, model.optimizer) as step:
             calls = []
-            for piece in arriving(number, rollouts) if in_pieces else [rollouts]:
+            for group in arriving(number, rollouts) if split else [rollouts]:
                 step.forward_backward(
                     forward_step_func=forward_step,
-                    data_iterator=iter(piece),
-                    num_microbatches=len(piece),
+                    data_iterator=iter(group),
+                    num_microbatches=len(group),
                     seq_length=model.seq,
-                    micro_batch_size=len(piece[0]),
+                    micro_batch_size=len(group[0]),
                 )
-                calls.append(len(piece))
+                calls.append(len(group))
             result = step.finish()
         found.append((calls, result.grad_norm))
     return found, model.parameters()
 
 
 def main() -> None:
-    (at_once, expected), (in_pieces, parameters) = (run_ranks(train, 2, pieces)[0] for pieces in (False, True))
-    for number, ((_, norm), (calls, norm_in_pieces)) in enumerate(zip(at_once, in_pieces, strict=True)):
+    (at_once, expected), (in_calls, parameters) = (run_ranks(train, 2, split)[0] for split in (False, True))
+    for number, ((_, norm), (calls, split_norm)) in enumerate(zip(at_once, in_calls, strict=True)):
         print(f"step {number}: {ROLLOUTS} microbatches in calls of {calls}")
-        print(f"  gradient norm {norm_in_pieces:.6f}, in one call {norm:.6f}")
+        print(f"  gradient norm {split_norm:.6f}, in one call {norm:.6f}")
     largest = max(float((parameters[name] - expected[name]).abs().max()) for name in expected)
     print(f"largest difference of a parameter after {STEPS} steps: {largest:.1e}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
 
 import pytest
@@ -23,3 +25,19 @@ def test_a_patch_is_one_file_whose_docstring_tells_all(patch):
     for section in ("Symptom  ", "Upstream ", "Seam     ", "Limits   ", "Cost     "):
         assert f"\n{section} " in patch.doc, section
     assert patch.upstream.startswith("https://github.com/")
+
+
+ADDED = [(path, added) for patch in PATCHES for site in patch.sites for path, added in site.add.items()]
+
+
+@pytest.mark.parametrize(("path", "added"), ADDED, ids=[f"{path} <- {added}" for path, added in ADDED])
+def test_every_added_function_is_where_its_name_says(path, added):
+    """Names of helper modules are put together from strings, and pickled worker classes refer to them."""
+    module, name = added.split(":")
+    function = getattr(importlib.import_module(module), name)
+    assert inspect.isfunction(function)
+    assert (function.__module__, function.__qualname__) == (module, name)
+
+
+def test_some_functions_are_added():
+    assert len(ADDED) > 20

@@ -9,6 +9,7 @@ import sys
 from unittest import mock
 
 import pytest
+from rigs.streaming import run as run_on_virtual_clock
 from rigs.weight_sync import PLACES, Failure, World
 
 from megapatch.weight_sync import paused_generation
@@ -129,9 +130,20 @@ def test_by_hand_what_someone_has_resumed_is_not_resumed_again():
 
 
 # ------------------------------------------------------------------------------------------ cancellation
+class Endless:
+    """A weight sync that does not end by itself."""
+
+    def __init__(self):
+        self.began = asyncio.Event()
+
+    async def __call__(self):
+        self.began.set()
+        await asyncio.Event().wait()
+
+
 def test_a_second_cancellation_does_not_lose_the_resume():
     async def run():
-        world, resuming, go_on = World(), asyncio.Event(), asyncio.Event()
+        world, body, resuming, go_on = World(), Endless(), asyncio.Event(), asyncio.Event()
 
         async def resume():
             resuming.set()
@@ -140,13 +152,13 @@ def test_a_second_cancellation_does_not_lose_the_resume():
 
         async def sync():
             async with paused_generation(world, resume=resume):
-                await asyncio.sleep(60)
+                await body()
 
         task = asyncio.ensure_future(sync())
-        await asyncio.sleep(0.01)
+        await body.began.wait()
         for _ in range(3):
             task.cancel()
-            await asyncio.wait_for(resuming.wait(), 5)
+            await resuming.wait()
             await asyncio.sleep(0)
             assert not task.done()
         assert world.generation_paused_event.is_set()
@@ -155,7 +167,7 @@ def test_a_second_cancellation_does_not_lose_the_resume():
             await task
         assert not world.generation_paused_event.is_set()
 
-    asyncio.run(run())
+    run_on_virtual_clock(run())  # which also ends a test that would wait forever
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.timeout() is from Python 3.11 on")
@@ -172,20 +184,20 @@ def test_a_timeout_is_still_one(slow):
         def maybe_slow(call):
             async def function():
                 if call == slow:
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(2)
                 await functions[call]()
 
             return function
 
         pause, body, resume = map(maybe_slow, functions)
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.02), paused_generation(world, pause=pause, resume=resume):
+            async with asyncio.timeout(1), paused_generation(world, pause=pause, resume=resume):
                 await body()
         assert asyncio.current_task().cancelling() == 0
         assert not world.generation_paused_event.is_set()
         assert world.calls.count("resume") == (slow != "pause")
 
-    asyncio.run(run())
+    run_on_virtual_clock(run())
 
 
 def test_at_the_end_of_asyncio_run_it_is_resumed():
@@ -193,10 +205,9 @@ def test_at_the_end_of_asyncio_run_it_is_resumed():
     world = World()
 
     async def run():
+        world.body = Endless()
         task = asyncio.ensure_future(world.bracket())
-        world.plan = {}
-        world.body = lambda: asyncio.sleep(60)
-        await asyncio.sleep(0.01)
+        await world.body.began.wait()
         return task
 
     assert asyncio.run(run()).cancelled()

@@ -11,6 +11,7 @@ import types
 from unittest import mock
 
 import pytest
+from rigs.streaming import run as run_on_virtual_clock
 from rigs.weight_sync import Failure, World
 
 from megapatch import MegapatchError
@@ -111,14 +112,14 @@ def test_a_pause_that_returns_a_future():
 
         def later(name):
             future = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(0.01, lambda: (done.append(name), future.set_result(None)))
+            asyncio.get_running_loop().call_later(1, lambda: (done.append(name), future.set_result(None)))
             return future
 
         async with paused_generation(None, pause=lambda: later("pause"), resume=lambda: later("resume")):
             assert done == ["pause"]
         assert done == ["pause", "resume"]
 
-    asyncio.run(run())
+    run_on_virtual_clock(run())
 
 
 def test_methods_of_an_actor(monkeypatch):

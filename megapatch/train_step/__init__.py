@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ._backend import StepResult
+from ._backend import Optimizer, Scheduler, StepResult
 from ._metrics import NLL, POLICY_GRADIENT, normalize_metrics
 from ._open_steps import open_step, refuse_while_open
 from ._step import TrainStep
@@ -10,6 +10,8 @@ from ._step import TrainStep
 __all__ = [
     "NLL",
     "POLICY_GRADIENT",
+    "Optimizer",
+    "Scheduler",
     "StepResult",
     "TrainStep",
     "normalize_metrics",

@@ -1,4 +1,4 @@
-"""What a step asks of one kind of model, and what it returns."""
+"""What a step needs from the caller's optimizer and from each kind of model, and what it returns."""
 
 from __future__ import annotations
 
@@ -10,17 +10,41 @@ from typing import Any, Protocol
 from ..errors import MisuseError
 
 
+class Optimizer(Protocol):
+    """What a step calls: Megatron's optimizers and ``torch.optim.Optimizer`` have it."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> Any:
+        """Return (succeeded, grad norm, number of zeros) with Megatron; with torch the result is ignored."""
+
+
+class Scheduler(Protocol):
+    """What a step calls: Megatron's OptimizerParamScheduler and torch's schedulers have it."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Called with ``increment=`` for Megatron, without arguments for torch."""
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What an optimizer step came to, the same on all ranks of a model.
 
-    succeeded         False when fp16 gradients overflowed: parameters, and the scheduler, are where they were
-    grad_norm         of the whole model, before clipping; None where the optimizer does not work it out
-    num_zeros         in the gradient; None where the optimizer does not count them
-    learning_rate, weight_decay   that this step used; the largest of the optimizer's parameter groups
-    num_microbatches, num_calls   on this rank
-    normalizer        what the gradient of the sum of all losses was divided by: microbatches (on this rank; with
-                      FSDP2 on all), or tokens or whatever the caller counts, over all ranks; 1 where calls add up
+    Attributes:
+        succeeded: False when fp16 gradients overflowed: the parameters are unchanged, and so is the scheduler
+            unless `step_scheduler_on_skip` is set.
+        grad_norm: L2 norm of the whole model's gradient, before clipping; None where the optimizer does not
+            compute it.
+        num_zeros: number of zeros in the gradient; None where the optimizer does not count them.
+        learning_rate: used by this step; the largest of the optimizer's parameter groups.
+        weight_decay: used by this step; the largest of the optimizer's parameter groups.
+        num_microbatches: on this rank.
+        num_calls: forward-backward calls on this rank.
+        normalizer: what the gradient of the sum of all losses was divided by: microbatches (on this rank; with
+            FSDP2 on all ranks), or tokens, or whatever the caller counts, over all ranks; 1 where calls add up.
     """
 
     succeeded: bool
@@ -33,8 +57,8 @@ class StepResult:
     normalizer: float
 
 
-def used_by_optimizer(optimizer: Any) -> tuple[float, float]:
-    """Learning rate and weight decay, before the scheduler moves on; the largest of all parameter groups."""
+def used_by_optimizer(optimizer: Optimizer) -> tuple[float, float]:
+    """Return the largest learning rate and weight decay of all parameter groups. Call it before the scheduler."""
     rates, decays = (
         [float(group.get(name, 0.0)) for group in optimizer.param_groups] for name in ("lr", "weight_decay")
     )
@@ -42,13 +66,14 @@ def used_by_optimizer(optimizer: Any) -> tuple[float, float]:
 
 
 def check_normalizer(normalizer: float, what: str) -> None:
+    """Raise MisuseError unless the normalizer is above 0; NaN is not."""
     if not normalizer > 0:
         raise MisuseError(f"the sum of {what} over all ranks is {normalizer:g}; expected more than 0")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `TrainStep` was given besides model, optimizer and scheduler; its docstring tells them."""
+    """The options of `TrainStep`, whose docstring describes them."""
 
     expected_count: float | None
     expected_microbatches: int | None
@@ -58,7 +83,7 @@ class Options:
 
 
 class Backend(Protocol):
-    """What a step does with one kind of model. No call has to check what TrainStep has checked."""
+    """A step on one kind of model. Its methods need not repeat the checks of TrainStep."""
 
     chunks: list[Any]
     fewest_microbatches: int

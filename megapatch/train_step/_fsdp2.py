@@ -1,13 +1,13 @@
 """A step of a module with FSDP2's fully_shard applied, whose ranks are all data parallel.
 
-FSDP2 gathers and reduces in every forward and backward pass, so all ranks have to make as many of them: one with
-fewer microbatches makes passes more, whose loss counts nothing. It averages gradients over ranks, in each pass;
-`finish` makes the sum of that again and divides it by what the whole step has.
+FSDP2 gathers and reduces in every forward and backward pass, so all ranks have to make the same number of them: a
+rank with fewer microbatches makes extra passes, whose loss does not count. FSDP2 averages gradients over ranks in
+each pass; `finish` turns that back into the sum and divides it by the total of the step.
 
-Which parameters there are is asked of the optimizer: the module has gathered ones after a forward pass alone.
+The parameters are those of the optimizer: after a forward pass without a backward the module has gathered ones.
 
-After an exception a pass is left half done. The ranks have to have left it in the same place, or their next
-collectives do not meet: where one rank alone fails, the others wait, and the processes have to be ended.
+An exception leaves a pass half done. All ranks have to have left it in the same place, or their next collectives
+do not match: if only one rank fails, the others wait, and the processes have to be ended.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ def chunks_of(model: Any) -> list[Any] | None:
     return [model] if sharded is not None and isinstance(model, sharded) else None
 
 
-class Backward:
-    """In the place of ``loss.backward()``, as often as `passes` says: the microbatches of the rank with the most.
-    Passes after a rank's own microbatches count nothing, whatever their loss."""
+class _Backward:
+    """Takes the place of ``loss.backward()``.
+
+    It is called `passes` times, which is the number of microbatches of the rank with the most of them. Passes
+    after a rank's own microbatches do not count, whatever their loss.
+    """
 
     def __init__(self, num_microbatches: int, passes: int, divisor: float) -> None:
         self.num_microbatches, self.passes, self.divisor = num_microbatches, passes, divisor
@@ -51,12 +54,12 @@ class FSDP2Backend:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise MisuseError(f"max_grad_norm is {self.max_grad_norm!r}; expected a number above 0, or None")
         if options.calls_add_up:
-            raise MisuseError("calls_add_up is for Megatron; with FSDP2 expected a mean or an expected_count")
+            raise MisuseError("calls_add_up is for Megatron; with FSDP2 use a mean or an expected_count")
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
         self.expected_count = options.expected_count
         self.expected_microbatches = options.expected_microbatches
         self.mesh = _mesh_of(self._parameters())
-        self.drawn: list[Any] = []  # by the last microbatch: stays over steps, for passes that count nothing
+        self.drawn: list[Any] = []  # by the last microbatch: kept over steps, for passes that do not count
         self._forget()
 
     def _parameters(self) -> list[Any]:
@@ -73,20 +76,20 @@ class FSDP2Backend:
     # ------------------------------------------------------------------------ begin and calls
     def begin(self) -> None:
         self._forget()
-        self.chunks[0].set_requires_gradient_sync(True)  # else what is accumulated is not the optimizer's to see
+        self.chunks[0].set_requires_gradient_sync(True)  # else the optimizer would not see the gradient
         self.chunks[0].set_is_last_backward(True)
         self.optimizer.zero_grad()
 
     @contextlib.contextmanager
-    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[Backward]:
+    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[_Backward]:
         most, self.fewest = self._most_and_fewest(num_microbatches)
         self.divisor = self.divisor or most
-        self.backward = Backward(num_microbatches, most, self.divisor)
+        self.backward = _Backward(num_microbatches, most, self.divisor)
         yield self.backward
         if self.backward.made != most:
             raise MisuseError(
-                f"the call made {self.backward.made} backward passes; expected {most}, as many as on the rank "
-                "with the most microbatches (forward_backward() makes those that are missing)"
+                f"the call made {self.backward.made} backward passes; expected {most}, as many as the rank with "
+                "the most microbatches makes (forward_backward() makes the missing ones)"
             )
         self.calls += 1
         self.microbatches += num_microbatches
@@ -95,18 +98,18 @@ class FSDP2Backend:
     def forward_backward(
         self, num_microbatches: int, *, forward_step_func: Callable[..., Any], data_iterator: Any, **ignored: Any
     ) -> list[Any]:
-        """As Megatron's schedule without a pipeline; arguments that matter to pipelines alone are ignored."""
-        if self.fewest == 0 and self.backward.passes:  # on all ranks alike, so that none waits for one that raises
+        """Do what Megatron's schedule without a pipeline does; arguments for pipelines are ignored."""
+        if self.fewest == 0 and self.backward.passes:  # the same on all ranks, so that none waits for another
             lacks_data = num_microbatches == 0 and not self.drawn
             if self._over_ranks(lacks_data, "MAX"):
                 raise MisuseError(
-                    "a rank has no microbatch where others have, and has had none before; give it some data with "
-                    "a count of 0: it has to take part in their gathers and reduces"
+                    "a rank has no microbatches in this call, unlike others, and has never had any; give it data "
+                    "with a count of 0, so that it takes part in their gathers and reduces"
                 )
         metrics = []
         for _ in range(num_microbatches):
             self.drawn = []
-            metrics.append(self._forward_backward(forward_step_func, _Drawing(data_iterator, self.drawn)))
+            metrics.append(self._forward_backward(forward_step_func, _Recording(data_iterator, self.drawn)))
         again = itertools.cycle(self.drawn)
         for _ in range(self.backward.passes - num_microbatches):
             self._forward_backward(forward_step_func, again)
@@ -117,8 +120,8 @@ class FSDP2Backend:
         loss, *more = loss_func(output)
         if len(more) != 1:
             raise MisuseError(
-                f"the loss function returned {1 + len(more)} values; with FSDP2 expected (loss, metrics), and for "
-                "the mean over tokens their sum, in a step with an expected_count"
+                f"the loss function returned {1 + len(more)} values; with FSDP2 expected (loss, metrics). For the "
+                "mean over tokens, return the sum, in a step with an expected_count"
             )
         self.backward(loss)
         return more[0]
@@ -126,15 +129,15 @@ class FSDP2Backend:
     # ------------------------------------------------------------------------ finish and abort
     def reduce(self) -> float:
         normalizer = self._over_ranks(self.count, "SUM")
-        check_normalizer(normalizer, "microbatches" if self.expected_count is None else "what was counted")
+        check_normalizer(normalizer, "microbatches" if self.expected_count is None else "counts")
         parameters = self._parameters_with_gradients()
         if not parameters:
             raise MisuseError("no parameter of the optimizer has a gradient")
-        factor = self.divisor * _averaged_over(self.chunks[0], self.mesh.size()) / normalizer
+        factor = self.divisor * _gradient_divisor(self.chunks[0], self.mesh.size()) / normalizer
         for parameter in parameters:
             parameter.grad.mul_(factor)
         for module in _sharded_modules(self.chunks[0]):
-            module.reshard()  # or those that a forward pass alone has gathered stay as they are, for the next pass
+            module.reshard()  # else what a forward pass without a backward has gathered is kept for the next pass
         return normalizer
 
     def finish(self, increment: int | None) -> StepResult:
@@ -164,9 +167,9 @@ class FSDP2Backend:
         return float(norm)
 
     def abort(self) -> None:
-        _bring_to_rest(self.chunks[0])
+        _reset_after_interruption(self.chunks[0])
         self.optimizer.zero_grad()
-        self.drawn = []  # with it the pass may have failed
+        self.drawn = []  # the pass may have failed because of it
         self._forget()
 
     # ------------------------------------------------------------------------ the ranks
@@ -188,70 +191,73 @@ class FSDP2Backend:
         return list(found.tolist())
 
 
-class _Drawing:
-    """The iterator's; what it gives is kept."""
+class _Recording:
+    """The items of an iterator, which are also appended to `drawn`."""
 
-    def __init__(self, data: Any, kept: list[Any]) -> None:
-        self.data, self.kept = data, kept
+    def __init__(self, data: Any, drawn: list[Any]) -> None:
+        self.data, self.drawn = data, drawn
 
-    def __iter__(self) -> _Drawing:
+    def __iter__(self) -> _Recording:
         return self
 
     def __next__(self) -> Any:
-        self.kept.append(next(self.data))
-        return self.kept[-1]
+        self.drawn.append(next(self.data))
+        return self.drawn[-1]
 
 
 def _sharded_modules(module: Any) -> list[Any]:
-    return [one for one in module.modules() if chunks_of(one) is not None]
+    return [submodule for submodule in module.modules() if chunks_of(submodule) is not None]
 
 
 def _mesh_of(parameters: list[Any]) -> Any:
-    """The ranks over which all of these are sharded, and in a mesh of two dimensions replicated."""
+    """Return the mesh of ranks over which all parameters are sharded, and replicated if it has two dimensions."""
     from torch.distributed.tensor import DTensor
 
     if not all(isinstance(parameter, DTensor) for parameter in parameters):
         raise MisuseError(
-            "the optimizer has parameters that fully_shard did not shard; make it of the module's parameters, "
+            "the optimizer has parameters that fully_shard did not shard; build it from the module's parameters, "
             "after fully_shard and before the first forward pass"
         )
     meshes = {parameter.device_mesh for parameter in parameters}
     layouts = [[placement.is_shard() for placement in parameter.placements] for parameter in parameters]
     if len(meshes) != 1 or any(layout not in ([True], [False, True]) for layout in layouts):
         raise MisuseError(
-            "with FSDP2 all ranks have to be data parallel; found tensor parallel, or several meshes"
+            "with FSDP2 all ranks have to be data parallel; found tensor parallelism or several meshes"
         )
     return meshes.pop()
 
 
 # ---------------------------------------------------------------------------- what torch has no public name for
-def _averaged_over(module: Any, ranks: int) -> float:
-    """What FSDP2 divides gradients by: ranks, or what set_gradient_divide_factor() was called with."""
+# Only FSDP2's own code describes its state. It was read, and is tested, in torch 2.13.0:
+# https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_fully_shard (_fsdp_state.py: FSDPState,
+# _fsdp_param_group.py: FSDPParamGroup, _fully_shard.py: FSDPModule). There FSDPState has a list of parameter
+# groups; before it had a single one, `_fsdp_param_group`.
+def _gradient_divisor(module: Any, ranks: int) -> float:
+    """Return what FSDP2 divides gradients by: the number of ranks, or the set_gradient_divide_factor()."""
     found = set()
-    for one in _sharded_modules(module):
-        state = one._get_fsdp_state()
+    for submodule in _sharded_modules(module):
+        state = submodule._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         found |= {getattr(group, "gradient_divide_factor", None) or ranks for group in groups if group is not None}
     if len(found) != 1:
-        raise MisuseError(
-            f"gradients are divided by several numbers: {sorted(found)}; expected one for all modules"
-        )
+        factors = ", ".join(f"{factor:g}" for factor in sorted(found))
+        raise MisuseError(f"gradients are divided by several numbers: {factors}; expected one for all modules")
     return float(found.pop())
 
 
-def _bring_to_rest(module: Any) -> None:
-    """Make the next pass of a module whose last one may have been interrupted a usual one.
+def _reset_after_interruption(module: Any) -> None:
+    """Make the next pass of a module a normal one, even if its last pass was interrupted.
 
-    Else its gathered parameters stay, and the next backward pass takes itself for a part of the last one, so
+    Otherwise its gathered parameters stay, and the next backward pass takes itself for a part of the last one, so
     that some gradients are not reduced at all.
     """
     for parameter in module.parameters():  # the gathered ones too, which have gradients until they are reduced
         parameter.grad = None
     state = module._get_fsdp_state()
-    if not getattr(state, "_is_root", True):  # no forward pass was ever made: then it lacks what is reset
+    if not getattr(state, "_is_root", True):  # no forward pass was ever made: there is nothing to reset
         return
     if hasattr(module, "reset_iter_state"):  # public, in torch 2.13
         module.reset_iter_state()
-    else:  # what it does itself at the end of each backward pass; without gradients it reduces nothing
+    else:  # what FSDP2 does at the end of each backward pass; without gradients it reduces nothing
         state._root_post_backward_final_callback()
-        state._state_ctx.iter_forward_root = None  # the end of a forward pass, which older ones leave to that
+        state._state_ctx.iter_forward_root = None  # older versions do this at the end of the forward pass

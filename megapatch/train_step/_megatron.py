@@ -1,9 +1,9 @@
 """A step of Megatron's DistributedDataParallel, by Megatron's own switches on the model config.
 
 Each call runs with the chunks in no_sync(), without the config's own no_sync_func, grad_sync_func and
-param_sync_func, and with a finalize_model_grads_func that writes down what it is called with. The schedule divides
-losses by the microbatches of its call; grad_scale_func multiplies by them again. `finish` divides the gradient by
-what the whole step has, starts the reduce where overlap needs it, and calls the real finalize, once.
+param_sync_func, and with a finalize_model_grads_func that records its arguments. The schedule divides losses by
+the microbatches of its call; grad_scale_func multiplies by them again. `finish` divides the gradient by the total
+of the whole step, starts the reduce where overlap needs it, and calls the real finalize once.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ class MegatronBackend:
         if self.expected_count is not None and self.expected_microbatches is None and self._has_other_losses():
             raise MisuseError(
                 "expected_count with a mixture of experts or multi-token prediction needs expected_microbatches, "
-                "which says what their losses weigh: about how many microbatches a rank has in a step"
+                "about how many microbatches a rank has in a step: it weighs their losses"
             )
         self._forget()
 
     def _has_other_losses(self) -> bool:
-        if self.per_token:  # there they are multiplied by tokens, as the loss is
+        if self.per_token:  # Megatron multiplies them by tokens, as the loss
             return False
         return any(getattr(self.config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
 
@@ -81,10 +81,10 @@ class MegatronBackend:
             yield
         if self.calls != finalized_before + 1:
             raise MisuseError(
-                f"accumulate() is around one call of a schedule, with forward_only=False; "
-                f"found {self.calls - finalized_before} of them"
+                f"accumulate() takes exactly one call of a schedule, with forward_only=False; "
+                f"it got {self.calls - finalized_before}"
             )
-        if self.scaled not in (0, num_microbatches):  # other pipeline stages scale no loss
+        if self.scaled not in (0, num_microbatches):  # 0: only the last pipeline stage scales a loss
             raise MisuseError(
                 f"num_microbatches is {num_microbatches}; the schedule was called with {self.scaled}"
             )
@@ -123,17 +123,17 @@ class MegatronBackend:
                 setattr(config, name, value)
 
     def _weights(self, num_microbatches: int) -> tuple[float, float]:
-        """What a loss, and a router's or a multi-token prediction's, is multiplied by in a call."""
+        """Return the factors of a call: of the loss, and of a router's or multi-token prediction's losses."""
         if self.expected_count is None:
             if self.per_token:
-                return 1.0, 1.0  # the schedule divides by nothing
+                return 1.0, 1.0  # the schedule does not divide
             if self.calls_add_up:
                 return 1.0, num_microbatches / (self.expected_microbatches or num_microbatches)
             weight = num_microbatches / self.divisor
             return weight, weight
         if self.per_token:
-            # A sum of two is divided by the call's microbatches all the same, times context parallel; a router's
-            # loss is not, and is multiplied by the tokens there.
+            # The schedule still divides a loss returned as (sum, metrics) by the call's microbatches, times
+            # context parallel; it does not divide a router's loss, but multiplies it by the tokens.
             loss = num_microbatches / (self.parallel.get_context_parallel_world_size() * self.expected_count)
             others = 1.0 / self.expected_count
         else:
@@ -143,7 +143,7 @@ class MegatronBackend:
 
     def _scaling(self, scale: Callable[..., Any] | None, loss: float, others: float) -> Callable[..., Any]:
         def scaled(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            is_loss = tensor.requires_grad  # Megatron asks for the scale of the others with a constant
+            is_loss = tensor.requires_grad  # for the other losses Megatron asks with a constant
             self.scaled += is_loss
             result = tensor if scale is None else scale(tensor, *args, **kwargs)
             weight = loss if is_loss else others
@@ -191,12 +191,12 @@ class MegatronBackend:
                 chunk.start_grad_sync()
         self._finalize()
         if normalizer is None:
-            normalizer = float(self.num_tokens)  # by now of all ranks
+            normalizer = float(self.num_tokens)  # finalize has summed it over all ranks
             check_normalizer(normalizer, "tokens")
         return normalizer
 
     def _may_have_none(self) -> bool:
-        """A rank without data does not hold anyone up where none waits for its messages."""
+        """Whether a rank may have no data: no other rank waits for its messages."""
         mpu = self.parallel
         sizes = (
             mpu.get_tensor_model_parallel_world_size(),
@@ -207,12 +207,12 @@ class MegatronBackend:
         return (self.expected_count is not None or self.calls_add_up) and set(sizes) == {1}
 
     def _normalize(self) -> float | None:
-        """Divide this rank's gradient by what the whole step has; None where Megatron's finalize is to do that."""
+        """Divide this rank's gradient by the total of the step; None if Megatron's finalize is to do that."""
         if self.expected_count is not None:
             normalizer = self._total_count()
-            check_normalizer(normalizer, "what was counted")
+            check_normalizer(normalizer, "counts")
             factor = self.expected_count / normalizer
-            if not self.per_token and not self.calls_add_up:  # where ranks are averaged
+            if not self.per_token and not self.calls_add_up:  # Megatron averages over ranks
                 factor *= self._data_parallel_size()
         elif self.calls_add_up:
             return 1.0
@@ -227,7 +227,7 @@ class MegatronBackend:
         return normalizer
 
     def _total_count(self) -> float:
-        """Over data parallel without context parallel, whose ranks have parts of the same samples."""
+        """Sum the counts over data parallel. Context parallel is left out: its ranks share samples."""
         import torch
 
         count = torch.tensor([self.count], dtype=torch.float64, device=self._device())
@@ -245,7 +245,7 @@ class MegatronBackend:
     def _over_model_parallel(
         self, succeeded: bool, grad_norm: float | None, num_zeros: float | None
     ) -> tuple[bool, float | None, float | None]:
-        """Ranks with nothing to train know of no norm, and of no overflow."""
+        """Agree on the result: ranks with nothing to train have seen neither a norm nor an overflow."""
         import torch
 
         group = self.parallel.get_model_parallel_group()
@@ -274,14 +274,15 @@ class MegatronBackend:
         return int(self.parallel.get_data_parallel_world_size())
 
     def _device(self) -> Any:
-        return next(self.chunks[0].parameters()).device  # there may be no gradient buffer: all may be frozen
+        return next(self.chunks[0].parameters()).device  # if all are frozen, there is no gradient buffer
 
 
 def _shaped_as_held(scale: Any) -> Any:
-    """A router's scale of one element, in the shape of the one that Megatron will copy it into.
+    """Reshape a router's scale of one element to the shape of the one that Megatron copies it into.
 
-    A scale function of a caller's may have left one without dimensions (NeMo-RL's train() does), which Megatron's
-    own of shape [1] cannot be copied into.
+    A scale function of the caller may have left one without dimensions (NeMo-RL's train() does), and Megatron's
+    own, of shape [1], cannot be copied into that. Megatron keeps the first scale and copies later ones into it
+    (MoEAuxLossAutoScaler.set_loss_scale in transformer/moe/moe_utils.py, as in 0.16.1 and 0.19.2).
     """
     routers = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     held = getattr(getattr(routers, "MoEAuxLossAutoScaler", None), "main_loss_backward_scale", None)
@@ -293,6 +294,6 @@ def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:
 
 
 def _is_freed(chunk: Any) -> bool:
-    """Whether some of its gradients have no memory. To write there would end the process."""
+    """Whether some of the chunk's gradients have no memory. Writing there would crash the process."""
     buffers = [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return any(data.numel() and not data.untyped_storage().size() for data in buffers)

@@ -1,4 +1,4 @@
-"""Metrics of a step whose denominators are known at its end only."""
+"""Metrics of a step, whose denominators are known only at its end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import MisuseError
 
 KINDS = ("tokens", "sequences", "loss", "none")
-"""What a metric is divided by. "loss": by what the loss is divided by."""
+"""What a metric is divided by; "loss" stands for what the loss is divided by."""
 
 NLL: Mapping[str, str] = MappingProxyType(
     {"loss": "tokens", "num_unmasked_tokens": "none", "num_valid_samples": "none"}
@@ -38,9 +38,10 @@ POLICY_GRADIENT: Mapping[str, str] = MappingProxyType(
         "positive_nll_loss": "none",
     }
 )
-"""Kinds for the metrics of the usual (clipped) policy-gradient losses, by the names that NeMo-RL gives them. With
-importance ratios of whole sequences, sampling_importance_ratio is of the kind "sequences"; with a mask of whole
-sequences, so is is_oob_ratio: ``{**POLICY_GRADIENT, "is_oob_ratio": "sequences"}``."""
+"""Kinds for the metrics of the usual (clipped) policy-gradient losses, by the names that NeMo-RL gives them.
+
+If importance ratios are per sequence, sampling_importance_ratio is of the kind "sequences"; if the mask is per
+sequence, so is is_oob_ratio: ``{**POLICY_GRADIENT, "is_oob_ratio": "sequences"}``."""
 
 
 def normalize_metrics(
@@ -51,27 +52,36 @@ def normalize_metrics(
     loss: str = "tokens",
     kinds: Mapping[str, str] = POLICY_GRADIENT,
 ) -> dict[str, Any]:
-    """Divide each metric, which is a sum, by what it is the mean of; a new dictionary.
+    """Divide each metric, which is a sum, by what it is the mean of.
 
-    tokens, sequences   of the whole step, over all data-parallel ranks
-    loss    "tokens" or "sequences": what the loss is divided by
-    kinds   by name, one of `KINDS`. Names with ``_min`` or ``_max`` in them stay as they are, whatever it says;
-            names that are not here are of the loss's kind.
+    Args:
+        metrics: sums by name: numbers or tensors of any shape. It is not changed.
+        tokens: of the whole step, over all data-parallel ranks.
+        sequences: of the whole step, over all data-parallel ranks.
+        loss: "tokens" or "sequences", whichever the loss is divided by.
+        kinds: by name, one of "tokens", "sequences", "loss" (divided as the loss is) and "none" (left as it is).
+            Names that it lacks are of the kind "loss". Names with ``_min`` or ``_max`` in them are left as they
+            are, whatever it says.
 
-    Raises MisuseError for a kind that there is not, and when something is to be divided by zero.
+    Returns:
+        The means, in a new dictionary.
+
+    Raises:
+        MisuseError: for an unknown kind or a zero denominator.
     """
     divisors: dict[str, float | None] = {"tokens": tokens, "sequences": sequences, "none": None}
     if loss not in ("tokens", "sequences"):
-        raise MisuseError(f"loss is {loss!r}; expected 'tokens' or 'sequences'")
+        raise MisuseError(f'loss is "{loss}"; expected "tokens" or "sequences"')
     divisors["loss"] = divisors[loss]
-    found = {}
+    normalized = {}
     for name, value in metrics.items():
         extreme = "_min" in name or "_max" in name
         kind = "none" if extreme else kinds.get(name, "loss")
         if kind not in divisors:
-            raise MisuseError(f"the kind of {name} is {kind!r}; expected one of {', '.join(KINDS)}")
+            raise MisuseError(f'the kind of {name} is "{kind}"; expected one of {", ".join(KINDS)}')
         divisor = divisors[kind]
         if divisor is not None and not divisor > 0:
-            raise MisuseError(f"{name} is to be divided by {divisor:g} {loss if kind == 'loss' else kind}")
-        found[name] = value if divisor is None else value / divisor
-    return found
+            denominator = loss if kind == "loss" else kind
+            raise MisuseError(f"{name} cannot be divided by {divisor:g} {denominator}")
+        normalized[name] = value if divisor is None else value / divisor
+    return normalized

@@ -1,4 +1,4 @@
-"""Which model chunks have an open step: at most one each, however many TrainSteps are made of them."""
+"""Which model chunks have an open step: each at most one, whichever TrainStep it belongs to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ if TYPE_CHECKING:
     from ._step import TrainStep
 
 _steps: weakref.WeakKeyDictionary[Any, weakref.ref[TrainStep]] = weakref.WeakKeyDictionary()
-"""By chunk. A step that its caller has dropped does not keep the model, nor others from it."""
+"""By chunk. Once its caller has dropped a step, it keeps neither the model alive nor other steps from it."""
 
 
 def open_step(model: Any) -> TrainStep | None:
-    """The open step of a model, or of one of a list of chunks; None where there is none."""
+    """Return the open step of a model, or None where there is none.
+
+    Args:
+        model: what `TrainStep` takes: a model, or a list or tuple of chunks, of which the first with an open step
+            counts.
+    """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
         if (reference := _steps.get(chunk)) is not None and (step := reference()) is not None:
             return step
@@ -24,20 +29,28 @@ def open_step(model: Any) -> TrainStep | None:
 
 
 def refuse_while_open(model: Any, what: str) -> None:
-    """Raise MisuseError when a step of the model (or of one of a list of chunks) is open.
+    """Refuse something that would lose or change the gradients of an open step.
 
-    For what would lose or change the gradients that are being accumulated: saving a checkpoint, offloading,
-    freeing gradient buffers.
+    Saving a checkpoint, offloading, and freeing gradient buffers are such things.
+
+    Args:
+        model: what `TrainStep` takes: a model, or a list or tuple of chunks.
+        what: what the caller is about to do, for the message: ``"saving a checkpoint"``.
+
+    Raises:
+        MisuseError: a step of the model, or of one of its chunks, is open.
     """
     if open_step(model) is not None:
-        raise MisuseError(f"{what} while a TrainStep of this model is open: finish() or abort() it before")
+        raise MisuseError(f"{what} while a TrainStep of this model is open: call its finish() or abort() first")
 
 
 def take(chunks: Iterable[Any], step: TrainStep) -> None:
+    """Record the step as the open one of these chunks."""
     for chunk in chunks:
         _steps[chunk] = weakref.ref(step)
 
 
 def leave(chunks: Iterable[Any]) -> None:
+    """Forget the open step of these chunks."""
     for chunk in chunks:
         _steps.pop(chunk, None)

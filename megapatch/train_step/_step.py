@@ -1,4 +1,4 @@
-"""What a caller sees of a step, and in which order it may be called. How it is done: _megatron.py, _fsdp2.py."""
+"""What a caller sees of a step, and the order of its calls. _megatron.py and _fsdp2.py do the work."""
 
 from __future__ import annotations
 
@@ -9,69 +9,76 @@ from typing import Any
 
 from ..errors import MisuseError
 from . import _open_steps
-from ._backend import Backend, Options, StepResult
+from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
 
 
 class TrainStep:
     """One optimizer step from any number of forward-backward calls.
 
         with megapatch.TrainStep(model, optimizer, scheduler) as step:
-            for piece in pieces:
+            for microbatches in arriving:
                 step.forward_backward(forward_step_func=..., data_iterator=..., num_microbatches=..., ...)
             result = step.finish(increment=global_batch_size)
 
-    The gradient is that of one single call with all microbatches, and it is reduced over data parallel once, in
-    `finish`. A step whose calls are far apart has `begin()` and, on failure, `abort()` instead of the `with`; the
-    same object serves for one step after the other.
+    The gradient is that of a single call with all microbatches. It is reduced over data parallel once, in `finish`
+    (with FSDP2 in every backward pass).
 
-    model       Megatron's DistributedDataParallel, or the list of a rank's chunks; or a module with FSDP2's
-                fully_shard applied
-    optimizer   Megatron's, or a torch.optim.Optimizer with FSDP2
-    scheduler   Megatron's OptimizerParamScheduler, or torch's; None where there is none
-    expected_count          see "count" below
-    expected_microbatches   about how many microbatches a rank has in a step; see below
-    calls_add_up            losses are divided by the caller; see "added up" below
-    step_scheduler_on_skip  whether the scheduler goes on after a step that was skipped for an overflow. Megatron's
-                            own train() does not; NeMo-RL does.
-    max_grad_norm           with FSDP2: clip gradients to this norm. Megatron's optimizer has its own clip_grad.
+    If the calls are far apart, use `begin()` and, on failure, `abort()` in place of the `with`. One object serves
+    for any number of steps, one after another.
 
-    Ways to normalize a loss; all ranks take the same:
+    There are four ways to normalize the loss; all ranks use the same:
 
-    mean     a loss function returns (mean, metrics): the mean over microbatches, whichever call they are in, and
-             then over data-parallel ranks. With (sum, tokens, metrics) Megatron divides each microbatch by its
-             own tokens first. While the step is open, losses are divided by `expected_microbatches` (without it,
-             by the first call's).
-    tokens   the model config's calculate_per_token_loss is set and a loss function returns (sum, tokens, metrics):
-             the sum of all losses by the sum of all tokens.
-    count    `expected_count` is set and a loss function returns (sum, metrics): the sum of all losses by the sum
-             of the counts that the calls were given (tokens, sequences, whatever), over data-parallel ranks. While
-             the step is open, losses are divided by `expected_count`. The losses of a mixture of experts' router
-             and of multi-token prediction, which Megatron takes the mean of, weigh as if a rank had
-             `expected_microbatches`, and are divided by the count likewise; where calculate_per_token_loss is set,
-             Megatron has multiplied them by tokens already, so count tokens there.
-    added up `calls_add_up` is set: the sum of the gradients that each call alone would give, for a caller who has
-             divided the losses by what the whole step comes to. Others (a router's, multi-token prediction's)
-             are means of each call's, added up; with `expected_microbatches` they are divided by these instead,
-             which then have to be exact. A caller who does not know yet what the step comes to divides by an
-             `expected_count`, gives each call its count, and the sum is multiplied by expected_count over the
-             sum of the counts (others as in "count"). Tokens that Megatron counts count nothing. Not with FSDP2.
+    mean     A loss function returns (mean, metrics). The gradient is that of the mean over microbatches, whichever
+             call they are in, and then over data-parallel ranks. With (sum, tokens, metrics) Megatron first
+             divides each microbatch by its own tokens. While the step is open, losses are divided by
+             `expected_microbatches`, or without it by the number of microbatches in the first call.
+    tokens   The model config sets calculate_per_token_loss and a loss function returns (sum, tokens, metrics). The
+             sum of all losses is divided by the sum of all tokens.
+    count    `expected_count` is set and a loss function returns (sum, metrics). The sum of all losses is divided
+             by the sum of the counts given to the calls (tokens, sequences or anything else) over data-parallel
+             ranks. While the step is open, losses are divided by `expected_count`. Megatron takes the mean of the
+             losses of a mixture of experts' router and of multi-token prediction. They weigh as if a rank had
+             `expected_microbatches`, and are divided by the count likewise; if calculate_per_token_loss is set,
+             Megatron has already multiplied them by tokens, so count tokens there.
+    added up `calls_add_up` is set. The gradient is the sum of those that each call would give by itself, for a
+             caller who has divided the losses by the total of the whole step. Other losses (a router's,
+             multi-token prediction's) are the mean of each call, added up; with `expected_microbatches`, which
+             then has to be exact, they are divided by that instead. If the total is not known yet, divide by an
+             `expected_count` and give each call its count: the sum is multiplied by expected_count over the sum of
+             the counts (other losses as in "count"). Tokens that Megatron counts are ignored. Not with FSDP2.
 
-    With FSDP2 the mean is over all microbatches of all ranks, each of which weighs the same. A rank that has fewer
-    of them in a call makes passes whose loss counts nothing.
+    With FSDP2 the mean is over all microbatches of all ranks, each of which has the same weight. A rank that has
+    fewer of them in a call makes extra passes whose loss does not count.
 
-    What losses are divided by while the step is open keeps a loss scale, or bf16 buffers, in their range: about
-    what it will come to, the same on all ranks. The result does not depend on it.
+    The divisor that is used while the step is open keeps a loss scale, or bf16 buffers, in their range. Set it to
+    about the expected total, the same on all ranks. The result does not depend on it.
 
-    Raises MisuseError (a RuntimeError, under MegapatchError) when called in a wrong order or with what does not go
-    together. An exception in a call, in `finish` or in the body of the `with` leaves everything as before `begin`,
-    with gradients zeroed, and is raised as it is; the next step is a fresh one, if all ranks had an exception.
+    An exception in a call, in `finish` or in the body of the `with` restores everything to what it was before
+    `begin`, with gradients zeroed, and is re-raised unchanged. The next step starts fresh, provided that all ranks
+    had an exception.
+
+    Args:
+        model: Megatron's DistributedDataParallel, or the list of a rank's chunks; or a module with FSDP2's
+            fully_shard applied.
+        optimizer: Megatron's, or a ``torch.optim.Optimizer`` with FSDP2.
+        scheduler: Megatron's OptimizerParamScheduler, or torch's; None for none.
+        expected_count: about the sum of all counts of a step, over data-parallel ranks; see "count" above.
+        expected_microbatches: about how many microbatches a rank has in a step; see above.
+        calls_add_up: whether the caller divides the losses; see "added up" above.
+        step_scheduler_on_skip: whether the scheduler steps after a step that was skipped for an overflow.
+            Megatron's own train() does not do that; NeMo-RL does.
+        max_grad_norm: with FSDP2, clip gradients to this L2 norm. Megatron's optimizer has its own clip_grad.
+
+    Raises:
+        MisuseError: options conflict with each other or with the model. It is a RuntimeError, under
+            MegapatchError; every method that is called out of order raises it, too.
     """
 
     def __init__(
         self,
         model: Any,
-        optimizer: Any,
-        scheduler: Any = None,
+        optimizer: Optimizer,
+        scheduler: Scheduler | None = None,
         *,
         expected_count: float | None = None,
         expected_microbatches: int | None = None,
@@ -92,12 +99,17 @@ class TrainStep:
 
     @property
     def is_open(self) -> bool:
+        """Whether a step is open, or set aside: from `begin` to `finish`, `reduce`, `abort` or an exception."""
         return self._open
 
     def begin(self) -> None:
-        """Zero all gradients, and take calls from now on."""
+        """Zero all gradients, and open the step for calls.
+
+        Raises:
+            MisuseError: this or another step of the model is open.
+        """
         if self._aside:
-            raise MisuseError("begin(): this step was set aside; take_up() or abort() it before")
+            raise MisuseError("begin(): this step was set aside; call take_up() or abort() first")
         self._take_model("begin()")
         self._open = True
         with self._aborting():
@@ -105,14 +117,19 @@ class TrainStep:
 
     @contextlib.contextmanager
     def accumulate(self, num_microbatches: int, count: float | None = None) -> Iterator[Any]:
-        """Around one call of any of Megatron's schedules, which the body makes itself, however it likes.
+        """Wrap one call of any of Megatron's schedules, which the body makes itself in any way.
 
-        num_microbatches   of that call, on this rank
-        count              with `expected_count`: tokens, sequences, ... of this call on this data-parallel rank
+        With FSDP2 the body makes the passes instead. The value of `as` is a function to call in place of
+        ``loss.backward()``, as often as its attribute `passes` says: the number of microbatches of the rank with
+        the most of them in this call. After a rank's own microbatches the loss may be anything; it does not count.
 
-        With FSDP2 the value of `as` is a function that takes the place of ``loss.backward()``. It is to be called
-        as often as its attribute `passes` says: what the rank with the most microbatches has in this call. After a
-        rank's own microbatches the loss may be any; it counts nothing.
+        Args:
+            num_microbatches: of this call, on this rank; with FSDP2 it may be 0.
+            count: with `expected_count`: tokens, sequences, ... of this call on this data-parallel rank.
+
+        Raises:
+            MisuseError: no step is open, `count` is missing or not expected, or the body did not make exactly one
+                call with `num_microbatches` (with FSDP2: not as many passes as `passes`).
         """
         self._check_open("accumulate()")
         fewest = self._backend.fewest_microbatches
@@ -130,9 +147,20 @@ class TrainStep:
             self._in_call = False
 
     def forward_backward(self, *, num_microbatches: int, count: float | None = None, **arguments: Any) -> Any:
-        """`accumulate` around Megatron's own schedule for this layout, with these keyword arguments; its result.
+        """Call Megatron's own schedule for this layout, within `accumulate`.
 
-        With FSDP2: forward_step_func and data_iterator are as for Megatron; the metrics of each microbatch.
+        Args:
+            num_microbatches: of this call, on this rank; with FSDP2 it may be 0.
+            count: with `expected_count`: tokens, sequences, ... of this call on this data-parallel rank.
+            **arguments: passed on to the schedule, which also gets the model and ``forward_only=False``. With
+                FSDP2 only `forward_step_func` and `data_iterator` are used, with the meaning that they have in
+                Megatron.
+
+        Returns:
+            What the schedule returns; with FSDP2 the list of the metrics of each microbatch.
+
+        Raises:
+            MisuseError: as `accumulate`.
         """
         with self.accumulate(num_microbatches, count):
             return self._backend.forward_backward(num_microbatches, **arguments)
@@ -140,7 +168,13 @@ class TrainStep:
     def finish(self, increment: int | None = None) -> StepResult:
         """Reduce and normalize the gradient, step the optimizer and, if that succeeded, the scheduler.
 
-        increment   by which Megatron's scheduler moves: the samples of this step, over all ranks
+        Args:
+            increment: how far Megatron's scheduler moves: the samples of this step, over all ranks. Not used with
+                torch's.
+
+        Raises:
+            MisuseError: no step is open, or it had no call on a rank that needs one; `increment` is missing; what
+                the gradient is to be divided by is 0; or gradient buffers were freed.
         """
         self._check_open("finish()")
         with self._aborting():
@@ -149,8 +183,16 @@ class TrainStep:
         return result
 
     def reduce(self) -> float:
-        """Reduce and normalize the gradient, and end the step: the optimizer is the caller's to step. What the
-        gradient was divided by, as `StepResult.normalizer`. Gradients stay until the next `begin`."""
+        """Reduce and normalize the gradient and end the step, for callers who step the optimizer themselves.
+
+        Gradients stay until the next `begin`.
+
+        Returns:
+            What the gradient was divided by, as `StepResult.normalizer`.
+
+        Raises:
+            MisuseError: as `finish`, whose `increment` is not needed.
+        """
         self._check_open("reduce()")
         with self._aborting():
             normalizer = self._backend.reduce()
@@ -158,7 +200,7 @@ class TrainStep:
         return normalizer
 
     def abort(self) -> None:
-        """Give the step up: gradients zeroed, nothing stepped. Does nothing where no step is open."""
+        """Drop the step: zero the gradients and step nothing. Does nothing if no step is open."""
         if self._open:
             in_buffers = not self._aside
             self._close("it was aborted")
@@ -166,14 +208,24 @@ class TrainStep:
                 self._backend.abort()
 
     def set_aside(self) -> None:
-        """Stay open, and let another step of the model be: for adapters that take turns in one model, where the
-        caller takes the gradients out of their buffers, and puts them back before `take_up`."""
+        """Stay open, but let another step of the model begin.
+
+        For adapters that take turns in one model: the caller takes the gradients out of their buffers, and puts
+        them back before `take_up`.
+
+        Raises:
+            MisuseError: no step is open.
+        """
         self._check_open("set_aside()")
         _open_steps.leave(self._backend.chunks)
         self._aside = True
 
     def take_up(self) -> None:
-        """Go on after `set_aside`."""
+        """Resume the step after `set_aside`.
+
+        Raises:
+            MisuseError: the step was not set aside, or another step of the model is open.
+        """
         if not self._aside:
             raise MisuseError("take_up() needs a step that was set aside")
         self._take_model("take_up()")
@@ -205,7 +257,7 @@ class TrainStep:
         if not self._open:
             raise MisuseError(f"{what} needs an open step: {self._ended}")
         if self._aside:
-            raise MisuseError(f"{what}: this step was set aside; take_up() before")
+            raise MisuseError(f"{what}: this step was set aside; call take_up() first")
         if self._in_call:
             raise MisuseError(f"{what} within accumulate(): its body is for one call of Megatron's own schedule")
 
@@ -216,18 +268,18 @@ class TrainStep:
 
     def _take_model(self, what: str) -> None:
         if _open_steps.open_step(self._backend.chunks) is not None:
-            raise MisuseError(f"a step of this model is open already; finish() or abort() it before {what}")
+            raise MisuseError(f"a step of this model is open already; call its finish() or abort() before {what}")
         _open_steps.take(self._backend.chunks, self)
 
 
-def _backend_for(model: Any, optimizer: Any, scheduler: Any, options: Options) -> Backend:
+def _backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
     from . import _fsdp2, _megatron
 
     if (chunks := _megatron.chunks_of(model)) is not None:
         return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
     if (chunks := _fsdp2.chunks_of(model)) is not None:
         return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
-    kinds = sorted({type(one).__name__ for one in (model if isinstance(model, (list, tuple)) else [model])})
+    kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
     raise MisuseError(
         f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
         "them, or a module with FSDP2's fully_shard applied"

@@ -1,4 +1,4 @@
-"""Weights pushed to inference engines, and what has to be right around it.
+"""Generation paused while new weights are pushed to inference engines: see `paused_generation`.
 
 async with paused_generation(client):      # `with` where no event loop is running
     await broadcast_weights()

@@ -1,4 +1,4 @@
-"""Calls that a cancellation must not reach, and failures besides the one that is raised."""
+"""Calls that a cancellation must not reach, and failures other than the one that is raised."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ log = logging.getLogger("megapatch")
 
 
 def is_remote(call: Callable[..., object]) -> bool:
-    """Whether it is a Ray actor's method. Of its type: a mock has everything."""
+    """Whether it is a Ray actor's method. Looks at the type, because a mock has every attribute."""
     return callable(getattr(type(call), "remote", None))
 
 
 async def outlast(future: asyncio.Future[Any]) -> BaseException | None:
-    """Wait until it is over; the first cancellation that came meanwhile, and did not reach it.
+    """Wait until the future is done, and return the first cancellation that arrived meanwhile, if any.
 
-    Only what cancels all tasks of the event loop, as asyncio.run() does in the end, cancels it.
+    No such cancellation reaches the future. Only cancelling all tasks of the event loop, as asyncio.run() does at
+    its end, cancels it.
     """
     import asyncio
 
     cancelled: BaseException | None = None
     while not future.done():
         try:
-            await asyncio.wait([future])  # which leaves it alone when we are cancelled
+            await asyncio.wait([future])  # does not cancel the future when we are cancelled
         except asyncio.CancelledError as error:
             cancelled = cancelled or error
     return cancelled
 
 
 def tell_besides(what: str, failure: BaseException, raised: BaseException) -> None:
-    """Of a failure besides the one that is raised: in the log, and in a note."""
+    """Report a failure other than the one that is raised: in the log, and in a note on that one."""
     text = f"{what}: {type(failure).__name__}: {failure}"
     log.error("%s (after %s)", text, type(raised).__name__, exc_info=failure)
     if add_note := getattr(raised, "add_note", None):  # from Python 3.11 on

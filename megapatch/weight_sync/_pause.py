@@ -3,8 +3,8 @@
     async with paused_generation(client):      # `with` where no event loop is running
         await broadcast_weights()
 
-Without a pause, requests in flight are served by a mixture of old and new weights. With one that is not taken
-back after an exception, no request is served ever again.
+Without a pause, requests in flight are served by a mixture of old and new weights. If an exception leaves
+generation paused, no request is ever served again.
 """
 
 from __future__ import annotations
@@ -15,19 +15,16 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import MisuseError
 from ._cancellation import is_remote, outlast, tell_besides
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("megapatch")
 
 PAUSE, RESUME = "pause_generation", "resume_generation"
 EVENT = "generation_paused_event"
-"""What a client that keeps its own record of being paused calls it: it has is_set() and clear()."""
+"""Attribute of clients that record whether they are paused; it has is_set() and clear()."""
 
 _WAYS_TO_PAUSE = (PAUSE, "abort_generation")
 _IN_LOOP = "an event loop is running here, and `with` cannot wait for it: use `async with paused_generation(...)`"
@@ -40,36 +37,44 @@ _warned: set[type] = set()
 
 
 class paused_generation:
-    """Pause generation, run the body (a weight sync), resume generation. To be used once.
+    """Pause generation, run the body (a weight sync), resume generation. Each instance can be used once.
 
-    client         has `pause_generation` and `resume_generation`: coroutine functions, plain functions, or methods
-                   of a Ray actor, whose handle `client` is then
-    pause, resume  other functions to call instead, without arguments. What they return is waited for when it is
-                   awaitable; a list of ObjectRefs is not.
+    The value of `as` is whether generation is paused in the body. It depends on the state on entry:
 
-    The value of `as` is whether generation is paused in the body. What it is on entry decides:
+    running         it is paused, and resumed after the body, however that ends
+    already paused  (the client's `generation_paused_event` is set) it is neither paused nor resumed
+    not pausable    the client or its engines lack the method, or it raises NotImplementedError, which is taken to
+                    mean that nothing was paused: the body still runs, with one warning per class of clients
 
-    running         paused, and resumed after the body, however that ends
-    paused already  neither paused nor resumed: the client's `generation_paused_event` is set
-    not pausable    the client or its engines have no such method, or it raises NotImplementedError, which is taken
-                    to have paused nothing: the body runs all the same, with one warning for each class of clients
+    If pausing fails or is cancelled, the body does not run, and generation is left running. The event is cleared
+    if pausing had set it. A client without an event asks servers, some of which may be paused, so it is asked to
+    resume; this comes too early for a server that has yet to get the request to pause.
 
-    Pausing fails or is cancelled: the body does not run, and generation is left running. An event that was set is
-    cleared; a client without one (it asks servers, and some of them may be paused) is told to resume, which comes
-    too early for a server that is still to get the request to pause.
-    The body fails or is cancelled: an ERROR on the logger "megapatch" says that engines may hold a mixture of old
-    and new weights. Its exception is raised after generation was resumed.
-    Resuming fails: it was attempted once and is not repeated. Its exception is raised; or, when there is already
-    one to raise, it is a note there (from Python 3.11 on) and an ERROR in the log.
+    If the body fails or is cancelled, an ERROR on the logger "megapatch" says that engines may hold a mixture of
+    old and new weights. The exception of the body is raised after generation was resumed.
+
+    If resuming fails, it is not attempted again. Its exception is raised; or, when another is already being
+    raised, it is added to that as a note (from Python 3.11 on) and logged as an ERROR.
+
     Cancellation, however often, does not reach the resume, and is delivered when that is over; a failure of the
-    body is then its `__context__`. Only what cancels all tasks of the event loop while the resume is under way,
-    as asyncio.run() does in the end, cancels that, too; and so does Ctrl-C in a `with`.
+    body is then its `__context__`. Only two things interrupt a resume: the cancellation of all tasks of the event
+    loop, as by asyncio.run() at its end, and Ctrl-C in a `with`.
 
-    `with` blocks: ray.get() waits for Ray, asyncio.run() runs coroutines. That cannot be done where an event loop
-    is running, and raises MisuseError; use `async with` there.
+    `with` blocks: ray.get() waits for Ray, and asyncio.run() runs coroutines. It cannot do that where an event
+    loop is running, and raises MisuseError; use `async with` there.
 
-    Two syncs at once are for the caller to keep apart: the second takes generation as paused, and the first one
+    Callers have to keep two syncs from overlapping: the second one takes generation as paused, and the first one
     resumes it.
+
+    Args:
+        client: has `pause_generation` and `resume_generation`: coroutine functions, plain functions, or methods of
+            a Ray actor, whose handle `client` is then. May be None if both functions are given.
+        pause: called without arguments in place of `client.pause_generation`. An awaitable result is awaited; a
+            list of ObjectRefs is not.
+        resume: called likewise in place of `client.resume_generation`.
+
+    Raises:
+        MisuseError: on entry: it was used before, or `with` would have to wait for a coroutine in an event loop.
     """
 
     def __init__(self, client: object, *, pause: _Call | None = None, resume: _Call | None = None) -> None:
@@ -88,7 +93,7 @@ class paused_generation:
 
     def __enter__(self) -> bool:
         if _loop_is_running() and any(map(inspect.iscoroutinefunction, (self._pause, self._resume))):
-            raise MisuseError(_IN_LOOP)  # before anything is paused that could not be resumed
+            raise MisuseError(_IN_LOOP)  # before pausing what could not be resumed
         return _without_loop(self._enter(_blocking, _blocking_attempt))
 
     def __exit__(
@@ -100,7 +105,7 @@ class paused_generation:
         self, wait: Callable[[_Call], Awaitable[None]], attempt: Callable[[_Call], Awaitable[_Outcome]]
     ) -> bool:
         if self._used:
-            raise MisuseError("paused_generation() was entered before; make a new one for each weight sync")
+            raise MisuseError("paused_generation() was already used; make a new one for each weight sync")
         self._used = True
         if is_paused(self._client):
             return True
@@ -122,14 +127,14 @@ class paused_generation:
 
     async def _exit(self, error: BaseException | None, attempt: Callable[[_Call], Awaitable[_Outcome]]) -> None:
         if error is not None:
-            _tell(error)
+            _log_failed_sync(error)
         if self._to_resume and self._resume is not None:
             await _resume_once(self._resume, error, attempt)
 
 
 @contextlib.contextmanager
 def unmarked_on_failure(client: object) -> Iterator[None]:
-    """Around a pause: when it fails or is cancelled, the event that it has set is cleared."""
+    """Wrap a pause: if it fails or is cancelled, clear the event that it has set."""
     event: Any = getattr(client, EVENT, None)
     ours = event is not None and not event.is_set()
     try:
@@ -142,11 +147,11 @@ def unmarked_on_failure(client: object) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def resumed_on_failure(client: object) -> AsyncIterator[None]:
-    """Around a weight sync whose caller has paused generation and resumes it, though not after an exception."""
+    """Wrap a weight sync whose caller pauses and resumes generation, but does not resume after an exception."""
     try:
         yield
     except BaseException as error:
-        _tell(error)
+        _log_failed_sync(error)
         if getattr(client, EVENT, None) is None or is_paused(client):
             await _resume_once(getattr(client, RESUME), error, _attempt)
         raise
@@ -156,7 +161,7 @@ async def resumed_on_failure(client: object) -> AsyncIterator[None]:
 async def _resume_once(
     resume: _Call, error: BaseException | None, attempt: Callable[[_Call], Awaitable[_Outcome]]
 ) -> None:
-    """Raises a cancellation that came meanwhile, or why it failed when nothing else (`error`) is being raised."""
+    """Resume. Raise a cancellation that arrived meanwhile, or a failure if no `error` is being raised."""
     failure, cancelled = await attempt(resume)
     raised = cancelled or error
     if failure is not None and raised is not None:
@@ -168,8 +173,8 @@ async def _resume_once(
 
 
 async def _attempt(call: _Call) -> _Outcome:
-    """Call it and wait until it is done, cancelled or not: why it failed, and the first cancellation."""
-    import asyncio  # here and below: `import megapatch` needs none
+    """Call it and wait until it is done, cancelled or not. Return its failure and the first cancellation."""
+    import asyncio  # here and below: `import megapatch` must not import it
 
     cancelled: BaseException | None = None
     try:
@@ -203,7 +208,7 @@ async def _awaited(call: _Call) -> None:
 
 
 async def _blocking(call: _Call) -> None:
-    """Awaits nothing: `_without_loop` is to run it."""
+    """Call it and block until it is done. Awaits nothing, so that `_without_loop` can run it."""
     result = _begin(call)
     ray: Any = sys.modules.get("ray")
     if isinstance(result, getattr(ray, "ObjectRef", ())):
@@ -232,23 +237,26 @@ def _loop_is_running() -> bool:
 
 
 def _without_loop(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run one that never waits for an event loop: so `with` and `async with` are the same code."""
+    """Run a coroutine that never waits for an event loop. So `with` and `async with` share their code."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         result: _Result = end.value
         return result
-    raise AssertionError("it waits for an event loop")
+    raise AssertionError("the coroutine waits for an event loop")
 
 
-# ------------------------------------------------------------------------------------------ what is the case
+# ------------------------------------------------------------------------------------------ state and warnings
 def is_paused(client: object) -> bool:
     event: Any = getattr(client, EVENT, None)
     return event is not None and bool(event.is_set())
 
 
 def _cannot_pause(error: BaseException) -> bool:
-    """An AttributeError may be anything; one of an engine's, possibly through Ray, has only its text."""
+    """Whether the error means that the engine cannot pause.
+
+    An AttributeError may have any cause; that of an engine, possibly through Ray, can only be told by its text.
+    """
     if isinstance(error, AttributeError):
         return any(f"no attribute '{name}'" in str(error) for name in _WAYS_TO_PAUSE)
     return isinstance(error, NotImplementedError)
@@ -258,14 +266,14 @@ def _warn(client: object, why: str) -> None:
     if type(client) not in _warned:
         _warned.add(type(client))
         log.warning(
-            "%s cannot pause generation (%s): weights are synced while it goes on, and requests in flight may see "
-            "a mixture of old and new ones",
+            "%s cannot pause generation (%s): weights are synced while it runs, and requests in flight may see a "
+            "mixture of old and new weights",
             type(client).__name__,
             why,
         )
 
 
-def _tell(error: BaseException) -> None:
+def _log_failed_sync(error: BaseException) -> None:
     log.error(
         "a weight sync failed (%s: %s): engines may hold a mixture of old and new weights until one succeeds",
         type(error).__name__,

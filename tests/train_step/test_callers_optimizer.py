@@ -178,10 +178,10 @@ def test_what_is_asserted_on_the_ranks(ranks):
 
 
 MISUSES = (
-    "set_aside(): this step was set aside; take_up() before",
-    "begin(): this step was set aside; take_up() or abort() it before",
-    "finish(): this step was set aside; take_up() before",
-    "a step of this model is open already; finish() or abort() it before take_up()",
+    "set_aside(): this step was set aside; call take_up() first",
+    "begin(): this step was set aside; call take_up() or abort() first",
+    "finish(): this step was set aside; call take_up() first",
+    "a step of this model is open already; call its finish() or abort() before take_up()",
     "take_up() needs a step that was set aside",
 )
 

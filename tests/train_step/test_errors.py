@@ -248,8 +248,8 @@ ERRORS = {
     "finish without a call": "a step needs at least one forward-backward call on this rank",
     "no microbatch": "num_microbatches is 0; expected 1 or more",
     "other number of microbatches": "num_microbatches is 3; the schedule was called with 2",
-    "forward only": "around one call of a schedule, with forward_only=False; found 0 of them",
-    "two schedules": "around one call of a schedule, with forward_only=False; found 2 of them",
+    "forward only": "exactly one call of a schedule, with forward_only=False; it got 0",
+    "two schedules": "exactly one call of a schedule, with forward_only=False; it got 2",
     "call within a call": "accumulate() within accumulate(): its body is for one call",
     "finish within a call": "finish() within accumulate(): its body is for one call",
     "count": "count= goes together with TrainStep(..., expected_count=...)",
@@ -291,7 +291,7 @@ def test_gradient_buffers_that_were_freed_are_seen(ranks, options):
 
 
 OTHERS = {
-    "to save": "saving a checkpoint while a TrainStep of this model is open: finish() or abort() it before",
+    "to save": "saving a checkpoint while a TrainStep of this model is open: call its finish() or abort() first",
     "finished twice": "finish() needs an open step: it was finished",
     "scheduler without increment": "finish() needs increment=",
     "model": "model is Linear; expected Megatron's DistributedDataParallel",
@@ -300,7 +300,7 @@ OTHERS = {
     "expected_count": "expected_count is 0; expected a number above 0",
     "microbatches": "expected_microbatches is 0; expected a number above 0",
     "no count": "this step has an expected_count: each call needs its count=",
-    "count of zero": "the sum of what was counted over all ranks is 0; expected more than 0",
+    "count of zero": "the sum of counts over all ranks is 0; expected more than 0",
 }
 
 

@@ -193,15 +193,15 @@ def test_an_exception_leaves_a_fresh_start(ranks, torch_is, place, earlier):
 
 
 MISUSES = {
-    "too few passes": "the call made 1 backward passes; expected 2, as many as on the rank with the most",
+    "too few passes": "the call made 1 backward passes; expected 2, as many as the rank with the most",
     "too many passes": "the call made 3 backward passes; expected 2",
     "no pass": "the call made 0 backward passes; expected 2",
-    "a rank without data": "a rank has no microbatch where others have, and has had none before",
+    "a rank without data": "a rank has no microbatches in this call, unlike others, and has never had any",
     "no microbatch": "the sum of microbatches over all ranks is 0; expected more than 0",
     "no call": "the sum of microbatches over all ranks is 0; expected more than 0",
     "three values": "the loss function returned 3 values; with FSDP2 expected (loss, metrics)",
     "no gradient": "no parameter of the optimizer has a gradient",
-    "several factors": "gradients are divided by several numbers: [2, 2.5]; expected one for all modules",
+    "several factors": "gradients are divided by several numbers: 2, 2.5; expected one for all modules",
 }
 
 

@@ -60,16 +60,16 @@ def test_what_was_given_stays_as_it_was():
 @pytest.mark.parametrize(
     ("metrics", "options", "message"),
     [
-        ({"loss": 1.0}, {"loss": "words"}, "loss is 'words'; expected 'tokens' or 'sequences'"),
+        ({"loss": 1.0}, {"loss": "words"}, 'loss is "words"; expected "tokens" or "sequences"'),
         (
             {"a": 1.0},
             {"kinds": {"a": "word"}},
-            "the kind of a is 'word'; expected one of tokens, sequences, loss, none",
+            'the kind of a is "word"; expected one of tokens, sequences, loss, none',
         ),
-        ({"probs_ratio": 1.0}, {"tokens": 0}, "probs_ratio is to be divided by 0 tokens"),
-        ({"loss": 1.0}, {"sequences": 0, "loss": "sequences"}, "loss is to be divided by 0 sequences"),
-        ({"loss": 1.0}, {"tokens": float("nan")}, "loss is to be divided by nan tokens"),
-        ({"loss": 1.0}, {"tokens": -1}, "loss is to be divided by -1 tokens"),
+        ({"probs_ratio": 1.0}, {"tokens": 0}, "probs_ratio cannot be divided by 0 tokens"),
+        ({"loss": 1.0}, {"sequences": 0, "loss": "sequences"}, "loss cannot be divided by 0 sequences"),
+        ({"loss": 1.0}, {"tokens": float("nan")}, "loss cannot be divided by nan tokens"),
+        ({"loss": 1.0}, {"tokens": -1}, "loss cannot be divided by -1 tokens"),
     ],
 )
 def test_misuse(metrics, options, message):

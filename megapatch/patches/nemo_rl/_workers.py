@@ -18,25 +18,25 @@ DTENSOR_WORKERS = {
     "nemo_rl.models.policy.dtensor_policy_worker": "DTensorPolicyWorker",
     "nemo_rl.models.policy.dtensor_policy_worker_v2": "DTensorPolicyWorkerV2",
 }
-"""By module, the name of the actor class. Up to v0.4.0 modules were elsewhere."""
+"""The name of the actor class, by module. Up to v0.4.0 the modules were elsewhere."""
 TQ_MODULE = "nemo_rl.models.policy.tq_policy"
 TWINS = ("context_parallel", "tensor_parallel", "pipeline_parallel")
-"""Along these axes workers hold the same slice of a batch."""
+"""Along these axes workers hold the same part of a batch."""
 STATE = "_train_step_state"
-"""Of a worker: not None while a train step in slices is open, NeMo-RL main's own or ours."""
+"""Attribute of a worker: not None while a split train step is open, NeMo-RL main's own or ours."""
 
 
 def split_step_of(worker: str, methods: str) -> dict[str, str]:
-    """What a site adds to a class: the four calls, of which the first is each kind of worker's own.
+    """Return what a site adds to a worker class: the four calls of a split train step.
 
-    methods: the module of this package that has it.
+    methods: the module of `_split_step` with the first call, which each kind of worker has of its own.
     """
     shared = ("train_microbatch", "finish_train_step", "abort_train_step")
     return {**methods_of(worker, methods, "begin_train_step"), **methods_of(worker, "worker", *shared)}
 
 
 def methods_of(cls: str, module: str, *names: str) -> dict[str, str]:
-    """What a site adds to a class: functions of a module of this package, by their names."""
+    """Return what a site adds to a class: functions of a module of `_split_step`, by their names."""
     return {f"{cls}.{name}": f"{__package__}._split_step.{module}:{name}" for name in names}
 
 
@@ -45,7 +45,7 @@ def is_open(worker: Any) -> bool:
 
 
 def no_worker(module: ModuleType, actor: str = ACTOR) -> Verdict:
-    """The verdict where the worker is not what it is from v0.6.0 on."""
+    """Return the verdict on a worker that is not what it is from v0.6.0 on."""
     if not hasattr(module, actor):
         return Verdict(ABSENT, f"this version has no {actor}Impl")
     trains = " and trains with a fork of Megatron" if actor == ACTOR else ""
@@ -53,24 +53,26 @@ def no_worker(module: ModuleType, actor: str = ACTOR) -> Verdict:
 
 
 def has_own(cls: type, method: str) -> bool:
-    """Whether the class has the method without us. Ours are functions of another package."""
+    """Whether the class has the method without us. Ours are functions of megapatch."""
     found = vars(cls).get(method)
     return found is not None and not unpatched(found).__module__.startswith("megapatch.")
 
 
 def has_own_split_step(worker: type) -> bool:
-    """As on main."""
+    """Whether the worker has a split train step without us, as on main."""
     return has_own(worker, "begin_train_step")
 
 
 def names_in(worker: type, method: str) -> set[str]:
-    """What a method's own code mentions: attributes, globals. Decorators of NeMo-RL keep the function in a closure
-    and do not say so."""
+    """Return the attributes and globals that a method's own code mentions.
+
+    Looks into closures: that is where NeMo-RL's decorators keep the function, without a ``__wrapped__``.
+    """
     return {name for code in _codes(vars(worker).get(method)) for name in code.co_names}
 
 
 def takes(method: Any, parameter: str) -> bool:
-    """Whether the method, below such a decorator, has a parameter of the name."""
+    """Whether the method, seen through such decorators, has a parameter of that name."""
     return any(
         parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] for code in _codes(method)
     )

@@ -1,11 +1,11 @@
 """After abort_train_step() the worker can train again.
 
-Symptom   a step in slices was interrupted and aborted; the next one dies with "UnboundLocalError: losses_reduced",
-          for Megatron's rerun state machine takes its forward pass for the end of the interrupted one.
-Upstream  NVIDIA-NeMo/RL#2683 brought it, no issue of its own is known; main at 7ea279abf has it.
-Seam      abort_train_step: the machine is put back before the step.
-Limits    what train() leaves after an exception is not looked at: it opens no step.
-Cost      none: nothing calls it in a run that goes well.
+Symptom   a split step was interrupted and aborted; the next step dies with "UnboundLocalError: losses_reduced",
+          because Megatron's rerun state machine takes its forward pass for the end of the interrupted one.
+Upstream  NVIDIA-NeMo/RL#2683 introduced it; no issue of its own is known. Main at 7ea279abf has it.
+Seam      abort_train_step: the machine is rewound to its state before the step.
+Limits    not covered: what train() leaves behind after an exception. It opens no step.
+Cost      none: nothing calls abort_train_step in a run that goes well.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from ._workers import MODULE, WORKER, has_own_split_step, is_open, names_in, no_
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """What the real method mentions."""
+    """Look at what the real method mentions."""
     worker = getattr(module, WORKER, None)
     if worker is None:
         return no_worker(module)
     if not has_own_split_step(worker):
         return Verdict(ABSENT, "this version has no abort_train_step of its own")
     if any("rerun" in name.lower() for name in names_in(worker, "abort_train_step")):
-        return Verdict(FIXED, "abort_train_step knows of the rerun state machine")
+        return Verdict(FIXED, "abort_train_step mentions the rerun state machine")
     missing = missing_attributes(f"{module.__name__}:{WORKER}", "abort_train_step")
-    return lacking(missing) if missing else Verdict(NEEDED, "abort_train_step leaves the rerun state machine")
+    if missing:
+        return lacking(missing)
+    return Verdict(NEEDED, "abort_train_step does not reset the rerun state machine")
 
 
 def with_machine_at_rest(abort_train_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
-"""After the first step in slices parameters are gathered before each forward pass, as after train().
+"""After the first split step parameters are gathered before each forward pass, as after train().
 
 Symptom   with overlap_param_gather (NeMo-RL's default) ranks train on from parameters that were never gathered:
-          they drift apart, silently. Measured on main at 7ea279abf, tiny model, two steps: 9e-3 to 2e-2.
+          they silently drift apart. Measured on main at 7ea279abf, tiny model, two steps: 9e-3 to 2e-2.
 Upstream  NVIDIA-NeMo/RL#3773. From v0.7.0 on hooks are off until the first step; train() puts them back after it,
-          main's finish_train_step does not.
+          but main's finish_train_step does not.
 Seam      finish_train_step: hooks and param_sync_func are put back once it has returned.
-Limits    also after a first step that was skipped for an overflow, when nothing was there to be gathered.
+Limits    they are put back even if the first step was skipped for an overflow, when there is nothing to gather.
 Numbers   change: to those of train().
 Cost      none: gathers overlap with the forward pass, as they were meant to.
 """
@@ -28,7 +28,7 @@ SAVED = "_first_train_step_param_sync_func"
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Which of the real methods mention that hooks are off."""
+    """Look at which of the real methods mention that hooks are off."""
     worker = getattr(module, WORKER, None)
     if worker is None:
         return no_worker(module)
@@ -47,7 +47,7 @@ def diagnose(module: ModuleType) -> Verdict:
 
 
 def put_hooks_back(worker: Any) -> None:
-    """As train() does after the first step; does nothing where hooks are on, or were never there."""
+    """Put the hooks back as train() does after the first step. Does nothing if they are on, or never existed."""
     if getattr(worker, OFF, False):
         worker.enable_forward_pre_hook()
         sys.modules[MODULE].get_model_config(worker.model).param_sync_func = getattr(worker, SAVED)
@@ -58,9 +58,9 @@ def put_hooks_back(worker: Any) -> None:
 def with_hooks_after(finish_train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_train_step)
     def patched_finish_train_step(self: Any) -> Any:
-        told = finish_train_step(self)
+        result = finish_train_step(self)
         put_hooks_back(self)
-        return told
+        return result
 
     return patched_finish_train_step
 

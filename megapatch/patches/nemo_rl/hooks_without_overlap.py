@@ -2,13 +2,13 @@
 
 Symptom   with several pipeline stages and overlap_grad_reduce off, Megatron's schedules start a reduce on every
           stage but the first (with virtual stages on every one), and Megatron's finalize_model_grads reduces
-          again. NeMo-RL sums gradients over data-parallel ranks: these are too large by the number of ranks, or,
-          with the distributed optimizer, partly reduced twice. All silently.
+          again. NeMo-RL sums gradients over data-parallel ranks: they are silently too large by the number of
+          ranks or, with the distributed optimizer, partly reduced twice.
 Upstream  fixed by NVIDIA-NeMo/Megatron-Bridge#611, in all of Bridge's wheels that we know (0.3.0 and later).
           NeMo-RL 0.4.0 pins an earlier commit, and 0.3 has the same function from nemo.tron.
 Seam      the module function, rebound where NeMo-RL's worker holds it by name. It sets the model config's
-          no_sync_func and grad_sync_func whatever the setting; where there is no overlap, they are put back to
-          what they were before the call, as upstream leaves them now.
+          no_sync_func and grad_sync_func whatever the setting; without overlap, they are put back to what they
+          were before the call, which is how upstream leaves them now.
 Limits    a model that was set up before the patch keeps its hooks. A custom no_sync_func stays.
 Numbers   change on the stages that reduced twice, and so does the gradient's norm.
 Cost      once a model.
@@ -32,7 +32,7 @@ DDP = "DistributedDataParallel"
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Call the real function with an empty DDP, for settings without any overlap, and look at its hooks."""
+    """Call the real function with an empty DDP and settings without any overlap, and look at the hooks it sets."""
     if not hasattr(module, UPDATE):
         return Verdict(ABSENT, f"this version has no {UPDATE}()")
     missing = [

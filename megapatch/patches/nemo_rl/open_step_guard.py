@@ -1,12 +1,12 @@
-"""What would lose the gradients of an open train step is refused.
+"""Calls that would lose the gradients of an open train step are refused.
 
 Symptom   between begin_train_step and finish_train_step the worker prepares for log-probabilities, offloads, or
-          trains: gradients of earlier slices are freed or zeroed, silently, and the step goes on with the rest
-          (its grad_norm halves, with two slices). A checkpoint saved there lacks them.
-Upstream  NVIDIA-NeMo/RL#3660 gave prepare_for_lp_inference its keep_train_buffers on main; nothing keeps callers
-          from leaving it out, and the other methods have no such thing.
+          trains: gradients of earlier calls are silently freed or zeroed, and the step continues with the rest
+          (its grad_norm halves, with two calls). A checkpoint saved there lacks them.
+Upstream  NVIDIA-NeMo/RL#3660 added keep_train_buffers to prepare_for_lp_inference on main; nothing keeps callers
+          from leaving it out, and the other methods have nothing like it.
 Seam      the methods of the Megatron worker and of DTensor's: a MisuseError (a RuntimeError) that says what to do.
-          prepare_for_lp_inference takes keep_train_buffers in releases that do not know it, too.
+          prepare_for_lp_inference takes keep_train_buffers in releases that lack it, too.
 Limits    use_reference_model, which main's own controller needs in an open step, is refused only where weights and
           gradients share a buffer (MXFP8 with overlap_param_gather); elsewhere gradients stay, as the tests show.
           DTensor's workers lose none when they offload, so only train() and save_checkpoint() are refused there.
@@ -31,12 +31,12 @@ from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, na
 LOGPROBS, REFERENCE = "prepare_for_lp_inference", "use_reference_model"
 ALWAYS = {"save_checkpoint": "would leave out", "train": "would zero"}
 LOSING = {**ALWAYS, "offload_before_refit": "would free", "offload_after_refit": "would free"}
-"""Methods, and what they do to the gradients of an open step: of DTensor's workers, and of Megatron's."""
-BEFORE = "call finish_train_step() or abort_train_step() before"
+"""Methods, and what they do to the gradients of an open step. ALWAYS: in both workers; LOSING: in Megatron's."""
+FIRST = "call finish_train_step() or abort_train_step() first"
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Which of the real methods mention an open step."""
+    """Look at which of the real methods mention an open step."""
     return _verdict(module, ACTOR, (LOGPROBS, *LOSING), (REFERENCE, "move_model"))
 
 
@@ -61,7 +61,7 @@ def refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def patched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if is_open(self):
-            raise MisuseError(f"{name}() {LOSING[name]} the gradients of the open train step: {BEFORE}")
+            raise MisuseError(f"{name}() {LOSING[name]} the gradients of the open train step: {FIRST}")
         return method(self, *args, **kwargs)
 
     return patched_method
@@ -74,14 +74,14 @@ def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool 
         if frees and is_open(self) and not keep_train_buffers:
             raise MisuseError(
                 f"{LOGPROBS}() would free the gradients of the open train step: "
-                f"pass keep_train_buffers=True, or {BEFORE}"
+                f"pass keep_train_buffers=True, or {FIRST}"
             )
         if knows:
             return prepare_for_lp_inference(self, keep_train_buffers=keep_train_buffers)
         with _freeing_nothing(self) if keep_train_buffers else contextlib.nullcontext():
             return prepare_for_lp_inference(self)
 
-    # Neither __wrapped__ nor what Ray has noted in __dict__: it would take the original's parameters for ours.
+    # Without __wrapped__, and without Ray's notes in __dict__: with them it would take the original's parameters.
     patched_prepare_for_lp_inference.__module__, patched_prepare_for_lp_inference.__doc__ = (
         prepare_for_lp_inference.__module__,
         prepare_for_lp_inference.__doc__,
@@ -92,7 +92,7 @@ def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool 
 
 
 def _freeing_nothing(worker: Any) -> contextlib.AbstractContextManager[None]:
-    """Neither gradients nor the optimizer's state go to the CPU. (DTensor's workers have no move_model.)"""
+    """Keep gradients and the optimizer's state off the CPU for now. (DTensor's workers have no move_model.)"""
     move_model = getattr(worker, "move_model", None)
 
     def to_gpu_alone(model: Any, device: str, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def where_gradients_stay(use_reference_model: Callable[..., Any]) -> Callable[..
     def patched_use_reference_model(self: Any) -> Any:
         share_a_buffer = getattr(self, "_uses_mxfp8_overlap_shared_param_buffer", bool)
         if is_open(self) and share_a_buffer():
-            raise MisuseError(f"{REFERENCE}() would overwrite the gradients of the open train step: {BEFORE}")
+            raise MisuseError(f"{REFERENCE}() would overwrite the gradients of the open train step: {FIRST}")
         return use_reference_model(self)
 
     return patched_use_reference_model

@@ -1,14 +1,14 @@
-"""NeMo-RL's Megatron worker can be given its batch in slices.
+"""NeMo-RL's Megatron worker can split a train step over several calls.
 
 Symptom   AttributeError: an asynchronous controller that trains on rollouts as they arrive calls begin_train_step,
-          train_microbatch, finish_train_step and abort_train_step, and no release has them.
+          train_microbatch, finish_train_step and abort_train_step, which no release has.
 Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 and in no release up to v0.7.0.
-Seam      adds the four to MegatronPolicyWorkerImpl, made of `TrainStep` and of the worker module's own functions,
-          with main's signatures and the keys that main returns. train() is untouched. Then the actor class is made
-          again: Ray has captured the class, and knows of no method that came later.
+Seam      adds the four to MegatronPolicyWorkerImpl, built from `TrainStep` and the worker module's own functions,
+          with main's signatures and the keys that main returns. train() is untouched. Then the actor class is
+          rebuilt: Ray has captured the class, and does not see methods that came later.
 Limits    v0.6.0 and v0.7.0; before, NeMo-RL trains with a fork of Megatron. Refused: router replay, and a loss by
           sequences in a model with a router's or multi-token prediction's losses, which are divided by tokens (a
-          router's too, which v0.6.0's train() divides by nothing). No mtp grad_norm. A step in which nothing
+          router's too, which v0.6.0's train() does not divide). No mtp grad_norm. A step in which nothing
           counts on any rank leaves parameters as they are. After an exception the step is over:
           abort_train_step() does nothing then.
 Cost      one all-reduce of two counts and one of a number a step, at its end.
@@ -36,14 +36,14 @@ CALLED = (
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Look at the class and its module: which of their names train() calls."""
+    """Look at the class, and at its module for the names that train() calls."""
     worker = getattr(module, WORKER, None)
     if worker is None:
         return no_worker(module)
     if has_own_split_step(worker):
         return Verdict(FIXED, f"{WORKER} has begin_train_step")
     missing = missing_attributes(f"{module.__name__}:", ACTOR, *CALLED)
-    return lacking(missing) if missing else Verdict(NEEDED, f"{WORKER} has train() alone")
+    return lacking(missing) if missing else Verdict(NEEDED, f"{WORKER} has only train()")
 
 
 PATCH = Patch(

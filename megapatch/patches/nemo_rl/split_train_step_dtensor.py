@@ -1,16 +1,16 @@
-"""NeMo-RL's DTensor workers can be given their batch in slices.
+"""NeMo-RL's DTensor workers can split a train step over several calls.
 
 Symptom   AttributeError: an asynchronous controller that trains on rollouts as they arrive calls begin_train_step,
-          train_microbatch, finish_train_step and abort_train_step, and no release has them. On main the Megatron
-          worker has them alone.
+          train_microbatch, finish_train_step and abort_train_step, which no release has. On main only the Megatron
+          worker has them.
 Upstream  NVIDIA-NeMo/RL#2692, #2831: neither was merged.
-Seam      adds the four to DTensorPolicyWorkerImpl and DTensorPolicyWorkerV2Impl. Each slice, and the end of the
-          step, is done by the worker's own train(), which is untouched, and `TrainStep` keeps the sum. Ranks with
-          fewer microbatches make passes that do not count. Then Ray's actor classes are made again.
+Seam      adds the four to DTensorPolicyWorkerImpl and DTensorPolicyWorkerV2Impl. The worker's own train(), which
+          is untouched, does each call and the end of the step, and `TrainStep` keeps the sum. Ranks with
+          fewer microbatches make passes that do not count. Then Ray's actor classes are rebuilt.
 Limits    v0.6.0, v0.7.0 and main, where all ranks are data or context parallel: begin_train_step() refuses tensor
           and expert parallel models. No cross-tokenizer distillation. A step in which nothing counts on any rank
           leaves parameters as they are. After an exception the step is over: abort_train_step() does nothing then.
-Cost      of train() itself: none. A slice works out a gradient norm that nobody reads, and empties CUDA's cache.
+Cost      of train() itself: none. Each call computes a gradient norm that nobody reads, and empties CUDA's cache.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def diagnose(module: ModuleType) -> Verdict:
     if has_own_split_step(worker):
         return Verdict(FIXED, f"{worker.__name__} has begin_train_step")
     mentioned = names_in(worker, "train")
-    missing = [f"{name!r} in {worker.__name__}.train" for name in OF_TRAIN if name not in mentioned]
+    missing = [f"{name} in {worker.__name__}.train" for name in OF_TRAIN if name not in mentioned]
     missing += missing_attributes(f"{module.__name__}:", actor, "BatchedDataDict")
     missing += missing or missing_attributes(f"{module.__name__}:BatchedDataDict", *OF_DATA)
-    return lacking(missing) if missing else Verdict(NEEDED, f"{worker.__name__} has train() alone")
+    return lacking(missing) if missing else Verdict(NEEDED, f"{worker.__name__} has only train()")
 
 
 def site(module: str, actor: str) -> Site:

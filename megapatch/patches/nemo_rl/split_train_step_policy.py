@@ -1,18 +1,19 @@
-"""NeMo-RL's policies train a batch in slices.
+"""NeMo-RL's policies can split a train step over several calls.
 
 Symptom   AttributeError: an asynchronous controller drives a Policy (a TQPolicy where there is a data plane), and
-          these know train() alone; nobody calls what `nemo_rl.split-train-step` gives their workers.
+          these have only train(); nobody calls what `nemo_rl.split-train-step` gives their workers.
 Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 for TQPolicy, and in no release up to v0.7.0;
           prepare_logprobs_from_meta is of a draft of #2700, prepare_for_lp_inference(keep_train_buffers) of #3660.
-Seam      adds to both classes begin_train_step, finish_train_step and abort_train_step, and what trains a slice:
-          train_microbatches(data) to Policy, which is to train_microbatches_from_meta(meta) as train() is to
-          train_from_meta(); the data plane's workers get the entry points that main's TQPolicy calls. Metrics are
-          of one worker for each data-parallel rank, by the worker group's own output_is_replicated, as in train().
-          prepare_for_lp_inference() passes keep_train_buffers on where it is true.
-Limits    v0.6.0 and v0.7.0. Unless sequences are packed, or batched
-          dynamically, a slice must have the same number of whole microbatches for each data-parallel rank.
-          As on main, finish_train_step() tells no theoretical_tflops, and an exception closes no worker's step but
-          that of who raised it: call abort_train_step().
+Seam      adds to both classes begin_train_step, finish_train_step and abort_train_step, and a method to train on
+          part of the batch: train_microbatches(data) to Policy, which is to train_microbatches_from_meta(meta) as
+          train() is to train_from_meta(); the data plane's workers get the entry points that main's TQPolicy
+          calls. Metrics are of one worker for each data-parallel rank, by the worker group's own
+          output_is_replicated, as in train(). prepare_for_lp_inference() passes keep_train_buffers on if it is
+          true.
+Limits    v0.6.0 and v0.7.0. Unless sequences are packed or batched dynamically, the data of a call must have the
+          same number of whole microbatches for each data-parallel rank. As on main, finish_train_step() returns no
+          theoretical_tflops, and an exception closes only the step of the worker that raised it: call
+          abort_train_step().
 Cost      none where nobody calls these.
 """
 
@@ -45,18 +46,18 @@ STEP = ("begin_train_step", "finish_train_step", "abort_train_step")
 
 
 def diagnose_policy(module: ModuleType) -> Verdict:
-    """Look at Policy: what its train() takes, and what its __init__ makes."""
+    """Look at what Policy.train() takes, and at what Policy.__init__() makes."""
     path = f"{module.__name__}:{POLICY}"
     found = _settled(module, POLICY, "begin_train_step")
     if found is not None:
         return found
     if not missing_parameters(f"{path}.prepare_for_lp_inference", "keep_train_buffers"):
-        return Verdict(FIXED, f"{POLICY} is one of a NeMo-RL that has its split train step in {TQ_POLICY}")
+        return Verdict(FIXED, f"this NeMo-RL has its split train step in {TQ_POLICY}, not in {POLICY}")
     missing = missing_parameters(f"{path}.train", "data", "loss_fn", "gbs", "mbs")
     if not missing and missing_parameters(f"{path}.train", "timer"):
         return Verdict(UNSUPPORTED, "train() takes no timer: up to v0.5.0 NeMo-RL trains with a fork of Megatron")
     missing += missing_names(f"{path}.__init__", *OF_POLICY)
-    missing += [] if missing or _knows_twins(module) else [f"{TWINS} in {path}.train"]
+    missing += [] if missing or _knows_twins(module) else [f"the axes {', '.join(TWINS)} in {path}.train"]
     missing += missing_attributes(path, "prepare_for_lp_inference", "run_all_workers_single_data")
     missing += missing_parameters(
         f"{module.__name__}:RayWorkerGroup.run_all_workers_sharded_data",
@@ -65,7 +66,7 @@ def diagnose_policy(module: ModuleType) -> Verdict:
         "output_is_replicated",
         "common_kwargs",
     )
-    return lacking(missing) if missing else Verdict(NEEDED, f"{POLICY} has train() alone")
+    return lacking(missing) if missing else Verdict(NEEDED, f"{POLICY} has only train()")
 
 
 def diagnose_tq_policy(module: ModuleType) -> Verdict:
@@ -87,7 +88,7 @@ def diagnose_tq_policy(module: ModuleType) -> Verdict:
         "sequence_packing_args",
         "dynamic_batching_args",
     )
-    return lacking(missing) if missing else Verdict(NEEDED, f"{TQ_POLICY} has train_from_meta() alone")
+    return lacking(missing) if missing else Verdict(NEEDED, f"{TQ_POLICY} has only train_from_meta()")
 
 
 def diagnose_mixin(module: ModuleType) -> Verdict:
@@ -97,17 +98,17 @@ def diagnose_mixin(module: ModuleType) -> Verdict:
         return found
     names = ("_fetch", "_attach_or_repack_pack_metadata", "_is_replica_leader")
     missing = missing_attributes(f"{module.__name__}:{MIXIN}", *names)
-    return lacking(missing) if missing else Verdict(NEEDED, f"{MIXIN} has train_presharded() alone")
+    return lacking(missing) if missing else Verdict(NEEDED, f"{MIXIN} has only train_presharded()")
 
 
 def _knows_twins(module: ModuleType) -> bool:
-    """Whether train() drops the answers of the axes that we know, and of no others."""
+    """Whether train() drops the answers along the axes that we know, and along no others."""
     code = unpatched(getattr(module, POLICY).train).__code__
     return any(isinstance(constant, tuple) and set(constant) == set(TWINS) for constant in code.co_consts)
 
 
 def _settled(module: ModuleType, name: str, method: str) -> Verdict | None:
-    """The verdict where the class is not there, or has the method without us."""
+    """Return the verdict if the class is missing, or has the method without us."""
     cls = getattr(module, name, None)
     if cls is None:
         return Verdict(ABSENT, f"this version has no {name}")
@@ -117,7 +118,7 @@ def _settled(module: ModuleType, name: str, method: str) -> Verdict | None:
 
 
 def keeping_train_buffers(prepare_for_lp_inference: Callable[..., None]) -> Callable[..., None]:
-    """The original tells workers nothing, whatever it is told."""
+    """Pass keep_train_buffers on to the workers, which the original never does."""
 
     @functools.wraps(prepare_for_lp_inference)
     def patched_prepare_for_lp_inference(

@@ -1,20 +1,20 @@
-"""NeMo-RL's weight synchronizers can be told the version of the weights that they sync.
+"""NeMo-RL's weight synchronizers take the version of the weights that they sync.
 
 Symptom   TypeError: a controller that does `await synchronizer.sync_weights(version)`, as NeMo-RL's first
-          SingleController does, calls a plain function that takes no version and returns nothing to wait for.
+          SingleController does, calls a plain function that takes no version and returns nothing to await.
 Upstream  NVIDIA-NeMo/RL#3266 has changed the controller. On main from 2026-07-14 to 07-25 it does not fit the
           synchronizers; no release has it. v0.7.0 and main have the same synchronizers, for controllers that
           were written like it.
 Seam      adds __getattribute__ to WeightSynchronizer: every transport has a sync_weights() of its own, and users
-          may have more. What an object has by that name takes a version, too, by position or as `version`. After
-          a sync that succeeded, set_weight_version() of the synchronizer's generation is called with it, where
-          there is one: a plain method, or that of a Ray actor. Where an event loop is running the result is a
+          may have more. The method that an object has by that name takes a version, too, by position or as
+          `version`. After a sync that succeeded, set_weight_version() of the synchronizer's generation is called
+          with it, if there is one: a plain method, or that of a Ray actor. In an event loop the result is a
           coroutine, and the sync runs in a thread, as main's controller has it now; elsewhere it is the original's
-          result. Calls without a version, and synchronizers that take one themselves, are left alone.
-Limits    in an event loop nothing is synced before the coroutine is awaited. What fails in set_weight_version()
-          is raised, as in main: the samples that follow would bear an old version.
-          No generation of NeMo-RL's has that method, and its RolloutManager, which has, is not known to the
-          synchronizer: a WARNING says once that the version goes nowhere. The controller can pass it on with
+          result. Calls without a version, and synchronizers that take one themselves, are left as they are.
+Limits    in an event loop nothing is synced before the coroutine is awaited. An exception of set_weight_version()
+          is raised, as on main: the samples that follow would bear an old version.
+          No generation of NeMo-RL's has that method. Its RolloutManager has, but the synchronizer does not know
+          it: a WARNING says once that the version goes nowhere. The controller can pass it on with
           `generation.set_weight_version = rollout_manager.set_weight_version`.
 Numbers   stay: with a version there was a TypeError.
 Cost      a microsecond for each attribute of a synchronizer.
@@ -43,7 +43,7 @@ _warned: set[type] = set()
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Read the signature: running it needs a policy and engines."""
+    """Read the signature, as running it needs a policy and engines."""
     synchronizer = getattr(module, SYNCHRONIZER, None)
     if synchronizer is None:
         return Verdict(ABSENT, f"this version has no {SYNCHRONIZER}")
@@ -60,6 +60,7 @@ def diagnose(module: ModuleType) -> Verdict:
 
 
 def looked_up(self: Any, name: str) -> Any:
+    """Look up an attribute; sync_weights() accepts a version."""
     found = object.__getattribute__(self, name)
     if name == SYNC and isinstance(found, MethodType):
         return accepting_version(found)
@@ -72,14 +73,14 @@ def accepting_version(sync: MethodType) -> Callable[..., Any]:
         version, others = _version_in(args, kwargs)
         if version is None or _accepts(sync, args, kwargs):
             return sync(*args, **kwargs)
-        call = functools.partial(_sync_and_tell, sync, version, others)
+        call = functools.partial(_sync_and_set_version, sync, version, others)
         return _in_thread(call) if _loop_is_running() else call()
 
     return patched_sync
 
 
 def _version_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The version, or None where the call has none that could be meant, and the keywords without it."""
+    """Return the version, or None if no argument can be one, and the keywords without it."""
     import numbers
 
     others = dict(kwargs)
@@ -97,16 +98,16 @@ def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     return True
 
 
-def _sync_and_tell(sync: MethodType, version: Any, kwargs: Mapping[str, Any]) -> Any:
+def _sync_and_set_version(sync: MethodType, version: Any, kwargs: Mapping[str, Any]) -> Any:
     result = sync(**kwargs)
     generation = getattr(sync.__self__, "_generation", sync.__self__)
-    tell = getattr(generation, SETTER, None)
-    if tell is None:
+    set_version = getattr(generation, SETTER, None)
+    if set_version is None:
         _warn(type(generation))
-    elif hasattr(tell, "remote"):
-        sys.modules["ray"].get(tell.remote(version))
+    elif hasattr(set_version, "remote"):
+        sys.modules["ray"].get(set_version.remote(version))
     else:
-        tell(version)
+        set_version(version)
     return result
 
 
@@ -115,7 +116,7 @@ def _warn(kind: type) -> None:
         _warned.add(kind)
         log.warning(
             "%s() was given a version, and %s has no %s(): samples bear the new version only if the controller "
-            "tells it to what makes them, such as NeMo-RL's RolloutManager",
+            "passes it on to what makes them, such as NeMo-RL's RolloutManager",
             SYNC,
             kind.__name__,
             SETTER,

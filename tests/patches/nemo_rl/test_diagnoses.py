@@ -96,14 +96,14 @@ def module(cls=None, *without):
 
 SPLIT, HOOK, ABORT, GUARD = split_train_step, forward_pre_hook_after_split, abort_resets_rerun, open_step_guard
 CASES = [
-    (SPLIT, Release, NEEDED, "has train() alone"),
+    (SPLIT, Release, NEEDED, "has only train()"),
     (SPLIT, Main, FIXED, "has begin_train_step"),
     (HOOK, Release, ABSENT, "no finish_train_step of its own"),
     (HOOK, Main, NEEDED, "leaves the hooks off"),
     (HOOK, KnowsHooks, FIXED, "puts the hooks back"),
     (ABORT, Release, ABSENT, "no abort_train_step of its own"),
-    (ABORT, Main, NEEDED, "leaves the rerun state machine"),
-    (ABORT, Resets, FIXED, "knows of the rerun state machine"),
+    (ABORT, Main, NEEDED, "does not reset the rerun state machine"),
+    (ABORT, Resets, FIXED, "mentions the rerun state machine"),
     (
         GUARD,
         Release,
@@ -163,11 +163,11 @@ def codes(function):
 
 
 def functions():
-    for info in pkgutil.iter_modules(megapatch.patches.nemo_rl.__path__):
-        one = importlib.import_module(f"megapatch.patches.nemo_rl.{info.name}")
-        for value in vars(one).values():
+    for info in pkgutil.walk_packages(megapatch.patches.nemo_rl.__path__, "megapatch.patches.nemo_rl."):
+        found = importlib.import_module(info.name)
+        for value in vars(found).values():
             for function in [value, *vars(value).values()] if isinstance(value, type) else [value]:
-                if isinstance(function, FunctionType) and function.__module__ == one.__name__:
+                if isinstance(function, FunctionType) and function.__module__ == found.__name__:
                     yield function
 
 

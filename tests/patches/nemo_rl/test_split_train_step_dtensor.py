@@ -352,12 +352,12 @@ def test_says_what_is_called_wrongly(faulty_ranks, worker):
         "train() within": "train() would zero the gradients of the open train step",
         "a checkpoint within": "save_checkpoint() would leave out the gradients",
         "finish of nothing": "the step had no train_microbatch()",
-        "an empty rank": "a rank has no sample in this slice",
+        "an empty rank": "a rank has no samples in this call",
         "no sample_mask": "the data has no sample_mask",
         "positive": "positive_example_nll_weight",
         "no bins": "expected what shard_by_batch_size() makes",
-        "gradients dropped": "train() has dropped the gradients before the optimizer's step",
-        "no optimizer step": "train() without data has made no optimizer step",
+        "gradients dropped": "train() dropped the gradients before the optimizer's step",
+        "no optimizer step": "train() without data did not step the optimizer",
         "tensor parallel": "with FSDP2 all ranks have to be data parallel",
     }
     for found in faulty_ranks:
@@ -445,4 +445,4 @@ def test_says_what_it_found(described):
     }
     for name in WORKERS:
         assert {what: verdict.kind for what, verdict in found[name].items()} == expected
-        assert "'zero_grad' in Strange.train" in found[name]["strange"].reason
+        assert "zero_grad in Strange.train" in found[name]["strange"].reason

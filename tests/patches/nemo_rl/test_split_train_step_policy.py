@@ -165,7 +165,7 @@ def policy(train=TRAIN, before=BEFORE, init=INIT, group=GROUP):
 
 CASES = {
     "none": ("policy", "there = 'nothing'", "absent", "no Policy"),
-    "as known": ("policy", policy(), "needed", "train() alone"),
+    "as known": ("policy", policy(), "needed", "only train()"),
     "to 0.5": ("policy", policy(TRAIN.replace(", timer=None", "")), "unsupported", "a fork"),
     "own": ("policy", f"{policy()}\nPolicy.begin_train_step = lambda self: 0", "fixed", "has begin_train_step"),
     "main": ("policy", policy(before=BEFORE.replace("*args", "keep_train_buffers=False")), "fixed", "TQPolicy"),

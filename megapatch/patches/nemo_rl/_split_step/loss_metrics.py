@@ -1,4 +1,4 @@
-"""Metrics of NeMo-RL's losses that were worked out before it was known what the step comes to, set right."""
+"""Metrics of NeMo-RL's losses that were computed before the totals of the step were known, corrected."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ OUT_OF_BOUNDS = "is_oob_ratio"
 
 
 def normalized(
-    loss_fn: Any, metrics: Mapping[str, Any], *, about: float, tokens: float, sequences: float
+    loss_fn: Any, metrics: Mapping[str, Any], *, expected_count: float, tokens: float, sequences: float
 ) -> dict[str, Any]:
-    """A microbatch's metrics as train() has them.
+    """Return a microbatch's metrics as train() has them.
 
-    about: what losses and metrics were divided by until now, in the place of both of the others.
-    tokens, sequences: those that count, of the step, over all data-parallel ranks.
+    Args:
+        expected_count: what losses and metrics were divided by until now, in place of tokens and of sequences.
+        tokens: those of the step that count, over all data-parallel ranks.
+        sequences: those of the step that count, over all data-parallel ranks.
     """
     divided = functools.partial(
         normalize_metrics,
-        tokens=(tokens or 1.0) / about,
-        sequences=(sequences or 1.0) / about,
+        tokens=(tokens or 1.0) / expected_count,
+        sequences=(sequences or 1.0) / expected_count,
         loss="tokens" if by_tokens(loss_fn) else "sequences",
         kinds=kinds_of(loss_fn),
     )
     found = divided(metrics)
     kind: type = type(loss_fn)
     if OUT_OF_BOUNDS in metrics and _is_one_minus_mean(kind):
-        # One for each sequence that was looked at by itself (for all, without packing), minus a mean that is below
-        # one as long as `about` is more than all tokens.
+        # 1 for each sequence whose metric was computed separately (without packing, 1 for all), minus a mean that
+        # is below 1 as long as `expected_count` is more than all tokens.
         value = metrics[OUT_OF_BOUNDS]
         ones = math.ceil(value)
         found[OUT_OF_BOUNDS] = ones - divided({OUT_OF_BOUNDS: ones - value})[OUT_OF_BOUNDS]
@@ -46,10 +48,10 @@ def by_tokens(loss_fn: Any) -> bool:
 
 
 def kinds_of(loss_fn: Any) -> dict[str, str]:
-    """What each metric is divided by. NeMo-RL main's losses say so themselves; before that, names tell."""
-    told = getattr(loss_fn, "metric_normalizations", None)
-    if isinstance(told, dict):
-        return {name: kind.name.lower() for name, kind in told.items()}
+    """Return what each metric is divided by, as NeMo-RL main's losses declare; before that, names decide."""
+    declared = getattr(loss_fn, "metric_normalizations", None)
+    if isinstance(declared, dict):
+        return {name: kind.name.lower() for name, kind in declared.items()}
     kinds = {**NLL, **POLICY_GRADIENT}
     if getattr(loss_fn, "sequence_level_importance_ratios", False):
         kinds["sampling_importance_ratio"] = "sequences"
@@ -58,9 +60,9 @@ def kinds_of(loss_fn: Any) -> dict[str, str]:
     return kinds
 
 
-@functools.cache  # asked for each microbatch
+@functools.cache  # called for each microbatch
 def _is_one_minus_mean(kind: type) -> bool:
-    """In v0.6.0 what is out of bounds is one minus the mean of what is within; later it is a mean itself."""
+    """Whether is_oob_ratio is 1 minus the mean of what is in bounds, as in v0.6.0; later it is a mean."""
     try:
         source = inspect.getsource(kind.__call__)
     except (OSError, TypeError, AttributeError):

@@ -1,7 +1,7 @@
-"""A step in slices of NeMo-RL's Megatron worker.
+"""The split train step of NeMo-RL's Megatron worker.
 
-What it calls is the worker module's own, so that a step in slices normalizes, aggregates and reports as that
-release's train() does.
+It calls the worker module's own functions, so that it normalizes, aggregates and reports as that release's train()
+does.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ from ....errors import MisuseError
 from .._workers import WORKER
 from ..forward_pre_hook_after_split import put_hooks_back
 from .loss_metrics import by_tokens, normalized
-from .worker import SplitStep, begin, counts, over_ranks
+from .worker import SplitStep, begin, sum_over_ranks, valid_counts
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-    """Open a step: gradients are zeroed, and each train_microbatch() adds to them until finish_train_step().
+    """Open a step: zero the gradients, to which each train_microbatch() adds until finish_train_step().
 
-    gbs, mbs: samples of the step over all ranks, and of a microbatch; by default the worker's settings.
-    Raises MisuseError (a RuntimeError) when a step is open already, and for losses that a step in slices cannot
-    normalize.
+    Args:
+        loss_fn: as for train().
+        gbs: samples of the step, over all ranks; by default the worker's setting.
+        mbs: samples of a microbatch; by default the worker's setting.
+
+    Raises:
+        MisuseError: (a RuntimeError) a step is already open, or a split step cannot normalize the loss.
     """
     if (others := _other_losses(self.model)) and not by_tokens(loss_fn):
         raise MisuseError(
             f"begin_train_step(): the loss is divided by sequences, and the model has {others}, which train() "
-            "divides by tokens; one gradient cannot be divided by both. Use train(), or a loss by tokens"
+            "divides by tokens; the same gradient cannot be divided by both. Use train(), or a loss by tokens"
         )
     if getattr(self, "_router_replay_enabled", False):
-        raise MisuseError("begin_train_step(): no slice would replay what routers did; switch router replay off")
+        raise MisuseError("begin_train_step(): a split step cannot replay the routing; switch router replay off")
     _forget_inference(self.model)
     begin(
         MegatronSplitStep,
@@ -54,17 +58,17 @@ class MegatronSplitStep(SplitStep):
 
     def train(self, worker: Any, data: Any) -> None:
         nemo = _worker_module(worker)
-        sequences, tokens = counts(data)
+        sequences, tokens = valid_counts(data)
         self.sequences += sequences
         self.tokens += tokens
-        slice_arguments = {**_of_worker(worker), "data": _with_mtp_mask(worker, data), "mbs": self.mbs}
+        batch_arguments = {**_of_worker(worker), "data": _with_mtp_mask(worker, data), "mbs": self.mbs}
         iterator, num_microbatches, micro_batch_size, _, length = nemo.get_microbatch_iterator(
-            **_accepted(nemo.get_microbatch_iterator, slice_arguments)
+            **_accepted(nemo.get_microbatch_iterator, batch_arguments)
         )
         self.microbatches += int(num_microbatches)
-        worker.model.train()  # log-probabilities between slices are worked out in eval mode
+        worker.model.train()  # log-probabilities between the calls are computed in eval mode
         processor = {**_of_worker(worker), "loss_fn": self.loss_fn, "num_microbatches": num_microbatches}
-        about = nemo.torch.tensor(self.about, device="cuda")
+        expected_count = nemo.torch.tensor(self.expected_count, device="cuda")
         arguments = {
             **_of_worker(worker),
             "data_iterator": iterator,
@@ -73,8 +77,8 @@ class MegatronSplitStep(SplitStep):
             "mbs": micro_batch_size,
             "post_processing_fn": nemo.LossPostProcessor(**_accepted(nemo.LossPostProcessor, processor)),
             "forward_only": False,
-            "global_valid_seqs": about,
-            "global_valid_toks": about,
+            "global_valid_seqs": expected_count,
+            "global_valid_toks": expected_count,
         }
         with self.step.accumulate(num_microbatches, self.count_of(sequences, tokens)):
             machine = nemo.get_rerun_state_machine()
@@ -90,7 +94,7 @@ class MegatronSplitStep(SplitStep):
     def finish(self, worker: Any) -> dict[str, Any]:
         nemo = _worker_module(worker)
         data_parallel = nemo.parallel_state.get_data_parallel_group()
-        sequences, tokens = over_ranks(data_parallel, self.sequences, self.tokens)
+        sequences, tokens = sum_over_ranks(data_parallel, self.sequences, self.tokens)
         used = {
             "lr": worker.scheduler.get_lr(worker.optimizer.param_groups[0]),
             "wd": worker.scheduler.get_wd(),
@@ -101,15 +105,18 @@ class MegatronSplitStep(SplitStep):
         if worker.cfg["megatron_cfg"]["empty_unused_memory_level"] >= 2:
             nemo.torch.cuda.empty_cache()
         metrics = [
-            normalized(self.loss_fn, one, about=self.about, tokens=tokens, sequences=sequences) | used
-            for one in self.metrics
+            normalized(
+                self.loss_fn, of_microbatch, expected_count=self.expected_count, tokens=tokens, sequences=sequences
+            )
+            | used
+            for of_microbatch in self.metrics
         ]
         all_metrics, loss = nemo.aggregate_training_statistics(
             all_mb_metrics=metrics,
-            losses=[sum(float(one["loss"]) for one in metrics)],
+            losses=[sum(float(of_microbatch["loss"]) for of_microbatch in metrics)],
             data_parallel_group=data_parallel,
         )
-        told = {
+        result = {
             "global_loss": loss.cpu(),
             "rank": nemo.torch.distributed.get_rank(),
             "gpu_name": nemo.torch.cuda.get_device_name(),
@@ -117,13 +124,13 @@ class MegatronSplitStep(SplitStep):
             "all_mb_metrics": all_metrics,
             "grad_norm": nemo.torch.tensor([grad_norm]),
         }
-        told |= self._expert_metrics(worker, nemo)
-        if hasattr(worker, "_collect_mtp_metrics"):  # in v0.7.0, where it looks whether there are any
-            worker._collect_mtp_metrics(told, self.microbatches, None)
-        return told
+        result |= self._expert_metrics(worker, nemo)
+        if hasattr(worker, "_collect_mtp_metrics"):  # in v0.7.0, where it checks whether there are any
+            worker._collect_mtp_metrics(result, self.microbatches, None)
+        return result
 
     def _step(self, worker: Any, count: float) -> float:
-        """The norm of the gradient. Where nothing counts on any rank there is none, and parameters stay."""
+        """Step the optimizer and return the gradient's norm. If nothing counts on any rank, parameters stay."""
         if not count:
             self.step.abort()
             worker.scheduler.step(increment=self.gbs)
@@ -144,21 +151,21 @@ class MegatronSplitStep(SplitStep):
         return {"moe_metrics": found} if found else {}
 
 
-# ---------------------------------------------------------------------------- what they are made of
+# ---------------------------------------------------------------------------- helpers
 def _worker_module(worker: Any) -> ModuleType:
-    """That of train(), whose names are called. (train() itself is a decorator's closure of another module.)"""
+    """Return the module whose names train() calls. (train() itself is a decorator's closure of another module.)"""
     (implementation,) = (cls for cls in type(worker).__mro__ if cls.__name__ == WORKER)
     return sys.modules[implementation.__module__]
 
 
 def _accepted(function: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the arguments that the function takes in this release."""
+    """Return the arguments that the function takes in this release."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}
 
 
 def _other_losses(model: Any) -> str:
-    """Losses of the model's own, which are in the same gradient, in words."""
+    """Describe the model's own losses, which are in the same gradient; an empty text if it has none."""
     settings = model.config
     found = []
     if getattr(settings, "num_moe_experts", None):
@@ -174,7 +181,7 @@ def _other_losses(model: Any) -> str:
 
 
 def _forget_inference(model: Any) -> None:
-    """As train() does first."""
+    """Drop what inference has left in the model, as train() does first."""
     if hasattr(model, "inference_params"):
         model.inference_params = None
     for module in model.modules():
@@ -185,7 +192,7 @@ def _forget_inference(model: Any) -> None:
 
 
 def _with_mtp_mask(worker: Any, data: Any) -> Any:
-    """As v0.7.0's train() does before it makes microbatches; v0.6.0 leaves it to the model."""
+    """Add the mask that v0.7.0's train() adds before it makes microbatches; v0.6.0 leaves it to the model."""
     wanted = hasattr(worker, "_collect_mtp_metrics") and getattr(worker.model.config, "mtp_num_layers", None)
     if not wanted or "token_mask" not in data:
         return data
@@ -195,7 +202,7 @@ def _with_mtp_mask(worker: Any, data: Any) -> Any:
 
 
 def _of_worker(worker: Any) -> dict[str, Any]:
-    """What a worker's train() passes on, in one release or another."""
+    """Return all that a worker's train() passes on, in one release or another."""
     settings = worker.cfg["megatron_cfg"]
     found = {
         "cfg": worker.cfg,

@@ -1,8 +1,8 @@
-"""The driver's part of a train step in slices, with the names of NeMo-RL main: for Policy, which is given data,
-and for TQPolicy, which is given the keys of what is in the data plane.
+"""The driver's part of a split train step, with the names of NeMo-RL main.
 
-All workers are called, and those that hold the same slice (tensor, pipeline and context parallel twins) say the
-same: as in train(), the worker group keeps what one of them says for each data-parallel rank.
+Policy gets data, TQPolicy the keys of what is in the data plane. All workers are called. Those that hold the same
+data (tensor, pipeline and context parallel twins) give the same answer: as in train(), the worker group keeps one
+answer for each data-parallel rank.
 """
 
 from __future__ import annotations
@@ -18,32 +18,39 @@ DATA = "data_parallel"
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
-    """Open a step on every worker; slices add to its gradient until finish_train_step().
+    """Open a step on every worker, to whose gradient calls add until finish_train_step().
 
-    gbs, mbs: samples of the step over all ranks, and of a microbatch; by default the policy's settings.
-    After an exception, here or in a slice, abort_train_step() closes what other workers have open.
+    After an exception, here or in a later call, abort_train_step() closes the steps of the other workers.
+
+    Args:
+        loss_fn: as for train().
+        gbs: samples of the step, over all ranks; by default the policy's setting.
+        mbs: samples of a microbatch; by default the policy's setting.
     """
     arguments = {
         "loss_fn": loss_fn,
         "gbs": gbs or self.cfg["train_global_batch_size"],
         "mbs": mbs or self.cfg["train_micro_batch_size"],
     }
-    _answers(self, _entry(self, "begin_train_step"), common_kwargs=arguments)
+    _call_workers(self, _worker_method(self, "begin_train_step"), common_kwargs=arguments)
     if self.flops_tracker is not None:
         self.flops_tracker.reset()
 
 
 def train_microbatches(self: Any, data: Any, timer: Any = None) -> None:
-    """Forward and backward of a slice of the step: sharded over data parallel as train() shards a batch, and by
-    each rank cut into any number of microbatches."""
+    """Run forward and backward on part of the step's data.
+
+    It is sharded over data parallel as train() shards a batch, and each rank makes any number of microbatches of
+    it.
+    """
     with _timed(timer, "policy_training/sharding_data"):
         shards = _sharded(self, data)
     _track(self, [shard["input_lengths"].tolist() for shard in shards])
-    _answers(self, "train_microbatch", timer, data=shards)
+    _call_workers(self, "train_microbatch", timer, data=shards)
 
 
 def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> None:
-    """As train_microbatches(), of samples that workers fetch from the data plane."""
+    """Do what train_microbatches() does, with samples that workers fetch from the data plane."""
     nemo = sys.modules[TQ_MODULE]
     self._stamp_pad_seqlen(meta)
     packing, dynamic = self._packing_args("train_mb_tokens")
@@ -56,30 +63,30 @@ def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> Non
             sequence_packing_args=packing,
             dynamic_batching_args=dynamic,
         )
-    _track(self, [list(one.sequence_lengths) for one in metas])
-    _answers(self, "train_microbatch_presharded", timer, meta=metas)
+    _track(self, [list(shard.sequence_lengths) for shard in metas])
+    _call_workers(self, "train_microbatch_presharded", timer, meta=metas)
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
-    """Step the optimizer; what train() would tell of all slices in one batch."""
-    answers = _answers(self, _entry(self, "finish_train_step"))
-    told = {"loss": answers[0]["global_loss"], "grad_norm": answers[0]["grad_norm"]}
+    """Step the optimizer, and return what train() would for the data of all calls in one batch."""
+    answers = _call_workers(self, _worker_method(self, "finish_train_step"))
+    result = {"loss": answers[0]["global_loss"], "grad_norm": answers[0]["grad_norm"]}
     if "moe_metrics" in answers[0]:
-        told["moe_metrics"] = answers[0]["moe_metrics"]
+        result["moe_metrics"] = answers[0]["moe_metrics"]
     metrics: dict[str, list[Any]] = {}
     for answer in answers:
         for name, values in answer["all_mb_metrics"].items():
             metrics.setdefault(name, []).extend(values)
-    told["all_mb_metrics"] = metrics
+    result["all_mb_metrics"] = metrics
     if self.flops_tracker is not None:
-        told["total_flops"] = self.flops_tracker.total_flops
-        told["num_ranks"] = self.worker_group.cluster.world_size()
-    return told
+        result["total_flops"] = self.flops_tracker.total_flops
+        result["num_ranks"] = self.worker_group.cluster.world_size()
+    return result
 
 
 def abort_train_step(self: Any) -> None:
-    """Drop the open step on every worker, with gradients zeroed; does nothing where none is open."""
-    _answers(self, _entry(self, "abort_train_step"))
+    """Drop the open step on every worker and zero the gradients. Does nothing if no step is open."""
+    _call_workers(self, _worker_method(self, "abort_train_step"))
     if self.flops_tracker is not None:
         self.flops_tracker.reset()
 
@@ -93,18 +100,19 @@ def prepare_logprobs_from_meta(
     micro_batch_size: int | None = None,
     timer: Any = None,
 ) -> None:
-    """Have workers compute log probabilities, of the policy, of its reference or of both, into the data plane."""
+    """Have workers compute log-probabilities of the policy, its reference or both, into the data plane."""
     if refresh_policy_logprobs:
         self.get_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
     if refresh_reference_logprobs:
         self.get_reference_policy_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
 
 
-# ---------------------------------------------------------------------------- what they are made of
-def _answers(policy: Any, method: str, timer: Any = None, **arguments: Any) -> list[Any]:
-    """What the workers say, of each data-parallel rank one. Waits for all; raises what one of them has raised.
+# ---------------------------------------------------------------------------- helpers
+def _call_workers(policy: Any, method: str, timer: Any = None, **arguments: Any) -> list[Any]:
+    """Call all workers, wait for them, and return one answer for each data-parallel rank.
 
-    Arguments are lists with an item for each data-parallel rank, and common_kwargs, which all workers get.
+    An exception of a worker is re-raised here. Arguments are lists with an item for each data-parallel rank, and
+    common_kwargs, which all workers get.
     """
     group = policy.worker_group
     with _timed(timer, "policy_training/submit_microbatch_futures"):
@@ -119,8 +127,8 @@ def _answers(policy: Any, method: str, timer: Any = None, **arguments: Any) -> l
     return found
 
 
-def _entry(policy: Any, method: str) -> str:
-    """By which name workers are called: those of a TQPolicy have entry points of their own."""
+def _worker_method(policy: Any, method: str) -> str:
+    """Return the name by which workers are called: those of a TQPolicy have entry points of their own."""
     return f"{method}_presharded" if hasattr(policy, "dp_client") else method
 
 
@@ -138,8 +146,8 @@ def _sharded(policy: Any, data: Any) -> list[Any]:
 
 def _track(policy: Any, lengths: list[list[int]]) -> None:
     if policy.flops_tracker is not None:
-        for one in lengths:
-            policy.flops_tracker.track_batch(one)
+        for of_shard in lengths:
+            policy.flops_tracker.track_batch(of_shard)
 
 
 def _timed(timer: Any, label: str) -> contextlib.AbstractContextManager[Any]:

@@ -1,8 +1,7 @@
-"""train_microbatch, finish_train_step and abort_train_step, as NeMo-RL main has them, for the workers that do not;
-and what a worker knows of its open step. How a slice is trained is each kind of worker's own: its `SplitStep`.
+"""What split train steps of all NeMo-RL workers share, and what a worker knows of its open step.
 
-Plain functions of an importable module: a worker class that Ray pickles by value takes them along by name, and who
-reads it imports megapatch.
+train_microbatch, finish_train_step and abort_train_step are those of NeMo-RL main, for workers that lack them.
+Each kind of worker has a `SplitStep` of its own, which trains on the data of a call.
 """
 
 from __future__ import annotations
@@ -21,32 +20,41 @@ from .loss_metrics import by_tokens
 
 
 def train_microbatch(self: Any, data: Any) -> None:
-    """Forward and backward of this data-parallel rank's slice of the step, in any number of microbatches.
+    """Run forward and backward on part of the step's data, in any number of microbatches.
 
-    An exception ends the step, with gradients zeroed; abort_train_step() after that does nothing. Raises
-    MisuseError (a RuntimeError) when no step is open.
+    An exception ends the step, with gradients zeroed; abort_train_step() after that does nothing.
+
+    Args:
+        data: what train() takes, of this data-parallel rank.
+
+    Raises:
+        MisuseError: (a RuntimeError) no step is open, or the data does not fit the step.
     """
-    split = opened(self)
+    split = open_split_of(self)
     with _aborting(self):
         split.train(self, data)
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
-    """Reduce the gradient, step the optimizer and the scheduler; what train() would tell of the batch.
+    """Reduce the gradient, and step the optimizer and the scheduler.
 
-    Raises MisuseError (a RuntimeError) when no step is open.
+    Returns:
+        What train() would return for the data of all calls in one batch.
+
+    Raises:
+        MisuseError: (a RuntimeError) no step is open.
     """
-    split = opened(self)
+    split = open_split_of(self)
     with _aborting(self):
-        told: dict[str, Any] = split.finish(self)
+        result: dict[str, Any] = split.finish(self)
     setattr(self, STATE, None)
-    return told
+    return result
 
 
 def abort_train_step(self: Any) -> None:
-    """Drop the open step, with gradients zeroed; does nothing where none is open."""
+    """Drop the open step and zero the gradients. Does nothing if no step is open."""
     if is_open(self):
-        split = opened(self)
+        split = open_split_of(self)
         setattr(self, STATE, None)
         split.abort(self)
 
@@ -55,17 +63,20 @@ def abort_train_step(self: Any) -> None:
 class SplitStep:
     """What a worker knows of its open step.
 
-    gbs, mbs   samples of the step over all ranks, and of a microbatch
-    about      what losses and metrics are divided by until the end: a power of two, so that no digit is lost, and
-               not less than the step's tokens or sequences
-    sequences, tokens   that count, on this rank, until now
+    Attributes:
+        gbs: samples of the step, over all ranks.
+        mbs: samples of a microbatch.
+        expected_count: what losses and metrics are divided by until the end: a power of two, so that no digit is
+            lost, and not less than the step's tokens or sequences.
+        sequences: those that count, on this rank, until now.
+        tokens: those that count, on this rank, until now.
     """
 
     step: TrainStep
     loss_fn: Any
     gbs: int
     mbs: int
-    about: float
+    expected_count: float
     sequences: float = 0.0
     tokens: float = 0.0
 
@@ -79,7 +90,7 @@ class SplitStep:
         self.step.abort()
 
     def count_of(self, sequences: float, tokens: float) -> float:
-        """What the loss is divided by."""
+        """Return whichever of the two the loss is divided by."""
         return tokens if by_tokens(self.loss_fn) else sequences
 
 
@@ -92,30 +103,30 @@ def begin(
     mbs: int | None,
     **options: Any,
 ) -> None:
-    """Open a step of this kind on the worker. options: more of TrainStep's."""
+    """Open a step of this kind on the worker. `options` are passed on to TrainStep."""
     if is_open(worker):
-        raise MisuseError("a train step is already open; call finish_train_step or abort_train_step before begin")
+        raise MisuseError("a train step is already open; call finish_train_step() or abort_train_step() first")
     if getattr(loss_fn, "positive_example_nll_weight", 0) > 0:
         raise MisuseError(
-            "begin_train_step(): the loss has a positive_example_nll_weight, and that part is divided by each "
-            "microbatch's own tokens; a step in slices cannot be right with it, train() is"
+            "begin_train_step(): the loss has a positive_example_nll_weight, whose part is divided by each "
+            "microbatch's own tokens; a split step would get it wrong. Use train()"
         )
     gbs, mbs = gbs or worker.cfg["train_global_batch_size"], mbs or worker.cfg["train_micro_batch_size"]
-    about = 2.0 ** math.ceil(math.log2(gbs * worker.cfg["max_total_sequence_length"]))
-    step = TrainStep(worker.model, worker.optimizer, scheduler, expected_count=about, **options)
+    expected_count = 2.0 ** math.ceil(math.log2(gbs * worker.cfg["max_total_sequence_length"]))
+    step = TrainStep(worker.model, worker.optimizer, scheduler, expected_count=expected_count, **options)
     step.begin()
-    setattr(worker, STATE, kind(step, loss_fn, gbs, mbs, about))
+    setattr(worker, STATE, kind(step, loss_fn, gbs, mbs, expected_count))
 
 
-def opened(worker: Any) -> Any:
-    """The SplitStep of a worker."""
+def open_split_of(worker: Any) -> Any:
+    """Return the open SplitStep of a worker."""
     if not is_open(worker):
         raise MisuseError("no train step open; begin_train_step must be called first")
     return getattr(worker, STATE)
 
 
-def counts(data: Any) -> tuple[float, float]:
-    """Sequences and tokens that count, of this rank's slice, as NeMo-RL's process_global_batch() counts them."""
+def valid_counts(data: Any) -> tuple[float, float]:
+    """Return the sequences and tokens of `data` that count, as NeMo-RL's process_global_batch() counts them."""
     if "sample_mask" not in data:
         raise MisuseError("train_microbatch(): the data has no sample_mask")
     valid = data["sample_mask"]
@@ -125,8 +136,8 @@ def counts(data: Any) -> tuple[float, float]:
     return sequences, sequences * data["input_ids"].shape[1]
 
 
-def over_ranks(group: Any, *values: float) -> list[float]:
-    """Their sums over the ranks of a group."""
+def sum_over_ranks(group: Any, *values: float) -> list[float]:
+    """Return the sum of each value over the ranks of a group."""
     torch = sys.modules["torch"]
     found = torch.tensor([float(value) for value in values], dtype=torch.float64, device="cuda")
     torch.distributed.all_reduce(found, group=group)
