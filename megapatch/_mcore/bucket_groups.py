@@ -74,7 +74,7 @@ def settle_grad_reduces(ddp: Any) -> None:
             group.grad_reduce_handle = None
 
 
-def forget_interrupted_window(ddp: Any) -> None:
+def forget_interrupted_first_step(ddp: Any) -> None:
     """Drop the gradient-ready counts of a first step that was interrupted (Megatron 0.16 and later).
 
     Megatron learns from its first step how often each gradient becomes ready; a step that was cut short would

@@ -14,7 +14,7 @@ BEFORE_STEP = {
 """States of the machine inside a step, and the one it had before that step."""
 
 
-def before_interrupted_step(machine: Any) -> None:
+def rewind_interrupted_step(machine: Any) -> None:
     """Put a machine that believes to be inside a step back before that step."""
     before = BEFORE_STEP.get(machine.state.name)
     if before is not None:

@@ -22,7 +22,7 @@ def lacking(missing: list[str]) -> Verdict:
 
 def missing_names(path: str, *names: str) -> list[str]:
     """Names that the function's own code does not mention: as attribute, global, local, or within a text."""
-    code = getattr(_find(path), "__code__", None)
+    code = getattr(_resolve(path), "__code__", None)
     if code is None:
         return [path]
     texts = [constant for constant in code.co_consts if isinstance(constant, str)]
@@ -36,7 +36,7 @@ def missing_names(path: str, *names: str) -> list[str]:
 
 def missing_parameters(path: str, *names: str) -> list[str]:
     """Parameters that the function does not take."""
-    function = _find(path)
+    function = _resolve(path)
     if not inspect.isfunction(function):
         return [path]
     parameters = inspect.signature(function).parameters
@@ -45,16 +45,20 @@ def missing_parameters(path: str, *names: str) -> list[str]:
 
 def missing_attributes(path: str, *names: str) -> list[str]:
     """Attributes that the object (``"module:"`` for a module) does not have."""
-    found = _find(path)
+    found = _resolve(path)
     return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
 
 
 def reads_in_order(function: Any, *names: str) -> list[str]:
     """Those of the attributes that the function's own code reads, in the order of the code."""
-    return [one.argval for one in dis.get_instructions(unpatched(function)) if one.argval in names]
+    return [
+        instruction.argval
+        for instruction in dis.get_instructions(unpatched(function))
+        if instruction.argval in names
+    ]
 
 
-def _find(path: str) -> Any:
+def _resolve(path: str) -> Any:
     module, _, attributes = path.partition(":")
     try:
         found = functools.reduce(getattr, filter(None, attributes.split(".")), sys.modules[module])

@@ -26,15 +26,15 @@ def actors_of(*classes: str) -> Rebuild:
 def _actors_of(classes: tuple[str, ...], module: ModuleType) -> Mapping[str, Callable[[Any], Any]]:
     bases = tuple(getattr(module, name) for name in classes)
     found: dict[type, str] = {}
-    for where, actor in _at_module_level():
+    for where, actor in _actors_at_module_level():
         cls = class_of(actor)
         # Others may have imported it from where it was made, and are given the new one like any holder.
         if issubclass(cls, bases) and not found.get(cls, "").startswith(f"{cls.__module__}:"):
             found[cls] = where
-    for cls in _decorated(bases):
+    for cls in _classes_made_actors(bases):
         if cls not in found:
-            _warn_of(cls)
-    return dict.fromkeys(found.values(), _made_again)
+            _warn_out_of_reach(cls)
+    return dict.fromkeys(found.values(), _rebuilt)
 
 
 def class_of(actor: Any) -> type:
@@ -44,7 +44,7 @@ def class_of(actor: Any) -> type:
 
 
 @functools.cache  # several patches change the same class
-def _warn_of(cls: type) -> None:
+def _warn_out_of_reach(cls: type) -> None:
     log.warning(
         "%s.%s was made a Ray actor before megapatch was imported, and is out of its reach: "
         "`import megapatch` before",
@@ -53,13 +53,13 @@ def _warn_of(cls: type) -> None:
     )
 
 
-def _made_again(actor: Any) -> Any:
+def _rebuilt(actor: Any) -> Any:
     """A Ray actor class of the same class and options, made now."""
     ray, options = sys.modules["ray"], actor._default_options
     return ray.remote(**options)(class_of(actor)) if options else ray.remote(class_of(actor))
 
 
-def _at_module_level() -> Iterator[tuple[str, Any]]:
+def _actors_at_module_level() -> Iterator[tuple[str, Any]]:
     kind = getattr(sys.modules.get("ray.actor"), "ActorClass", None)
     if kind is None:
         return
@@ -70,7 +70,7 @@ def _at_module_level() -> Iterator[tuple[str, Any]]:
                     yield f"{module_name}:{name}", value
 
 
-def _decorated(bases: Iterable[type]) -> Iterator[type]:
+def _classes_made_actors(bases: Iterable[type]) -> Iterator[type]:
     """The classes that Ray has made actors of. It derives a class of its own from each."""
     for base in bases:
         cls: type
@@ -78,4 +78,4 @@ def _decorated(bases: Iterable[type]) -> Iterator[type]:
             if "__ray_actor_class__" in vars(cls):
                 yield base
             else:
-                yield from _decorated([cls])
+                yield from _classes_made_actors([cls])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._mcore import bucket_groups
-from ..._mcore.rerun_machine import before_interrupted_step
+from ..._mcore.rerun_machine import rewind_interrupted_step
 from ...errors import MegapatchError
 from ...patch import unpatched
 
@@ -45,7 +45,7 @@ def finish_earlier_call(model: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def config_hooks_kept(config: Any, model: Sequence[Any]) -> Iterator[None]:
+def without_own_no_sync(config: Any, model: Sequence[Any]) -> Iterator[None]:
     """Around a call that sets no_sync_func itself, and asserts that there was none: it finds none of its own
     making, and nothing that a user set is lost. The rest is as with `config_hooks_restored`.
     """
@@ -70,7 +70,7 @@ def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
         for name, value in hooks.items():
             setattr(config, name, value)
         for chunk in ddp_chunks(model):
-            bucket_groups.forget_interrupted_window(chunk)
+            bucket_groups.forget_interrupted_first_step(chunk)
             bucket_groups.gather_in_next_forward(chunk)
         raise
     if config.param_sync_func is None:  # set aside by a call in which no step succeeded
@@ -101,7 +101,7 @@ def _running(timers: Any) -> set[str]:
 
 
 @contextlib.contextmanager
-def rerun_machine_kept(machine: Any) -> Iterator[None]:
+def rerun_machine_restored(machine: Any) -> Iterator[None]:
     """Around the call: after an exception the machine is as before the interrupted step, in its old mode."""
     mode = machine.get_mode()
     try:
@@ -109,17 +109,17 @@ def rerun_machine_kept(machine: Any) -> Iterator[None]:
     except BaseException:
         if machine.get_mode() is not mode:  # evaluation, where the exception may come from, switches it off
             machine.set_mode(mode)
-        before_interrupted_step(machine)
+        rewind_interrupted_step(machine)
         raise
 
 
-def warn_once() -> Callable[[str, str], None]:
+def make_warn_once() -> Callable[[str, str], None]:
     """A function that logs a warning of each kind once, however often train() is called."""
-    said: set[str] = set()
+    warned: set[str] = set()
 
     def warn(kind: str, message: str) -> None:
-        if kind not in said:
-            said.add(kind)
+        if kind not in warned:
+            warned.add(kind)
             log.warning("megatron.train-reentry: %s", message)
 
     return warn
@@ -130,20 +130,20 @@ def is_own_no_sync(hook: Any, model: Sequence[Any]) -> bool:
 
     A bound method taken before a late activation does not equal one taken after it, so parts are compared.
     """
-    hooks = hook if isinstance(hook, list) else [hook]
+    found = hook if isinstance(hook, list) else [hook]
     own = [chunk.no_sync for chunk in model if hasattr(chunk, "no_sync")]
-    return bool(hooks) and all(any(_same_method(one, other) for other in own) for one in hooks)
+    return bool(found) and all(any(_same_method(method, no_sync) for no_sync in own) for method in found)
 
 
-def _same_method(one: Any, other: Any) -> bool:
+def _same_method(first: Any, second: Any) -> bool:
     return (
-        inspect.ismethod(one)
-        and inspect.ismethod(other)
-        and one.__self__ is other.__self__
-        and unpatched(one.__func__) is unpatched(other.__func__)
+        inspect.ismethod(first)
+        and inspect.ismethod(second)
+        and first.__self__ is second.__self__
+        and unpatched(first.__func__) is unpatched(second.__func__)
     )
 
 
 def ddp_chunks(model: Sequence[Any]) -> list[Any]:
-    kind = sys.modules[bucket_groups.MODULE].DistributedDataParallel
-    return [chunk for chunk in model if isinstance(chunk, kind)]
+    ddp = sys.modules[bucket_groups.MODULE].DistributedDataParallel
+    return [chunk for chunk in model if isinstance(chunk, ddp)]

@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP
-from ..._mcore.rerun_machine import BEFORE_STEP, before_interrupted_step
+from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...errors import MegapatchError
 from ...patch import ABSENT, NEEDED, Site, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
@@ -39,10 +39,10 @@ from ._around_train import (
     config_hooks_restored,
     ddp_chunks,
     finish_earlier_call,
-    rerun_machine_kept,
+    make_warn_once,
+    rerun_machine_restored,
     stop_interval_timer,
     timers_stopped,
-    warn_once,
 )
 
 MODULE = "megatron.bridge.training.train"
@@ -67,10 +67,10 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(NEEDED, f"train() starts the {INTERVAL_TIMER} timer for good")
 
 
-def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     module = sys.modules[train.__module__]
-    warn = warn_once()
+    warn = make_warn_once()
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(train)
@@ -84,16 +84,16 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         # An earlier call, patched or not, has started the timer; the global state may be new since.
         if INTERVAL_TIMER in timers._timers or any(chunk in trained for chunk in model):
             stop_interval_timer(timers)
-            before_interrupted_step(machine)
+            rewind_interrupted_step(machine)
             _refuse_shared_buffers(model)
             finish_earlier_call(model)
             _turn_forward_pre_hooks_on(model)
         trained.update(model)
         with (
             timers_stopped(timers),
-            rerun_machine_kept(machine),
+            rerun_machine_restored(machine),
             config_hooks_restored(config, model),
-            _step_kept(call["optimizer"]),
+            _optimizer_step_restored(call["optimizer"]),
         ):
             result = train(*args, **kwargs)
         if collecting and not gc.isenabled():
@@ -124,7 +124,7 @@ def _refuse_shared_buffers(model: Sequence[Any]) -> None:
 
 
 @contextlib.contextmanager
-def _step_kept(optimizer: Any) -> Iterator[None]:
+def _optimizer_step_restored(optimizer: Any) -> Iterator[None]:
     """Around the call: the optimizer's step() stays its own, or the one that a user gave it."""
     own = vars(optimizer).get("step")
     try:
@@ -136,4 +136,4 @@ def _step_kept(optimizer: Any) -> Iterator[None]:
             vars(optimizer).pop("step", None)
 
 
-SITE = Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant})
+SITE = Site(module=MODULE, diagnose=diagnose, replace={"train": make_reentrant})

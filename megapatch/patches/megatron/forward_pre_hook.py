@@ -56,7 +56,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(FIXED, "both methods can be called again")
 
 
-def disable_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
+def disable_only_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(disable_forward_pre_hook)
 
     @functools.wraps(disable_forward_pre_hook)
@@ -72,7 +72,7 @@ def disable_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..
     return patched_disable_forward_pre_hook
 
 
-def enable_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
+def enable_only_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(enable_forward_pre_hook)
     def patched_enable_forward_pre_hook(self: Any) -> Any:
         if self.remove_forward_pre_hook_handles and self.use_forward_hook:
@@ -117,8 +117,8 @@ PATCH = Patch(
             module=MODULE,
             diagnose=diagnose,
             replace={
-                "DistributedDataParallel.disable_forward_pre_hook": disable_when_on,
-                "DistributedDataParallel.enable_forward_pre_hook": enable_when_off,
+                "DistributedDataParallel.disable_forward_pre_hook": disable_only_when_on,
+                "DistributedDataParallel.enable_forward_pre_hook": enable_only_when_off,
             },
         ),
     ),

@@ -75,7 +75,7 @@ def diagnose(module: ModuleType) -> Verdict:
     group = module.distributed.param_and_grad_buffer._ParamAndGradBucketGroup
     try:
         usual, first, more, fewer = (
-            _reduces(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
+            _events_of_step(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
         )
     except Exception as error:
         return Verdict(UNKNOWN, f"bucket groups need more than this patch knows: {type(error).__name__}: {error}")
@@ -90,19 +90,19 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(NEEDED, f"two passes where one was learned: reduced in {more}; one where two were: {fewer}")
 
 
-def held_unless_usual(schedule: Callable[..., Any]) -> Callable[..., Any]:
+def hold_unusual_calls(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def patched_schedule(*args: Any, **kwargs: Any) -> Any:
         chunks = () if kwargs.get("forward_only") else _overlapping(kwargs.get("model"))
         if not chunks:
             return schedule(*args, **kwargs)
-        with _training_call(chunks, kwargs.get("num_microbatches")):
+        with _held_if_unusual(chunks, kwargs.get("num_microbatches")):
             return schedule(*args, **kwargs)
 
     return patched_schedule
 
 
-def finishing_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
+def finish_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_grad_sync)
     def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.ddp_config.overlap_grad_reduce:
@@ -118,7 +118,7 @@ def finishing_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[.
     return patched_finish_grad_sync
 
 
-def learning_from_usual(reset: Callable[..., Any]) -> Callable[..., Any]:
+def learn_from_usual_steps(reset: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset)
     def patched_reset(self: Any) -> Any:
         _release(self)
@@ -132,7 +132,7 @@ def learning_from_usual(reset: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _training_call(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
+def _held_if_unusual(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
     """Around a call of a schedule that makes backward passes."""
     config, groups = chunks[0].config, [group for chunk in chunks for group in bucket_groups(chunk)]
     if any(map(_is_reducing, groups)):
@@ -209,7 +209,7 @@ def _lacks_only_frozen(group: Any) -> bool:
     return bool(missing) and not any(param.requires_grad for param in missing)
 
 
-def _reduces(group: Any, passes: int, learned: int) -> list[str]:
+def _events_of_step(group: Any, passes: int, learned: int) -> list[str]:
     """When a stand-in that has learned so many passes (0: nothing yet) reduces, in a step with `passes`."""
     seen: list[str] = []
     place = ""
@@ -253,11 +253,11 @@ PATCH = Patch(
             module=MODULE,
             diagnose=diagnose,
             replace={
-                f"{SCHEDULES}.{NO_PIPELINING}": held_unless_usual,
-                f"{SCHEDULES}.{PIPELINING}": held_unless_usual,
-                f"{SCHEDULES}.{INTERLEAVING}": held_unless_usual,
-                f"{GROUPS}.finish_grad_sync": finishing_without_frozen,
-                f"{GROUPS}.reset": learning_from_usual,
+                f"{SCHEDULES}.{NO_PIPELINING}": hold_unusual_calls,
+                f"{SCHEDULES}.{PIPELINING}": hold_unusual_calls,
+                f"{SCHEDULES}.{INTERLEAVING}": hold_unusual_calls,
+                f"{GROUPS}.finish_grad_sync": finish_without_frozen,
+                f"{GROUPS}.reset": learn_from_usual_steps,
             },
         ),
     ),

@@ -43,7 +43,7 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        seen = _nest(unpatched(module.DistributedDataParallel.no_sync))
+        seen = _flags_when_nested(unpatched(module.DistributedDataParallel.no_sync))
     except Exception as error:
         return Verdict(UNKNOWN, f"no_sync() needs more than this patch knows: {type(error).__name__}: {error}")
     holding = {place: not any(may_reduce) for place, may_reduce in seen.items()}
@@ -56,7 +56,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(NEEDED, "an inner no_sync() that exits ends the outer one as well")
 
 
-def keep_outer(no_sync: Callable[..., Any]) -> Callable[..., Any]:
+def keep_outer_in_force(no_sync: Callable[..., Any]) -> Callable[..., Any]:
     @contextlib.contextmanager
     def nested(ddp: Any) -> Iterator[Any]:
         outer = [group for group in bucket_groups(ddp) if not group.is_last_microbatch]
@@ -79,7 +79,7 @@ def keep_outer(no_sync: Callable[..., Any]) -> Callable[..., Any]:
     return patched_no_sync
 
 
-def _nest(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:
+def _flags_when_nested(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:
     """What the bucket groups of a stand-in may do in and after two nested uses."""
     groups = [SimpleNamespace(is_last_microbatch=True) for _ in range(2)]
     ddp = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
@@ -101,6 +101,8 @@ PATCH = Patch(
     name="megatron.nested-no-sync",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/3660",
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={"DistributedDataParallel.no_sync": keep_outer}),),
+    sites=(
+        Site(module=MODULE, diagnose=diagnose, replace={"DistributedDataParallel.no_sync": keep_outer_in_force}),
+    ),
     changes_numbers=True,
 )

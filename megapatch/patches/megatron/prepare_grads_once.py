@@ -38,10 +38,10 @@ DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 BUFFER = "_ParamAndGradBuffer"
 PREPARED = "_megapatch_prepared"
-"""Attribute of an optimizer whose gradients are prepared: (the window in which that was, what it found)."""
+"""Attribute of an optimizer whose gradients are prepared: (`_discards` at that time, what it found)."""
 
-_window = 0
-"""Rises whenever gradients are thrown away: an optimizer prepared in an earlier window is so no longer."""
+_discards = 0
+"""How often gradients were thrown away: an optimizer prepared before the last time is so no longer."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -54,33 +54,33 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        times = _times_unscaled(module.optimizer)
+        counts = _unscale_counts(module.optimizer)
     except Exception as error:
         return Verdict(UNKNOWN, f"preparing needs more than this patch knows: {type(error).__name__}: {error}")
-    if set(times.values()) == {1}:
+    if set(counts.values()) == {1}:
         return Verdict(FIXED, "gradients that are prepared are not unscaled again")
-    if set(times.values()) == {2}:
-        return Verdict(NEEDED, f"gradients that are prepared are unscaled again by {', '.join(times)}")
-    return Verdict(UNKNOWN, f"expected gradients to be unscaled again by each of these; the times are {times}")
+    if set(counts.values()) == {2}:
+        return Verdict(NEEDED, f"gradients that are prepared are unscaled again by {', '.join(counts)}")
+    return Verdict(UNKNOWN, f"expected gradients to be unscaled again by each of these; the times are {counts}")
 
 
 def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
-    _new_window()  # what an earlier installation has marked, no one may have cleared since
+    _forget_all()  # what an earlier installation has marked, no one may have cleared since
 
     @functools.wraps(prepare_grads)
     def patched_prepare_grads(self: Any) -> Any:
         prepared = getattr(self, PREPARED, None)
-        if prepared is not None and prepared[0] == _window:
+        if prepared is not None and prepared[0] == _discards:
             return prepared[1]
         found_inf = prepare_grads(self)
         if self.grad_scaler:
-            setattr(self, PREPARED, (_window, found_inf))
+            setattr(self, PREPARED, (_discards, found_inf))
         return found_inf
 
     return patched_prepare_grads
 
 
-def ending(method: Callable[..., Any]) -> Callable[..., Any]:
+def forget_prepared_after(method: Callable[..., Any]) -> Callable[..., Any]:
     """After it, gradients count as unprepared."""
 
     @functools.wraps(method)
@@ -93,20 +93,20 @@ def ending(method: Callable[..., Any]) -> Callable[..., Any]:
     return patched_method
 
 
-def ending_all(reset: Callable[..., Any]) -> Callable[..., Any]:
+def forget_all_prepared_before(reset: Callable[..., Any]) -> Callable[..., Any]:
     """A buffer does not know its optimizers: after it, gradients count as unprepared in all of them."""
 
     @functools.wraps(reset)
     def patched_reset(self: Any) -> Any:
-        _new_window()
+        _forget_all()
         return reset(self)
 
     return patched_reset
 
 
-def _new_window() -> None:
-    global _window
-    _window += 1
+def _forget_all() -> None:
+    global _discards
+    _discards += 1
 
 
 def _forget(optimizer: Any) -> None:
@@ -119,26 +119,26 @@ def _forget(optimizer: Any) -> None:
             _forget(child)
 
 
-def _times_unscaled(optimizer: ModuleType) -> dict[str, int]:
+def _unscale_counts(optimizer: ModuleType) -> dict[str, int]:
     """By the call that comes after prepare_grads(): how often a stand-in has unscaled its gradients in both."""
     mixed, chained = optimizer.MixedPrecisionOptimizer, optimizer.ChainedOptimizer
-    times = {}
+    counts = {}
     for owner, method in ((mixed, "prepare_grads"), (mixed, "step"), (chained, "step")):
         unscale = _Overflow()
-        one = SimpleNamespace(
+        single = SimpleNamespace(
             config=SimpleNamespace(timers=None),
             is_stub_optimizer=False,
             grad_scaler=SimpleNamespace(update=lambda found_inf: None),
             _copy_model_grads_to_main_grads=lambda: None,
             _unscale_main_grads_and_check_for_nan=unscale,
         )
-        chain = SimpleNamespace(chained_optimizers=[one])
-        one.prepare_grads = functools.partial(unpatched(mixed.prepare_grads), one)
+        chain = SimpleNamespace(chained_optimizers=[single])
+        single.prepare_grads = functools.partial(unpatched(mixed.prepare_grads), single)
         chain.prepare_grads = functools.partial(unpatched(chained.prepare_grads), chain)
-        one.prepare_grads()
-        unpatched(getattr(owner, method))(chain if owner is chained else one)
-        times[f"{owner.__name__}.{method}"] = unscale.times
-    return times
+        single.prepare_grads()
+        unpatched(getattr(owner, method))(chain if owner is chained else single)
+        counts[f"{owner.__name__}.{method}"] = unscale.times
+    return counts
 
 
 class _Overflow:
@@ -161,15 +161,15 @@ PATCH = Patch(
             diagnose=diagnose,
             replace={
                 f"{MIXED}.prepare_grads": prepare_once,
-                f"{MIXED}.step": ending,
-                f"{MIXED}.step_with_ready_grads": ending,
-                f"{CHAINED}.step": ending,
-                f"{CHAINED}.step_with_ready_grads": ending,
-                f"{FLOAT16}.zero_grad": ending,
-                f"{FLOAT16}.load_state_dict": ending,
-                f"{DISTRIBUTED}.zero_grad": ending,
-                f"{DISTRIBUTED}.load_state_dict": ending,
-                f"{BUFFER}.reset": ending_all,
+                f"{MIXED}.step": forget_prepared_after,
+                f"{MIXED}.step_with_ready_grads": forget_prepared_after,
+                f"{CHAINED}.step": forget_prepared_after,
+                f"{CHAINED}.step_with_ready_grads": forget_prepared_after,
+                f"{FLOAT16}.zero_grad": forget_prepared_after,
+                f"{FLOAT16}.load_state_dict": forget_prepared_after,
+                f"{DISTRIBUTED}.zero_grad": forget_prepared_after,
+                f"{DISTRIBUTED}.load_state_dict": forget_prepared_after,
+                f"{BUFFER}.reset": forget_all_prepared_before,
             },
         ),
     ),

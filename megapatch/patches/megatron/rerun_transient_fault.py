@@ -61,14 +61,14 @@ def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> C
     def patched_should_checkpoint_and_exit(self: Any) -> Any:
         checkpoint, leave, code = should_checkpoint_and_exit(self)
         if checkpoint and self.state.name == IN_PLACE:
-            _take_back()
+            _correct_the_log()
             return False, leave, code
         return checkpoint, leave, code
 
     return patched_should_checkpoint_and_exit
 
 
-def _take_back() -> None:
+def _correct_the_log() -> None:
     import torch.distributed
 
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:

@@ -57,7 +57,7 @@ STRUCTURE = "_megapatch_structure"
 # ------------------------------------------------------------------------------------------ what is saved
 def structure(tree: Any) -> list[tuple[Any, ...]]:
     """What a plan is made from, leaf by leaf, and none of the data."""
-    return [_fields(leaf.__class__)(leaf) for leaf in _leaves(tree)]
+    return [_getter_of_fields(leaf.__class__)(leaf) for leaf in _leaves(tree)]
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
@@ -71,7 +71,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 @functools.cache
-def _fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+def _getter_of_fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
     known = getattr(kind, "__dataclass_fields__", ())
     return operator.attrgetter("__class__", "__class__", *(name for name in LEAF_FIELDS if name in known))
 
@@ -150,7 +150,7 @@ def diagnose_plans(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        again, changed = _plans_that_are_used(module)
+        again, changed = _plans_reused(module)
     except Exception as error:
         return Verdict(UNKNOWN, f"async_save needs more than this patch knows: {type(error).__name__}: {error}")
     if not again:
@@ -175,7 +175,7 @@ def diagnose_distribution(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        made = _distributions_that_are_made(module)
+        made = _distributions_after_each_save(module)
     except Exception as error:
         return Verdict(UNKNOWN, f"distributing needs more than this patch knows: {type(error).__name__}: {error}")
     if made == [1, 1, 1]:
@@ -195,35 +195,35 @@ def _missing_fields(module: ModuleType) -> list[str]:
     ]
 
 
-def _plans_that_are_used(module: ModuleType) -> list[bool]:
+def _plans_reused(module: ModuleType) -> list[bool]:
     """Whether the second and the third save are told to use a plan that there is.
 
     Of torch there is only the rank: code in which ranks agree on something is not for running here.
     """
-    told = []
+    reused = []
 
     def plan(tree: Any, *args: Any, cached_ckpt_structure: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-        told.append(any(plan is not None for plan in (cached_ckpt_structure or ())[:2]))
-        return (None, None, None), sorted(tree), sorted(tree), len(told) > 1, False
+        reused.append(any(plan is not None for plan in (cached_ckpt_structure or ())[:2]))
+        return (None, None, None), sorted(tree), sorted(tree), len(reused) > 1, False
 
-    pieces = {"FileSystemWriterAsync": lambda *args, **kwargs: None, "save_state_dict_async_plan": plan}
+    stand_ins = {"FileSystemWriterAsync": lambda *args, **kwargs: None, "save_state_dict_async_plan": plan}
     async_save = _with_globals(
         module.TorchDistSaveShardedStrategy.async_save,
         mcore_to_pyt_state_dict=lambda tree, *args: tree,
         # It asks megatron.core.utils, which may be half imported: from 0.17 on it is what imports this module.
         MCoreSavePlanner=lambda *args, **kwargs: None,
-        get_async_strategy=lambda *args, **kwargs: ("mcore", pieces),
+        get_async_strategy=lambda *args, **kwargs: ("mcore", stand_ins),
         torch=SimpleNamespace(distributed=SimpleNamespace(get_rank=lambda: 1)),
-        **pieces,
+        **stand_ins,
     )
     strategy = module.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     strategy._get_save_and_finalize_callbacks = lambda *args: None
     for tree in _made_up_trees(module):
         async_save(strategy, tree, "")
-    return told[1:]
+    return reused[1:]
 
 
-def _distributions_that_are_made(module: ModuleType) -> list[int]:
+def _distributions_after_each_save(module: ModuleType) -> list[int]:
     """How many there were after each save."""
     made: list[int] = []
     distributions: list[str] = []

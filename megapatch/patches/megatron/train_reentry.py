@@ -39,19 +39,19 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.rerun_machine import BEFORE_STEP, before_interrupted_step
+from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 from . import _train_reentry_of_bridge
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
-    config_hooks_kept,
     finish_earlier_call,
-    rerun_machine_kept,
+    make_warn_once,
+    rerun_machine_restored,
     stop_interval_timer,
     timers_stopped,
-    warn_once,
+    without_own_no_sync,
 )
 
 MODULE = "megatron.training.training"
@@ -77,10 +77,10 @@ def diagnose(module: ModuleType) -> Verdict:
     )
 
 
-def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     training = sys.modules[train.__module__]
-    warn = warn_once()
+    warn = make_warn_once()
     ended_at = 0
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -95,11 +95,11 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         # An earlier call, patched or not, has started the timer; Megatron's globals may be new since.
         if INTERVAL_TIMER in timers._timers or any(chunk in trained for chunk in model):
             stop_interval_timer(timers)
-            before_interrupted_step(machine)
+            rewind_interrupted_step(machine)
             finish_earlier_call(model)
             _warn_of_what_stays(training, ended_at, warn)
         trained.update(model)
-        with timers_stopped(timers), rerun_machine_kept(machine), config_hooks_kept(config, model):
+        with timers_stopped(timers), rerun_machine_restored(machine), without_own_no_sync(config, model):
             result = train(*args, **kwargs)
         ended_at = result[0]
         if collecting and not gc.isenabled():
@@ -128,7 +128,7 @@ PATCH = Patch(
     doc=f"{__doc__}\n{_train_reentry_of_bridge.__doc__}",
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=(
-        Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant}),
+        Site(module=MODULE, diagnose=diagnose, replace={"train": make_reentrant}),
         _train_reentry_of_bridge.SITE,
     ),
 )

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MisuseError
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_names, missing_parameters
-from .._temporarily import in_place_of
+from .._temporarily import temporarily_set
 
 if TYPE_CHECKING:
     from ...train_step import TrainStep  # most processes that import this have no such worker
@@ -41,7 +41,7 @@ MODULES = (
 )
 WORKER = "MegatronPolicyWorkerBase"
 
-_windows: weakref.WeakKeyDictionary[Any, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[Any, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
 """By worker, and its adapter: the step whose calls optim_step has not seen yet."""
 
 
@@ -68,85 +68,85 @@ def diagnose(module: ModuleType) -> Verdict:
     return lacking(missing) if missing else Verdict(NEEDED, "each forward_backward zeroes what is accumulated")
 
 
-# ---------------------------------------------------------------------------- the window of a worker
-def _adapter(worker: Any) -> Any:
+# ---------------------------------------------------------------------------- the step of a worker
+def _current_adapter(worker: Any) -> Any:
     """The one whose gradients are in the buffers; None where there are no adapters to swap."""
     return getattr(getattr(worker, "adapter_store", None), "current_id", None)
 
 
-def _window(worker: Any) -> TrainStep | None:
+def _step_of(worker: Any) -> TrainStep | None:
     """That of the live adapter, made the open step of the model; None where optim_step has nothing to do."""
-    windows = _windows.get(worker)
-    if not windows:
+    steps = _steps.get(worker)
+    if not steps:
         return None
     from ...train_step import open_step
 
-    window, current = windows.get(_adapter(worker)), open_step(worker.actor_module)
-    if current is not None and current is not window:
+    step, current = steps.get(_current_adapter(worker)), open_step(worker.actor_module)
+    if current is not None and current is not step:
         current.set_aside()
-    if window is not None and window.is_open and window is not current:
-        window.take_up()
-    return window
+    if step is not None and step.is_open and step is not current:
+        step.take_up()
+    return step
 
 
-def _begun(worker: Any, calls_add_up: bool) -> TrainStep:
-    window = _window(worker)
-    if window is None:
+def _begin_step(worker: Any, calls_add_up: bool) -> TrainStep:
+    step = _step_of(worker)
+    if step is None:
         from ...train_step import TrainStep
 
-        window = TrainStep(worker.actor_module, worker.optimizer, calls_add_up=calls_add_up)
-        _windows.setdefault(worker, {})[_adapter(worker)] = window
-    if not window.is_open:
-        window.begin()
-    return window
+        step = TrainStep(worker.actor_module, worker.optimizer, calls_add_up=calls_add_up)
+        _steps.setdefault(worker, {})[_current_adapter(worker)] = step
+    if not step.is_open:
+        step.begin()
+    return step
 
 
 # ---------------------------------------------------------------------------- what is installed
-def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+def accumulate_until_optim_step(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     path = f"{forward_backward.__module__}:{WORKER}.forward_backward"
     undoes_mean = not missing_names(path, "num_microbatches")  # which it tells the loss function, to that end
 
     @functools.wraps(forward_backward)
     def patched_forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        window = _begun(self, calls_add_up=undoes_mean)
+        step = _begin_step(self, calls_add_up=undoes_mean)
         mini_batch = self.model.forward_backward_mini_batch
-        keeping = contextlib.ExitStack()
+        not_zeroing = contextlib.ExitStack()
 
-        def accumulated(micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
-            keeping.close()  # by now SkyRL has zeroed what it wants to
-            with window.accumulate(len(micro_batches)):
+        def accumulating_mini_batch(micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
+            not_zeroing.close()  # by now SkyRL has zeroed what it wants to
+            with step.accumulate(len(micro_batches)):
                 return mini_batch(micro_batches, *args, **kwargs)
 
         try:
-            with keeping, in_place_of(self.model, forward_backward_mini_batch=accumulated):
+            with not_zeroing, temporarily_set(self.model, forward_backward_mini_batch=accumulating_mini_batch):
                 for chunk in self.actor_module:
-                    keeping.enter_context(in_place_of(chunk, zero_grad_buffer=lambda: None))
+                    not_zeroing.enter_context(temporarily_set(chunk, zero_grad_buffer=lambda: None))
                 return forward_backward(self, *args, **kwargs)
         except BaseException:
-            window.abort()
+            step.abort()
             raise
 
     return patched_forward_backward
 
 
-def reducing(optim_step: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_before_optim_step(optim_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(optim_step)
     def patched_optim_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        window = _window(self)
-        if window is not None:
-            if not window.is_open:
+        step = _step_of(self)
+        if step is not None:
+            if not step.is_open:
                 raise MisuseError(
                     "optim_step(): a forward_backward() has raised, and the gradients of those before it were "
                     "dropped with its own; call forward_backward() again, for all of them"
                 )
-            window.reduce()
-            del _windows[self][_adapter(self)]
+            step.reduce()
+            del _steps[self][_current_adapter(self)]
         return optim_step(self, *args, **kwargs)
 
     return patched_optim_step
 
 
-def keeping_gradients(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_offload_in_open_step(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(offload_to_cpu)
 
     @functools.wraps(offload_to_cpu)
@@ -160,7 +160,7 @@ def keeping_gradients(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     return patched_offload_to_cpu
 
 
-def between_windows(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_checkpoint_in_open_step(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_checkpoint)
     def patched_save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_while_open(self, "save_checkpoint() would leave out the gradients of forward_backward")
@@ -170,8 +170,8 @@ def between_windows(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_while_open(worker: Any, what: str) -> None:
-    window = _window(worker)
-    if window is not None and window.is_open:
+    step = _step_of(worker)
+    if step is not None and step.is_open:
         raise MisuseError(f"{what}: call optim_step() before")
 
 
@@ -184,10 +184,10 @@ PATCH = Patch(
             module=module,
             diagnose=diagnose,
             replace={
-                f"{WORKER}.forward_backward": accumulating,
-                f"{WORKER}.optim_step": reducing,
-                f"{WORKER}.offload_to_cpu": keeping_gradients,
-                f"{WORKER}.save_checkpoint": between_windows,
+                f"{WORKER}.forward_backward": accumulate_until_optim_step,
+                f"{WORKER}.optim_step": reduce_before_optim_step,
+                f"{WORKER}.offload_to_cpu": refuse_offload_in_open_step,
+                f"{WORKER}.save_checkpoint": refuse_checkpoint_in_open_step,
             },
         )
         for module in MODULES

@@ -52,7 +52,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return lacking(missing) if missing else Verdict(NEEDED, "train() does not resume after a sync that failed")
 
 
-def counting(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def count_syncs(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(train)
     async def patched_train(self: Any, *args: Any, **kwargs: Any) -> None:
         _syncs[self] = 0
@@ -64,7 +64,7 @@ def counting(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[N
     return patched_train
 
 
-def resuming(sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def resume_after_failed_sync(sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(sync)
     async def patched_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         earlier = _syncs.get(self)
@@ -84,7 +84,9 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1584",
     sites=tuple(
         Site(
-            module=module, diagnose=diagnose, replace={f"{TRAINER}.train": counting, f"{TRAINER}.{SYNC}": resuming}
+            module=module,
+            diagnose=diagnose,
+            replace={f"{TRAINER}.train": count_syncs, f"{TRAINER}.{SYNC}": resume_after_failed_sync},
         )
         for module in MODULES
     ),

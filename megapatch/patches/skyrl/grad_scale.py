@@ -48,7 +48,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return lacking(missing) if missing else Verdict(NEEDED, f"{WRAPPER} leaves grad_scale_func unset")
 
 
-def scaling(init: Callable[..., None]) -> Callable[..., None]:
+def set_grad_scale_func(init: Callable[..., None]) -> Callable[..., None]:
     module = sys.modules[init.__module__]
 
     @functools.wraps(init)
@@ -67,7 +67,8 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{WRAPPER}.__init__": scaling}) for module in MODULES
+        Site(module=module, diagnose=diagnose, replace={f"{WRAPPER}.__init__": set_grad_scale_func})
+        for module in MODULES
     ),
     changes_numbers=True,
 )

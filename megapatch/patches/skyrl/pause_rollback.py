@@ -52,13 +52,13 @@ def diagnose(module: ModuleType) -> Verdict:
     )
 
 
-def rolled_back(pause: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def clear_mark_on_failure(pause: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(pause)
-    async def patched_pause(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def patched_pause_generation(self: Any, *args: Any, **kwargs: Any) -> None:
         with unmarked_on_failure(self):
             return await pause(self, *args, **kwargs)
 
-    return patched_pause
+    return patched_pause_generation
 
 
 PATCH = Patch(
@@ -66,6 +66,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{CLIENT}.{PAUSE}": rolled_back}) for module in MODULES
+        Site(module=module, diagnose=diagnose, replace={f"{CLIENT}.{PAUSE}": clear_mark_on_failure})
+        for module in MODULES
     ),
 )

@@ -47,7 +47,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return lacking(missing) if missing else Verdict(NEEDED, "all pipeline stages have the same seed")
 
 
-def offset_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
+def offset_seed_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_seed)
     def patched_set_seed(self: Any, seed: int) -> None:
         from megatron.core import parallel_state
@@ -64,7 +64,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{STRATEGY}.set_seed": offset_by_stage})
+        Site(module=module, diagnose=diagnose, replace={f"{STRATEGY}.set_seed": offset_seed_by_stage})
         for module in MODULES
     ),
     changes_numbers=True,

@@ -57,16 +57,16 @@ def diagnose(module: ModuleType) -> Verdict:
     )
 
 
-def pausing(save: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def pause_while_syncing(save: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(save)
-    async def patched_save(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def patched_save_weights_for_sampler(self: Any, *args: Any, **kwargs: Any) -> None:
         client = self._inference_engine_client
         if self.colocate_all or client is None:  # without a client the original complains
             return await save(self, *args, **kwargs)
         async with paused_generation(client):
             return await save(self, *args, **kwargs)
 
-    return patched_save
+    return patched_save_weights_for_sampler
 
 
 PATCH = Patch(
@@ -74,6 +74,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{DISPATCH}.{SAVE}": pausing}) for module in MODULES
+        Site(module=module, diagnose=diagnose, replace={f"{DISPATCH}.{SAVE}": pause_while_syncing})
+        for module in MODULES
     ),
 )

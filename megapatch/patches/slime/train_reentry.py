@@ -33,7 +33,7 @@ from typing import Any
 
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
-from ..megatron._around_train import NO_SYNC_ASSERTION, config_hooks_kept, finish_earlier_call
+from ..megatron._around_train import NO_SYNC_ASSERTION, finish_earlier_call, without_own_no_sync
 
 _trained: weakref.WeakSet[Any] = weakref.WeakSet()
 """The model chunks that train() was called with: from then on there may be something to finish."""
@@ -54,7 +54,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and sets it for good")
 
 
-def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     module = sys.modules[train.__module__]
 
@@ -63,13 +63,13 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         model = signature.bind(*args, **kwargs).arguments["model"]
         _finish_earlier_call(model)
         _trained.update(model)
-        with config_hooks_kept(module.get_model_config(model[0]), model):
+        with without_own_no_sync(module.get_model_config(model[0]), model):
             return train(*args, **kwargs)
 
     return patched_train
 
 
-def after_any_train(save: Callable[..., Any]) -> Callable[..., Any]:
+def finish_train_before_save(save: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -94,7 +94,7 @@ PATCH = Patch(
         Site(
             module=f"{framework}.backends.megatron_utils.model",
             diagnose=diagnose,
-            replace={"train": reentrant, "save": after_any_train},
+            replace={"train": make_reentrant, "save": finish_train_before_save},
         )
         for framework in ("slime", "miles")
     ),
