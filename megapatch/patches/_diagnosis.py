@@ -20,6 +20,11 @@ def lacking(missing: list[str]) -> Verdict:
     return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
 
 
+def cannot_run(what: str, error: Exception) -> Verdict:
+    """The verdict on code that raises where a diagnosis runs it."""
+    return Verdict(UNKNOWN, f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
+
+
 def missing_names(path: str, *names: str) -> list[str]:
     """Names that the function's own code does not mention: as attribute, global, local, or within a text."""
     code = getattr(_resolve(path), "__code__", None)
@@ -28,10 +33,14 @@ def missing_names(path: str, *names: str) -> list[str]:
     texts = [constant for constant in code.co_consts if isinstance(constant, str)]
     mentioned = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
     return [
-        f"{name!r} in {path}"
+        f"{_in_words(name)} in {path}"
         for name in names
         if name not in mentioned and not any(name in text for text in texts)
     ]
+
+
+def _in_words(name: str) -> str:
+    return name if name.isidentifier() else f'the text "{name}"'
 
 
 def missing_parameters(path: str, *names: str) -> list[str]:
@@ -40,7 +49,7 @@ def missing_parameters(path: str, *names: str) -> list[str]:
     if not inspect.isfunction(function):
         return [path]
     parameters = inspect.signature(function).parameters
-    return [f"parameter {name!r} of {path}" for name in names if name not in parameters]
+    return [f"parameter {name} of {path}" for name in names if name not in parameters]
 
 
 def missing_attributes(path: str, *names: str) -> list[str]:

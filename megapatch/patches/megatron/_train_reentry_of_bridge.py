@@ -64,7 +64,7 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    return Verdict(NEEDED, f"train() starts the {INTERVAL_TIMER} timer for good")
+    return Verdict(NEEDED, f"train() never stops the {INTERVAL_TIMER} timer it starts")
 
 
 def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:

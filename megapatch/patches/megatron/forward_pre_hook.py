@@ -25,8 +25,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
-from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -46,7 +46,7 @@ def diagnose(module: ModuleType) -> Verdict:
         disable_again = _error(unpatched(ddp.disable_forward_pre_hook), _stand_in(hooked=False))
         enable_again = _error(unpatched(ddp.enable_forward_pre_hook), _stand_in(hooked=True))
     except Exception as error:
-        return Verdict(UNKNOWN, f"the methods need more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("disable_forward_pre_hook and enable_forward_pre_hook", error)
     if disable_again or enable_again:
         return Verdict(
             NEEDED,

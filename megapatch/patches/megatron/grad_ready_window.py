@@ -38,7 +38,7 @@ from typing import Any
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
 from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_names, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 from ._around_train import ddp_chunks
 
 MODULE = "megatron.core"
@@ -47,6 +47,8 @@ GROUPS = "distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 NO_PIPELINING = "forward_backward_no_pipelining"
 PIPELINING = "forward_backward_pipelining_without_interleaving"
 INTERLEAVING = "forward_backward_pipelining_with_interleaving"
+
+FINISH = "finish_grad_sync()"
 
 FINISHED = "_megapatch_finished"
 """Attribute of a bucket group: whether this step's gradients are reduced."""
@@ -78,16 +80,20 @@ def diagnose(module: ModuleType) -> Verdict:
             _events_of_step(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
         )
     except Exception as error:
-        return Verdict(UNKNOWN, f"bucket groups need more than this patch knows: {type(error).__name__}: {error}")
-    if usual != ["pass 1"] or first != ["finish"]:
+        return cannot_run("the bucket group's methods", error)
+    if usual != ["pass 1"] or first != [FINISH]:
         return Verdict(
             UNKNOWN,
-            "expected gradients to be reduced in the pass that was learned, and in a first step when they are "
-            f"finished; found {usual} and {first}",
+            f"expected a first step to be reduced in {FINISH}, and a later one of one backward pass in that pass; "
+            f"found that the first {_in_words(first)}, the later one {_in_words(usual)}",
         )
-    if more[-1:] in (["pass 2"], ["finish"]) and fewer == ["finish"]:
+    if more[-1:] in (["pass 2"], [FINISH]) and fewer == [FINISH]:
         return Verdict(FIXED, "a step with more or fewer passes than were learned is reduced after the last")
-    return Verdict(NEEDED, f"two passes where one was learned: reduced in {more}; one where two were: {fewer}")
+    return Verdict(
+        NEEDED,
+        f"after a first step of one backward pass, a step of two {_in_words(more)}; "
+        f"after a first step of two, a step of one {_in_words(fewer)}",
+    )
 
 
 def hold_unusual_calls(schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,6 +215,14 @@ def _lacks_only_frozen(group: Any) -> bool:
     return bool(missing) and not any(param.requires_grad for param in missing)
 
 
+def _in_words(events: list[str]) -> str:
+    reduced = [event for event in events if event != "AssertionError"]
+    words = [f"is reduced in {' and '.join(reduced)}"] if reduced else []
+    if len(reduced) < len(events):
+        words.append("fails with AssertionError")
+    return " and ".join(words) or "is never reduced"
+
+
 def _events_of_step(group: Any, passes: int, learned: int) -> list[str]:
     """When a stand-in that has learned so many passes (0: nothing yet) reduces, in a step with `passes`."""
     seen: list[str] = []
@@ -236,7 +250,7 @@ def _events_of_step(group: Any, passes: int, learned: int) -> list[str]:
         for number in range(passes):
             place = f"pass {number + 1}"
             unpatched(group.register_grad_ready)(stand_in, "weight")
-        place = "finish"
+        place = FINISH
         unpatched(group.finish_grad_sync)(stand_in)
         unpatched(group.reset)(stand_in)
     except AssertionError:

@@ -30,7 +30,7 @@ from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, bucket_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_names
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -45,11 +45,17 @@ def diagnose(module: ModuleType) -> Verdict:
     try:
         seen = _flags_when_nested(unpatched(module.DistributedDataParallel.no_sync))
     except Exception as error:
-        return Verdict(UNKNOWN, f"no_sync() needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("no_sync()", error)
     holding = {place: not any(may_reduce) for place, may_reduce in seen.items()}
     if not (holding["outer"] and holding["inner"] and all(seen["after"])):
+        found = ", ".join(
+            f"{place}: {' and '.join('set' if flag else 'cleared' for flag in may_reduce)}"
+            for place, may_reduce in seen.items()
+        )
         return Verdict(
-            UNKNOWN, f"expected no_sync() to clear is_last_microbatch and to set it at the end; found {seen}"
+            UNKNOWN,
+            "expected no_sync() to clear is_last_microbatch of dense and expert bucket groups, and to set it at "
+            f"the end; found {found}",
         )
     if holding["outer again"]:
         return Verdict(FIXED, "an outer no_sync() stays in force when an inner one exits")

@@ -29,7 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import cannot_run, lacking, missing_attributes
 
 MODULE = "megatron.core.optimizer"
 MIXED = "optimizer.MixedPrecisionOptimizer"
@@ -56,12 +56,13 @@ def diagnose(module: ModuleType) -> Verdict:
     try:
         counts = _unscale_counts(module.optimizer)
     except Exception as error:
-        return Verdict(UNKNOWN, f"preparing needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("prepare_grads() and step()", error)
     if set(counts.values()) == {1}:
         return Verdict(FIXED, "gradients that are prepared are not unscaled again")
     if set(counts.values()) == {2}:
         return Verdict(NEEDED, f"gradients that are prepared are unscaled again by {', '.join(counts)}")
-    return Verdict(UNKNOWN, f"expected gradients to be unscaled again by each of these; the times are {counts}")
+    found = ", ".join(f"{count} with {method}" for method, count in counts.items())
+    return Verdict(UNKNOWN, f"expected gradients to be unscaled twice by each of these calls; found {found}")
 
 
 def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
 MACHINE_MODULE = "megatron.core.rerun_state_machine"
 STATE_DICT = f"{MACHINE_MODULE}:RerunStateMachine.state_dict"
@@ -67,15 +67,15 @@ def diagnose_saving(module: ModuleType) -> Verdict:
     except AttributeError:
         state = {}
     except Exception as error:
-        return Verdict(UNKNOWN, f"state_dict() needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("state_dict()", error)
     no_force = missing_parameters(STATE_DICT, "force")
     if state is not None:
         if no_force:
             return Verdict(ABSENT, "this version has always saved the rerun state")
-        return Verdict(FIXED, "state_dict() builds a state though no rerun is pending")
+        return Verdict(FIXED, "state_dict() builds a state although no rerun is pending")
     if no_force:
-        return Verdict(UNKNOWN, f"state_dict() is None, and expected but not found: {no_force[0]}")
-    return Verdict(NEEDED, "state_dict() is None as long as no rerun is pending")
+        return Verdict(UNKNOWN, f"state_dict() returns None; expected but not found: {no_force[0]}")
+    return Verdict(NEEDED, "state_dict() returns None as long as no rerun is pending")
 
 
 def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,11 +116,11 @@ def diagnose_loading(module: ModuleType) -> Verdict:
     try:
         about_others, about_state = raises("some other key"), raises(KEY)
     except Exception as error:
-        return Verdict(UNKNOWN, f"a missing key needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("maybe_report_missing_and_unexpected_keys()", error)
     if not about_others:
         return Verdict(UNKNOWN, "expected missing keys to raise a CheckpointingException, and they do not")
     if about_state:
-        return Verdict(NEEDED, f"a strict load raises for {KEY}, asked for only when a rerun is pending")
+        return Verdict(NEEDED, f"a strict load raises for {KEY}, which is only asked for while a rerun is pending")
     return Verdict(FIXED, f"a strict load does not raise for {KEY}")
 
 

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import cannot_run, lacking, missing_attributes
 
 log = logging.getLogger("megapatch")
 
@@ -46,14 +46,17 @@ def diagnose(module: ModuleType) -> Verdict:
     try:
         checkpoint, leave, _ = unpatched(module.RerunStateMachine.should_checkpoint_and_exit)(machine)
     except Exception as error:
-        return Verdict(UNKNOWN, f"the machine needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("should_checkpoint_and_exit()", error)
     finally:
         module.logger.disabled = before
     if not leave:
-        return Verdict(UNKNOWN, "expected a fault that a rerun does not show again to end the job")
+        return Verdict(UNKNOWN, "expected a fault that its rerun does not repeat to end the job, and it does not")
     if checkpoint:
-        return Verdict(NEEDED, "a fault that a rerun does not show again is saved, in the middle of the rerun")
-    return Verdict(FIXED, "a fault that a rerun does not show again is not saved")
+        return Verdict(
+            NEEDED,
+            "after a fault that its rerun does not repeat, a checkpoint is saved in the middle of the rerun",
+        )
+    return Verdict(FIXED, "after a fault that its rerun does not repeat, no checkpoint is saved")
 
 
 def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> Callable[..., Any]:

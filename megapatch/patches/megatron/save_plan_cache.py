@@ -35,7 +35,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_names, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 
 PLANS_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{PLANS_MODULE}:TorchDistSaveShardedStrategy"
@@ -152,12 +152,12 @@ def diagnose_plans(module: ModuleType) -> Verdict:
     try:
         again, changed = _plans_reused(module)
     except Exception as error:
-        return Verdict(UNKNOWN, f"async_save needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("async_save()", error)
     if not again:
-        return Verdict(UNKNOWN, "expected the plan to be used again for the same structure, and it is not")
+        return Verdict(UNKNOWN, "expected the plan to be reused for the same structure, and it is not")
     if changed:
-        return Verdict(NEEDED, "the plan is used again though what is saved has changed")
-    return Verdict(FIXED, "another structure is planned afresh")
+        return Verdict(NEEDED, "the plan is reused although the structure has changed")
+    return Verdict(FIXED, "a changed structure is planned again")
 
 
 def diagnose_distribution(module: ModuleType) -> Verdict:
@@ -177,18 +177,23 @@ def diagnose_distribution(module: ModuleType) -> Verdict:
     try:
         made = _distributions_after_each_save(module)
     except Exception as error:
-        return Verdict(UNKNOWN, f"distributing needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("apply_saving_parallelization()", error)
     if made == [1, 1, 1]:
-        return Verdict(NEEDED, "the distribution is used again though what is saved has changed")
+        return Verdict(NEEDED, "the distribution is reused although the structure has changed")
     if made == [1, 1, 2]:
-        return Verdict(FIXED, "another structure is distributed afresh")
-    return Verdict(UNKNOWN, f"expected one distribution for two saves of the same; by save there were {made}")
+        return Verdict(FIXED, "a changed structure is distributed again")
+    found = ", ".join(map(str, made))
+    return Verdict(
+        UNKNOWN,
+        "expected two saves of the same structure to share one distribution; "
+        f"found distributions after each save: {found}",
+    )
 
 
 def _missing_fields(module: ModuleType) -> list[str]:
     fields = {"ShardedTensor": TENSOR_FIELDS, "ShardedObject": OBJECT_FIELDS}
     return [
-        f"field {name!r} of {kind}"
+        f"field {name} of {kind}"
         for kind, names in fields.items()
         for name in names
         if name not in getattr(getattr(module, kind, None), "__dataclass_fields__", ())

@@ -73,7 +73,7 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     return Verdict(
-        NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and starts the {INTERVAL_TIMER} timer for good"
+        NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and never stops the {INTERVAL_TIMER} timer it starts"
     )
 
 

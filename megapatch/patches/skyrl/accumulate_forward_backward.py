@@ -65,7 +65,11 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_parameters(f"{path}.offload_to_cpu", "offload_optimizer"),
         *missing_parameters(f"{path}.save_checkpoint", "ckpt_dir"),
     ]
-    return lacking(missing) if missing else Verdict(NEEDED, "each forward_backward zeroes what is accumulated")
+    return (
+        lacking(missing)
+        if missing
+        else Verdict(NEEDED, "each forward_backward zeroes the gradients of those before it")
+    )
 
 
 # ---------------------------------------------------------------------------- the step of a worker

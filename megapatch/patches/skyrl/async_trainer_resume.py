@@ -49,7 +49,9 @@ def diagnose(module: ModuleType) -> Verdict:
             UNKNOWN, f"expected train() to use {', '.join(expected)}; found {', '.join(found) or 'none'}"
         )
     missing = missing_names(f"{module.__name__}:{TRAINER}.{SYNC}", "inference_engine_client")
-    return lacking(missing) if missing else Verdict(NEEDED, "train() does not resume after a sync that failed")
+    return (
+        lacking(missing) if missing else Verdict(NEEDED, "train() does not resume generation after a failed sync")
+    )
 
 
 def count_syncs(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:

@@ -46,7 +46,7 @@ def diagnose(module: ModuleType) -> Verdict:
     if found == [EVENT, "is_set", EVENT, "set"]:
         return Verdict(NEEDED, f"a {PAUSE}() that fails leaves {EVENT} set")
     if "clear" in found or RESUME in found:
-        return Verdict(FIXED, f"{PAUSE}() takes its own mark back")
+        return Verdict(FIXED, f"{PAUSE}() clears its own mark")
     return Verdict(
         UNKNOWN, f"expected {PAUSE}() to look at {EVENT} and to set it; found {', '.join(found) or 'none'}"
     )

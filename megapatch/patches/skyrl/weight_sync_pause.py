@@ -51,9 +51,11 @@ def diagnose(module: ModuleType) -> Verdict:
         )
         return lacking(missing) if missing else Verdict(NEEDED, "weights are synced while engines serve requests")
     if calls.count(RESUME) > calls.count(PAUSE):  # a `finally` has the call twice: with an exception, and without
-        return Verdict(FIXED, f"{SAVE}() pauses generation, and resumes it in any case")
+        return Verdict(FIXED, f"{SAVE}() pauses generation, and resumes it even after a failure")
     return Verdict(
-        UNKNOWN, f"expected {SAVE}() to resume generation in any case, or not to pause it; found {calls}"
+        UNKNOWN,
+        f"expected {SAVE}() to resume generation even after a failure, or not to pause it; "
+        f"found {', '.join(calls)}",
     )
 
 

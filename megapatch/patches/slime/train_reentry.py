@@ -51,7 +51,7 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    return Verdict(NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and sets it for good")
+    return Verdict(NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and never clears the one it sets")
 
 
 def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
