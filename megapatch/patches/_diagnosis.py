@@ -1,7 +1,7 @@
-"""What diagnoses share: looking at the real code without running all of it.
+"""Helpers of diagnoses, which look at the real code without running all of it.
 
-A path is ``"module:Class.function"``; the module is one that the target has loaded. Functions that are called
-missing_... return what was expected and is not there, in words; `lacking` makes a verdict of them.
+A path is ``"module:Class.function"``; its module is one that the target has loaded. Functions named missing_...
+return what was expected and not found, in words; `lacking` makes a verdict of them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..patch import UNKNOWN, Verdict, unpatched
 
 
 def lacking(missing: list[str]) -> Verdict:
-    """The verdict on code in which something that the patch relies on is missing."""
+    """Return the verdict on code that lacks something the patch relies on."""
     return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
 
 
 def cannot_run(what: str, error: Exception) -> Verdict:
-    """The verdict on code that raises where a diagnosis runs it."""
+    """Return the verdict on code that raises when a diagnosis runs it."""
     return Verdict(UNKNOWN, f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
 
 
 def missing_names(path: str, *names: str) -> list[str]:
-    """Names that the function's own code does not mention: as attribute, global, local, or within a text."""
+    """Return the names that the function's own code mentions neither as variable or attribute nor in a text."""
     code = getattr(_resolve(path), "__code__", None)
     if code is None:
         return [path]
@@ -44,7 +44,7 @@ def _in_words(name: str) -> str:
 
 
 def missing_parameters(path: str, *names: str) -> list[str]:
-    """Parameters that the function does not take."""
+    """Return the parameters that the function does not take."""
     function = _resolve(path)
     if not inspect.isfunction(function):
         return [path]
@@ -53,13 +53,13 @@ def missing_parameters(path: str, *names: str) -> list[str]:
 
 
 def missing_attributes(path: str, *names: str) -> list[str]:
-    """Attributes that the object (``"module:"`` for a module) does not have."""
+    """Return the attributes that the object (``"module:"`` for a module) does not have."""
     found = _resolve(path)
     return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
 
 
 def reads_in_order(function: Any, *names: str) -> list[str]:
-    """Those of the attributes that the function's own code reads, in the order of the code."""
+    """Return those of the attributes that the function's own code reads, in the order of the code."""
     return [
         instruction.argval
         for instruction in dis.get_instructions(unpatched(function))

@@ -1,4 +1,4 @@
-"""Attributes of one object, for a while."""
+"""Set attributes of one object for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def temporarily_set(target: Any, **values: Any) -> Iterator[None]:
-    """These values as the object's own attributes; afterwards what it had, or its class's again."""
+    """Set the object's own attributes; afterwards it has its old ones again, or its class's."""
     before = {name: vars(target)[name] for name in values if name in vars(target)}
     for name, value in values.items():
         setattr(target, name, value)

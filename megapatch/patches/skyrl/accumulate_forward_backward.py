@@ -1,19 +1,19 @@
-"""Several forward_backward calls before one optim_step give the gradient of all of them.
+"""Several forward_backward calls before one optim_step add up to the gradient of all of them.
 
-Symptom   a batch that comes in several forward_backward requests (Tinker clients split large ones) trains on the
-          last request alone, silently: each call zeroes the gradients of those before it, and reduces its own.
+Symptom   a batch that comes in several forward_backward requests (Tinker clients split large ones) silently trains
+          on the last request only: each call zeroes the gradients of those before it, and reduces its own.
 Upstream  fixed by NovaSky-AI/SkyRL#2008, in 0.4.0. The defect is in skyrl 0.1.0 to 0.3.0, and in checkouts from
           2026-01-30 on; skyrl-train up to 0.3.1 has no such calls.
-Seam      the policy worker's methods. A window of calls is one `TrainStep`: forward_backward begins it where there
-          is none, runs without zeroing and within `accumulate`; optim_step reduces, once, before SkyRL's own.
-          Each LoRA adapter has a window of its own (0.3.0): SkyRL swaps gradients with the adapter.
-Limits    from 0.2.0 on SkyRL divides the policy's and cross-entropy losses by what the whole batch has, so calls
-          add up, as in 0.4.0; KL, entropy, router's and draft losses are means of each call's, added up all the
-          same. In 0.1.0 all losses are means over microbatches, of the whole window with the patch.
-          A call that raises drops the gradients of the calls before it; optim_step then raises. While a window is
+Seam      the policy worker's methods. The calls up to an optim_step are one `TrainStep`: forward_backward begins
+          it if none is open, runs without zeroing and within `accumulate`; optim_step reduces, once, before
+          SkyRL's own. Each LoRA adapter has a step of its own (0.3.0): SkyRL swaps gradients with the adapter.
+Limits    from 0.2.0 on SkyRL divides the policy's and cross-entropy losses by the whole batch's counts, so calls
+          add up, as in 0.4.0; KL, entropy, router and draft losses are means over each call, added up all the
+          same. In 0.1.0 all losses are means over microbatches; with the patch, over those of the whole step.
+          A call that raises drops the gradients of the calls before it; optim_step then raises. While a step is
           open, offloading gradients (which loses them, in 0.4.0 too) and saving a checkpoint (which lacks them)
           are refused.
-Numbers   change where a window has several calls; those of a window of one call stay.
+Numbers   change where a step has several calls; those of a step of one call stay.
 Cost      as upstream's: gradients are reduced in optim_step, after the backward pass and not during it.
 """
 
@@ -42,12 +42,12 @@ MODULES = (
 WORKER = "MegatronPolicyWorkerBase"
 
 _steps: weakref.WeakKeyDictionary[Any, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
-"""By worker, and its adapter: the step whose calls optim_step has not seen yet."""
+"""By worker and adapter, the step that optim_step has not finished yet."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them needs a model."""
-    if "forward_backward" not in vars(getattr(module, WORKER, object)):  # of its own: other backends' are right
+    if "forward_backward" not in vars(getattr(module, WORKER, object)):  # its own: others' is right
         return Verdict(ABSENT, f"this version has no {WORKER}.forward_backward")
     path = f"{module.__name__}:{WORKER}"
     zeroed_before = not missing_names(f"{path}.forward_backward", "zero_grad_buffer")
@@ -74,12 +74,12 @@ def diagnose(module: ModuleType) -> Verdict:
 
 # ---------------------------------------------------------------------------- the step of a worker
 def _current_adapter(worker: Any) -> Any:
-    """The one whose gradients are in the buffers; None where there are no adapters to swap."""
+    """Return the adapter whose gradients are in the buffers; None where there are no adapters to swap."""
     return getattr(getattr(worker, "adapter_store", None), "current_id", None)
 
 
 def _step_of(worker: Any) -> TrainStep | None:
-    """That of the live adapter, made the open step of the model; None where optim_step has nothing to do."""
+    """Return the live adapter's step, made the open one of the model; None if optim_step has nothing to do."""
     steps = _steps.get(worker)
     if not steps:
         return None
@@ -108,7 +108,7 @@ def _begin_step(worker: Any, calls_add_up: bool) -> TrainStep:
 # ---------------------------------------------------------------------------- what is installed
 def accumulate_until_optim_step(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     path = f"{forward_backward.__module__}:{WORKER}.forward_backward"
-    undoes_mean = not missing_names(path, "num_microbatches")  # which it tells the loss function, to that end
+    undoes_mean = not missing_names(path, "num_microbatches")  # by passing it to the loss function
 
     @functools.wraps(forward_backward)
     def patched_forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def accumulate_until_optim_step(forward_backward: Callable[..., Any]) -> Callabl
         not_zeroing = contextlib.ExitStack()
 
         def accumulating_mini_batch(micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
-            not_zeroing.close()  # by now SkyRL has zeroed what it wants to
+            not_zeroing.close()  # by now SkyRL has done its zeroing
             with step.accumulate(len(micro_batches)):
                 return mini_batch(micro_batches, *args, **kwargs)
 
