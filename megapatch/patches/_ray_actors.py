@@ -50,7 +50,7 @@ def class_of(actor: Any) -> type:
 def _warn_out_of_reach(cls: type) -> None:
     log.warning(
         "%s.%s was made a Ray actor before megapatch was imported, and is out of its reach: "
-        "`import megapatch` before",
+        "`import megapatch` earlier",
         cls.__module__,
         cls.__qualname__,
     )

@@ -39,7 +39,7 @@ def finish_earlier_call(model: Sequence[Any]) -> None:
         if chunk.ddp_config.overlap_param_gather and bucket_groups.has_ungathered_params(chunk):
             raise MegapatchError(
                 "train() was interrupted after an optimizer step and before the parameters were gathered. With "
-                "reuse_grad_buf_for_mxfp8_param_ag that cannot be made up for, and this call would go on with "
+                "reuse_grad_buf_for_mxfp8_param_ag they can no longer be gathered, and this call would train from "
                 "old parameters: load a checkpoint in a new process"
             )
 

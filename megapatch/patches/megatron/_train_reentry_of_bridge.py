@@ -118,7 +118,7 @@ def _refuse_shared_buffers(model: Sequence[Any]) -> None:
     ):
         raise MegapatchError(
             "with reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather Megatron-Bridge's train() ends and "
-            "begins in ways that only fit one call in a process: a further one would mix up parameters and "
+            "begins in ways that only fit one call in a process: another call would mix up parameters and "
             "gradients. Turn reuse_grad_buf_for_mxfp8_param_ag off"
         )
 

@@ -144,10 +144,10 @@ def _held_if_unusual(chunks: list[Any], num_microbatches: Any) -> Iterator[None]
     config, groups = chunks[0].config, [group for chunk in chunks for group in bucket_groups(chunk)]
     if any(map(_is_reducing, groups)):
         raise MegapatchError(
-            "a reduce of this model's gradients has begun, and this forward-backward call would come too late for "
-            "it: an earlier call in this step, in which gradients were not finished as they used to be, or an "
-            "exception in it. Put all calls of a step but the last in ddp.no_sync(), or let every step finish its "
-            "gradients after its calls. ddp.finish_grad_sync() and ddp.zero_grad_buffer() begin the step anew"
+            "a reduce of this model's gradients has begun, and this forward-backward call comes too late for it: "
+            "an earlier call in this step did not finish its gradients although calls used to, or it raised. Put "
+            "all calls of a step but the last in ddp.no_sync(), or let every step finish its gradients after its "
+            "calls. After ddp.finish_grad_sync() and ddp.zero_grad_buffer() a new step can begin"
         )
     if any(getattr(group, FINISHED, False) for group in groups):
         yield  # calls after the reduce are the caller's responsibility

@@ -77,7 +77,7 @@ def _correct_the_log() -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         log.warning(
             "megatron.rerun-transient-fault: no checkpoint is saved, as none could be resumed in the middle of a "
-            "rerun; go on from an earlier one"
+            "rerun; resume from an earlier one"
         )
 
 

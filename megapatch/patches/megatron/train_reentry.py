@@ -115,7 +115,7 @@ def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str
     if start < ended_at:
         warn(
             "iteration",
-            f"train() starts again at iteration {start} though the last call ended at {ended_at}: Megatron "
+            f"train() starts again at iteration {start} although the last call ended at {ended_at}: Megatron "
             "reads args.iteration at entry and never writes it, so set it between calls",
         )
     graphs = getattr(getattr(training, "FullCudaGraphWrapper", None), "cuda_graph", None) or {}

@@ -141,7 +141,7 @@ def reduce_before_optim_step(optim_step: Callable[..., Any]) -> Callable[..., An
             if not step.is_open:
                 raise MisuseError(
                     "optim_step(): a forward_backward() has raised, and the gradients of those before it were "
-                    "dropped with its own; call forward_backward() again, for all of them"
+                    "dropped with its own; repeat all these calls of forward_backward()"
                 )
             step.reduce()
             del _steps[self][_current_adapter(self)]
@@ -176,7 +176,7 @@ def refuse_checkpoint_in_open_step(save_checkpoint: Callable[..., Any]) -> Calla
 def _refuse_while_open(worker: Any, what: str) -> None:
     step = _step_of(worker)
     if step is not None and step.is_open:
-        raise MisuseError(f"{what}: call optim_step() before")
+        raise MisuseError(f"{what}: call optim_step() first")
 
 
 PATCH = Patch(
