@@ -1,4 +1,4 @@
-"""Bucket groups of Megatron's DistributedDataParallel: gathers and reduces that are not done.
+"""Bucket groups of Megatron's DistributedDataParallel: unfinished gathers and reduces.
 
 With overlap_param_gather the optimizer steps each rank's shard of the parameters and leaves gathering them to
 the next forward pass. Until then the bucket group says so: `param_gather_dispatched` is False from the moment
@@ -15,33 +15,33 @@ GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGrou
 
 
 def bucket_groups(ddp: Any) -> list[Any]:
-    """All bucket groups of one DistributedDataParallel chunk, dense and expert."""
+    """Return all bucket groups of one DistributedDataParallel chunk, dense and expert."""
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
 
 
 def gathers_on_demand(ddp: Any) -> bool:
-    """Whether the parameters of this chunk can be gathered at any time.
+    """Return whether the parameters of this chunk can be gathered at any time.
 
     Not without overlap_param_gather (the optimizer has gathered them), and never with
     reuse_grad_buf_for_mxfp8_param_ag: there the parameter buffer is the gradient buffer, and gathering from it
-    would overwrite the parameters with what is left of the gradients.
+    would overwrite the parameters with leftovers of the gradients.
     """
     config = ddp.ddp_config
     return bool(config.overlap_param_gather) and not getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False)
 
 
 def has_ungathered_params(ddp: Any) -> bool:
-    """Whether some bucket group has not finished (or not begun) its gather since the last step."""
+    """Return whether some bucket group has not finished (or not begun) its gather since the last step."""
     return any(
         group.param_gather_handle is not None or not group.param_gather_dispatched for group in bucket_groups(ddp)
     )
 
 
 def finish_param_gathers(ddp: Any) -> None:
-    """Bring the parameters of one chunk in sync with Megatron's own pieces, and no gather more than needed.
+    """Bring the parameters of one chunk in sync, with Megatron's own methods and no more gathers than needed.
 
-    A gather under way is waited for, one not dispatched since the last step is done, one that is done stays.
-    A collective over the data-parallel group where something is to be done: call it on all ranks.
+    Waits for a gather under way, runs one not dispatched since the last step, leaves a finished one alone.
+    Runs a collective over the data-parallel group where something is left to do: call it on all ranks.
     """
     if not gathers_on_demand(ddp):
         return
@@ -53,9 +53,9 @@ def finish_param_gathers(ddp: Any) -> None:
 
 
 def gather_in_next_forward(ddp: Any) -> None:
-    """Leave parameters that are not gathered to the next forward pass, which does it in its pre-hooks.
+    """Leave ungathered parameters to the next forward pass, which gathers them in its pre-hooks.
 
-    No collective. An interrupted step may have left the hooks off, and a forward pass that is no training step
+    Runs no collective. An interrupted step may have left the hooks off, and a forward pass outside of training
     would run on old parameters.
     """
     hooked = ddp.remove_forward_pre_hook_handles or not ddp.use_forward_hook
@@ -64,7 +64,7 @@ def gather_in_next_forward(ddp: Any) -> None:
 
 
 def settle_grad_reduces(ddp: Any) -> None:
-    """Wait for gradient reduces that an interrupted backward pass has left under way, and forget them.
+    """Wait for gradient reduces that an interrupted backward pass left under way, and forget them.
 
     A later step would take the old handle for its own and never reduce its gradients.
     """
@@ -74,7 +74,7 @@ def settle_grad_reduces(ddp: Any) -> None:
             group.grad_reduce_handle = None
 
 
-def forget_interrupted_window(ddp: Any) -> None:
+def forget_interrupted_first_step(ddp: Any) -> None:
     """Drop the gradient-ready counts of a first step that was interrupted (Megatron 0.16 and later).
 
     Megatron learns from its first step how often each gradient becomes ready; a step that was cut short would

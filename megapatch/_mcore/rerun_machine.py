@@ -1,4 +1,4 @@
-"""Megatron's rerun state machine after an interrupted step: it believes that the step is still going on."""
+"""Megatron's rerun state machine, which an interrupted step leaves stuck inside that step."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ BEFORE_STEP = {
     "RERUNNING_IN_PLACE": "NOT_RUNNING_YET",
     "RERUNNING_FROM_CHECKPOINT": "WILL_RERUN_FROM_CHECKPOINT",
 }
-"""States of the machine inside a step, and the one it had before that step."""
+"""States of the machine inside a step, each with the state before that step."""
 
 
-def before_interrupted_step(machine: Any) -> None:
-    """Put a machine that believes to be inside a step back before that step."""
+def rewind_interrupted_step(machine: Any) -> None:
+    """Rewind a machine that is stuck inside a step to its state before that step."""
     before = BEFORE_STEP.get(machine.state.name)
     if before is not None:
         machine.state = type(machine.state)[before]
 
 
 def machine_of_this_process() -> Any:
-    """None where there is none: asking Megatron for it would make one."""
+    """Return the machine, or None if there is none: asking Megatron for it would make one."""
     return getattr(sys.modules.get(MODULE), "_GLOBAL_RERUN_STATE_MACHINE", None)

@@ -1,4 +1,4 @@
-"""The one ordered list of all patches: a package for each family, a file for each patch.
+"""The ordered list of all patches: a package for each family, a file for each patch.
 
 A module whose name begins with an underscore is shared by patches.
 """

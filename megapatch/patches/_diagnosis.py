@@ -1,7 +1,7 @@
-"""What diagnoses share: looking at the real code without running all of it.
+"""Helpers of diagnoses, which look at the real code without running all of it.
 
-A path is ``"module:Class.function"``; the module is one that the target has loaded. Functions that are called
-missing_... return what was expected and is not there, in words; `lacking` makes a verdict of them.
+A path is ``"module:Class.function"``; its module is one that the target has loaded. Functions named missing_...
+return what was expected and not found, in words; `lacking` makes a verdict of them.
 """
 
 from __future__ import annotations
@@ -16,45 +16,58 @@ from ..patch import UNKNOWN, Verdict, unpatched
 
 
 def lacking(missing: list[str]) -> Verdict:
-    """The verdict on code in which something that the patch relies on is missing."""
+    """Return the verdict on code that lacks something the patch relies on."""
     return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
 
 
+def cannot_run(what: str, error: Exception) -> Verdict:
+    """Return the verdict on code that raises when a diagnosis runs it."""
+    return Verdict(UNKNOWN, f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
+
+
 def missing_names(path: str, *names: str) -> list[str]:
-    """Names that the function's own code does not mention: as attribute, global, local, or within a text."""
-    code = getattr(_find(path), "__code__", None)
+    """Return the names that the function's own code mentions neither as variable or attribute nor in a text."""
+    code = getattr(_resolve(path), "__code__", None)
     if code is None:
         return [path]
     texts = [constant for constant in code.co_consts if isinstance(constant, str)]
     mentioned = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
     return [
-        f"{name!r} in {path}"
+        f"{_in_words(name)} in {path}"
         for name in names
         if name not in mentioned and not any(name in text for text in texts)
     ]
 
 
+def _in_words(name: str) -> str:
+    return name if name.isidentifier() else f'the text "{name}"'
+
+
 def missing_parameters(path: str, *names: str) -> list[str]:
-    """Parameters that the function does not take."""
-    function = _find(path)
+    """Return the parameters that the function does not take."""
+    function = _resolve(path)
     if not inspect.isfunction(function):
         return [path]
     parameters = inspect.signature(function).parameters
-    return [f"parameter {name!r} of {path}" for name in names if name not in parameters]
+    return [f"parameter {name} of {path}" for name in names if name not in parameters]
 
 
 def missing_attributes(path: str, *names: str) -> list[str]:
-    """Attributes that the object (``"module:"`` for a module) does not have."""
-    found = _find(path)
+    """Return the attributes that the object (``"module:"`` for a module) does not have."""
+    found = _resolve(path)
     return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
 
 
 def reads_in_order(function: Any, *names: str) -> list[str]:
-    """Those of the attributes that the function's own code reads, in the order of the code."""
-    return [one.argval for one in dis.get_instructions(unpatched(function)) if one.argval in names]
+    """Return those of the attributes that the function's own code reads, in the order of the code."""
+    return [
+        instruction.argval
+        for instruction in dis.get_instructions(unpatched(function))
+        if instruction.argval in names
+    ]
 
 
-def _find(path: str) -> Any:
+def _resolve(path: str) -> Any:
     module, _, attributes = path.partition(":")
     try:
         found = functools.reduce(getattr, filter(None, attributes.split(".")), sys.modules[module])

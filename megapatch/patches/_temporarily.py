@@ -1,4 +1,4 @@
-"""Attributes of one object, for a while."""
+"""Set attributes of one object for a while."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def in_place_of(thing: Any, **values: Any) -> Iterator[None]:
-    """These values as the object's own attributes; afterwards what it had, or its class's again."""
-    before = {name: vars(thing)[name] for name in values if name in vars(thing)}
+def temporarily_set(target: Any, **values: Any) -> Iterator[None]:
+    """Set the object's own attributes; afterwards it has its old ones again, or its class's."""
+    before = {name: vars(target)[name] for name in values if name in vars(target)}
     for name, value in values.items():
-        setattr(thing, name, value)
+        setattr(target, name, value)
     try:
         yield
     finally:
         for name in values:
             if name in before:
-                setattr(thing, name, before[name])
+                setattr(target, name, before[name])
             else:
-                delattr(thing, name)
+                delattr(target, name)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._mcore.bucket_groups import MODULE, settle_grad_reduces
-from .._mcore.rerun_machine import before_interrupted_step, machine_of_this_process
+from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
 
@@ -266,7 +266,7 @@ class MegatronBackend:
                 chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if (machine := machine_of_this_process()) is not None:
-            before_interrupted_step(machine)
+            rewind_interrupted_step(machine)
         self._forget()
 
     # ------------------------------------------------------------------------ the layout

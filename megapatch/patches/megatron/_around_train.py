@@ -1,8 +1,8 @@
-"""What has to be right around a call of train(), Megatron's or a framework's copy, so that the next one works.
+"""Context managers and checks that make a repeatable call out of train(), Megatron's or a framework's copy.
 
-Such a function sets hooks on the model config and leaves them there, and takes the forward pre-hooks of
-DistributedDataParallel off and puts them on again. It starts timers, and drives the rerun state machine. An
-exception leaves it in the middle of all that.
+Such a function sets hooks on the model config and leaves them there, and disables and enables the forward
+pre-hooks of DistributedDataParallel. It starts timers and drives the rerun state machine. An exception leaves all
+of that half done.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._mcore import bucket_groups
-from ..._mcore.rerun_machine import before_interrupted_step
+from ..._mcore.rerun_machine import rewind_interrupted_step
 from ...errors import MegapatchError
 from ...patch import unpatched
 
 log = logging.getLogger("megapatch")
 
 NO_SYNC_ASSERTION = "config.no_sync_func must be None"
-"""In the text of the assertion that a second call meets where overlap_grad_reduce is on."""
+"""Part of the text of the assertion that a second call meets where overlap_grad_reduce is on."""
 INTERVAL_TIMER = "interval-time"
 """Megatron's timer around the training loop, started at entry and never stopped."""
 
 
 def finish_earlier_call(model: Sequence[Any]) -> None:
-    """Finish what an earlier call has left open, so that this one begins from gathered parameters.
+    """Finish what an earlier call left open, so that this one begins from gathered parameters.
 
-    A collective where something is open: an exception on all ranks leaves it open on all.
-    Raises MegapatchError where gathering is not possible any more (reuse_grad_buf_for_mxfp8_param_ag).
+    Runs a collective where something is open: an exception on all ranks leaves it open on all of them.
+    Raises MegapatchError where gathering is no longer possible (reuse_grad_buf_for_mxfp8_param_ag).
     """
     for chunk in ddp_chunks(model):
         bucket_groups.settle_grad_reduces(chunk)
@@ -39,15 +39,16 @@ def finish_earlier_call(model: Sequence[Any]) -> None:
         if chunk.ddp_config.overlap_param_gather and bucket_groups.has_ungathered_params(chunk):
             raise MegapatchError(
                 "train() was interrupted after an optimizer step and before the parameters were gathered. With "
-                "reuse_grad_buf_for_mxfp8_param_ag that cannot be made up for, and this call would go on with "
+                "reuse_grad_buf_for_mxfp8_param_ag they can no longer be gathered, and this call would train from "
                 "old parameters: load a checkpoint in a new process"
             )
 
 
 @contextlib.contextmanager
-def config_hooks_kept(config: Any, model: Sequence[Any]) -> Iterator[None]:
-    """Around a call that sets no_sync_func itself, and asserts that there was none: it finds none of its own
-    making, and nothing that a user set is lost. The rest is as with `config_hooks_restored`.
+def without_own_no_sync(config: Any, model: Sequence[Any]) -> Iterator[None]:
+    """Remove a no_sync_func that an earlier call set, for a train() that asserts there is none; keep a user's.
+
+    Also does what `config_hooks_restored` does.
     """
     found = config.no_sync_func
     with config_hooks_restored(config, model):
@@ -58,10 +59,10 @@ def config_hooks_kept(config: Any, model: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
-    """Around the call: after an exception all hooks of the config are what they were.
+    """Restore all hooks of the config after an exception.
 
-    Parameters that are not gathered yet will be by the next forward pass or `finish_earlier_call`; the exception
-    itself may be one rank's alone, so there is no collective in here.
+    The next forward pass or `finish_earlier_call` gathers parameters that are not gathered yet. There is no
+    collective in here, as the exception may be on one rank only.
     """
     hooks = {name: value for name, value in vars(config).items() if name.endswith("_func")}
     try:
@@ -70,7 +71,7 @@ def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
         for name, value in hooks.items():
             setattr(config, name, value)
         for chunk in ddp_chunks(model):
-            bucket_groups.forget_interrupted_window(chunk)
+            bucket_groups.forget_interrupted_first_step(chunk)
             bucket_groups.gather_in_next_forward(chunk)
         raise
     if config.param_sync_func is None:  # set aside by a call in which no step succeeded
@@ -79,7 +80,7 @@ def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def timers_stopped(timers: Any) -> Iterator[None]:
-    """Around the call: it leaves the interval timer stopped, and after an exception all timers that it started."""
+    """Stop the interval timer after the call, and after an exception all timers that the call started."""
     before = _running(timers)
     try:
         yield
@@ -101,49 +102,49 @@ def _running(timers: Any) -> set[str]:
 
 
 @contextlib.contextmanager
-def rerun_machine_kept(machine: Any) -> Iterator[None]:
-    """Around the call: after an exception the machine is as before the interrupted step, in its old mode."""
+def rerun_machine_restored(machine: Any) -> Iterator[None]:
+    """Put the machine back before the interrupted step, in its old mode, after an exception."""
     mode = machine.get_mode()
     try:
         yield
     except BaseException:
-        if machine.get_mode() is not mode:  # evaluation, where the exception may come from, switches it off
+        if machine.get_mode() is not mode:  # evaluation switches it off, and may have raised the exception
             machine.set_mode(mode)
-        before_interrupted_step(machine)
+        rewind_interrupted_step(machine)
         raise
 
 
-def warn_once() -> Callable[[str, str], None]:
-    """A function that logs a warning of each kind once, however often train() is called."""
-    said: set[str] = set()
+def make_warn_once() -> Callable[[str, str], None]:
+    """Return a function that logs each kind of warning once, however often train() is called."""
+    warned: set[str] = set()
 
     def warn(kind: str, message: str) -> None:
-        if kind not in said:
-            said.add(kind)
+        if kind not in warned:
+            warned.add(kind)
             log.warning("megatron.train-reentry: %s", message)
 
     return warn
 
 
 def is_own_no_sync(hook: Any, model: Sequence[Any]) -> bool:
-    """Whether the hook is what train() itself sets: the no_sync of a model chunk, or a list of them.
+    """Return whether train() itself set the hook: the no_sync of a model chunk, or a list of them.
 
-    A bound method taken before a late activation does not equal one taken after it, so parts are compared.
+    A bound method taken before a late activation does not equal one taken after it, so their parts are compared.
     """
-    hooks = hook if isinstance(hook, list) else [hook]
+    found = hook if isinstance(hook, list) else [hook]
     own = [chunk.no_sync for chunk in model if hasattr(chunk, "no_sync")]
-    return bool(hooks) and all(any(_same_method(one, other) for other in own) for one in hooks)
+    return bool(found) and all(any(_same_method(method, no_sync) for no_sync in own) for method in found)
 
 
-def _same_method(one: Any, other: Any) -> bool:
+def _same_method(first: Any, second: Any) -> bool:
     return (
-        inspect.ismethod(one)
-        and inspect.ismethod(other)
-        and one.__self__ is other.__self__
-        and unpatched(one.__func__) is unpatched(other.__func__)
+        inspect.ismethod(first)
+        and inspect.ismethod(second)
+        and first.__self__ is second.__self__
+        and unpatched(first.__func__) is unpatched(second.__func__)
     )
 
 
 def ddp_chunks(model: Sequence[Any]) -> list[Any]:
-    kind = sys.modules[bucket_groups.MODULE].DistributedDataParallel
-    return [chunk for chunk in model if isinstance(chunk, kind)]
+    ddp = sys.modules[bucket_groups.MODULE].DistributedDataParallel
+    return [chunk for chunk in model if isinstance(chunk, ddp)]

@@ -1,19 +1,19 @@
 """The site of megatron.train-reentry for Megatron-Bridge's own train().
 
 Symptom   a second train() dies on "timer has already been started", and with overlap_param_gather on a KeyError
-          with the model's repr. After an exception the rest of what Megatron's train() leaves behind is left
-          here, too; and an exception in evaluation leaves its timer running, which the next evaluation dies on.
-          From 0.6 on, with an MXFP8 recipe, a second call takes itself for one that resumes from a checkpoint,
-          where the forward pre-hooks are on. They are not, and nobody gathers parameters any more.
+          with the model's repr. An exception leaves behind whatever else Megatron's train() does; an exception in
+          evaluation also leaves its timer running, and the next evaluation dies on that.
+          From 0.6 on, with an MXFP8 recipe, a second call behaves as if it resumed from a checkpoint,
+          where the forward pre-hooks are on. They are off, and parameters are never gathered again.
 Upstream  unfixed in 0.3 to 0.6; the resume came with NVIDIA-NeMo/Megatron-Bridge#5066.
-Seam      the module function, rebound where pretrain holds it by name. As for Megatron's train(), with what
-          differs in Bridge: the config's hooks were set in setup, once for all calls, and stay; timers are the
-          global state's; at entry of a repeated call the forward pre-hooks are on, as setup leaves them; and
-          optimizer.step, which train() wraps anew in each call where optimizer_cuda_graph is on, is put back.
+Seam      the module function, rebound where pretrain holds it by name. As for Megatron's train(), except where
+          Bridge differs: the config's hooks were set in setup, once for all calls, and stay; timers are those of
+          the global state; at entry of a repeated call the forward pre-hooks are on, as setup leaves them; and
+          optimizer.step, which each call of train() wraps again with optimizer_cuda_graph, is put back.
 Limits    as for Megatron's, but no other patch is needed. With reuse_grad_buf_for_mxfp8_param_ag and
           overlap_param_gather a repeated call raises MegapatchError: up to 0.5 train() ends by gathering
-          parameters from what are gradients by then, from 0.6 on it would begin gradients from parameters.
-          The iteration is Bridge's to count (global_state.train_state.step), and the caller's to raise
+          parameters from a buffer that holds gradients by then, from 0.6 on it would begin gradients from
+          parameters. Bridge counts the iteration (global_state.train_state.step), and the caller raises the limit
           (cfg.train.train_iters). Where an exit condition is met, train() still ends in sys.exit().
 """
 
@@ -30,7 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP
-from ..._mcore.rerun_machine import BEFORE_STEP, before_interrupted_step
+from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...errors import MegapatchError
 from ...patch import ABSENT, NEEDED, Site, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
@@ -39,10 +39,10 @@ from ._around_train import (
     config_hooks_restored,
     ddp_chunks,
     finish_earlier_call,
-    rerun_machine_kept,
+    make_warn_once,
+    rerun_machine_restored,
     stop_interval_timer,
     timers_stopped,
-    warn_once,
 )
 
 MODULE = "megatron.bridge.training.train"
@@ -64,13 +64,13 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    return Verdict(NEEDED, f"train() starts the {INTERVAL_TIMER} timer for good")
+    return Verdict(NEEDED, f"train() never stops the {INTERVAL_TIMER} timer it starts")
 
 
-def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     module = sys.modules[train.__module__]
-    warn = warn_once()
+    warn = make_warn_once()
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(train)
@@ -81,19 +81,19 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         machine = module.get_rerun_state_machine()
         collecting = gc.isenabled()
 
-        # An earlier call, patched or not, has started the timer; the global state may be new since.
+        # An earlier call, patched or not, has started the timer, unless the global state is new since then.
         if INTERVAL_TIMER in timers._timers or any(chunk in trained for chunk in model):
             stop_interval_timer(timers)
-            before_interrupted_step(machine)
+            rewind_interrupted_step(machine)
             _refuse_shared_buffers(model)
             finish_earlier_call(model)
             _turn_forward_pre_hooks_on(model)
         trained.update(model)
         with (
             timers_stopped(timers),
-            rerun_machine_kept(machine),
+            rerun_machine_restored(machine),
             config_hooks_restored(config, model),
-            _step_kept(call["optimizer"]),
+            _optimizer_step_restored(call["optimizer"]),
         ):
             result = train(*args, **kwargs)
         if collecting and not gc.isenabled():
@@ -104,28 +104,28 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _turn_forward_pre_hooks_on(model: Sequence[Any]) -> None:
-    """As before a first call. Parameters are gathered, so that a forward pass would find nothing to do."""
+    """Turn them on, as before a first call. Parameters are gathered, so a forward pass finds nothing to do."""
     for chunk in ddp_chunks(model):
         if chunk.use_forward_hook and not chunk.remove_forward_pre_hook_handles:
             chunk.enable_forward_pre_hook()
 
 
 def _refuse_shared_buffers(model: Sequence[Any]) -> None:
-    """Where parameters are gathered in the buffer of the gradients, each has to be put there at the right time."""
+    """Raise MegapatchError where parameters and gradients share a buffer, which needs each at the right time."""
     if any(
         chunk.use_forward_hook and getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False)
         for chunk in ddp_chunks(model)
     ):
         raise MegapatchError(
             "with reuse_grad_buf_for_mxfp8_param_ag and overlap_param_gather Megatron-Bridge's train() ends and "
-            "begins in ways that only fit one call in a process: a further one would mix up parameters and "
+            "begins in ways that only fit one call in a process: another call would mix up parameters and "
             "gradients. Turn reuse_grad_buf_for_mxfp8_param_ag off"
         )
 
 
 @contextlib.contextmanager
-def _step_kept(optimizer: Any) -> Iterator[None]:
-    """Around the call: the optimizer's step() stays its own, or the one that a user gave it."""
+def _optimizer_step_restored(optimizer: Any) -> Iterator[None]:
+    """Restore the optimizer's step() after the call: its own, or the one a user gave it."""
     own = vars(optimizer).get("step")
     try:
         yield
@@ -136,4 +136,4 @@ def _step_kept(optimizer: Any) -> Iterator[None]:
             vars(optimizer).pop("step", None)
 
 
-SITE = Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant})
+SITE = Site(module=MODULE, diagnose=diagnose, replace={"train": make_reentrant})

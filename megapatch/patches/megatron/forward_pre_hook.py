@@ -2,16 +2,17 @@
 
 Symptom   with --overlap-param-gather, a second disable_forward_pre_hook() raises KeyError with the model's
           repr as its message, a second enable_forward_pre_hook() a bare AssertionError. Megatron's train()
-          disables at entry and at exit, so a second train() in one process meets it; so does every framework
-          that disables them around a checkpoint or a weight sync.
+          disables them at entry and at exit, so a second train() in one process meets it; so does every
+          framework that disables them around a checkpoint or a weight sync.
 Upstream  unfixed in 0.12 to 0.19 and on main; met by slime, THUDM/slime#1779 and pull request #1857.
-Seam      the two class attributes of DistributedDataParallel. Each chunk is on its own.
-          Disabling where the hooks are off removes nothing. With param_sync=True it gathers the parameters
-          only of bucket groups that have not dispatched their gather since the last step, and waits for those
-          under way; enabling where they are on does nothing. Otherwise the original runs.
+Seam      the two class attributes of DistributedDataParallel. Each chunk is handled by itself.
+          Disabling while the hooks are off removes nothing; with param_sync=True it gathers the parameters
+          of those bucket groups that have not dispatched their gather since the last step, and waits for
+          gathers under way. Enabling while they are on does nothing. In all other cases the original runs.
+          Patching train() instead would not be enough: frameworks call both methods themselves.
 Limits    `remove_forward_pre_hook_handles` stays the dict that Megatron reads. Submodules added or removed
-          while the hooks are on still meet Megatron's own error. With reuse_grad_buf_for_mxfp8_param_ag a
-          disable that finds the hooks off never gathers. Without overlap_param_gather both methods raise as
+          while the hooks are on still meet Megatron's own error. With reuse_grad_buf_for_mxfp8_param_ag,
+          disabling while the hooks are off never gathers. Without overlap_param_gather both methods raise as
           before.
 Cost      none in training; a repeated call is a loop over the bucket groups.
 """
@@ -25,12 +26,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
-from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Call the real methods on a stand-in with one submodule, where there is nothing left to do."""
+    """Call the real methods on a stand-in with one submodule, where nothing is left to do."""
     missing = [
         *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
         *missing_names(f"{DDP}.__init__", "remove_forward_pre_hook_handles"),
@@ -46,7 +47,7 @@ def diagnose(module: ModuleType) -> Verdict:
         disable_again = _error(unpatched(ddp.disable_forward_pre_hook), _stand_in(hooked=False))
         enable_again = _error(unpatched(ddp.enable_forward_pre_hook), _stand_in(hooked=True))
     except Exception as error:
-        return Verdict(UNKNOWN, f"the methods need more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("disable_forward_pre_hook and enable_forward_pre_hook", error)
     if disable_again or enable_again:
         return Verdict(
             NEEDED,
@@ -56,7 +57,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(FIXED, "both methods can be called again")
 
 
-def disable_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
+def disable_only_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(disable_forward_pre_hook)
 
     @functools.wraps(disable_forward_pre_hook)
@@ -72,7 +73,7 @@ def disable_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callable[..
     return patched_disable_forward_pre_hook
 
 
-def enable_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
+def enable_only_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(enable_forward_pre_hook)
     def patched_enable_forward_pre_hook(self: Any) -> Any:
         if self.remove_forward_pre_hook_handles and self.use_forward_hook:
@@ -83,7 +84,7 @@ def enable_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[...
 
 
 def _stand_in(hooked: bool) -> SimpleNamespace:
-    """Just enough of a DistributedDataParallel for the two methods; its hooks are on or off."""
+    """Return just enough of a DistributedDataParallel for the two methods, with its hooks on or off."""
     handle = SimpleNamespace(remove=lambda: None)
 
     class Submodule:
@@ -100,7 +101,7 @@ def _stand_in(hooked: bool) -> SimpleNamespace:
 
 
 def _error(method: Callable[..., Any], stand_in: SimpleNamespace) -> str:
-    """What calling the method where nothing is to be done raises, in words; empty when it works."""
+    """Say what the method raises where nothing is left to do; an empty text if it works."""
     try:
         method(stand_in)
     except (KeyError, AssertionError) as error:
@@ -117,8 +118,8 @@ PATCH = Patch(
             module=MODULE,
             diagnose=diagnose,
             replace={
-                "DistributedDataParallel.disable_forward_pre_hook": disable_when_on,
-                "DistributedDataParallel.enable_forward_pre_hook": enable_when_off,
+                "DistributedDataParallel.disable_forward_pre_hook": disable_only_when_on,
+                "DistributedDataParallel.enable_forward_pre_hook": enable_only_when_off,
             },
         ),
     ),

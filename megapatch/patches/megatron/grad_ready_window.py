@@ -1,30 +1,31 @@
-"""A step with other backward passes than Megatron's first one is reduced once, completely, at its end.
+"""A step with more or fewer backward passes than the first one is reduced once, in full, at its end.
 
 Symptom   with overlap_grad_reduce, Megatron learns in its first step how often each gradient becomes ready, and
           later reduces as soon as it has been ready that often. A step with more passes is reduced before its last
           one, silently; one with fewer dies with "Communication call has not been issued"; parameters frozen in
-          the first step trip a bare assertion. It takes several forward-backward calls a step whose gradients are
-          finished after the last, as in SkyRL, in a number that varies; a varying number of microbatches where
-          config.no_sync_func is not set; or parameters that are frozen or unfrozen on the way.
+          the first step trip a bare assertion. Three kinds of job meet it: several forward-backward calls a step,
+          in a number that varies, with gradients finished after the last, as in SkyRL; a varying number of
+          microbatches where config.no_sync_func is not set; parameters frozen or unfrozen during training.
 Upstream  unfixed in 0.16 to 0.19 and on main: NovaSky-AI/SkyRL#2146, Primus#1072. Up to 0.15 nothing is learned;
           there a second pass fails with "Cannot set grad twice".
-Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). A step is held by the switch that
-          Megatron has for its first one (is_first_batch): hooks start nothing, finish_grad_sync() starts the
-          reduce. A call is held when config.finalize_model_grads_func is None, or has not been seen to finish a
-          call's gradients in it (one that once did not is never trusted again); when gradients of an earlier
-          call of the step wait to be reduced; and when each microbatch counts and there are not as many as in
+Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). A step is held back by the switch
+          that Megatron has for its first one (is_first_batch): hooks start nothing, finish_grad_sync() starts the
+          reduce. A call is held if config.finalize_model_grads_func is None, or has not been seen to finish a
+          call's gradients within it (one that once did not is never trusted again); if gradients of an earlier
+          call of the step wait to be reduced; and if each microbatch counts and their number differs from that of
           the step learned from. A bucket group with frozen parameters reduces when it is finished, and learns
           nothing. All else overlaps as before, also the last call of a step whose others were in no_sync().
-Limits    a caller who finishes gradients in each call, and in mid-run begins to leave that to later, has begun to
-          reduce before anyone can know: a second call in that step raises MegapatchError.
-          Finishing more than once a step is Megatron's own: with overlap it fails, or (from 0.18 on) reduces what
-          the first call has left and no more, silently. So are backward passes without Megatron's schedules, and
-          gradients that are missing and not frozen (it says so): ranks that differ in that, or in how they cut a
-          step, would reduce in different orders.
+          Correcting the learned counts is not an option: how many passes a step has is known only at its end.
+Limits    if you finished gradients in every call and start deferring them mid-run, the reduce has begun before
+          anyone can know: the second call of that step raises MegapatchError.
+          Finishing more than once a step is left to Megatron: with overlap it fails, or (from 0.18 on) silently
+          reduces only what the first call left. So are backward passes outside Megatron's schedules, and
+          gradients that are missing and not frozen (Megatron says so): ranks that differ in that, or in how they
+          split a step, would reduce in different orders.
           A held step has no overlap. To keep that of its last call, put the others in no_sync().
 Numbers   change where a step was reduced before its last backward pass, to those of a run without overlap.
 Cost      about 5 us and 0.5 us a bucket group in a forward-backward call, 0.5 us a bucket group in finishing and
-          zeroing together. Nothing in a forward or backward pass, and nothing a parameter where it can overlap.
+          zeroing together. Nothing in a forward or backward pass, and nothing per parameter where it can overlap.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
 from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_names, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 from ._around_train import ddp_chunks
 
 MODULE = "megatron.core"
@@ -48,19 +49,21 @@ NO_PIPELINING = "forward_backward_no_pipelining"
 PIPELINING = "forward_backward_pipelining_without_interleaving"
 INTERLEAVING = "forward_backward_pipelining_with_interleaving"
 
+FINISH = "finish_grad_sync()"
+
 FINISHED = "_megapatch_finished"
 """Attribute of a bucket group: whether this step's gradients are reduced."""
 UNUSUAL = "_megapatch_unusual"
-"""Attribute of a bucket group: whether this step is none to learn from."""
+"""Attribute of a bucket group: whether Megatron should not learn from this step."""
 COUNTED = "_megapatch_counted"
-"""Attribute of a bucket group: the microbatches that it has learned with; None where only the last one counts."""
+"""Attribute of a bucket group: the number of microbatches it has learned with; None if only the last counts."""
 DEFERS = "_megapatch_defers"
-"""Attribute of a model's first chunk: whether its config.finalize_model_grads_func leaves gradients unfinished, as
-seen in its calls; not there before the first."""
+"""Attribute of a model's first chunk: whether its config.finalize_model_grads_func was seen to leave gradients
+unfinished; absent before the first call."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Let the real bucket group's methods make as many passes as a stand-in has learned, more, and fewer."""
+    """Run the real bucket group's methods with as many passes as a stand-in has learned, more, and fewer."""
     if missing_names(f"{GROUP}.__init__", "golden_per_param_grad_ready_counts"):
         if missing := missing_names(f"{GROUP}.register_grad_ready", "params_with_grad"):
             return lacking(missing)
@@ -75,34 +78,38 @@ def diagnose(module: ModuleType) -> Verdict:
     group = module.distributed.param_and_grad_buffer._ParamAndGradBucketGroup
     try:
         usual, first, more, fewer = (
-            _reduces(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
+            _events_of_step(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
         )
     except Exception as error:
-        return Verdict(UNKNOWN, f"bucket groups need more than this patch knows: {type(error).__name__}: {error}")
-    if usual != ["pass 1"] or first != ["finish"]:
+        return cannot_run("the bucket group's methods", error)
+    if usual != ["pass 1"] or first != [FINISH]:
         return Verdict(
             UNKNOWN,
-            "expected gradients to be reduced in the pass that was learned, and in a first step when they are "
-            f"finished; found {usual} and {first}",
+            f"expected a first step to be reduced in {FINISH}, and a later one of one backward pass in that pass; "
+            f"found that the first {_in_words(first)}, the later one {_in_words(usual)}",
         )
-    if more[-1:] in (["pass 2"], ["finish"]) and fewer == ["finish"]:
+    if more[-1:] in (["pass 2"], [FINISH]) and fewer == [FINISH]:
         return Verdict(FIXED, "a step with more or fewer passes than were learned is reduced after the last")
-    return Verdict(NEEDED, f"two passes where one was learned: reduced in {more}; one where two were: {fewer}")
+    return Verdict(
+        NEEDED,
+        f"after a first step of one backward pass, a step of two {_in_words(more)}; "
+        f"after a first step of two, a step of one {_in_words(fewer)}",
+    )
 
 
-def held_unless_usual(schedule: Callable[..., Any]) -> Callable[..., Any]:
+def hold_unusual_calls(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def patched_schedule(*args: Any, **kwargs: Any) -> Any:
         chunks = () if kwargs.get("forward_only") else _overlapping(kwargs.get("model"))
         if not chunks:
             return schedule(*args, **kwargs)
-        with _training_call(chunks, kwargs.get("num_microbatches")):
+        with _held_if_unusual(chunks, kwargs.get("num_microbatches")):
             return schedule(*args, **kwargs)
 
     return patched_schedule
 
 
-def finishing_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
+def finish_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_grad_sync)
     def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.ddp_config.overlap_grad_reduce:
@@ -118,7 +125,7 @@ def finishing_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[.
     return patched_finish_grad_sync
 
 
-def learning_from_usual(reset: Callable[..., Any]) -> Callable[..., Any]:
+def learn_from_usual_steps(reset: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset)
     def patched_reset(self: Any) -> Any:
         _release(self)
@@ -132,18 +139,18 @@ def learning_from_usual(reset: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _training_call(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
-    """Around a call of a schedule that makes backward passes."""
+def _held_if_unusual(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
+    """Hold back the reduce of a training call unless the call is like those Megatron has learned from."""
     config, groups = chunks[0].config, [group for chunk in chunks for group in bucket_groups(chunk)]
     if any(map(_is_reducing, groups)):
         raise MegapatchError(
-            "a reduce of this model's gradients has begun, and this forward-backward call would come too late for "
-            "it: an earlier call in this step, in which gradients were not finished as they used to be, or an "
-            "exception in it. Put all calls of a step but the last in ddp.no_sync(), or let every step finish its "
-            "gradients after its calls. ddp.finish_grad_sync() and ddp.zero_grad_buffer() begin the step anew"
+            "a reduce of this model's gradients has begun, and this forward-backward call comes too late for it: "
+            "an earlier call in this step did not finish its gradients although calls used to, or it raised. Put "
+            "all calls of a step but the last in ddp.no_sync(), or let every step finish its gradients after its "
+            "calls. After ddp.finish_grad_sync() and ddp.zero_grad_buffer() a new step can begin"
         )
     if any(getattr(group, FINISHED, False) for group in groups):
-        yield  # what comes after the reduce is the caller's own
+        yield  # calls after the reduce are the caller's responsibility
         return
     finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
     counted = num_microbatches if config.no_sync_func is None else None
@@ -163,13 +170,13 @@ def _training_call(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
             setattr(group, UNUSUAL, True)
     try:
         if held:
-            config.grad_sync_func = None  # pipelines start a reduce by it, whatever the groups' switches say
+            config.grad_sync_func = None  # pipelines start a reduce with it, whatever the groups' switches say
         yield
     finally:
         if held:
             config.grad_sync_func = grad_sync
     ready = [g for g in groups if g.per_param_grad_ready_counts or g.grad_reduce_handle is not None]
-    if not ready:  # all of it was in the caller's own no_sync(), so that it does not matter to later calls
+    if not ready:  # the whole call was in the caller's own no_sync(), and does not matter to later calls
         for group in groups:
             _release(group)
     elif finalize is not None and not getattr(chunks[0], DEFERS, False):
@@ -177,13 +184,13 @@ def _training_call(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
 
 
 def _overlapping(model: Any) -> list[Any]:
-    """Those of the model's chunks that reduce in the backward pass."""
+    """Return those of the model's chunks that reduce in the backward pass."""
     chunks = ddp_chunks(model if isinstance(model, list) else [model])
     return [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
 
 
 def _is_reducing(group: Any) -> bool:
-    """Also without a handle, which several instances of the distributed optimizer do not keep."""
+    """Return whether a reduce has begun. Several instances of the distributed optimizer keep no handle of it."""
     if group.grad_reduce_handle is not None:
         return True
     counts = group.per_param_grad_ready_counts
@@ -197,20 +204,28 @@ def _has_learned(group: Any) -> bool:
 
 
 def _release(group: Any) -> None:
-    """End a hold: what was learned before it holds again."""
+    """End a hold: what was learned before it applies again."""
     if group.is_first_batch and _has_learned(group):
         group.is_first_batch = False
 
 
 def _lacks_only_frozen(group: Any) -> bool:
-    """Whether gradients are missing for the reduce to begin, all of frozen parameters: so on every rank."""
+    """Return whether the reduce waits for gradients of frozen parameters only, which is then so on every rank."""
     counts, learned = group.per_param_grad_ready_counts, group.golden_per_param_grad_ready_counts
     missing = [param for param in group.params if counts.get(param, 0) < learned.get(param, 1)]
     return bool(missing) and not any(param.requires_grad for param in missing)
 
 
-def _reduces(group: Any, passes: int, learned: int) -> list[str]:
-    """When a stand-in that has learned so many passes (0: nothing yet) reduces, in a step with `passes`."""
+def _in_words(events: list[str]) -> str:
+    reduced = [event for event in events if event != "AssertionError"]
+    words = [f"is reduced in {' and '.join(reduced)}"] if reduced else []
+    if len(reduced) < len(events):
+        words.append("fails with AssertionError")
+    return " and ".join(words) or "is never reduced"
+
+
+def _events_of_step(group: Any, passes: int, learned: int) -> list[str]:
+    """Return when a stand-in that has learned `learned` passes (0: nothing yet) reduces in a step of `passes`."""
     seen: list[str] = []
     place = ""
 
@@ -236,7 +251,7 @@ def _reduces(group: Any, passes: int, learned: int) -> list[str]:
         for number in range(passes):
             place = f"pass {number + 1}"
             unpatched(group.register_grad_ready)(stand_in, "weight")
-        place = "finish"
+        place = FINISH
         unpatched(group.finish_grad_sync)(stand_in)
         unpatched(group.reset)(stand_in)
     except AssertionError:
@@ -253,11 +268,11 @@ PATCH = Patch(
             module=MODULE,
             diagnose=diagnose,
             replace={
-                f"{SCHEDULES}.{NO_PIPELINING}": held_unless_usual,
-                f"{SCHEDULES}.{PIPELINING}": held_unless_usual,
-                f"{SCHEDULES}.{INTERLEAVING}": held_unless_usual,
-                f"{GROUPS}.finish_grad_sync": finishing_without_frozen,
-                f"{GROUPS}.reset": learning_from_usual,
+                f"{SCHEDULES}.{NO_PIPELINING}": hold_unusual_calls,
+                f"{SCHEDULES}.{PIPELINING}": hold_unusual_calls,
+                f"{SCHEDULES}.{INTERLEAVING}": hold_unusual_calls,
+                f"{GROUPS}.finish_grad_sync": finish_without_frozen,
+                f"{GROUPS}.reset": learn_from_usual_steps,
             },
         ),
     ),

@@ -1,22 +1,22 @@
 """An outer `with ddp.no_sync():` stays in force when an inner one exits.
 
-Symptom   an optimizer step cut into several forward-backward calls reduces too early. Each call's schedule uses
-          no_sync() itself, and where that one ends, the caller's own `with ddp.no_sync():` around the call is
-          over. Up to 0.15 gradients are reduced before the step is complete, and the next backward pass fails
+Symptom   an optimizer step split over several forward-backward calls reduces too early. Each call's schedule uses
+          no_sync() itself, and its exit also ends the caller's own `with ddp.no_sync():` around the call.
+          Up to 0.15 gradients are reduced before the step is complete, and the next backward pass fails
           on "Cannot set grad twice". From 0.16 on Megatron learns from its first step how many backward passes
-          a step has, and learns the wrong number; or, if that step was in one piece, reduces after the first
-          piece of a later one and never reduces the rest: silently, training goes on with wrong gradients.
-Upstream  unfixed in 0.12 to 0.19 and on main: leaving no_sync() lets every bucket group reduce, whatever was
-          before. NVIDIA-NeMo/RL#3660 and its forerunners #2683 and #2831 work around it.
+          a step has, and learns the wrong number; or, if that step was not split, reduces after the first call
+          of a later one and never reduces the rest: training continues, silently, with wrong gradients.
+Upstream  unfixed in 0.12 to 0.19 and on main: leaving no_sync() lets every bucket group reduce, whatever its
+          state before. NVIDIA-NeMo/RL#3660 and its forerunners #2683 and #2831 work around it.
 Seam      the class attribute of DistributedDataParallel; the original context manager runs inside ours, which
-          then holds back again what was held back before and all the time in between. The last exit, and any
+          afterwards holds back again what was held back before it and throughout. The last exit, and any
           use that is not nested, are Megatron's own.
-Limits    no_sync() holds back what gradients becoming ready set off, and nothing else: config.grad_sync_func and
-          config.finalize_model_grads_func reduce inside of it, so set them aside as well. zero_grad_buffer()
-          ends it, and so does an outer context that is left before the inner one.
-          The no_sync of Megatron-FSDP is another one, and that of TorchFullyShardedDataParallel does nothing.
-          A bound method taken before activation (config.no_sync_func = ddp.no_sync) is Megatron's own still.
-Numbers   change where no_sync() is nested and nothing failed (from 0.16), to those of a step in one piece.
+Limits    no_sync() holds back only the reduces that start when a gradient becomes ready. config.grad_sync_func and
+          config.finalize_model_grads_func reduce inside it too, so set them aside as well. zero_grad_buffer()
+          ends it, and so does leaving the outer context before the inner one.
+          The no_sync of Megatron-FSDP is a different one, and that of TorchFullyShardedDataParallel does nothing.
+          A bound method taken before activation (config.no_sync_func = ddp.no_sync) remains Megatron's own.
+Numbers   change where no_sync() is nested and nothing failed (from 0.16), to those of a step that is not split.
 Cost      about 2 us a use, of which a schedule makes one a call; nothing in a forward or backward pass.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, bucket_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_names
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -43,20 +43,26 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        seen = _nest(unpatched(module.DistributedDataParallel.no_sync))
+        seen = _flags_when_nested(unpatched(module.DistributedDataParallel.no_sync))
     except Exception as error:
-        return Verdict(UNKNOWN, f"no_sync() needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("no_sync()", error)
     holding = {place: not any(may_reduce) for place, may_reduce in seen.items()}
     if not (holding["outer"] and holding["inner"] and all(seen["after"])):
+        found = ", ".join(
+            f"{place}: {' and '.join('set' if flag else 'cleared' for flag in may_reduce)}"
+            for place, may_reduce in seen.items()
+        )
         return Verdict(
-            UNKNOWN, f"expected no_sync() to clear is_last_microbatch and to set it at the end; found {seen}"
+            UNKNOWN,
+            "expected no_sync() to clear is_last_microbatch of dense and expert bucket groups, and to set it at "
+            f"the end; found {found}",
         )
     if holding["outer again"]:
         return Verdict(FIXED, "an outer no_sync() stays in force when an inner one exits")
     return Verdict(NEEDED, "an inner no_sync() that exits ends the outer one as well")
 
 
-def keep_outer(no_sync: Callable[..., Any]) -> Callable[..., Any]:
+def keep_outer_in_force(no_sync: Callable[..., Any]) -> Callable[..., Any]:
     @contextlib.contextmanager
     def nested(ddp: Any) -> Iterator[Any]:
         outer = [group for group in bucket_groups(ddp) if not group.is_last_microbatch]
@@ -65,8 +71,8 @@ def keep_outer(no_sync: Callable[..., Any]) -> Callable[..., Any]:
                 try:
                     yield value
                 finally:
-                    # An inner one that is left late (by the garbage collector, after an exception in a schedule)
-                    # finds the outer one gone, and must not bring it back.
+                    # An inner context that is closed late (by the garbage collector, after an exception in a
+                    # schedule) must not bring back an outer one that is gone.
                     outer = [group for group in outer if not group.is_last_microbatch]
         finally:
             for group in outer:
@@ -79,8 +85,8 @@ def keep_outer(no_sync: Callable[..., Any]) -> Callable[..., Any]:
     return patched_no_sync
 
 
-def _nest(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:
-    """What the bucket groups of a stand-in may do in and after two nested uses."""
+def _flags_when_nested(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:
+    """Return whether each bucket group of a stand-in may reduce, in and after two nested uses."""
     groups = [SimpleNamespace(is_last_microbatch=True) for _ in range(2)]
     ddp = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
     seen = {}
@@ -101,6 +107,8 @@ PATCH = Patch(
     name="megatron.nested-no-sync",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/3660",
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={"DistributedDataParallel.no_sync": keep_outer}),),
+    sites=(
+        Site(module=MODULE, diagnose=diagnose, replace={"DistributedDataParallel.no_sync": keep_outer_in_force}),
+    ),
     changes_numbers=True,
 )

@@ -5,19 +5,19 @@ Symptom   a caller looks for an overflow with optimizer.prepare_grads(), and the
           engages, updates nearly vanish, and the dynamic loss scale counts each step twice. slime and miles do
           so wherever the NaN check is off; Megatron's arguments turn it off for fp16 with a dynamic loss scale.
 Upstream  unfixed in Megatron 0.12 to 0.19 and on main, and in slime up to 0.3.1: THUDM/slime#1842, #1495.
-Seam      class attributes of the optimizers. One with a loss scale that has prepared its gradients answers with
-          what it found, until step(), step_with_ready_grads(), zero_grad() or load_state_dict() ends, however it
-          ends, or the buffer of some gradients is zeroed. It is not prepared when preparing raises. A chain asks
-          its optimizers, which may have been prepared one by one. Without a loss scale (bf16, fp32) preparing
-          again does no harm and is Megatron's own.
-Limits    zero_grad_buffer() of any DistributedDataParallel is the end for all optimizers of the process: between
+Seam      class attributes of the optimizers. An optimizer with a loss scale that has prepared its gradients
+          returns the earlier result until step(), step_with_ready_grads(), zero_grad() or load_state_dict() ends,
+          with or without an exception, or any gradient buffer is zeroed. If preparing raises, it counts as not
+          prepared. A chain asks its optimizers, which may have been prepared individually. Without a loss scale
+          (bf16, fp32) preparing again does no harm and is left to Megatron.
+Limits    zero_grad_buffer() of any DistributedDataParallel ends it for all optimizers of the process: between
           prepare_grads() and step() it makes step() prepare again, as without the patch. That of Megatron-FSDP
-          does not count: call optimizer.zero_grad(). What is written to main_grad in between may go unseen.
-          slime's `assert update_successful` is left alone. A step() after a prepare_grads() that found nothing
-          succeeds. With the NaN check on an overflow ends the run, in Megatron's own check or at the assertion,
+          does not count: call optimizer.zero_grad(). Writes to main_grad in between may go unseen.
+          slime's `assert update_successful` is left alone. A step() after a prepare_grads() that found no overflow
+          succeeds. With the NaN check on, an overflow ends the run, in Megatron's own check or at the assertion,
           as it should; and slime does not know the steps that Megatron 0.18 skips by grad_norm_skip_threshold.
-          slime up to 0.2.4 raises UnboundLocalError (grad_norm) after an overflow; 0.3.0 repairs it, slime#1762.
-Numbers   change where gradients were prepared twice, to those of a caller of step() alone.
+          slime up to 0.2.4 raises UnboundLocalError (grad_norm) after an overflow; 0.3.0 fixes it, slime#1762.
+Numbers   change where gradients were prepared twice, to those of a caller that only calls step().
 Cost      about 0.2 us in each of these calls, a few a step; nothing in a forward or backward pass.
 """
 
@@ -29,7 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import cannot_run, lacking, missing_attributes
 
 MODULE = "megatron.core.optimizer"
 MIXED = "optimizer.MixedPrecisionOptimizer"
@@ -38,14 +38,14 @@ DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 BUFFER = "_ParamAndGradBuffer"
 PREPARED = "_megapatch_prepared"
-"""Attribute of an optimizer whose gradients are prepared: (the window in which that was, what it found)."""
+"""Attribute of an optimizer whose gradients are prepared: (`_discards` at that time, whether it overflowed)."""
 
-_window = 0
-"""Rises whenever gradients are thrown away: an optimizer prepared in an earlier window is so no longer."""
+_discards = 0
+"""How often gradients were thrown away; optimizers prepared before the last time count as unprepared."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Prepare gradients with the real methods on a stand-in, and again in each way there is."""
+    """Prepare the gradients of a stand-in with the real methods, and again with each call that does so."""
     missing = [
         name
         for path in PATCH.sites[0].replace
@@ -54,34 +54,35 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        times = _times_unscaled(module.optimizer)
+        counts = _unscale_counts(module.optimizer)
     except Exception as error:
-        return Verdict(UNKNOWN, f"preparing needs more than this patch knows: {type(error).__name__}: {error}")
-    if set(times.values()) == {1}:
+        return cannot_run("prepare_grads() and step()", error)
+    if set(counts.values()) == {1}:
         return Verdict(FIXED, "gradients that are prepared are not unscaled again")
-    if set(times.values()) == {2}:
-        return Verdict(NEEDED, f"gradients that are prepared are unscaled again by {', '.join(times)}")
-    return Verdict(UNKNOWN, f"expected gradients to be unscaled again by each of these; the times are {times}")
+    if set(counts.values()) == {2}:
+        return Verdict(NEEDED, f"gradients that are prepared are unscaled again by {', '.join(counts)}")
+    found = ", ".join(f"{count} with {method}" for method, count in counts.items())
+    return Verdict(UNKNOWN, f"expected gradients to be unscaled twice by each of these calls; found {found}")
 
 
 def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
-    _new_window()  # what an earlier installation has marked, no one may have cleared since
+    _forget_all()  # marks of an earlier installation may be out of date
 
     @functools.wraps(prepare_grads)
     def patched_prepare_grads(self: Any) -> Any:
         prepared = getattr(self, PREPARED, None)
-        if prepared is not None and prepared[0] == _window:
+        if prepared is not None and prepared[0] == _discards:
             return prepared[1]
         found_inf = prepare_grads(self)
         if self.grad_scaler:
-            setattr(self, PREPARED, (_window, found_inf))
+            setattr(self, PREPARED, (_discards, found_inf))
         return found_inf
 
     return patched_prepare_grads
 
 
-def ending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """After it, gradients count as unprepared."""
+def forget_prepared_after(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Make gradients count as unprepared after the method."""
 
     @functools.wraps(method)
     def patched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,24 +94,24 @@ def ending(method: Callable[..., Any]) -> Callable[..., Any]:
     return patched_method
 
 
-def ending_all(reset: Callable[..., Any]) -> Callable[..., Any]:
-    """A buffer does not know its optimizers: after it, gradients count as unprepared in all of them."""
+def forget_all_prepared_before(reset: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the gradients of all optimizers count as unprepared: a buffer does not know its own."""
 
     @functools.wraps(reset)
     def patched_reset(self: Any) -> Any:
-        _new_window()
+        _forget_all()
         return reset(self)
 
     return patched_reset
 
 
-def _new_window() -> None:
-    global _window
-    _window += 1
+def _forget_all() -> None:
+    global _discards
+    _discards += 1
 
 
 def _forget(optimizer: Any) -> None:
-    """Also in a chain's children: step() leaves them out after an overflow, and may raise in any of them."""
+    """Forget it in a chain's children too: step() skips them after an overflow, and may raise in any of them."""
     attributes = optimizer.__dict__
     if PREPARED in attributes:
         del attributes[PREPARED]
@@ -119,30 +120,30 @@ def _forget(optimizer: Any) -> None:
             _forget(child)
 
 
-def _times_unscaled(optimizer: ModuleType) -> dict[str, int]:
-    """By the call that comes after prepare_grads(): how often a stand-in has unscaled its gradients in both."""
+def _unscale_counts(optimizer: ModuleType) -> dict[str, int]:
+    """Return, by the call made after prepare_grads(), how often both together unscale the gradients."""
     mixed, chained = optimizer.MixedPrecisionOptimizer, optimizer.ChainedOptimizer
-    times = {}
+    counts = {}
     for owner, method in ((mixed, "prepare_grads"), (mixed, "step"), (chained, "step")):
         unscale = _Overflow()
-        one = SimpleNamespace(
+        single = SimpleNamespace(
             config=SimpleNamespace(timers=None),
             is_stub_optimizer=False,
             grad_scaler=SimpleNamespace(update=lambda found_inf: None),
             _copy_model_grads_to_main_grads=lambda: None,
             _unscale_main_grads_and_check_for_nan=unscale,
         )
-        chain = SimpleNamespace(chained_optimizers=[one])
-        one.prepare_grads = functools.partial(unpatched(mixed.prepare_grads), one)
+        chain = SimpleNamespace(chained_optimizers=[single])
+        single.prepare_grads = functools.partial(unpatched(mixed.prepare_grads), single)
         chain.prepare_grads = functools.partial(unpatched(chained.prepare_grads), chain)
-        one.prepare_grads()
-        unpatched(getattr(owner, method))(chain if owner is chained else one)
-        times[f"{owner.__name__}.{method}"] = unscale.times
-    return times
+        single.prepare_grads()
+        unpatched(getattr(owner, method))(chain if owner is chained else single)
+        counts[f"{owner.__name__}.{method}"] = unscale.times
+    return counts
 
 
 class _Overflow:
-    """Finds one, after which step() has nothing more to do, and counts its calls."""
+    """Report an overflow, after which step() has nothing more to do, and count the calls."""
 
     times = 0
 
@@ -161,15 +162,15 @@ PATCH = Patch(
             diagnose=diagnose,
             replace={
                 f"{MIXED}.prepare_grads": prepare_once,
-                f"{MIXED}.step": ending,
-                f"{MIXED}.step_with_ready_grads": ending,
-                f"{CHAINED}.step": ending,
-                f"{CHAINED}.step_with_ready_grads": ending,
-                f"{FLOAT16}.zero_grad": ending,
-                f"{FLOAT16}.load_state_dict": ending,
-                f"{DISTRIBUTED}.zero_grad": ending,
-                f"{DISTRIBUTED}.load_state_dict": ending,
-                f"{BUFFER}.reset": ending_all,
+                f"{MIXED}.step": forget_prepared_after,
+                f"{MIXED}.step_with_ready_grads": forget_prepared_after,
+                f"{CHAINED}.step": forget_prepared_after,
+                f"{CHAINED}.step_with_ready_grads": forget_prepared_after,
+                f"{FLOAT16}.zero_grad": forget_prepared_after,
+                f"{FLOAT16}.load_state_dict": forget_prepared_after,
+                f"{DISTRIBUTED}.zero_grad": forget_prepared_after,
+                f"{DISTRIBUTED}.load_state_dict": forget_prepared_after,
+                f"{BUFFER}.reset": forget_all_prepared_before,
             },
         ),
     ),

@@ -1,27 +1,27 @@
 """A checkpoint's structure does not depend on whether a rerun is pending.
 
 Symptom   with --ckpt-assume-constant-structure and the rerun state machine on (both modes; validate_results is
-          the default from 0.14 on), the checkpoint that a fault asks for is saved without an error and cannot be
-          loaded: "Missing key in checkpoint state_dict: rerun_state_machine_state/shard_0_2" (rank, number of
+          the default from 0.14 on), the checkpoint saved because of a fault is written without an error and cannot
+          be loaded: "Missing key in checkpoint state_dict: rerun_state_machine_state/shard_0_2" (rank, number of
           ranks). Megatron reuses the plan of the first save, made when there was no rerun state to save.
           A checkpoint that holds an idle rerun state cannot be loaded with --dist-ckpt-strictness raise_all:
           "Missing keys (for all ranks): {'rerun_state_machine_state'}", as Megatron asks only for a pending one.
 Upstream  NVIDIA/Megatron-LM#4448 (issue #4378): checkpoints in 0.14.0 to 0.17.1, and in checkouts of main from
           before it that call themselves 0.18.0; 0.12 and 0.13 have always saved the state.
           #7222 (open; issue #7428): strict loads in every version.
-Seam      the class attribute RerunStateMachine.state_dict. An enabled machine gives its state for every
+Seam      the class attribute RerunStateMachine.state_dict. An enabled machine returns its state for every
           torch_dist checkpoint; the original builds it, without looking at the data iterators as long as no
-          rerun is pending. A machine that is DISABLED gives none, as from 0.18 on.
-          The module function that raises for a strict load, looked up by name at every call. What it is told of
-          missing keys is short of rerun_state_machine_state, and only when it would raise: LOG_... and
-          RETURN_... strictness name the key as before. Every other key raises as before.
-Limits    whether a rerun state is asked for is load_checkpoint's decision. Where it ignores even a pending one
+          rerun is pending. A machine that is DISABLED returns none, as from 0.18 on.
+          The module function that raises for a strict load, looked up by name at every call. Where it would raise,
+          rerun_state_machine_state is left out of the missing keys passed to it; LOG_... and RETURN_... strictness
+          name the key as before. Every other key raises as before.
+Limits    load_checkpoint decides whether a rerun state is asked for. Where it ignores even a pending one
           (changed parallel sizes, --finetune), a strict load no longer objects to that.
-          The plan is still reused: whatever else changes a checkpoint's structure is lost as before, and so is
+          The plan is still reused: any other change of a checkpoint's structure is lost as before, and so is
           a state that appears because the machine was DISABLED at the first save.
           A Megatron without a rerun machine (up to 0.9), and tools without Megatron, cannot read the common state
           of these checkpoints: it pickles RerunMode and RerunState. That is so with 0.18, too, and was known
-          when #4448 was accepted. Megatron with a machine reads them, patched or not, but for raise_all.
+          when #4448 was accepted. Megatron with a machine reads them, patched or not, except with raise_all.
           Python 3.11.0 to 3.11.3 pickle an Enum's members in a way that Megatron's loader refuses, in this state
           as in Megatron's own arguments.
           A checkpoint saved before, without the state, loads as before; a job resumed from it saves the state.
@@ -36,21 +36,21 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
 MACHINE_MODULE = "megatron.core.rerun_state_machine"
 STATE_DICT = f"{MACHINE_MODULE}:RerunStateMachine.state_dict"
 STRICT_MODULE = "megatron.core.dist_checkpointing.validation"
 KEY = "rerun_state_machine_state"
 FORMAT = "torch_dist"
-"""The only format that can hold a state that differs from rank to rank."""
+"""The only format that can hold a state which differs between ranks."""
 
 
 # ------------------------------------------------------------------------------------------ saving
 def diagnose_saving(module: ModuleType) -> Verdict:
     """Ask a machine without attributes, in which no rerun is pending, for its state.
 
-    With the defect it answers None at once; without, it goes on to build the state, as far as it gets.
+    With the defect it returns None at once; without it, it starts building the state.
     """
     missing = [
         *missing_parameters(STATE_DICT, "data_iterator", "ckpt_format"),
@@ -67,15 +67,15 @@ def diagnose_saving(module: ModuleType) -> Verdict:
     except AttributeError:
         state = {}
     except Exception as error:
-        return Verdict(UNKNOWN, f"state_dict() needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("state_dict()", error)
     no_force = missing_parameters(STATE_DICT, "force")
     if state is not None:
         if no_force:
             return Verdict(ABSENT, "this version has always saved the rerun state")
-        return Verdict(FIXED, "state_dict() builds a state though no rerun is pending")
+        return Verdict(FIXED, "state_dict() builds a state although no rerun is pending")
     if no_force:
-        return Verdict(UNKNOWN, f"state_dict() is None, and expected but not found: {no_force[0]}")
-    return Verdict(NEEDED, "state_dict() is None as long as no rerun is pending")
+        return Verdict(UNKNOWN, f"state_dict() returns None; expected but not found: {no_force[0]}")
+    return Verdict(NEEDED, "state_dict() returns None as long as no rerun is pending")
 
 
 def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +87,7 @@ def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
             return None
         state = state_dict(self, data_iterator, ckpt_format)
         if state is None and ckpt_format == FORMAT:
-            # No rerun is pending, so that there is nothing to replay, and iterators may be of any kind.
+            # No rerun is pending, so there is nothing to replay, and iterators may be of any kind.
             return state_dict(self, None, ckpt_format, force=True)
         return state
 
@@ -96,7 +96,7 @@ def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 # ------------------------------------------------------------------------------------------ strict loading
 def diagnose_loading(module: ModuleType) -> Verdict:
-    """Have the real function report the rerun state's key as the only one that is missing."""
+    """Let the real function report the rerun state's key as the only missing one."""
     report = f"{STRICT_MODULE}:maybe_report_missing_and_unexpected_keys"
     missing = [
         *missing_parameters(report, "missing_keys", "unexpected_keys", "raise_error"),
@@ -116,11 +116,11 @@ def diagnose_loading(module: ModuleType) -> Verdict:
     try:
         about_others, about_state = raises("some other key"), raises(KEY)
     except Exception as error:
-        return Verdict(UNKNOWN, f"a missing key needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("maybe_report_missing_and_unexpected_keys()", error)
     if not about_others:
         return Verdict(UNKNOWN, "expected missing keys to raise a CheckpointingException, and they do not")
     if about_state:
-        return Verdict(NEEDED, f"a strict load raises for {KEY}, asked for only when a rerun is pending")
+        return Verdict(NEEDED, f"a strict load raises for {KEY}, which is only asked for while a rerun is pending")
     return Verdict(FIXED, f"a strict load does not raise for {KEY}")
 
 

@@ -1,14 +1,14 @@
-"""A fault that a rerun does not show again ends the job without a checkpoint that cannot be resumed.
+"""A fault that its rerun does not repeat ends the job without saving a checkpoint that cannot be resumed.
 
-Symptom   a NaN (or another result that is refused) appears in a step and not in its rerun in place. Megatron saves
+Symptom   a NaN (or another rejected result) appears in a step but not in its rerun in place. Megatron saves
           a checkpoint and exits; the resumed job dies on "TypeError: 'NoneType' object is not subscriptable": the
-          checkpoint puts it in the middle of a rerun, which needs what only the old process had.
+          checkpoint puts it in the middle of a rerun, which needs state that only the old process had.
 Upstream  NVIDIA/Megatron-LM#3981 (issue #3884); in 0.12.0-0.17.1, fixed in 0.18.0.
-Seam      the class attribute. Asked whether to save and to exit right after a rerun in place, the machine's answer
-          is the same but for the checkpoint: exit with the same code, save nothing, as with 0.18.
-Limits    the job goes on from its last checkpoint and repeats the steps since. Checkpoints that were saved this
-          way before stay as they are: resume from an older one. Megatron's own log line still announces a
-          checkpoint; a line of megapatch's after it takes that back.
+Seam      the class attribute. Asked whether to save and exit right after a rerun in place, the machine gives
+          the same answer except for the checkpoint: exit with the same code, save nothing, as with 0.18.
+Limits    the job continues from its last checkpoint and repeats the steps since. Checkpoints already saved this
+          way stay as they are: resume from an older one. Megatron's own log line still announces a
+          checkpoint; a line of megapatch's after it corrects that.
 Cost      a comparison once a step.
 """
 
@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes
+from .._diagnosis import cannot_run, lacking, missing_attributes
 
 log = logging.getLogger("megapatch")
 
@@ -31,7 +31,7 @@ IN_PLACE = "RERUNNING_IN_PLACE"
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Ask a bare machine that believes to have just rerun a step in place."""
+    """Ask a bare machine that has just rerun a step in place."""
     missing = [
         *missing_attributes(MACHINE, "should_checkpoint_and_exit"),
         *missing_attributes(f"{MODULE}:RerunState", IN_PLACE),
@@ -42,18 +42,21 @@ def diagnose(module: ModuleType) -> Verdict:
         return lacking(missing)
     machine = object.__new__(module.RerunStateMachine)
     machine.mode, machine.state = module.RerunMode.VALIDATE_RESULTS, module.RerunState[IN_PLACE]
-    before, module.logger.disabled = module.logger.disabled, True  # nothing exits now, whatever it says
+    before, module.logger.disabled = module.logger.disabled, True  # it announces an exit that does not happen
     try:
         checkpoint, leave, _ = unpatched(module.RerunStateMachine.should_checkpoint_and_exit)(machine)
     except Exception as error:
-        return Verdict(UNKNOWN, f"the machine needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("should_checkpoint_and_exit()", error)
     finally:
         module.logger.disabled = before
     if not leave:
-        return Verdict(UNKNOWN, "expected a fault that a rerun does not show again to end the job")
+        return Verdict(UNKNOWN, "expected a fault that its rerun does not repeat to end the job, and it does not")
     if checkpoint:
-        return Verdict(NEEDED, "a fault that a rerun does not show again is saved, in the middle of the rerun")
-    return Verdict(FIXED, "a fault that a rerun does not show again is not saved")
+        return Verdict(
+            NEEDED,
+            "after a fault that its rerun does not repeat, a checkpoint is saved in the middle of the rerun",
+        )
+    return Verdict(FIXED, "after a fault that its rerun does not repeat, no checkpoint is saved")
 
 
 def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,20 +64,20 @@ def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> C
     def patched_should_checkpoint_and_exit(self: Any) -> Any:
         checkpoint, leave, code = should_checkpoint_and_exit(self)
         if checkpoint and self.state.name == IN_PLACE:
-            _take_back()
+            _correct_the_log()
             return False, leave, code
         return checkpoint, leave, code
 
     return patched_should_checkpoint_and_exit
 
 
-def _take_back() -> None:
+def _correct_the_log() -> None:
     import torch.distributed
 
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         log.warning(
             "megatron.rerun-transient-fault: no checkpoint is saved, as none could be resumed in the middle of a "
-            "rerun; go on from an earlier one"
+            "rerun; resume from an earlier one"
         )
 
 

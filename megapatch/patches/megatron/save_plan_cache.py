@@ -1,24 +1,26 @@
 """A cached save plan is used only for the structure that it was made for.
 
-Symptom   with --ckpt-assume-constant-structure every save uses the plan of the first one. What has come since is
-          not in the checkpoint, and no one says so: "Missing key in checkpoint state_dict: ..." when it is loaded.
-          Where something is gone the save ends with "ValueError: Could not find FQN: ..."; gone on one rank alone,
-          the others hang. A tensor whose offset has changed is saved in its old place (before 0.15 the save ends
-          with "Could not find shard"). With --ckpt-fully-parallel-save no rank is told to save a new tensor.
+Symptom   with --ckpt-assume-constant-structure every save uses the plan of the first one. Anything added since is
+          silently not in the checkpoint: "Missing key in checkpoint state_dict: ..." when it is loaded.
+          If something was removed, the save ends with "ValueError: Could not find FQN: ..."; if it was removed on
+          one rank only, the others hang. A tensor whose offset has changed is saved in its old place (before 0.15
+          the save ends with "Could not find shard"). With --ckpt-fully-parallel-save no rank is assigned to save a
+          new tensor.
 Upstream  unfixed in 0.12 to 0.19 and on main: NVIDIA/Megatron-LM#4378, its "Option 1". What upstream built instead
           (#4448) keeps the rerun state's part of the structure constant; see megatron.rerun-state-dict.
 Seam      class attributes. Before TorchDistSaveShardedStrategy.async_save, which every save of a torch_dist
           checkpoint goes through, the sharded leaves (type, key, dtype, shapes, offset, replica) are compared with
           those of the last save. If they differ on any rank, all ranks forget their plans and metadata, and
-          Megatron plans as at a first save. Before FullyParallelSaveStrategyWrapper.apply_saving_parallelization
-          likewise, and there it is the distribution of tensors over ranks that is forgotten.
-          Metadata of a loaded checkpoint are left to Megatron, which compares them with the new plans by itself.
-Limits    a structure that changes with every save is planned at every save, as without the flag; so is one of
-          which a save has failed. A new plan is validated by the next save and reused from then on, as the first.
+          Megatron plans as for a first save. Likewise before FullyParallelSaveStrategyWrapper's
+          apply_saving_parallelization, where the distribution of tensors over ranks is forgotten.
+          Deciding on each rank by itself is not an option: planning is collective, and its peers would hang.
+          Metadata of a loaded checkpoint are left to Megatron, which compares them with the new plans itself.
+Limits    a structure that changes with every save is planned at every save, as without the flag; so is one whose
+          last save failed. A new plan is validated by the next save and reused from then on, as the first one is.
           Ranks that disagree on the flag, or save without the others, hang as before.
           NVRx's async writer (the default from 0.17 on): its plans and metadata in the strategy are covered. What
-          its worker process keeps of GPU tensors is not: NVRx 0.6 knows them by name, shape and dtype, and does
-          not see that a tensor has been allocated anew, or that its offset alone has changed.
+          its worker process caches of GPU tensors is not: NVRx 0.6 identifies them by name, shape and dtype, and
+          does not notice a tensor that was reallocated, or one of which only the offset changed.
           Not covered: fsdp_dtensor and torch_dcp, whose plans NVRx keeps for the whole process; local
           non-persistent checkpoints; a distribution read from a file (pg_cache_path, on main).
 Cost      without the flag none. With it, at each save a pass over the leaves and an all-reduce of two bytes, and
@@ -35,7 +37,7 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_names, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 
 PLANS_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{PLANS_MODULE}:TorchDistSaveShardedStrategy"
@@ -46,18 +48,18 @@ PLANS = ("cached_central_plan", "cached_local_plan")
 METADATA = "cached_global_metadata"
 REUSE = "validated_cache_reuse"
 NVRX = "_metadata_cache"
-"""NVRx's plans and metadata; None until its writer is used, and not there up to 0.16."""
+"""NVRx's plans and metadata; None until its writer is used, and absent up to 0.16."""
 OBJECT_FIELDS = ("key", "global_shape", "global_offset", "replica_id")
 TENSOR_FIELDS = (*OBJECT_FIELDS, "dtype", "local_shape", "axis_fragmentations", "prepend_axis_num")
 LEAF_FIELDS = (*TENSOR_FIELDS, "flattened_range")
 STRUCTURE = "_megapatch_structure"
-"""Attribute of a strategy or wrapper: the leaves of its last save, if that has not failed."""
+"""Attribute of a strategy or wrapper: the leaves of its last save, unless that failed."""
 
 
 # ------------------------------------------------------------------------------------------ what is saved
 def structure(tree: Any) -> list[tuple[Any, ...]]:
-    """What a plan is made from, leaf by leaf, and none of the data."""
-    return [_fields(leaf.__class__)(leaf) for leaf in _leaves(tree)]
+    """Return the facts a plan is made from, leaf by leaf, without any data."""
+    return [_getter_of_fields(leaf.__class__)(leaf) for leaf in _leaves(tree)]
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
@@ -71,22 +73,22 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 @functools.cache
-def _fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
+def _getter_of_fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
     known = getattr(kind, "__dataclass_fields__", ())
     return operator.attrgetter("__class__", "__class__", *(name for name in LEAF_FIELDS if name in known))
 
 
 def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> bool:
-    """Whether something is cached that is not for this structure; all ranks get the same answer.
+    """Return whether the cache is for another structure, with the same answer on all ranks.
 
-    A rank alone must not decide: planning is collective, and its peers would wait for it. The structure that is
-    compared with is gone afterwards, so that a save that fails leaves none.
+    No rank may decide by itself: planning is collective, and its peers would wait for it. This removes the
+    previous structure, so a save that fails leaves none.
     """
     import torch
 
     changed = vars(owner).pop(STRUCTURE, None) != now
     device = "cpu" if torch.distributed.get_backend() == "gloo" else torch.cuda.current_device()
-    # After a failure one rank may have nothing cached and the others a plan; together that is as good as a change.
+    # After a failure one rank may have nothing cached while others have a plan; together that counts as a change.
     somewhere = torch.tensor([cached, changed], dtype=torch.int8, device=device)
     torch.distributed.all_reduce(somewhere, op=torch.distributed.ReduceOp.MAX)
     return all(somewhere.tolist())
@@ -97,7 +99,7 @@ def replan_when_changed(async_save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(async_save)
     def patched_async_save(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.use_cached_ckpt_structure:
-            vars(self).pop(STRUCTURE, None)  # such a save keeps its plans, too, and they are for something else
+            vars(self).pop(STRUCTURE, None)  # this save caches plans too, for a structure not compared
             return async_save(self, sharded_state_dict, *args, **kwargs)
         now = structure(sharded_state_dict)
         planned = any(getattr(self, name, None) is not None for name in (*PLANS, NVRX))
@@ -115,7 +117,7 @@ def _forget_plans(strategy: Any) -> None:
         setattr(strategy, name, None)
     setattr(strategy, REUSE, False)
     if (cache := getattr(strategy, NVRX, None)) is not None:
-        # Not None: Megatron would give a new one the metadata, which after a save are on one rank alone.
+        # Not None: Megatron would fill a new cache with the metadata, which only one rank has after a save.
         setattr(strategy, NVRX, type(cache)())
 
 
@@ -126,7 +128,7 @@ def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) 
         if not self.do_cache_distribution:
             return apply_saving_parallelization(self, sharded_state_dict)
         now = structure(sharded_state_dict)
-        # All ranks, not those of the wrapper's group alone: all of them validate a new distribution together.
+        # Of all ranks, not only the wrapper's group: all of them validate a new distribution together.
         if _changed_anywhere(self, now, cached=self.cached_distribution is not None):
             self.cached_distribution = None
         result = apply_saving_parallelization(self, sharded_state_dict)
@@ -138,7 +140,7 @@ def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) 
 
 # ------------------------------------------------------------------------------------------ the diagnoses
 def diagnose_plans(module: ModuleType) -> Verdict:
-    """Save the same twice and then something else, by the real async_save without planning or writing."""
+    """Save one structure twice and then another with the real async_save, without planning or writing."""
     cached = (FLAG, *PLANS, METADATA, REUSE)
     missing = missing_names(f"{STRATEGY}.__init__", *cached)
     if len(missing) == len(cached):
@@ -150,18 +152,18 @@ def diagnose_plans(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        again, changed = _plans_that_are_used(module)
+        again, changed = _plans_reused(module)
     except Exception as error:
-        return Verdict(UNKNOWN, f"async_save needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("async_save()", error)
     if not again:
-        return Verdict(UNKNOWN, "expected the plan to be used again for the same structure, and it is not")
+        return Verdict(UNKNOWN, "expected the plan to be reused for the same structure, and it is not")
     if changed:
-        return Verdict(NEEDED, "the plan is used again though what is saved has changed")
-    return Verdict(FIXED, "another structure is planned afresh")
+        return Verdict(NEEDED, "the plan is reused although the structure has changed")
+    return Verdict(FIXED, "a changed structure is planned again")
 
 
 def diagnose_distribution(module: ModuleType) -> Verdict:
-    """Distribute the same twice and then something else, by the real method without any communication."""
+    """Distribute one structure twice and then another with the real method, without any communication."""
     cached = ("do_cache_distribution", "cached_distribution")
     missing = missing_names(f"{WRAPPER}.__init__", *cached)
     if len(missing) == len(cached):
@@ -175,56 +177,61 @@ def diagnose_distribution(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        made = _distributions_that_are_made(module)
+        made = _distributions_after_each_save(module)
     except Exception as error:
-        return Verdict(UNKNOWN, f"distributing needs more than this patch knows: {type(error).__name__}: {error}")
+        return cannot_run("apply_saving_parallelization()", error)
     if made == [1, 1, 1]:
-        return Verdict(NEEDED, "the distribution is used again though what is saved has changed")
+        return Verdict(NEEDED, "the distribution is reused although the structure has changed")
     if made == [1, 1, 2]:
-        return Verdict(FIXED, "another structure is distributed afresh")
-    return Verdict(UNKNOWN, f"expected one distribution for two saves of the same; by save there were {made}")
+        return Verdict(FIXED, "a changed structure is distributed again")
+    found = ", ".join(map(str, made))
+    return Verdict(
+        UNKNOWN,
+        "expected two saves of the same structure to share one distribution; "
+        f"found distributions after each save: {found}",
+    )
 
 
 def _missing_fields(module: ModuleType) -> list[str]:
     fields = {"ShardedTensor": TENSOR_FIELDS, "ShardedObject": OBJECT_FIELDS}
     return [
-        f"field {name!r} of {kind}"
+        f"field {name} of {kind}"
         for kind, names in fields.items()
         for name in names
         if name not in getattr(getattr(module, kind, None), "__dataclass_fields__", ())
     ]
 
 
-def _plans_that_are_used(module: ModuleType) -> list[bool]:
-    """Whether the second and the third save are told to use a plan that there is.
+def _plans_reused(module: ModuleType) -> list[bool]:
+    """Return whether the second and the third save reuse a plan.
 
-    Of torch there is only the rank: code in which ranks agree on something is not for running here.
+    Only the rank is provided of torch, as code in which ranks communicate must not run here.
     """
-    told = []
+    reused = []
 
     def plan(tree: Any, *args: Any, cached_ckpt_structure: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-        told.append(any(plan is not None for plan in (cached_ckpt_structure or ())[:2]))
-        return (None, None, None), sorted(tree), sorted(tree), len(told) > 1, False
+        reused.append(any(plan is not None for plan in (cached_ckpt_structure or ())[:2]))
+        return (None, None, None), sorted(tree), sorted(tree), len(reused) > 1, False
 
-    pieces = {"FileSystemWriterAsync": lambda *args, **kwargs: None, "save_state_dict_async_plan": plan}
+    stand_ins = {"FileSystemWriterAsync": lambda *args, **kwargs: None, "save_state_dict_async_plan": plan}
     async_save = _with_globals(
         module.TorchDistSaveShardedStrategy.async_save,
         mcore_to_pyt_state_dict=lambda tree, *args: tree,
-        # It asks megatron.core.utils, which may be half imported: from 0.17 on it is what imports this module.
+        # It calls megatron.core.utils, which may be half imported: from 0.17 on that imports this module.
         MCoreSavePlanner=lambda *args, **kwargs: None,
-        get_async_strategy=lambda *args, **kwargs: ("mcore", pieces),
+        get_async_strategy=lambda *args, **kwargs: ("mcore", stand_ins),
         torch=SimpleNamespace(distributed=SimpleNamespace(get_rank=lambda: 1)),
-        **pieces,
+        **stand_ins,
     )
     strategy = module.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
     strategy._get_save_and_finalize_callbacks = lambda *args: None
     for tree in _made_up_trees(module):
         async_save(strategy, tree, "")
-    return told[1:]
+    return reused[1:]
 
 
-def _distributions_that_are_made(module: ModuleType) -> list[int]:
-    """How many there were after each save."""
+def _distributions_after_each_save(module: ModuleType) -> list[int]:
+    """Return how many distributions had been made after each save."""
     made: list[int] = []
     distributions: list[str] = []
 
@@ -252,7 +259,7 @@ def _made_up_trees(module: ModuleType) -> list[dict[str, Any]]:
 
 
 def _with_globals(function: Any, **stand_ins: Any) -> Any:
-    """The real function, in which other names stand for what it would call; its module stays as it is."""
+    """Copy the function with stand-ins for some of its globals; its module stays unchanged."""
     function = inspect.unwrap(function)
     namespace = {**function.__globals__, **stand_ins}
     copy = FunctionType(

@@ -2,29 +2,29 @@
 
 Symptom   a second train() dies on "When overlap_grad_reduce is True, config.no_sync_func must be None" (the
           first call has left its own no_sync there), or, in every configuration, on "timer has already been
-          started" ('interval-time' is started at entry and never stopped). After an exception in the first
-          call more is left over: config hooks, a rerun state machine that believes it is in the middle of a
-          step, parameters that were stepped but not gathered, timers that are still running.
+          started" ('interval-time' is started at entry and never stopped). After an exception the first
+          call leaves more behind: config hooks, a rerun state machine that is stuck in the middle of a
+          step, parameters that were stepped but not gathered, running timers.
 Upstream  unfixed in 0.12 to 0.19 and on main; reported for a copy of this function in THUDM/slime#1779.
-Seam      the module function, rebound where others hold it by name. Everything is set right around the call:
-          at entry, a no_sync_func that is a model chunk's own no_sync is forgotten (a user's meets Megatron's
-          assertion as before), and in a repeated call the timer is stopped, reduces left under way are waited
-          for, and parameters that were not gathered since the last step are gathered before the forward
-          pre-hooks go; at exit the timer is stopped. After an exception the config's hooks are what they were
-          at entry, timers that it has started are stopped, the rerun state machine is as before the
-          interrupted step, in its old mode, and the next forward pass gathers what is not gathered.
+Seam      the module function, rebound where others hold it by name. State is corrected around the call: a
+          copy of the body would have to follow every release. At entry, a no_sync_func that is a model chunk's own
+          no_sync is removed (a user's meets Megatron's assertion as before), and in a repeated call the timer is
+          stopped, reduces left under way are waited for, and parameters not gathered since the last step are
+          gathered before the forward pre-hooks go. At exit the timer is stopped. After an exception the config's
+          hooks are what they were at entry, timers started by the call are stopped, the rerun state machine is as
+          before the interrupted step, in its old mode, and the next forward pass gathers what is not gathered.
           The first call of a process runs as it does without megapatch.
           Megatron-Bridge's train() has a site of its own, which differs where Bridge does: see below.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
-          What is promised after an exception holds when it was raised on all ranks: raised on one rank alone,
+          The promises for exceptions hold when it was raised on all ranks: if it was raised on one rank only,
           the others wait for it in a collective, as without megapatch. With pipeline parallelism a stage that
           waits for another stage's message is such a rank.
           With reuse_grad_buf_for_mxfp8_param_ag, parameters that an exception has left stepped but not
           gathered cannot be gathered: the next call raises MegapatchError instead of training from old ones.
-          What stays the caller's: args.iteration is read at entry and never written, so set it (and
+          Some things remain the caller's: args.iteration is read at entry and never written, so set it (and
           args.train_iters) between calls; --manual-gc leaves Python's garbage collector off after the call;
-          a full-iteration CUDA graph that an earlier call has captured is replayed. Each is warned of, once,
-          where it is seen. Microbatches that the interrupted step has drawn from the iterator are gone.
+          a full-iteration CUDA graph captured by an earlier call is replayed. megapatch warns of each, once,
+          where it can see it. Microbatches that the interrupted step drew from the iterator are gone.
 Cost      once a call, a look at the config, the timer and the bucket groups; nothing in a step.
 """
 
@@ -39,19 +39,19 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.rerun_machine import BEFORE_STEP, before_interrupted_step
+from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 from . import _train_reentry_of_bridge
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
-    config_hooks_kept,
     finish_earlier_call,
-    rerun_machine_kept,
+    make_warn_once,
+    rerun_machine_restored,
     stop_interval_timer,
     timers_stopped,
-    warn_once,
+    without_own_no_sync,
 )
 
 MODULE = "megatron.training.training"
@@ -73,14 +73,14 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     return Verdict(
-        NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and starts the {INTERVAL_TIMER} timer for good"
+        NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and never stops the {INTERVAL_TIMER} timer it starts"
     )
 
 
-def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     training = sys.modules[train.__module__]
-    warn = warn_once()
+    warn = make_warn_once()
     ended_at = 0
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -92,14 +92,14 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         timers, machine = training.get_timers(), training.get_rerun_state_machine()
         collecting = gc.isenabled()
 
-        # An earlier call, patched or not, has started the timer; Megatron's globals may be new since.
+        # An earlier call, patched or not, has started the timer, unless Megatron's globals are new since then.
         if INTERVAL_TIMER in timers._timers or any(chunk in trained for chunk in model):
             stop_interval_timer(timers)
-            before_interrupted_step(machine)
+            rewind_interrupted_step(machine)
             finish_earlier_call(model)
             _warn_of_what_stays(training, ended_at, warn)
         trained.update(model)
-        with timers_stopped(timers), rerun_machine_kept(machine), config_hooks_kept(config, model):
+        with timers_stopped(timers), rerun_machine_restored(machine), without_own_no_sync(config, model):
             result = train(*args, **kwargs)
         ended_at = result[0]
         if collecting and not gc.isenabled():
@@ -110,12 +110,12 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str, str], None]) -> None:
-    """Say what a repeated call cannot be spared, where it can be seen."""
+    """Warn of leftovers of an earlier call that cannot be corrected, where they can be seen."""
     start = training.get_args().iteration
     if start < ended_at:
         warn(
             "iteration",
-            f"train() starts again at iteration {start} though the last call ended at {ended_at}: Megatron "
+            f"train() starts again at iteration {start} although the last call ended at {ended_at}: Megatron "
             "reads args.iteration at entry and never writes it, so set it between calls",
         )
     graphs = getattr(getattr(training, "FullCudaGraphWrapper", None), "cuda_graph", None) or {}
@@ -128,7 +128,7 @@ PATCH = Patch(
     doc=f"{__doc__}\n{_train_reentry_of_bridge.__doc__}",
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=(
-        Site(module=MODULE, diagnose=diagnose, replace={"train": reentrant}),
+        Site(module=MODULE, diagnose=diagnose, replace={"train": make_reentrant}),
         _train_reentry_of_bridge.SITE,
     ),
 )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.rerun_machine import before_interrupted_step, machine_of_this_process
+from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes
 from .._ray_actors import actors_of
@@ -44,7 +44,7 @@ def with_machine_at_rest(abort_train_step: Callable[..., Any]) -> Callable[..., 
         result = abort_train_step(self)
         machine = machine_of_this_process()
         if was_open and machine is not None:
-            before_interrupted_step(machine)
+            rewind_interrupted_step(machine)
         return result
 
     return patched_abort_train_step

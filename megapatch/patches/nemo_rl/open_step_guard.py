@@ -25,7 +25,7 @@ from ...errors import MisuseError
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes
 from .._ray_actors import actors_of
-from .._temporarily import in_place_of
+from .._temporarily import temporarily_set
 from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, names_in, no_worker, takes
 
 LOGPROBS, REFERENCE = "prepare_for_lp_inference", "use_reference_model"
@@ -98,7 +98,7 @@ def _freeing_nothing(worker: Any) -> contextlib.AbstractContextManager[None]:
     def to_gpu_alone(model: Any, device: str, *args: Any, **kwargs: Any) -> Any:
         return move_model(model, device, *args, **kwargs) if move_model and device == "cuda" else model
 
-    return in_place_of(worker, move_model=to_gpu_alone, offload_optimizer_for_logprob=False)
+    return temporarily_set(worker, move_model=to_gpu_alone, offload_optimizer_for_logprob=False)
 
 
 def where_gradients_stay(use_reference_model: Callable[..., Any]) -> Callable[..., Any]:

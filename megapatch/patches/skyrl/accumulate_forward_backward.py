@@ -1,19 +1,19 @@
-"""Several forward_backward calls before one optim_step give the gradient of all of them.
+"""Several forward_backward calls before one optim_step add up to the gradient of all of them.
 
-Symptom   a batch that comes in several forward_backward requests (Tinker clients split large ones) trains on the
-          last request alone, silently: each call zeroes the gradients of those before it, and reduces its own.
+Symptom   a batch that comes in several forward_backward requests (Tinker clients split large ones) silently trains
+          on the last request only: each call zeroes the gradients of those before it, and reduces its own.
 Upstream  fixed by NovaSky-AI/SkyRL#2008, in 0.4.0. The defect is in skyrl 0.1.0 to 0.3.0, and in checkouts from
           2026-01-30 on; skyrl-train up to 0.3.1 has no such calls.
-Seam      the policy worker's methods. A window of calls is one `TrainStep`: forward_backward begins it where there
-          is none, runs without zeroing and within `accumulate`; optim_step reduces, once, before SkyRL's own.
-          Each LoRA adapter has a window of its own (0.3.0): SkyRL swaps gradients with the adapter.
-Limits    from 0.2.0 on SkyRL divides the policy's and cross-entropy losses by what the whole batch has, so calls
-          add up, as in 0.4.0; KL, entropy, router's and draft losses are means of each call's, added up all the
-          same. In 0.1.0 all losses are means over microbatches, of the whole window with the patch.
-          A call that raises drops the gradients of the calls before it; optim_step then raises. While a window is
+Seam      the policy worker's methods. The calls up to an optim_step are one `TrainStep`: forward_backward begins
+          it if none is open, runs without zeroing and within `accumulate`; optim_step reduces, once, before
+          SkyRL's own. Each LoRA adapter has a step of its own (0.3.0): SkyRL swaps gradients with the adapter.
+Limits    from 0.2.0 on SkyRL divides the policy's and cross-entropy losses by the whole batch's counts, so calls
+          add up, as in 0.4.0; KL, entropy, router and draft losses are means over each call, added up all the
+          same. In 0.1.0 all losses are means over microbatches; with the patch, over those of the whole step.
+          A call that raises drops the gradients of the calls before it; optim_step then raises. While a step is
           open, offloading gradients (which loses them, in 0.4.0 too) and saving a checkpoint (which lacks them)
           are refused.
-Numbers   change where a window has several calls; those of a window of one call stay.
+Numbers   change where a step has several calls; those of a step of one call stay.
 Cost      as upstream's: gradients are reduced in optim_step, after the backward pass and not during it.
 """
 
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MisuseError
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_names, missing_parameters
-from .._temporarily import in_place_of
+from .._temporarily import temporarily_set
 
 if TYPE_CHECKING:
     from ...train_step import TrainStep  # most processes that import this have no such worker
@@ -41,13 +41,13 @@ MODULES = (
 )
 WORKER = "MegatronPolicyWorkerBase"
 
-_windows: weakref.WeakKeyDictionary[Any, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
-"""By worker, and its adapter: the step whose calls optim_step has not seen yet."""
+_steps: weakref.WeakKeyDictionary[Any, dict[Any, TrainStep]] = weakref.WeakKeyDictionary()
+"""By worker and adapter, the step that optim_step has not finished yet."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them needs a model."""
-    if "forward_backward" not in vars(getattr(module, WORKER, object)):  # of its own: other backends' are right
+    if "forward_backward" not in vars(getattr(module, WORKER, object)):  # its own: others' is right
         return Verdict(ABSENT, f"this version has no {WORKER}.forward_backward")
     path = f"{module.__name__}:{WORKER}"
     zeroed_before = not missing_names(f"{path}.forward_backward", "zero_grad_buffer")
@@ -65,88 +65,92 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_parameters(f"{path}.offload_to_cpu", "offload_optimizer"),
         *missing_parameters(f"{path}.save_checkpoint", "ckpt_dir"),
     ]
-    return lacking(missing) if missing else Verdict(NEEDED, "each forward_backward zeroes what is accumulated")
+    return (
+        lacking(missing)
+        if missing
+        else Verdict(NEEDED, "each forward_backward zeroes the gradients of those before it")
+    )
 
 
-# ---------------------------------------------------------------------------- the window of a worker
-def _adapter(worker: Any) -> Any:
-    """The one whose gradients are in the buffers; None where there are no adapters to swap."""
+# ---------------------------------------------------------------------------- the step of a worker
+def _current_adapter(worker: Any) -> Any:
+    """Return the adapter whose gradients are in the buffers; None where there are no adapters to swap."""
     return getattr(getattr(worker, "adapter_store", None), "current_id", None)
 
 
-def _window(worker: Any) -> TrainStep | None:
-    """That of the live adapter, made the open step of the model; None where optim_step has nothing to do."""
-    windows = _windows.get(worker)
-    if not windows:
+def _step_of(worker: Any) -> TrainStep | None:
+    """Return the live adapter's step, made the open one of the model; None if optim_step has nothing to do."""
+    steps = _steps.get(worker)
+    if not steps:
         return None
     from ...train_step import open_step
 
-    window, current = windows.get(_adapter(worker)), open_step(worker.actor_module)
-    if current is not None and current is not window:
+    step, current = steps.get(_current_adapter(worker)), open_step(worker.actor_module)
+    if current is not None and current is not step:
         current.set_aside()
-    if window is not None and window.is_open and window is not current:
-        window.take_up()
-    return window
+    if step is not None and step.is_open and step is not current:
+        step.take_up()
+    return step
 
 
-def _begun(worker: Any, calls_add_up: bool) -> TrainStep:
-    window = _window(worker)
-    if window is None:
+def _begin_step(worker: Any, calls_add_up: bool) -> TrainStep:
+    step = _step_of(worker)
+    if step is None:
         from ...train_step import TrainStep
 
-        window = TrainStep(worker.actor_module, worker.optimizer, calls_add_up=calls_add_up)
-        _windows.setdefault(worker, {})[_adapter(worker)] = window
-    if not window.is_open:
-        window.begin()
-    return window
+        step = TrainStep(worker.actor_module, worker.optimizer, calls_add_up=calls_add_up)
+        _steps.setdefault(worker, {})[_current_adapter(worker)] = step
+    if not step.is_open:
+        step.begin()
+    return step
 
 
 # ---------------------------------------------------------------------------- what is installed
-def accumulating(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+def accumulate_until_optim_step(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     path = f"{forward_backward.__module__}:{WORKER}.forward_backward"
-    undoes_mean = not missing_names(path, "num_microbatches")  # which it tells the loss function, to that end
+    undoes_mean = not missing_names(path, "num_microbatches")  # by passing it to the loss function
 
     @functools.wraps(forward_backward)
     def patched_forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        window = _begun(self, calls_add_up=undoes_mean)
+        step = _begin_step(self, calls_add_up=undoes_mean)
         mini_batch = self.model.forward_backward_mini_batch
-        keeping = contextlib.ExitStack()
+        not_zeroing = contextlib.ExitStack()
 
-        def accumulated(micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
-            keeping.close()  # by now SkyRL has zeroed what it wants to
-            with window.accumulate(len(micro_batches)):
+        def accumulating_mini_batch(micro_batches: Any, *args: Any, **kwargs: Any) -> Any:
+            not_zeroing.close()  # by now SkyRL has done its zeroing
+            with step.accumulate(len(micro_batches)):
                 return mini_batch(micro_batches, *args, **kwargs)
 
         try:
-            with keeping, in_place_of(self.model, forward_backward_mini_batch=accumulated):
+            with not_zeroing, temporarily_set(self.model, forward_backward_mini_batch=accumulating_mini_batch):
                 for chunk in self.actor_module:
-                    keeping.enter_context(in_place_of(chunk, zero_grad_buffer=lambda: None))
+                    not_zeroing.enter_context(temporarily_set(chunk, zero_grad_buffer=lambda: None))
                 return forward_backward(self, *args, **kwargs)
         except BaseException:
-            window.abort()
+            step.abort()
             raise
 
     return patched_forward_backward
 
 
-def reducing(optim_step: Callable[..., Any]) -> Callable[..., Any]:
+def reduce_before_optim_step(optim_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(optim_step)
     def patched_optim_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        window = _window(self)
-        if window is not None:
-            if not window.is_open:
+        step = _step_of(self)
+        if step is not None:
+            if not step.is_open:
                 raise MisuseError(
                     "optim_step(): a forward_backward() has raised, and the gradients of those before it were "
-                    "dropped with its own; call forward_backward() again, for all of them"
+                    "dropped with its own; repeat all these calls of forward_backward()"
                 )
-            window.reduce()
-            del _windows[self][_adapter(self)]
+            step.reduce()
+            del _steps[self][_current_adapter(self)]
         return optim_step(self, *args, **kwargs)
 
     return patched_optim_step
 
 
-def keeping_gradients(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_offload_in_open_step(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(offload_to_cpu)
 
     @functools.wraps(offload_to_cpu)
@@ -160,7 +164,7 @@ def keeping_gradients(offload_to_cpu: Callable[..., Any]) -> Callable[..., Any]:
     return patched_offload_to_cpu
 
 
-def between_windows(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def refuse_checkpoint_in_open_step(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save_checkpoint)
     def patched_save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_while_open(self, "save_checkpoint() would leave out the gradients of forward_backward")
@@ -170,9 +174,9 @@ def between_windows(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_while_open(worker: Any, what: str) -> None:
-    window = _window(worker)
-    if window is not None and window.is_open:
-        raise MisuseError(f"{what}: call optim_step() before")
+    step = _step_of(worker)
+    if step is not None and step.is_open:
+        raise MisuseError(f"{what}: call optim_step() first")
 
 
 PATCH = Patch(
@@ -184,10 +188,10 @@ PATCH = Patch(
             module=module,
             diagnose=diagnose,
             replace={
-                f"{WORKER}.forward_backward": accumulating,
-                f"{WORKER}.optim_step": reducing,
-                f"{WORKER}.offload_to_cpu": keeping_gradients,
-                f"{WORKER}.save_checkpoint": between_windows,
+                f"{WORKER}.forward_backward": accumulate_until_optim_step,
+                f"{WORKER}.optim_step": reduce_before_optim_step,
+                f"{WORKER}.offload_to_cpu": refuse_offload_in_open_step,
+                f"{WORKER}.save_checkpoint": refuse_checkpoint_in_open_step,
             },
         )
         for module in MODULES

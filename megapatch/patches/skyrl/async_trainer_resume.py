@@ -1,16 +1,17 @@
-"""SkyRL's fully asynchronous trainer resumes generation after a weight sync that failed.
+"""SkyRL's fully asynchronous trainer resumes generation after a failed weight sync.
 
 Symptom   FullyAsyncRayPPOTrainer.train() pauses generation, syncs weights and resumes, without a `finally`. After
-          a sync that raised or was cancelled, engines stay paused: requests wait for ever, and the next pause
+          a sync that raised or was cancelled, engines stay paused: requests wait forever, and the next pause
           fails on "Generation is already paused, cannot pause again."
 Upstream  in skyrl-train 0.3.0 and 0.3.1 and in skyrl 0.1.0 and 0.2.0; NovaSky-AI/SkyRL#1584 (skyrl 0.3.0) leaves
           pausing to WorkerDispatch, which has a `finally`.
-Seam      the class attributes: train() tells its first sync, for which nothing is paused, from the others. One of
-          these that raises is followed by one resume, which its own exception keeps train() from.
-Limits    an ERROR says that engines may hold a mixture of old and new weights: sync again before samples are used.
-          A pause or resume of train()'s own that fails or is cancelled is not repaired here: for an
+Seam      the class attributes of the trainer: its sync, and train(), which only counts the syncs, as nothing is
+          paused for the first one. If a later one raises, generation is resumed once, since its exception keeps
+          train() from doing so.
+Limits    an ERROR says that engines may hold a mixture of old and new weights: sync again before using samples.
+          If train()'s own pause or resume fails or is cancelled, that is not repaired here: for an
           InferenceEngineClient that marks itself as paused see skyrl.pause-rollback; others may be left with some
-          engines paused. A subclass's own train() or sync that does not call this one's is left alone, and so are
+          engines paused. A subclass's own train() or sync that does not call this one is left alone, and so are
           syncs outside train().
 Cost      nothing but a count.
 """
@@ -32,7 +33,7 @@ TRAINER = "FullyAsyncRayPPOTrainer"
 SYNC = "async_sync_policy_weights_to_inference_engines"
 
 _syncs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""How many each trainer has begun in the train() that it is in."""
+"""How many syncs each trainer has begun in its current train()."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -49,10 +50,12 @@ def diagnose(module: ModuleType) -> Verdict:
             UNKNOWN, f"expected train() to use {', '.join(expected)}; found {', '.join(found) or 'none'}"
         )
     missing = missing_names(f"{module.__name__}:{TRAINER}.{SYNC}", "inference_engine_client")
-    return lacking(missing) if missing else Verdict(NEEDED, "train() does not resume after a sync that failed")
+    return (
+        lacking(missing) if missing else Verdict(NEEDED, "train() does not resume generation after a failed sync")
+    )
 
 
-def counting(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def count_syncs(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(train)
     async def patched_train(self: Any, *args: Any, **kwargs: Any) -> None:
         _syncs[self] = 0
@@ -64,13 +67,13 @@ def counting(train: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[N
     return patched_train
 
 
-def resuming(sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def resume_after_failed_sync(sync: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     @functools.wraps(sync)
     async def patched_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         earlier = _syncs.get(self)
         if earlier is not None:
             _syncs[self] = earlier + 1
-        if not earlier:  # the first one, or not train()'s
+        if not earlier:  # the first one, or outside train()
             return await sync(self, *args, **kwargs)
         async with resumed_on_failure(self.inference_engine_client):
             return await sync(self, *args, **kwargs)
@@ -84,7 +87,9 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1584",
     sites=tuple(
         Site(
-            module=module, diagnose=diagnose, replace={f"{TRAINER}.train": counting, f"{TRAINER}.{SYNC}": resuming}
+            module=module,
+            diagnose=diagnose,
+            replace={f"{TRAINER}.train": count_syncs, f"{TRAINER}.{SYNC}": resume_after_failed_sync},
         )
         for module in MODULES
     ),

@@ -1,16 +1,16 @@
 """SkyRL's loss is scaled by the loss scale that its optimizer divides gradients by.
 
-Symptom   gradients are too small by the factor of the loss scale, silently: MegatronModelWrapper does not tell
-          Megatron's schedules about the optimizer's loss scale (config.grad_scale_func), and optimizer.step()
-          unscales all the same. So with trainer.policy.megatron_config.optimizer_config_kwargs.loss_scale, or fp16
-          there. With Adam it looks like training that goes on.
+Symptom   gradients are silently too small by the factor of the loss scale: MegatronModelWrapper does not pass the
+          optimizer's loss scale to Megatron's schedules (config.grad_scale_func), and optimizer.step() unscales
+          all the same. It happens with trainer.policy.megatron_config.optimizer_config_kwargs.loss_scale, or fp16
+          there. With Adam it looks like ordinary training.
 Upstream  fixed by NovaSky-AI/SkyRL#1212, in all releases of skyrl; skyrl-train 0.2.0 to 0.3.1 and checkouts up to
           2026-03-01 have the defect.
 Seam      the class attribute. After MegatronModelWrapper.__init__ the model config's grad_scale_func is the
           optimizer's scale_loss, if there is an optimizer and nothing is set yet. Megatron reads it in each step,
-          for the loss and for a mixture of experts' auxiliary loss.
-Limits    with several optimizers in one (a mixture of experts) and dynamic scales, Megatron scales the loss by the
-          first one's scale alone. SkyRL steps the learning rate after a step that was skipped for an overflow.
+          for the loss and for the auxiliary loss of a mixture of experts.
+Limits    with several optimizers in one (a mixture of experts) and dynamic scales, Megatron scales the loss only
+          by the first one's scale. SkyRL steps the learning rate after a step that was skipped for an overflow.
 Numbers   change where the loss scale is not 1: to those of a run without a loss scale.
 Cost      once a model. In a step, one multiplication of the loss, as upstream.
 """
@@ -48,7 +48,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return lacking(missing) if missing else Verdict(NEEDED, f"{WRAPPER} leaves grad_scale_func unset")
 
 
-def scaling(init: Callable[..., None]) -> Callable[..., None]:
+def set_grad_scale_func(init: Callable[..., None]) -> Callable[..., None]:
     module = sys.modules[init.__module__]
 
     @functools.wraps(init)
@@ -67,7 +67,8 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{WRAPPER}.__init__": scaling}) for module in MODULES
+        Site(module=module, diagnose=diagnose, replace={f"{WRAPPER}.__init__": set_grad_scale_func})
+        for module in MODULES
     ),
     changes_numbers=True,
 )

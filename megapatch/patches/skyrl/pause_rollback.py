@@ -1,19 +1,19 @@
-"""A pause of SkyRL's inference engines that fails leaves no mark of being paused.
+"""A failed pause of SkyRL's inference engines does not leave the client marked as paused.
 
 Symptom   InferenceEngineClient.pause_generation() sets generation_paused_event, waits, and asks every engine to
-          abort its requests. When one engine fails or cannot, or the call is cancelled meanwhile, the event stays
-          set: requests wait for ever, and the next pause fails on "Generation is already paused, cannot pause
-          again."
+          abort its requests. If an engine fails or cannot do so, or the call is cancelled meanwhile, the event
+          stays set: requests wait forever, and the next pause fails on "Generation is already paused, cannot
+          pause again."
 Upstream  not reported; in skyrl-train 0.3.0 and 0.3.1 and in skyrl 0.1.0, where the pause that
-          NovaSky-AI/SkyRL#1212 added to weight syncs stands before its `try`. In skyrl 0.2.0 the client has no
-          such event any more.
-Seam      the class attribute: an exception in the original clears the event if the original has set it. What
-          the caller had paused stays paused.
-Limits    requests that were aborted before the failure stay aborted; the client continues them, as after a resume.
+          NovaSky-AI/SkyRL#1212 added to weight syncs stands before its `try`. In skyrl 0.2.0 the client no longer
+          has such an event.
+Seam      the class attribute: an exception in the original clears the event if the original set it. If the
+          caller had already paused generation, it stays paused.
+Limits    requests aborted before the failure stay aborted; the client continues them, as after a resume.
           Clients without an event are left alone: the InferenceEngineClient of skyrl 0.2.0 and every
-          RemoteInferenceClient. They ask the engines, of which some may have paused when another one fails; no
-          later pause fails for that, but nobody knows who had paused an engine before, so resuming is for the
-          caller, as megapatch.weight_sync.paused_generation does it.
+          RemoteInferenceClient. They ask the engines, some of which may have paused when another one fails; no
+          later pause fails because of that, but nobody knows who had paused an engine before, so the caller has to
+          resume, as megapatch.weight_sync.paused_generation does.
 Cost      once a pause, a look at the event.
 """
 
@@ -46,19 +46,19 @@ def diagnose(module: ModuleType) -> Verdict:
     if found == [EVENT, "is_set", EVENT, "set"]:
         return Verdict(NEEDED, f"a {PAUSE}() that fails leaves {EVENT} set")
     if "clear" in found or RESUME in found:
-        return Verdict(FIXED, f"{PAUSE}() takes its own mark back")
+        return Verdict(FIXED, f"{PAUSE}() clears its own mark")
     return Verdict(
         UNKNOWN, f"expected {PAUSE}() to look at {EVENT} and to set it; found {', '.join(found) or 'none'}"
     )
 
 
-def rolled_back(pause: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def clear_mark_on_failure(pause: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(pause)
-    async def patched_pause(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def patched_pause_generation(self: Any, *args: Any, **kwargs: Any) -> None:
         with unmarked_on_failure(self):
             return await pause(self, *args, **kwargs)
 
-    return patched_pause
+    return patched_pause_generation
 
 
 PATCH = Patch(
@@ -66,6 +66,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{CLIENT}.{PAUSE}": rolled_back}) for module in MODULES
+        Site(module=module, diagnose=diagnose, replace={f"{CLIENT}.{PAUSE}": clear_mark_on_failure})
+        for module in MODULES
     ),
 )

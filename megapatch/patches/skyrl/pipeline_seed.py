@@ -1,12 +1,12 @@
 """SkyRL's pipeline stages draw different random numbers.
 
-Symptom   MegatronStrategy.set_seed() gives every pipeline stage the same seed, so that dropout and other noise
-          repeat from stage to stage, silently.
+Symptom   MegatronStrategy.set_seed() gives every pipeline stage the same seed, so dropout and other noise
+          silently repeat from stage to stage.
 Upstream  fixed by NovaSky-AI/SkyRL#1212, in all releases of skyrl; skyrl-train 0.2.0 to 0.3.1 and checkouts up to
           2026-03-01 have the defect.
-Seam      the class attribute. The seed that is passed on is higher by 100 for each stage, as Megatron-LM's own
-          _set_random_seed has it and as upstream has it now. self.seed stays, and calls do not add up.
-Limits    before model parallel is initialised there is no stage to tell: the seed is passed on as it is, where
+Seam      the class attribute. The seed passed on is higher by 100 for each stage, as in Megatron-LM's own
+          _set_random_seed and now upstream. self.seed stays, and calls do not add up.
+Limits    before model parallel is initialised the stage is unknown: the seed is passed on as it is, where
           upstream's raises. Data-parallel ranks share a seed, as in SkyRL.
 Numbers   change on every pipeline stage but the first.
 Cost      nothing but the sum.
@@ -29,7 +29,7 @@ MODULES = (
 STRATEGY = "MegatronStrategy"
 STAGE = "get_pipeline_model_parallel_rank"
 PIPELINE_SEED_OFFSET = 100
-"""Between a pipeline stage and the next, as in megatron.training.initialize._set_random_seed."""
+"""Added for each pipeline stage, as in megatron.training.initialize._set_random_seed."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -47,7 +47,7 @@ def diagnose(module: ModuleType) -> Verdict:
     return lacking(missing) if missing else Verdict(NEEDED, "all pipeline stages have the same seed")
 
 
-def offset_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
+def offset_seed_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_seed)
     def patched_set_seed(self: Any, seed: int) -> None:
         from megatron.core import parallel_state
@@ -64,7 +64,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{STRATEGY}.set_seed": offset_by_stage})
+        Site(module=module, diagnose=diagnose, replace={f"{STRATEGY}.set_seed": offset_seed_by_stage})
         for module in MODULES
     ),
     changes_numbers=True,

@@ -1,18 +1,18 @@
 """SkyRL pauses generation while weights are synced.
 
-Symptom   WorkerDispatch.save_weights_for_sampler() broadcasts new weights to inference engines of their own GPUs
-          while these serve requests: a request in flight is computed with old and new weights, silently.
+Symptom   WorkerDispatch.save_weights_for_sampler() broadcasts new weights to inference engines on their own GPUs
+          while these serve requests: a request in flight is silently computed with old and new weights.
 Upstream  fixed by NovaSky-AI/SkyRL#1212, in all releases of skyrl. skyrl-train up to 0.3.1 has no WorkerDispatch;
           checkouts from 2026-01-22 to 2026-03-01, such as the tag skyrl_train-v0.4.0, have the defect.
-Seam      the class attribute: the broadcast in it is synchronous, so a pause cannot come from within. Unless
-          trainer and engines share their GPUs, generation is paused before the original and resumed after it,
-          whatever happens, by megapatch.weight_sync.paused_generation. Generation that the caller has paused
-          stays so, and engines that cannot pause are synced as before, with one warning.
-Limits    after a sync that failed, generation is resumed, as upstream does it, and an ERROR says that engines may
-          hold a mixture of old and new weights: sync again before samples are used.
-          A pause that fails is raised, and nothing is synced then.
+Seam      the class attribute. The broadcast inside is synchronous, so the pause cannot be placed there. Unless
+          trainer and engines share their GPUs, megapatch.weight_sync.paused_generation pauses generation before
+          the original and resumes it afterwards, even after an exception. If the caller has paused generation it
+          stays paused, and engines that cannot pause are synced as before, with one warning.
+Limits    after a failed sync generation is resumed, as upstream does, and an ERROR says that engines may
+          hold a mixture of old and new weights: sync again before using samples.
+          If the pause fails, its exception is raised and nothing is synced.
           Requests to /completions and batched generate() that arrive in a pause are refused by these clients.
-Cost      what the client's pause takes. InferenceEngineClient waits for five seconds
+Cost      the time of the client's pause. InferenceEngineClient waits for five seconds
           (ABORT_GENERATION_GRACE_PERIOD_SECONDS) in each, even where nothing is in flight.
 """
 
@@ -51,22 +51,24 @@ def diagnose(module: ModuleType) -> Verdict:
         )
         return lacking(missing) if missing else Verdict(NEEDED, "weights are synced while engines serve requests")
     if calls.count(RESUME) > calls.count(PAUSE):  # a `finally` has the call twice: with an exception, and without
-        return Verdict(FIXED, f"{SAVE}() pauses generation, and resumes it in any case")
+        return Verdict(FIXED, f"{SAVE}() pauses generation, and resumes it even after a failure")
     return Verdict(
-        UNKNOWN, f"expected {SAVE}() to resume generation in any case, or not to pause it; found {calls}"
+        UNKNOWN,
+        f"expected {SAVE}() to resume generation even after a failure, or not to pause it; "
+        f"found {', '.join(calls)}",
     )
 
 
-def pausing(save: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def pause_while_syncing(save: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(save)
-    async def patched_save(self: Any, *args: Any, **kwargs: Any) -> None:
+    async def patched_save_weights_for_sampler(self: Any, *args: Any, **kwargs: Any) -> None:
         client = self._inference_engine_client
-        if self.colocate_all or client is None:  # without a client the original complains
+        if self.colocate_all or client is None:  # without a client the original raises
             return await save(self, *args, **kwargs)
         async with paused_generation(client):
             return await save(self, *args, **kwargs)
 
-    return patched_save
+    return patched_save_weights_for_sampler
 
 
 PATCH = Patch(
@@ -74,6 +76,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{DISPATCH}.{SAVE}": pausing}) for module in MODULES
+        Site(module=module, diagnose=diagnose, replace={f"{DISPATCH}.{SAVE}": pause_while_syncing})
+        for module in MODULES
     ),
 )

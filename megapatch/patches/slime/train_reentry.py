@@ -4,19 +4,19 @@ Symptom   with --overlap-grad-reduce the second rollout dies on "When overlap_gr
           config.no_sync_func must be None" (the first has left its own no_sync there). With
           --overlap-param-gather as well, save() after a rollout, and the next rollout once the assertion is out
           of the way, die on a KeyError with the model's repr. After an exception in train() the next call fails,
-          or trains from parameters that were stepped but not gathered, without a word.
+          or silently trains from parameters that were stepped but not gathered.
 Upstream  THUDM/slime#1779; pull requests #1857 (leaves save() broken) and #2066 (only the assertion) are open.
           The code is the same in every slime from v0.1.0 to v0.3.1 and on main, and in miles.
 Seam      train() and save() of megatron_utils.model, rebound in actor.py, which holds them by name. At entry, a
-          no_sync_func that is a model chunk's own no_sync is forgotten (a user's meets slime's assertion as
-          before), and after an earlier call reduces left under way are waited for and parameters that were not
+          no_sync_func that is a model chunk's own no_sync is removed (a user's meets slime's assertion as
+          before), and after an earlier call reduces left under way are waited for and parameters not
           gathered since the last step are gathered. After an exception the config's hooks are what they were.
-          Switching the forward pre-hooks is megatron.forward-pre-hook's, which this patch needs.
-Limits    What is promised after an exception holds when it was raised on all ranks: raised on one rank alone,
+          megatron.forward-pre-hook makes switching the forward pre-hooks safe; this patch needs it.
+Limits    The promises for exceptions hold when it was raised on all ranks: if it was raised on one rank only,
           the others wait for it in a collective, as without megapatch. After it the parameters are gathered by
-          the next train(), save() or forward pass; what reads them in another way before that, such as a weight
+          the next train(), save() or forward pass; anything else that reads them before, such as a weight
           sync or a backup, finds them as the exception left them.
-          Megatron's FSDP meets slime's own assertion: slime takes DistributedDataParallel alone.
+          Megatron's FSDP meets slime's own assertion: slime only takes DistributedDataParallel.
           --manual-gc leaves Python's garbage collector off for the life of the actor.
 Cost      once a call, a look at the config's hooks; nothing in a step, and no gather beyond slime's own.
 """
@@ -33,10 +33,10 @@ from typing import Any
 
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
-from ..megatron._around_train import NO_SYNC_ASSERTION, config_hooks_kept, finish_earlier_call
+from ..megatron._around_train import NO_SYNC_ASSERTION, finish_earlier_call, without_own_no_sync
 
 _trained: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The model chunks that train() was called with: from then on there may be something to finish."""
+"""The model chunks that train() was called with, which may have something to finish from then on."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -51,10 +51,10 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    return Verdict(NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and sets it for good")
+    return Verdict(NEEDED, f"train() asserts that {NO_SYNC_ASSERTION}, and never clears the one it sets")
 
 
-def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
+def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     module = sys.modules[train.__module__]
 
@@ -63,13 +63,13 @@ def reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
         model = signature.bind(*args, **kwargs).arguments["model"]
         _finish_earlier_call(model)
         _trained.update(model)
-        with config_hooks_kept(module.get_model_config(model[0]), model):
+        with without_own_no_sync(module.get_model_config(model[0]), model):
             return train(*args, **kwargs)
 
     return patched_train
 
 
-def after_any_train(save: Callable[..., Any]) -> Callable[..., Any]:
+def finish_train_before_save(save: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -81,7 +81,7 @@ def after_any_train(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finish_earlier_call(model: Any) -> None:
-    """Where there was one: errors in loading what was never trained should not spread to all ranks."""
+    """Finish it if there was one. Errors while loading an untrained model should not spread to all ranks."""
     if any(chunk in _trained for chunk in model):
         finish_earlier_call(model)
 
@@ -94,7 +94,7 @@ PATCH = Patch(
         Site(
             module=f"{framework}.backends.megatron_utils.model",
             diagnose=diagnose,
-            replace={"train": reentrant, "save": after_any_train},
+            replace={"train": make_reentrant, "save": finish_train_before_save},
         )
         for framework in ("slime", "miles")
     ),

@@ -122,14 +122,14 @@ def test_saving(found):
     possible = ("needed", "fixed") if found.pop("takes force") else ("absent",)
     assert found.pop("as it is")[0] in possible
     expected = {
-        "idle_is_none": ("needed", "is None as long as no rerun is pending"),
+        "idle_is_none": ("needed", "returns None as long as no rerun is pending"),
         "builds": ("fixed", "builds a state"),
         "gives_one": ("fixed", "builds a state"),
         "builds_without_force": ("absent", "has always saved"),
-        "none_without_force": ("unknown", "parameter 'force' of megatron.core.rerun_state_machine:"),
+        "none_without_force": ("unknown", "parameter force of megatron.core.rerun_state_machine:"),
         "raises": ("unknown", "RuntimeError"),
-        "says_nothing": ("unknown", f"'{KEY}' in megatron.core.rerun_state_machine:"),
-        "takes_a_switch": ("unknown", "parameter 'ckpt_format' of megatron.core.rerun_state_machine:"),
+        "says_nothing": ("unknown", f"{KEY} in megatron.core.rerun_state_machine:"),
+        "takes_a_switch": ("unknown", "parameter ckpt_format of megatron.core.rerun_state_machine:"),
         "no RerunStateMachine": ("unknown", "RerunStateMachine.state_dict"),
         "no RerunMode": ("unknown", "RerunMode.DISABLED"),
     }
@@ -147,7 +147,7 @@ def test_loading(found):
         "forgives": ("fixed", f"does not raise for {KEY}"),
         "never_raises": ("unknown", "expected missing keys to raise"),
         "raises_another": ("unknown", "ValueError: another"),
-        "takes_a_list": ("unknown", "parameter 'missing_keys' of megatron.core.dist_checkpointing.validation:"),
+        "takes_a_list": ("unknown", "parameter missing_keys of megatron.core.dist_checkpointing.validation:"),
         "not looked up": ("unknown", "in megatron.core.dist_checkpointing.validation:validate_integrity_and_"),
         "no function": ("unknown", "validation:maybe_report_missing_and_unexpected_keys"),
         "without the machine's module": needed,

@@ -210,5 +210,9 @@ def test_what_stays_the_callers_is_warned_of_once():
     first, second = run_ranks(what_stays_the_callers, 2)[0]
     assert second == []
     assert len(first) == 3
-    for text in ("garbage collector", "starts again at iteration 0 though the last call ended at 2", "CUDA graph"):
+    for text in (
+        "garbage collector",
+        "starts again at iteration 0 although the last call ended at 2",
+        "CUDA graph",
+    ):
         assert sum(text in said for said in first) == 1

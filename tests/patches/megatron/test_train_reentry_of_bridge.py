@@ -254,9 +254,9 @@ def diagnoses(rank, world_size):
 
 def test_diagnosis():
     needed, without_name, other_train, no_train = ranks(diagnoses, world_size=1)[0]
-    assert needed == ("NEEDED", "train() starts the interval-time timer for good")
+    assert needed == ("NEEDED", "train() never stops the interval-time timer it starts")
     assert without_name == ("UNKNOWN", f"expected but not found: {MODULE}.get_model_config")
     assert other_train[0] == "UNKNOWN"
-    assert f"parameter 'global_state' of {MODULE}:train" in other_train[1]
-    assert f"'interval-time' in {MODULE}:train" in other_train[1]
+    assert f"parameter global_state of {MODULE}:train" in other_train[1]
+    assert f'the text "interval-time" in {MODULE}:train' in other_train[1]
     assert no_train == ("ABSENT", "this module has no train()")

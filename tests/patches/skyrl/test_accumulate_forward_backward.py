@@ -246,7 +246,7 @@ def test_errors(repaired):
         assert errors["without a window"] == (None, None)
         kind, text = errors["offload"]
         assert kind == "MisuseError"
-        assert text == "offload_to_cpu() would lose the gradients of forward_backward: call optim_step() before"
+        assert text == "offload_to_cpu() would lose the gradients of forward_backward: call optim_step() first"
         assert errors["offload the model alone"] == (None, None)
         kind, text = errors["save"]
         assert kind == "MisuseError"

@@ -100,7 +100,7 @@ def found_for(release):
 def test_the_verdict(release):
     found = found_for(release)
     if release.name in NEEDED:
-        assert found["verdict"] == ("needed", "train() does not resume after a sync that failed")
+        assert found["verdict"] == ("needed", "train() does not resume generation after a failed sync")
     elif release.name == "skyrl_train-0.2.0":
         assert "No module named" in found
     elif release.name != "checkout":  # one of the user's may be of any state

@@ -54,16 +54,21 @@ CASES = {
         weight_sync_pause,
         code(DISPATCH, PAUSE, *in_finally(BROADCAST, last=RESUME)),
         "fixed",
-        "in any case",
+        "even after a failure",
     ),
     # as in PR 1212 before its review
     "dispatch: no finally": (
         weight_sync_pause,
         code(DISPATCH, PAUSE, BROADCAST, RESUME),
         "unknown",
-        "in any case",
+        "even after a failure",
     ),
-    "dispatch: no resume": (weight_sync_pause, code(DISPATCH, PAUSE, BROADCAST), "unknown", "in any case"),
+    "dispatch: no resume": (
+        weight_sync_pause,
+        code(DISPATCH, PAUSE, BROADCAST),
+        "unknown",
+        "even after a failure",
+    ),
     "dispatch: another": (weight_sync_pause, code(DISPATCH, "self.sync()"), "unknown", "_inference_engine_client"),
     "trainer: none": (async_trainer_resume, NOTHING, "absent", "no FullyAsyncRayPPOTrainer"),
     "trainer: no finally": (
@@ -114,7 +119,7 @@ CASES = {
             "except BaseException: self.generation_paused_event.clear(); raise",
         ),
         "fixed",
-        "takes its own mark back",
+        "clears its own mark",
     ),
     "client: another": (pause_rollback, code(CLIENT, "await self.lock()"), "unknown", "found none"),
     "client: no mark": (

@@ -98,7 +98,7 @@ def test_verdict(release, ranks):
         assert found["verdicts"]["none"][0] == "absent"
         kind, reason = found["verdicts"]["another"]
         assert kind == "unknown"
-        assert "parameter 'actor_optimizer' of " in reason
+        assert "parameter actor_optimizer of " in reason
 
 
 @pytest.mark.parametrize("name", MODELS)

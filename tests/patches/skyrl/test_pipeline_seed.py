@@ -143,7 +143,7 @@ def test_verdict(release, ranks):
         kinds = {name: kind for name, (kind, _) in found["verdicts"].items()}
         assert kinds.pop("as it is") == ("fixed" if fixed else "needed")
         assert kinds == {"takes_nothing": "unknown", "sets_up_by_stage": "fixed", "none": "absent"}
-        assert "parameter 'seed' of " in found["verdicts"]["takes_nothing"][1]
+        assert "parameter seed of " in found["verdicts"]["takes_nothing"][1]
 
 
 # ------------------------------------------------------------------------------------------ four processes

@@ -140,7 +140,7 @@ def test_the_verdict(release):
         assert "No module named" in found
         return
     if has_correctness_fixes(release):
-        assert found["verdict"] == ("fixed", f"{SAVE}() pauses generation, and resumes it in any case")
+        assert found["verdict"] == ("fixed", f"{SAVE}() pauses generation, and resumes it even after a failure")
         its_own = found["its own"]
         assert its_own["early"]["status"] == its_own["late"]["status"] == "not-needed"
         assert its_own["early"]["replaced"] == its_own["late"]["replaced"] == its_own["late, held"] == [False]

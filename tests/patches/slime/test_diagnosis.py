@@ -39,11 +39,11 @@ def test_the_verdicts():
     (found,) = patched
     assert found["as it is"] == (
         "needed",
-        "train() asserts that config.no_sync_func must be None, and sets it for good",
+        "train() asserts that config.no_sync_func must be None, and never clears the one it sets",
     )
     expected = {
-        "another train": "parameter 'model' of",
-        "another save": f"'disable_forward_pre_hook' in {UTILS}.model:save",
+        "another train": "parameter model of",
+        "another save": f"disable_forward_pre_hook in {UTILS}.model:save",
         "no train": f"{UTILS}.model:train",
         "no config": f"{UTILS}.model.get_model_config",
     }

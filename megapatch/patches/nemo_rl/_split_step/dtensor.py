@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....errors import MisuseError
-from ..._temporarily import in_place_of
+from ..._temporarily import temporarily_set
 from .._workers import STATE
 from .loss_metrics import normalized
 from .worker import SplitStep, begin, sum_over_ranks, valid_counts
@@ -164,7 +164,7 @@ def _replaced(worker: Any, **attributes: Any) -> contextlib.AbstractContextManag
         worker, "timer"
     ):  # after v0.7.0; an exception would leave it running, and the next train() would refuse
         attributes["timer"] = type(worker.timer)()
-    return in_place_of(worker, **{name: value for name, value in attributes.items() if hasattr(worker, name)})
+    return temporarily_set(worker, **{name: value for name, value in attributes.items() if hasattr(worker, name)})
 
 
 # ---------------------------------------------------------------------------- the data of a call
