@@ -104,8 +104,8 @@ def needs(function):
 
 
 def test_what_is_wrong_is_told():
-    undocumented = make_patch("undocumented", denies)
-    undocumented.doc, undocumented.upstream = "No sentence", "?"
+    sites = make_patch("undocumented", denies).sites
+    undocumented = Patch(name="test.undocumented", doc="No sentence", upstream="?", sites=sites)
     broken = {
         make_patch("careless", careless, target="rgb_to_hls"): needs("rgb_to_hls"),
         make_patch("imports", imports): does_nothing,
