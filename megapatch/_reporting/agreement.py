@@ -57,9 +57,11 @@ def assert_consistent(group: Any = None) -> None:
         return
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, here, group=group)
-    told = difference(everyone, lambda members: numbered("rank", [_in_world(dist, group, one) for one in members]))
-    if told is not None:  # None: there was more to compare than has room in a table
-        raise InconsistentError(f"megapatch is not the same on all ranks: {told}")
+    text = difference(
+        everyone, lambda members: numbered("rank", [_in_world(dist, group, rank) for rank in members])
+    )
+    if text is not None:  # None: there was more to compare than has room in a table
+        raise InconsistentError(f"megapatch is not the same on all ranks: {text}")
 
 
 def facts() -> Facts:
@@ -71,7 +73,7 @@ def facts() -> Facts:
     for record in this_process().records:
         if record.site.module in sys.modules:
             record.refresh()
-            targets = ", ".join(one.target for one in record.installed if one.is_in_place)
+            targets = ", ".join(target.target for target in record.installed if target.is_in_place)
             value = f"{record.status.value} ({targets})" if targets else record.status.value
             found[f"{record.patch.name} at {record.site.module}"] = (value, record.reason)
     return found
@@ -84,11 +86,11 @@ def difference(everyone: Sequence[Facts], who: Callable[[list[int]], str]) -> st
     who        words for the processes with these positions in `everyone`
     """
     differing = {}
-    for name in dict.fromkeys(name for one in everyone for name in one):
+    for name in dict.fromkeys(name for found in everyone for name in found):
         holders: dict[str, list[int]] = {}
-        for position, one in enumerate(everyone):
-            if name in one:
-                holders.setdefault(one[name][0], []).append(position)
+        for position, found in enumerate(everyone):
+            if name in found:
+                holders.setdefault(found[name][0], []).append(position)
         if len(holders) > 1:
             differing[name] = holders
     for name, holders in differing.items():

@@ -31,19 +31,19 @@ def patchers(site: Site, installed: Collection[ReplacedTarget], ours: Collection
     if module is None or half_loaded(module):
         return []
     found = []
-    known = {one.target: one for one in installed if not isinstance(one, RebuiltTarget)}
+    known = {replaced.target: replaced for replaced in installed if not isinstance(replaced, RebuiltTarget)}
     for path in site.paths:
         target = f"{site.module}:{path}"
-        one = known.get(target)
+        replaced = known.get(target)
         with contextlib.suppress(Exception):  # whatever is there by now: it is not ours, and may do anything
-            if one is None:
+            if replaced is None:
                 parent, _, current = wrapt.resolve_path(module, path)
                 found += [f"{who} {target}" for who in _before(current, parent, ours)]
-            elif one.is_in_place:
-                who_before = [] if one.original is None else _before(one.original, one.parent, ours)
+            elif replaced.is_in_place:
+                who_before = [] if replaced.original is None else _before(replaced.original, replaced.parent, ours)
                 found += [f"{who} {target} before megapatch" for who in who_before]
             else:
-                found += [f"{who} {target} on top of megapatch" for who in _on_top(one, ours)]
+                found += [f"{who} {target} on top of megapatch" for who in _on_top(replaced, ours)]
     return found
 
 
@@ -54,10 +54,10 @@ def _before(function: Any, parent: Any, ours: Collection[int]) -> Iterator[str]:
         yield f"{_who(layer)} has {'replaced' if layer is layers[-1] else 'wrapped'}"
 
 
-def _on_top(one: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
+def _on_top(target: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
     """Those above our replacement, or instead of it: nothing of them is upstream's, which was there before."""
-    layers = list(_layers(one.current))
-    inside = next((number for number, layer in enumerate(layers) if layer is one.replacement), None)
+    layers = list(_layers(target.current))
+    inside = next((number for number, layer in enumerate(layers) if layer is target.replacement), None)
     if inside is None and layers:
         yield f"{_who(layers[0])} has replaced"
     for layer in layers[:inside] if inside else ():
@@ -93,7 +93,9 @@ def _distribution(module: str) -> str:
 def _imports(module: ModuleType, package: str) -> bool:
     """Whether a module imports anything of a package: by a module that it holds, or else by its source (what other
     names hold may have been put there by anyone). Nothing is run."""
-    if any(one.__name__.partition(".")[0] == package for one in vars(module).values() if type(one) is ModuleType):
+    if any(
+        value.__name__.partition(".")[0] == package for value in vars(module).values() if type(value) is ModuleType
+    ):
         return True
     import ast  # only where a layer is of someone else
 

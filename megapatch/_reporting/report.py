@@ -59,17 +59,17 @@ class SiteReport(NamedTuple):
         yield from (self.traceback or "").splitlines()
 
     def to_dict(self) -> dict[str, Any]:
-        told = self._asdict()
-        told["status"] = self.status.value
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in told.items()}
+        data = self._asdict()
+        data["status"] = self.status.value
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> SiteReport:
+    def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
         """What `to_dict` has told, in another process."""
         values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in told.items()
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
         }
-        values["status"] = Status(told["status"])
+        values["status"] = Status(data["status"])
         return cls(**values)
 
 
@@ -140,9 +140,9 @@ class Report(NamedTuple):
         import hashlib  # 5 ms, and only a report wants it
 
         facts = [sorted(self.versions.items())] + [
-            [one.patch.name, site.module, site.status.value, *site.targets]
-            for one in self.patches
-            for site in one.sites
+            [patch.patch.name, site.module, site.status.value, *site.targets]
+            for patch in self.patches
+            for site in patch.sites
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -152,7 +152,7 @@ class Report(NamedTuple):
             "schema": SCHEMA,
             "digest": self.digest,
             "versions": dict(self.versions),
-            "patches": [one.to_dict() for one in self.patches],
+            "patches": [patch.to_dict() for patch in self.patches],
         }
 
     def table(self, columns: int) -> list[str]:
@@ -161,13 +161,13 @@ class Report(NamedTuple):
 
         lines = []
         together: dict[str, list[Patch]] = {}
-        for one in self.patches:
-            if one.status is Status.NOT_INSTALLED:
-                together.setdefault(one.status.value, []).append(one.patch)
-            elif one.status is Status.DISABLED and not any(site.foreign for site in one.sites):
-                together.setdefault(f"{one.status.value}, {one.reason}", []).append(one.patch)
+        for patch in self.patches:
+            if patch.status is Status.NOT_INSTALLED:
+                together.setdefault(patch.status.value, []).append(patch.patch)
+            elif patch.status is Status.DISABLED and not any(site.foreign for site in patch.sites):
+                together.setdefault(f"{patch.status.value}, {patch.reason}", []).append(patch.patch)
             else:
-                lines += one.lines(columns)
+                lines += patch.lines(columns)
         for what, patches in sorted(together.items()):
             lines += wrapped(f"{what}: {self.names(patches)}", columns, rest=" " * INDENT)
         return lines
@@ -179,7 +179,7 @@ class Report(NamedTuple):
             families.setdefault(patch.family, []).append(patch.name)
         words = []
         for family, names in families.items():
-            whole = 1 < len(names) == sum(one.patch.family == family for one in self.patches)
+            whole = 1 < len(names) == sum(other.patch.family == family for other in self.patches)
             words += [f"{family}.* ({len(names)})"] if whole else names
         return ", ".join(words)
 
@@ -195,10 +195,10 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
     """The report of these sites as they are now."""
 
     records = list(records)
-    ours = {id(one.replacement) for record in records for one in record.installed}
+    ours = {id(target.replacement) for record in records for target in record.installed}
     for record in records:
         record.refresh()
-    held = left_behind(tuple(one for record in records for one in record.installed))
+    held = left_behind(tuple(target for record in records for target in record.installed))
     by_patch: dict[str, tuple[Patch, list[SiteReport]]] = {}
     for record in records:
         installed = record.installed
@@ -207,9 +207,9 @@ def make_report(records: Iterable[SiteRecord]) -> Report:
             status=record.status,
             reason=record.reason,
             verdict=record.verdict.kind.value if record.verdict else None,
-            targets=tuple(one.target for one in installed if one.is_in_place),
-            rebound=tuple(name for one in installed for name in one.rebound),
-            out_of_reach=tuple(text for one in installed for text in held.get(one.target, ())),
+            targets=tuple(target.target for target in installed if target.is_in_place),
+            rebound=tuple(name for target in installed for name in target.rebound),
+            out_of_reach=tuple(text for target in installed for text in held.get(target.target, ())),
             foreign=tuple(foreign.patchers(record.site, installed, ours)),
             traceback=record.traceback,
         )

@@ -49,8 +49,10 @@ class Examination(NamedTuple):
         """JSON-ready: the report's dictionary, and the rest."""
         return {
             **self.report.to_dict(),
-            "packages": [one._asdict() for one in self.packages],
-            "settings": [dict(zip(("name", "value", "effect"), one, strict=True)) for one in self.settings],
+            "packages": [package._asdict() for package in self.packages],
+            "settings": [
+                dict(zip(("name", "value", "effect"), setting, strict=True)) for setting in self.settings
+            ],
             "reach": [{"route": route, "effect": effect} for route, effect in self.reach.items()],
             "problems": list(self.problems),
             "exit_code": self.exit_code,
@@ -58,7 +60,7 @@ class Examination(NamedTuple):
 
     def text(self, columns: int) -> str:
         """For people: what is here, what became of each patch, settings, ways in; what is wrong is not in it."""
-        rows = [(one.name, f"{one.version or '?'}, {one}") for one in self.packages]
+        rows = [(package.name, f"{package.version or '?'}, {package}") for package in self.packages]
         settings = [
             (name if len(value) > columns else f"{name}={value}", effect) for name, value, effect in self.settings
         ]
@@ -81,9 +83,9 @@ def doctor(as_json: bool, importing: bool = True, seconds: float | None = None) 
     found = examine(importing, seconds)
     print(json.dumps(found.to_dict(), indent=2) if as_json else found.text(terminal.width()), flush=True)
     off: dict[str, list[Patch]] = {}
-    for one in found.report.patches:
-        if one.status is Status.DISABLED:
-            off.setdefault(one.reason, []).append(one.patch)
+    for patch in found.report.patches:
+        if patch.status is Status.DISABLED:
+            off.setdefault(patch.reason, []).append(patch.patch)
     for reason, patches in off.items():
         _say(f"disabled on purpose: {found.report.names(patches)} ({reason})")
     for problem in found.problems:
@@ -97,16 +99,16 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     """Look at everything; see `doctor`."""
     if importing and seconds is not None:
         report, problems = probe.probe(megapatch.report(), seconds)
-        loaded = not any(one.patch.family == "third_party" for one in report.patches)
+        loaded = not any(patch.patch.family == "third_party" for patch in report.patches)
         complaints = this_process().settings.complaints(
-            [one.patch.name for one in report.patches] if loaded else None
+            [patch.patch.name for patch in report.patches] if loaded else None
         )
     else:
         reasons = _import_targets() if importing else {}
         this_process().load_third_parties()
         report, complaints = _with_reasons(megapatch.report(), reasons), this_process().complaints()
         problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
-    sites = [(one.patch.name, site) for one in report.patches for site in one.sites]
+    sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
     bad = [
         f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
         for name, site in sites
@@ -120,7 +122,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     problems += [*complaints, *_unknown_settings(os.environ)]
     others = _third_parties()
     packages = origins.packages(others)
-    versions = {one.name: one.version or "of unknown version" for one in packages}
+    versions = {package.name: package.version or "of unknown version" for package in packages}
     return Examination(
         report=report,
         packages=packages,
@@ -128,7 +130,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         reach=routes.routes(
             report,
             ray=versions.get("ray"),
-            third_parties=[f"{one.name} {one.version}" for one in others],
+            third_parties=[f"{dist.name} {dist.version}" for dist in others],
             entry_points_off=this_process().settings.no_entry_points,
         ),
         problems=[*bad, *problems],
@@ -149,15 +151,15 @@ def _with_reasons(report: Report, reasons: Mapping[str, str]) -> Report:
     """The report with the reasons of sites that are pending because their module cannot be imported."""
     return report._replace(
         patches=tuple(
-            one._replace(
+            patch._replace(
                 sites=tuple(
                     site._replace(reason=reasons.get(site.module, site.reason))
                     if site.status is Status.PENDING
                     else site
-                    for site in one.sites
+                    for site in patch.sites
                 )
             )
-            for one in report.patches
+            for patch in report.patches
         )
     )
 
@@ -170,8 +172,8 @@ def _third_parties() -> list[Distribution]:
 def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
     """Each known variable that is set: name, value, what it does here."""
     settings = Settings.from_environment(environment)
-    off = [one.patch for one in report.patches if settings.switched_off(one.patch.name)]
-    on = [one.patch for one in report.patches if not settings.why_disabled(one.patch.name)]
+    off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
+    on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
     effects = {
         DISABLE: f"keeps off {report.names(off) or 'nothing'}",
         ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",

@@ -61,12 +61,12 @@ def packages(others: Iterable[metadata.Distribution] = ()) -> list[Package]:
     for name, module in RELEVANT:
         folder = _versions.folder_of(module)
         if folder is not None:
-            one = _package(name, module, folder)
+            package = _package(name, module, folder)
             same = [other for other in found if other.name == name]
             if not same:
-                found.append(one)
-            elif one.path != same[0].path:  # a part of it comes from elsewhere
-                found.append(one._replace(name=module))
+                found.append(package)
+            elif package.path != same[0].path:  # a part of it comes from elsewhere
+                found.append(package._replace(name=module))
     return list(dict.fromkeys([*found, *map(_distribution, others)]))
 
 
@@ -114,10 +114,10 @@ def _direct_url(dist: metadata.Distribution) -> dict[str, Any]:
     import json
 
     try:
-        told = json.loads(dist.read_text("direct_url.json") or "{}")
+        url = json.loads(dist.read_text("direct_url.json") or "{}")
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return url if isinstance(url, dict) else {}
 
 
 def _local_path(url: dict[str, Any]) -> str | None:
@@ -127,8 +127,8 @@ def _local_path(url: dict[str, Any]) -> str | None:
     return os.path.realpath(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def _same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+def _same(folder: str, other: str) -> bool:
+    return os.path.realpath(folder) == os.path.realpath(other)
 
 
 def _within(folder: str, outer: str) -> bool:
@@ -148,10 +148,10 @@ def commit_of(checkout: str) -> str | None:
     """The commit that is checked out in a folder with a .git, read by hand; None where that cannot be told."""
     git = os.path.join(checkout, ".git")
     if os.path.isfile(git):
-        told = _first_line(git)
-        if not told.startswith("gitdir: "):
+        line = _first_line(git)
+        if not line.startswith("gitdir: "):
             return None
-        git = os.path.join(checkout, told.removeprefix("gitdir: "))
+        git = os.path.join(checkout, line.removeprefix("gitdir: "))
     head = _first_line(os.path.join(git, "HEAD"))
     if not head.startswith("ref: "):
         return _hash(head)

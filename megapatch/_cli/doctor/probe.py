@@ -38,7 +38,7 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
 
     seconds: after so long a child is killed.
     """
-    known = {one.patch.name: one for one in report.patches}
+    known = {patch.patch.name: patch for patch in report.patches}
     names = set(known)
     before: dict[str, str] = {}  # what has to be imported first: the module that brings a third party's patch
     asked: set[str] = set()
@@ -52,7 +52,11 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
             _merge(known, module, answer)
             if not answer.problem:  # patches of third parties, which only the child has loaded
                 known.update(
-                    {one["name"]: _read(one) for one in answer.patches if one["name"] not in {*names, *known}}
+                    {
+                        patch["name"]: _read(patch)
+                        for patch in answer.patches
+                        if patch["name"] not in {*names, *known}
+                    }
                 )
             for name in pending(known.values()) - asked - todo:
                 before.setdefault(name, module)
@@ -97,36 +101,36 @@ def import_target(name: str) -> str | None:
 
 def pending(patches: Iterable[PatchReport]) -> set[str]:
     """The modules that are installed and not imported yet."""
-    return {site.module for one in patches for site in one.sites if site.status is Status.PENDING}
+    return {site.module for patch in patches for site in patch.sites if site.status is Status.PENDING}
 
 
 def _merge(known: dict[str, PatchReport], module: str, answer: _Answer) -> None:
     """Put what a child tells of the module's sites in the place of what was known of them."""
-    told = {one["name"]: one for one in answer.patches}
-    for name, one in list(known.items()):
+    reported = {patch["name"]: patch for patch in answer.patches}
+    for name, patch in list(known.items()):
         sites: list[SiteReport] = []
-        for site in one.sites:
+        for site in patch.sites:
             if site.module != module or site.status is not Status.PENDING:
                 sites.append(site)
             elif answer.problem:
                 sites.append(site._replace(reason=f"cannot be imported: {answer.problem}"))
             else:  # gone, where it stood for patches that are loaded now
-                found = told.get(name, {"sites": []})["sites"]
+                found = reported.get(name, {"sites": []})["sites"]
                 sites += [SiteReport.from_dict(there) for there in found if there["module"] == module]
         if sites:
-            known[name] = one._replace(sites=tuple(sites))
+            known[name] = patch._replace(sites=tuple(sites))
         else:
             del known[name]
 
 
-def _read(told: Mapping[str, Any]) -> PatchReport:
-    sites = tuple(SiteReport.from_dict(site) for site in told["sites"])
+def _read(data: Mapping[str, Any]) -> PatchReport:
+    sites = tuple(SiteReport.from_dict(site) for site in data["sites"])
     patch = Patch(
-        name=told["name"],
+        name=data["name"],
         doc="",
-        upstream=told["upstream"],
+        upstream=data["upstream"],
         sites=tuple(Site(site.module, _elsewhere) for site in sites),
-        changes_numbers=told["changes_numbers"],
+        changes_numbers=data["changes_numbers"],
     )
     return PatchReport(patch, sites)
 

@@ -26,9 +26,9 @@ def routes(
 
     ray: its version, None where it is not installed. third_parties: the distributions with an entry point.
     """
-    applied = sum(one.status is Status.APPLIED for one in report.patches)
+    applied = sum(patch.status is Status.APPLIED for patch in report.patches)
     what = f"{applied} patch{'es' * (applied > 1)}" if applied else "what is needed of the patches"
-    modules = {site.module for one in report.patches for site in one.sites}
+    modules = {site.module for patch in report.patches for site in patch.sites}
     here = sum(find_module(name) is not None for name in modules)
     return {
         "import megapatch": f"puts {what} into the process that does it, before or after Megatron's import; its "
