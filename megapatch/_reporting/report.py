@@ -1,4 +1,4 @@
-"""Every patch with its status and reason, as a table, as JSON and as one digest."""
+"""The report: every patch with its status and reason, as a table, as JSON and as one digest."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from ..patch import Patch, Status
 from . import foreign
 
 SCHEMA = 1
-"""Version of the JSON layout: it grows when a key goes or changes its meaning, not when one is added."""
+"""Version of the JSON layout. It grows when a key is removed or changes its meaning, not when one is added."""
 
 INDENT = 13
-"""Columns of the table before names and reasons: the longest status in it, and two."""
+"""Columns before names and reasons in the table: the longest status plus two."""
 
 
 class SiteReport(NamedTuple):
-    """What became of one site.
+    """One site: its status, why, and what was installed there.
 
-    verdict: what its diagnosis found, such as ``needed``; None where it was not asked, or failed.
-    targets: those really replaced. rebound: other places that now hold the replacement. out_of_reach: what still
-    holds an original and could not be given the replacement, in words. foreign: who else has patched a target, in
-    words.
+    Attributes:
+        module: dotted name of the module.
+        status: see `Status`.
+        reason: why it has this status, in words.
+        verdict: the diagnosis, such as ``needed``; None where it did not run, or failed.
+        targets: the targets that are really in place, as ``"module:path"``.
+        rebound: other places that now hold the replacement.
+        out_of_reach: in words, holders of an original that could not be given the replacement.
+        foreign: in words, who else has patched a target.
+        traceback: of the failure, where there was one.
     """
 
     module: str
@@ -39,7 +45,7 @@ class SiteReport(NamedTuple):
     traceback: str | None
 
     def details(self) -> Iterator[str]:
-        """The lines below the module's name."""
+        """Yield the lines below the module's name."""
         yield self.reason
         groups: dict[str, list[str]] = {}
         for target in self.targets:
@@ -59,13 +65,14 @@ class SiteReport(NamedTuple):
         yield from (self.traceback or "").splitlines()
 
     def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
         data = self._asdict()
         data["status"] = self.status.value
         return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
-        """What `to_dict` has told, in another process."""
+        """Read the dictionary that `to_dict` made, perhaps in another process."""
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
         }
@@ -74,14 +81,14 @@ class SiteReport(NamedTuple):
 
 
 class PatchReport(NamedTuple):
-    """One patch with its sites; its status is the one that most needs attention among its installed sites."""
+    """One patch with its sites. Its status is the one that most needs attention among its installed sites."""
 
     patch: Patch
     sites: tuple[SiteReport, ...]
 
     @property
     def _worst(self) -> SiteReport:
-        # In the order of Status not-installed comes last, so that any installed site goes before it.
+        # not-installed is the last Status, so any installed site goes before it.
         order = list(Status)
         return min(self.sites, key=lambda site: order.index(site.status))
 
@@ -94,7 +101,7 @@ class PatchReport(NamedTuple):
         return self._worst.reason
 
     def lines(self, columns: int) -> list[str]:
-        """Status and name, then each installed site: its module, and below that what happened there."""
+        """Return status and name, then each installed site: its module, and below that what happened there."""
         from .terminal import wrapped
 
         numbers = " (changes numbers)" if self.patch.changes_numbers else ""
@@ -124,18 +131,23 @@ class PatchReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What megapatch did in this process, and why. `print` it for a table."""
+    """What megapatch did in this process, and why. `print` it for a table.
+
+    Attributes:
+        patches: one `PatchReport` for each patch, in the catalogue's order.
+        versions: the versions of megapatch and of what it patches, by distribution.
+    """
 
     patches: tuple[PatchReport, ...]
     versions: dict[str, str]
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that agree when two processes have the same patches in the same state on the
-        same versions; reasons and tracebacks do not count.
+        """16 hexadecimal digits, equal in two processes that have the same patches in the same state on the same
+        versions.
 
-        Nor do commits: a copy of a checkout may lack its .git, and a commit does not tell of changes on top of it.
-        What the code really is, the diagnoses have found, and the statuses tell.
+        Reasons and tracebacks do not count. Nor do commits: a copy of a checkout may lack its .git, and a commit
+        does not show changes on top of it. The diagnoses looked at the real code, and the statuses reflect it.
         """
         import hashlib  # 5 ms, and only a report wants it
 
@@ -147,7 +159,12 @@ class Report(NamedTuple):
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; the layout is versioned by ``schema``."""
+        """Return a JSON-ready dictionary.
+
+        Returns:
+            ``schema`` (the version of this layout), ``digest``, ``versions`` and ``patches``, each patch with its
+            ``sites``.
+        """
         return {
             "schema": SCHEMA,
             "digest": self.digest,
@@ -156,7 +173,14 @@ class Report(NamedTuple):
         }
 
     def table(self, columns: int) -> list[str]:
-        """The lines of all patches; those that are off, or have no module here, are named together at the end."""
+        """Return the lines of the table, without versions and digest.
+
+        Args:
+            columns: the width to wrap at; names and paths that are longer stay whole.
+
+        Returns:
+            The lines of each patch; patches that are off, or that have no module here, share lines at the end.
+        """
         from .terminal import wrapped
 
         lines = []
@@ -173,7 +197,11 @@ class Report(NamedTuple):
         return lines
 
     def names(self, patches: Iterable[Patch]) -> str:
-        """The names of some patches; a family by its own, where all of it is among them."""
+        """Return the names of some patches, with a family such as ``slime.* (3)`` where all of it is among them.
+
+        Args:
+            patches: patches of this report.
+        """
         families: dict[str, list[str]] = {}
         for patch in patches:
             families.setdefault(patch.family, []).append(patch.name)
@@ -192,8 +220,7 @@ class Report(NamedTuple):
 
 
 def make_report(records: Iterable[SiteRecord]) -> Report:
-    """The report of these sites as they are now."""
-
+    """Return the report of these sites as they are now."""
     records = list(records)
     ours = {id(target.replacement) for record in records for target in record.installed}
     for record in records:

@@ -9,13 +9,13 @@ NO_TERMINAL = 100
 
 
 def width() -> int:
-    """Columns for a report on standard output: the terminal's (or COLUMNS), `NO_TERMINAL` where there is none."""
+    """Return the columns for a report on standard output: the terminal's (or COLUMNS), else `NO_TERMINAL`."""
     columns = shutil.get_terminal_size((NO_TERMINAL, 24)).columns or NO_TERMINAL
     return min(max(columns, 60), 120)  # less has no room for a module's name, more is hard to read
 
 
 def wrapped(text: str, columns: int, first: str = "", rest: str = "  ") -> list[str]:
-    """The text in lines of so many columns. Longer words (paths, names) stay whole: they are to be copied."""
+    """Return the text in lines of at most `columns`. Longer words (paths, names) stay whole, to be copied."""
     return textwrap.wrap(
         text,
         columns,

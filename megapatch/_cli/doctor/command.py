@@ -1,4 +1,4 @@
-"""megapatch doctor: imports what is patched, and tells for every site what became of it, and why."""
+"""megapatch doctor: import what is patched, and show the status of every site, and why."""
 
 from __future__ import annotations
 
@@ -34,8 +34,13 @@ exit codes:
 class Examination(NamedTuple):
     """What doctor has found.
 
-    settings: each MEGAPATCH_* variable that is set, its value and what that does. reach: each way into a process,
-    and what it would do here. problems: what is not well, in words, the sites that need attention first.
+    Attributes:
+        report: of all patches.
+        packages: where each package that matters comes from.
+        settings: each MEGAPATCH_* variable that is set, its value, and its effect.
+        reach: each way into a process, and what it would do here.
+        problems: in words, sites that need attention first.
+        exit_code: see `EXIT_CODES`.
     """
 
     report: Report
@@ -46,7 +51,7 @@ class Examination(NamedTuple):
     exit_code: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: the report's dictionary, and the rest."""
+        """Return a JSON-ready dictionary: the report's, with the rest added."""
         return {
             **self.report.to_dict(),
             "packages": [package._asdict() for package in self.packages],
@@ -59,7 +64,7 @@ class Examination(NamedTuple):
         }
 
     def text(self, columns: int) -> str:
-        """For people: what is here, what became of each patch, settings, ways in; what is wrong is not in it."""
+        """Return the text for people: packages, patches, settings, ways in. Problems are printed separately."""
         rows = [(package.name, f"{package.version or '?'}, {package}") for package in self.packages]
         settings = [
             (name if len(value) > columns else f"{name}={value}", effect) for name, value, effect in self.settings
@@ -96,7 +101,7 @@ def doctor(as_json: bool, importing: bool = True, seconds: float | None = None) 
 
 
 def examine(importing: bool, seconds: float | None) -> Examination:
-    """Look at everything; see `doctor`."""
+    """Look at everything, as `doctor` does."""
     if importing and seconds is not None:
         report, problems = probe.probe(megapatch.report(), seconds)
         loaded = not any(patch.patch.family == "third_party" for patch in report.patches)
@@ -139,16 +144,16 @@ def examine(importing: bool, seconds: float | None) -> Examination:
 
 
 def _import_targets() -> dict[str, str]:
-    """Import every installed target; why it cannot be imported, by module."""
+    """Import every installed target. Return, by module, why it cannot be imported."""
     asked: dict[str, str | None] = {}
-    while todo := probe.pending(megapatch.report().patches) - asked.keys():  # third parties' patches bring more
+    while todo := probe.pending(megapatch.report().patches) - asked.keys():  # third-party patches bring more
         for name in sorted(todo):
             asked[name] = probe.import_target(name)
     return {name: f"cannot be imported: {error}" for name, error in asked.items() if error is not None}
 
 
 def _with_reasons(report: Report, reasons: Mapping[str, str]) -> Report:
-    """The report with the reasons of sites that are pending because their module cannot be imported."""
+    """Return the report with the reasons of sites whose module cannot be imported."""
     return report._replace(
         patches=tuple(
             patch._replace(
@@ -170,7 +175,7 @@ def _third_parties() -> list[Distribution]:
 
 
 def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
-    """Each known variable that is set: name, value, what it does here."""
+    """Return each known variable that is set: name, value, and what it does here."""
     settings = Settings.from_environment(environment)
     off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
     on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
@@ -187,7 +192,7 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
 
 
 def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
-    """One sentence for each MEGAPATCH_* variable that means nothing, with what was probably meant."""
+    """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
     import difflib
 
     prefix = "MEGAPATCH_"
@@ -202,7 +207,7 @@ def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
 
 
 def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
-    """Two columns, names on the left; a name that is too long for that has a line of its own."""
+    """Return two columns, names on the left; a name that is too long has a line of its own."""
     names = [len(name) for name, _ in rows if len(name) <= 24]
     wide = max(names, default=0)
     lines = []

@@ -1,4 +1,4 @@
-"""What each way into a process would do here, told from facts of this environment."""
+"""Describe what each way into a process would do here, from facts of this environment."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ def routes(
     entry_points_off: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """One sentence or two for each way.
+    """Return one or two sentences for each way into a process.
 
-    ray: its version, None where it is not installed. third_parties: the distributions with an entry point.
+    Args:
+        report: of this process.
+        ray: Ray's version, None where it is not installed.
+        third_parties: the distributions that have an entry point.
+        entry_points_off: whether the settings switch entry points off.
+        environment: the environment variables.
     """
     applied = sum(patch.status is Status.APPLIED for patch in report.patches)
     what = f"{applied} patch{'es' * (applied > 1)}" if applied else "what is needed of the patches"
