@@ -50,15 +50,14 @@ class SiteReport(NamedTuple):
         groups: dict[str, list[str]] = {}
         for target in self.targets:
             module, _, path = target.rpartition(":")
-            parent, _, name = path.rpartition(".")
-            groups.setdefault(f"{module}:{parent}".removeprefix(f"{self.module}:"), []).append(name)
-        for parent, names in groups.items():
-            dot = "" if not parent or parent.endswith(":") else "."
-            yield (
-                f"replaced {parent}{dot}{names[0]}"
-                if len(names) == 1 or not dot
-                else (f"replaced in {parent}: {', '.join(names)}")
-            )
+            parent, dot, name = path.rpartition(".")
+            elsewhere = f"{module}:" if module != self.module else ""
+            groups.setdefault(f"{elsewhere}{parent}{dot}", []).append(name)
+        for prefix, names in groups.items():
+            if len(names) == 1 or not prefix:
+                yield f"replaced {prefix}{', '.join(names)}"
+            else:
+                yield f"replaced in {prefix[:-1]}: {', '.join(names)}"
         yield from (f"rebound {name}" for name in self.rebound)
         yield from (f"foreign: {text}" for text in self.foreign)
         yield from (f"out of reach: {text}" for text in self.out_of_reach)
