@@ -25,7 +25,7 @@ Facts = dict[str, tuple[str, str]]
 reason to give where it differs. Plain types, because they travel between versions of megapatch."""
 
 
-def assert_consistent(group: Any = None) -> None:
+def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> None:
     """Raise InconsistentError on all ranks of a process group when one is patched unlike the others.
 
     Compares the versions of megapatch, torch, megatron-core and wrapt, and for every site its status and the
@@ -103,7 +103,7 @@ def difference(everyone: Sequence[Facts], who: Callable[[list[int]], str]) -> st
             for value, members in holders.items()
         ]
         more = f". And {len(differing) - 1} more" if len(differing) > 1 else ""
-        return f"{name} is {'; '.join(clauses)}{more}. `megapatch doctor` tells more, in each environment"
+        return f"{name} is {'; '.join(clauses)}{more}. `megapatch doctor` shows more, in each environment"
     return None
 
 
