@@ -5,29 +5,31 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any, NamedTuple
 
 import megapatch
 
-from ..._engine import entry_points
+from ..._engine import advice, entry_points
 from ..._engine.engine import this_process
 from ..._engine.settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
 from ..._reporting import terminal
 from ..._reporting.report import Report
 from ...patch import NEEDS_ATTENTION, Patch, Status
 from ...reach._run.site.sitecustomize import TARGETS
-from . import origins, probe, routes
+from . import issue, origins, probe, routes
 
 WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
 
 EXIT_CODES = """\
 exit codes:
   0  every patch that is needed is in place, or was switched off on purpose
-  1  a patch that is needed, or may be, is not in place (failed, refused, overwritten)
-  2  could not look: bad usage or environment, nothing to patch is installed, or it cannot be imported
+  1  a patch that is needed, or may be, is not in place (failed, refused,
+     overwritten)
+  2  could not look: bad usage or environment, nothing to patch is installed, or
+     it cannot be imported; or the file for --report exists already or cannot be
+     written
 """
 
 
@@ -79,25 +81,81 @@ class Examination(NamedTuple):
         return "\n\n".join("\n".join(part) for part in parts)
 
 
-def doctor(as_json: bool, importing: bool = True, seconds: float | None = None) -> int:
-    """Import each installed target, print what was found and what is wrong; see `EXIT_CODES`.
+def doctor(
+    as_json: bool, importing: bool = True, seconds: float | None = None, report_file: str | None = None
+) -> int:
+    """Import each installed target, print the findings and what is wrong; return one of `EXIT_CODES`.
 
-    seconds: None imports in this process; a number in child processes, each of which has so long.
+    Args:
+        as_json: print JSON instead of text.
+        importing: whether to import the targets; without, nothing is diagnosed.
+        seconds: None imports in this process; a number imports in child processes, each of which has this long.
+        report_file: where to write a report for an issue; ``-`` is standard output, in place of the text.
     """
-    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # what it would warn of is told below
+    if report_file not in (None, "-") and os.path.lexists(report_file):
+        terminal.note(f"{report_file} exists already; name another file: megapatch doctor --report FILE")
+        return COULD_NOT_LOOK
+    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report has what it would warn of
+    columns = terminal.width()
+    output = terminal.reserve()  # targets may print what they like when they are imported
     found = examine(importing, seconds)
-    print(json.dumps(found.to_dict(), indent=2) if as_json else found.text(terminal.width()), flush=True)
+    if report_file == "-":
+        text = issue.markdown(found).rstrip("\n")
+    else:
+        text = json.dumps(found.to_dict(), indent=2) if as_json else found.text(columns)
+    terminal.write(text, file=output)
+    terminal.flush(output)
+    _note_what_is_off(found.report)
+    _note_problems(found)
+    code = found.exit_code
+    if report_file not in (None, "-"):
+        code = _write_report(report_file, found) or code
+    if found.exit_code == WELL and not as_json and report_file != "-":
+        state = "every patch that is needed is in place" if importing else "nothing was judged"
+        terminal.write(f"all well: {state}", file=output)
+    terminal.flush(output)
+    return code
+
+
+def _note_what_is_off(report: Report) -> None:
     off: dict[str, list[Patch]] = {}
-    for patch in found.report.patches:
+    for patch in report.patches:
         if patch.status is Status.DISABLED:
             off.setdefault(patch.reason, []).append(patch.patch)
     for reason, patches in off.items():
-        _say(f"disabled on purpose: {found.report.names(patches)} ({reason})")
+        terminal.note(f"disabled on purpose: {report.names(patches)} ({reason})")
+
+
+def _note_problems(found: Examination) -> None:
+    """Say what is wrong, and once for all patches that are not in place what to do."""
     for problem in found.problems:
-        _say(problem)
-    if found.exit_code == WELL and not as_json:
-        print(f"all well: {'every patch that is needed is in place' if importing else 'nothing was judged'}")
-    return found.exit_code
+        terminal.note(problem)
+    bad = [
+        patch.patch
+        for patch in found.report.patches
+        if any(site.status in NEEDS_ATTENTION for site in patch.sites)
+    ]
+    for patch in bad:
+        terminal.note(f"{patch.name}: {advice.at_risk(patch)}")
+    if bad:
+        settings = this_process().settings
+        terminal.note(advice.acceptance([patch.name for patch in bad], settings.disable))
+        terminal.note(advice.report_it())
+
+
+def _write_report(path: str, found: Examination) -> int:
+    """Write the report for an issue, and say where it is; return an exit code."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(issue.markdown(found))
+    except OSError as error:
+        terminal.note(f"{path} cannot be written: {error.strerror}")
+        return COULD_NOT_LOOK
+    terminal.note(
+        f"report written to {os.path.abspath(path)}; read it through, then attach it to an issue "
+        f"({advice.ISSUE_TRACKER})"
+    )
+    return WELL
 
 
 def examine(importing: bool, seconds: float | None) -> Examination:
@@ -218,8 +276,3 @@ def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
             first = " " * (wide + 4)
         lines += terminal.wrapped(text, columns, first, " " * (wide + 4))
     return lines
-
-
-def _say(text: str) -> None:
-    wide = terminal.width() if sys.stderr.isatty() else None
-    print("\n".join(terminal.wrapped(text, wide)) if wide else text, file=sys.stderr)
