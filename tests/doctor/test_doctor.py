@@ -83,7 +83,7 @@ def test_whatever_a_target_writes_to_descriptor_1_the_json_is_clean(fake_megatro
 
 
 def test_a_refusal_says_what_is_at_risk_and_what_to_do(fake_megatron):
-    only = {"MEGAPATCH_ONLY": "megatron.forward-pre-hook,megatron.train-reentry", "MEGAPATCH_DISABLE": "slime.*"}
+    only = {"MEGAPATCH_ONLY": "megatron.forward-pre-hook", "MEGAPATCH_DISABLE": "slime.*"}
     shown = run("doctor", path=fake_megatron(DDP), **only)
     assert shown.returncode == 1
     assert "\nmegatron.forward-pre-hook: at risk: " in shown.stderr
@@ -292,7 +292,7 @@ def test_each_way_in_is_told_from_facts(tmp_path, monkeypatch):
     )
     (tmp_path / "sitecustomize.py").touch()
     below = {sitecustomize.TARGETS: "megatron.core"}
-    shadowed = f"; the sitecustomize that is here runs as well: {tmp_path / 'sitecustomize.py'}"
+    shadowed = f"; another sitecustomize runs as well: {tmp_path / 'sitecustomize.py'}"
     assert told()["megapatch run"].endswith(f"below it{shadowed}")
     lost = "is not on the path: someone has replaced PYTHONPATH"
     assert told(**below)["megapatch run"].endswith(f"{sitecustomize.HERE} {lost}{shadowed}")

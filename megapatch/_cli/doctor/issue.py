@@ -1,4 +1,4 @@
-"""The report that `megapatch doctor --report` writes for an issue, as Markdown, without names and secrets."""
+"""The report that `megapatch doctor --report` writes for an issue, as Markdown, without user names and secrets."""
 
 from __future__ import annotations
 
@@ -28,8 +28,12 @@ def markdown(found: Examination) -> str:
     parts = [
         ["# megapatch doctor"],
         [f"For {ISSUE_TRACKER}. Please add what you ran, what you expected, and what happened."],
-        ["## Platform", "", f"- {platform.platform()}, {os.cpu_count()} CPUs"],
-        [f"- {platform.python_implementation()} {sys.version}"],
+        [
+            "## Platform",
+            "",
+            f"- {platform.platform()}, {os.cpu_count()} CPUs",
+            f"- {platform.python_implementation()} {sys.version}",
+        ],
         ["## Packages", "", "| package | version | origin |", "| --- | --- | --- |", *packages],
         ["## Settings", "", *(settings or ["No MEGAPATCH_* variable is set."])],
         ["## Problems", "", *([f"- {problem}" for problem in found.problems] or ["None."])],

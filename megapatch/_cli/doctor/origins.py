@@ -41,10 +41,13 @@ RELEVANT = (
 class Package(NamedTuple):
     """One package as it is, or would be, imported here.
 
-    version: None where it is stated nowhere. origin: ``wheel``, ``editable``, ``vcs`` (installed from a commit),
-    ``checkout`` (on the path), ``folder`` (on the path, neither installed nor under version control), or
-    ``interpreter``. path: the folder on the path, the checkout, or for ``vcs`` the repository's URL. commit: None
-    where there is none or it cannot be read.
+    Attributes:
+        name: of the distribution, or of a package that comes from elsewhere.
+        version: None where it is not stated.
+        origin: ``wheel``, ``editable``, ``vcs`` (installed from a commit), ``checkout`` (on the path), ``folder``
+            (on the path, neither installed nor under version control), or ``interpreter``.
+        path: the folder on the path, the checkout, or for ``vcs`` the repository's URL.
+        commit: None where there is none or it cannot be read.
     """
 
     name: str

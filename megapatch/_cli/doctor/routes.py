@@ -32,15 +32,15 @@ def routes(
         environment: the environment variables.
     """
     applied = sum(patch.status is Status.APPLIED for patch in report.patches)
-    what = f"{applied} patch{'es' * (applied > 1)}" if applied else "what is needed of the patches"
+    what = f"{applied} patch{'es' * (applied > 1)}" if applied else "the patches that are needed"
     modules = {site.module for patch in report.patches for site in patch.sites}
     here = sum(find_module(name) is not None for name in modules)
     return {
-        "import megapatch": f"puts {what} into the process that does it, before or after Megatron's import; its "
-        "Ray workers, ranks and children have to do it themselves",
-        "megapatch run": f"watches for {len(modules)} modules, {here} of which are here, in every Python process "
+        "import megapatch": f"puts {what} into the process that imports it, before or after Megatron's import; its "
+        "Ray workers, ranks and children have to import it themselves",
+        "megapatch run": f"watches for {len(modules)} modules, {here} of which are installed, in every Python process "
         f"below it{_run(environment)}",
-        "torchrun, spawn": "their processes are reached by `megapatch run -- torchrun ...`, or import megapatch "
+        "torchrun, spawn": "`megapatch run -- torchrun ...` reaches their processes; else they import megapatch "
         "themselves",
         "Ray": _ray(environment, ray),
         "entry points": _entry_points(third_parties, entry_points_off),
@@ -56,7 +56,7 @@ def _run(environment: Mapping[str, str]) -> str:
             text = f"; {TARGETS} is set, yet {HERE} is not on the path: someone has replaced PYTHONPATH"
     shadowed = PathFinder.find_spec("sitecustomize", others)
     if shadowed is not None and shadowed.origin:
-        text += f"; the sitecustomize that is here runs as well: {shadowed.origin}"
+        text += f"; another sitecustomize runs as well: {shadowed.origin}"
     return text
 
 
@@ -85,5 +85,5 @@ def _entry_points(third_parties: Sequence[str], off: bool) -> str:
     if off:
         return "switched off (MEGAPATCH_NO_ENTRY_POINTS)"
     if not third_parties:
-        return f"on; no distribution here has one in the group {GROUP}"
+        return f"on; no installed distribution has one in the group {GROUP}"
     return f"on: {', '.join(third_parties)}"
