@@ -36,10 +36,10 @@ def routes(
     modules = {site.module for patch in report.patches for site in patch.sites}
     here = sum(find_module(name) is not None for name in modules)
     return {
-        "import megapatch": f"puts {what} into the process that imports it, before or after Megatron's import; its "
-        "Ray workers, ranks and children have to import it themselves",
-        "megapatch run": f"watches for {len(modules)} modules, {here} of which are installed, in every Python process "
-        f"below it{_run(environment)}",
+        "import megapatch": f"puts {what} into the process that imports it, before or after Megatron's import; "
+        "its Ray workers, ranks and children have to import it themselves",
+        "megapatch run": f"watches for {len(modules)} modules, {here} of which are installed, in every Python "
+        f"process below it{_run(environment)}",
         "torchrun, spawn": "`megapatch run -- torchrun ...` reaches their processes; else they import megapatch "
         "themselves",
         "Ray": _ray(environment, ray),
