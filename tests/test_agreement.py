@@ -37,7 +37,7 @@ def test_the_first_difference_is_told_with_ranks_and_reasons_and_the_others_are_
     bad = {"torch": ("2.13.0", ""), "a at m": ("disabled", "restored"), "b at n": ("failed", "KeyError")}
     assert difference([good, good, bad, good, good, bad], ranks) == (
         "a at m is applied (m:f) on ranks 0-1, 3-4 (it asserts); disabled on ranks 2, 5 (restored). And 1 more. "
-        "`megapatch doctor` tells more, in each environment"
+        "`megapatch doctor` shows more, in each environment"
     )
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 from rigs.command import run
 
@@ -31,15 +37,18 @@ def test_activate_takes_and_ignores_arguments():
     assert run("-c", "import megapatch; megapatch.activate(1, model=None)").returncode == 0
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "list", "explain", "demo"])
+@pytest.mark.parametrize("command", ["", "doctor", "list", "explain", "run", "demo"])
 def test_help(command):
-    shown = run(*command.split(), "--help")
+    shown = run(*command.split(), "--help", COLUMNS="80")
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "usage: megapatch" in shown.stdout
+    assert "\nexit codes:" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
 def test_bad_usage_exits_with_2():
-    for arguments in (["docter"], ["doctor", "--jsn"], ["explain"], []):
+    both = ["doctor", "--json", "--report", "-"]
+    for arguments in (["docter"], ["doctor", "--jsn"], ["explain"], [], both, ["list", "--json", "--markdown"]):
         shown = run(*arguments)
         assert shown.returncode == 2
         assert "usage: megapatch" in shown.stderr
@@ -68,6 +77,119 @@ def test_explain_tells_all_about_a_patch():
         "\nSite      megatron.training.training: train",
     ):
         assert told in shown.stdout
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_explain_speaks_of_numbers_once(patch, capsys):
+    from megapatch._cli.main import main
+
+    assert main(["explain", patch.name]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Numbers")]
+    assert line in patch.doc or patch.changes_numbers == ("not changed" not in line)
+
+
+def test_list_and_explain_as_json():
+    listed = json.loads(run("list", "--json").stdout)
+    assert listed["schema"] == 1
+    assert [entry["name"] for entry in listed["patches"]] == [patch.name for patch in PATCHES]
+    assert set(listed["patches"][0]) == {"name", "family", "summary", "upstream", "changes_numbers"}
+    explained = json.loads(run("explain", "--json", "slime.*").stdout)
+    assert explained["schema"] == 1
+    (entry,) = explained["patches"]
+    assert entry.items() >= {**next(each for each in listed["patches"] if each["family"] == "slime")}.items()
+    assert entry["sections"].keys() >= {"symptom", "upstream", "seam", "limits", "cost"}
+    assert entry["sections"]["cost"] == (
+        "once a call, a look at the config's hooks; nothing in a step, and no gather beyond slime's own."
+    )
+    assert entry["sites"][0] == {"module": "slime.backends.megatron_utils.model", "targets": ["train", "save"]}
+
+
+@pytest.mark.parametrize(
+    "command", ["explain *", "list", "list --help", "doctor --no-import", "doctor --json --no-import"]
+)
+def test_a_reader_that_has_gone_is_no_error(command):
+    """As with `| head -1`, which may close the pipe before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        done = start(*command.split(), stdout=closed)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "command", ["list", "explain *", "--help", "doctor --no-import", "doctor --json --no-import"]
+)
+def test_a_full_disk_is_one_line_on_standard_error(command):
+    with open("/dev/full", "w") as full:
+        done = start(*command.split(), stdout=full)
+    assert done.returncode == 2
+    assert done.stderr == "megapatch: the output cannot be written: No space left on device\n"
+
+
+def test_without_standard_output():
+    """Closed from the start, as with `>&-`: nothing to say it to."""
+    for command in ("list", "doctor --no-import"):
+        shell = subprocess.run(
+            ["sh", "-c", f'"$0" -m megapatch {command} >&-', sys.executable],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert (shell.returncode, shell.stderr) == (0, "")
+
+
+def start(*arguments, stdout):
+    mine = ("MEGAPATCH_", "PYTHONUNBUFFERED")
+    known = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+    return subprocess.run(
+        [sys.executable, "-m", "megapatch", *arguments],
+        env=known,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# Stands for argcomplete, which finds the parser's subcommands and arguments itself.
+COMPLETER = """
+import argparse, os
+def autocomplete(parser):
+    (commands,) = [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    (names,) = [each for each in commands.choices["explain"]._actions if each.dest == "names"]
+    print(*names.completer(prefix="", action=names, parser=parser, parsed_args=None))
+    os._exit(0)
+"""
+
+
+def test_names_and_globs_complete(tmp_path):
+    (tmp_path / "argcomplete.py").write_text(COMPLETER.replace("os._exit", "print(end='', flush=True); os._exit"))
+    shown = run("explain", path=tmp_path, _ARGCOMPLETE="1")
+    assert {"megatron.train-reentry", "megatron.*", "slime.*"} <= set(shown.stdout.split())
+    assert "argcomplete" not in run("-c", "import sys, megapatch._cli.main; print(*sys.modules)").stdout.split()
+
+
+def test_a_shell_that_completes_without_argcomplete_here_runs_nothing(tmp_path):
+    (tmp_path / "argcomplete.py").write_text("raise ImportError")
+    assert run("list", path=tmp_path, _ARGCOMPLETE="1").stdout == ""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("argcomplete") is None, reason="argcomplete is not installed")
+def test_argcomplete_completes(tmp_path):
+    line = "megapatch explain megatron.t"
+    answers = tmp_path / "answers"
+    environment = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": " "}
+    run("explain", **environment, _ARGCOMPLETE_STDOUT_FILENAME=str(answers))
+    assert answers.read_text().split() == ["megatron.train-reentry"]
+
+
+@pytest.mark.parametrize("name", ["megapatch.__main__", "megapatch._cli.main"])
+def test_the_entries_have_argcompletes_mark(name):
+    with open(importlib.util.find_spec(name).origin, encoding="utf-8") as file:
+        assert file.readline() == "# PYTHON_ARGCOMPLETE_OK\n"
 
 
 def test_explain_takes_globs():

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from rigs.command import run
 
+from megapatch._cli import demo, heartbeat
 from megapatch._versions import find_module
 
 HAS_CORE = find_module("megatron.core") is not None
 HAS_TRAIN = find_module("megatron.training") is not None
 needs_megatron = pytest.mark.skipif(not HAS_CORE, reason="megatron-core is not installed")
+
+# The demo with other settings for its repaired run.
+RUN_WITH = """
+import sys, megapatch._cli.demo as demo
+demo.REPAIRED = {{**demo.REPAIRED, **{settings}}}
+sys.exit(demo.demo())
+"""
 
 
 @needs_megatron
@@ -21,35 +36,87 @@ def test_the_repaired_run_equals_the_plain_one():
     failures = (
         ["config.no_sync_func must be None", "AssertionError: timer has already been started", "KeyError"]
         if HAS_TRAIN
-        else ["KeyError", "needs\nmegatron-core 0.17 or later"]
+        else ["KeyError", "needs megatron-core 0.17 or later"]
     )
     for text in failures:
-        assert text in shown.stdout
+        assert text in " ".join(shown.stdout.split())
     rows = re.findall(r"^  (with megapatch|no overlap) +([\d. ]+)$", shown.stdout, re.MULTILINE)
     assert [title for title, _ in rows] == ["with megapatch", "no overlap"]
     assert len(rows[0][1].split()) == len(rows[1][1].split()) == 6
     assert "the same run" in shown.stdout
+    assert "megatron.forward-pre-hook: Forward pre-hooks can be" in shown.stdout
+    assert ("megatron.train-reentry: megatron.training" in shown.stdout) == HAS_TRAIN
+    assert "NOT APPLIED" not in shown.stdout
+    assert "10 to 60 s" in shown.stdout.partition("  running")[0]
+    assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
 @needs_megatron
 @pytest.mark.thorough
-def test_it_fails_when_nothing_is_repaired():
-    shown = run("demo", MEGAPATCH_DISABLE="megatron.forward-pre-hook")
+@pytest.mark.parametrize("lacking", (demo.TRAIN if HAS_TRAIN else demo.HOOKS).repaired_by)
+def test_it_fails_without_any_of_the_patches_that_it_names(lacking):
+    shown = run("-c", RUN_WITH.format(settings={"MEGAPATCH_DISABLE": lacking}))
     assert shown.returncode == 1
-    assert "KeyError" in shown.stderr
+    assert "KeyError" in shown.stderr or "AssertionError" in shown.stderr
+
+
+@needs_megatron
+@pytest.mark.thorough
+def test_the_patches_that_it_names_are_enough_and_settings_of_the_shell_are_ignored():
+    names = (demo.TRAIN if HAS_TRAIN else demo.HOOKS).repaired_by
+    shown = run("-c", RUN_WITH.format(settings={"MEGAPATCH_ONLY": ",".join(names)}), MEGAPATCH_ONLY="slime.*")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "MEGAPATCH_ONLY=slime.* is set. The demo ignores it" in " ".join(shown.stdout.split())
+    assert "applied as well" not in shown.stdout
+
+
+@needs_megatron
+def test_ctrl_c_is_one_line_and_leaves_no_process():
+    marker = f"MEGAPATCH_TEST_{os.getpid()}_{time.monotonic_ns()}"
+    environment = {name: text for name, text in os.environ.items() if not name.startswith("MEGAPATCH_")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megapatch", "demo"],
+        env={**environment, "DEMO_MARKER": marker},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    shown = ""
+    while "running" not in shown:
+        shown += process.stdout.read(1)
+    time.sleep(1.0)  # the ranks' server is importing torch
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes of the group
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    for _ in range(300):
+        if not (left := processes_with(marker)):
+            break
+        time.sleep(0.1)
+    assert not left
+
+
+def processes_with(marker):
+    """The command lines of processes that have this text in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if marker.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes())
+    return found
 
 
 @needs_megatron
 def test_runs_that_differ_are_not_the_same(capsys):
     import torch
 
-    from megapatch._cli.demo import Outcome, _compare
+    from megapatch._cli.demo import Outcome
 
     def run_with(value):
         return Outcome(parameters={"weight": torch.tensor([1.0, value])})
 
-    assert _compare(Outcome(), run_with(2.0), run_with(2.000001), "")
-    assert not _compare(Outcome(), run_with(2.0), run_with(2.0001), "")
+    assert demo._compare(Outcome(), run_with(2.0), run_with(2.000001))
+    assert not demo._compare(Outcome(), run_with(2.0), run_with(2.0001))
     assert "1.0e-04: NOT the same run" in capsys.readouterr().out
 
 
@@ -57,7 +124,7 @@ def test_without_torch_it_says_what_to_install():
     script = (
         "import sys, megapatch._cli.demo as demo\n"
         "demo.find_module = lambda name: None if name == 'torch' else object()\n"
-        "sys.exit(demo.main())"
+        "sys.exit(demo.demo())"
     )
     shown = run("-c", script)
     assert (shown.returncode, shown.stdout) == (2, "")
@@ -68,7 +135,7 @@ def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):
     path = fake_megatron("")
     (path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n")
     script = (
-        "import sys, megapatch._cli.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.main())"
+        "import sys, megapatch._cli.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.demo())"
     )
     shown = run("-c", script, path=path)
     assert (shown.returncode, shown.stdout) == (2, "")
@@ -80,3 +147,25 @@ def test_where_torch_is_really_missing():
     shown = run("demo")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert "megatron-core: pip install" in shown.stderr
+
+
+def test_a_heartbeat_is_dots_and_the_seconds(capsys, monkeypatch):
+    monkeypatch.setattr(heartbeat, "DOT_EVERY", 0.01)
+    with heartbeat.heartbeat("  running ..."):
+        time.sleep(0.2)
+    shown = capsys.readouterr().out
+    assert re.fullmatch(r"  running \.{5,} 0 s\n", shown)
+
+
+def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    with heartbeat.heartbeat("  running ..."):
+        time.sleep(1.2)
+    shown = capsys.readouterr().out
+    assert re.fullmatch(r"  running \.\.\.(\r  running \.\.\. 1 s)+\n", shown)
+
+
+def test_a_heartbeat_ends_with_what_it_watches(capsys):
+    with pytest.raises(KeyboardInterrupt), heartbeat.heartbeat("  running ..."):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out == "  running ...\n"

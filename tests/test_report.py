@@ -9,7 +9,7 @@ from rigs.engine import TARGET, make_engine, make_patch
 
 import megapatch
 from megapatch._reporting.report import SiteReport, make_report
-from megapatch.patch import FIXED, NEEDED, Patch, Verdict
+from megapatch.patch import FIXED, NEEDED, Patch, Status, Verdict
 from megapatch.patches import PATCHES
 
 
@@ -108,6 +108,26 @@ def test_the_table_tells_all_in_as_many_columns_as_there_are(modules, monkeypatc
     monkeypatch.delenv("COLUMNS")
     monkeypatch.setattr("sys.__stdout__", None)  # no terminal
     assert str(report).splitlines()[1:-1] == report.table(100)
+
+
+def test_the_table_shows_all_targets_of_a_site():
+    def details(*targets):
+        return list(SiteReport("a.b", Status.APPLIED, "why", "needed", targets, (), (), (), None).details())
+
+    assert details() == ["why"]
+    assert details("a.b:train", "a.b:save") == ["why", "replaced train, save"]
+    assert details("a.b:train", "a.b:C.f", "a.b:save", "a.b:C.g", "a.b:D.h") == [
+        "why",
+        "replaced train, save",
+        "replaced in C: f, g",
+        "replaced D.h",
+    ]
+    assert details("c:train", "c:save", "c:C.f", "d:C.f", "d:C.g") == [
+        "why",
+        "replaced in c: train, save",
+        "replaced c:C.f",
+        "replaced in d:C: f, g",
+    ]
 
 
 def test_the_table_tells_of_each_site_that_is_here(modules):

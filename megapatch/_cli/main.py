@@ -1,37 +1,94 @@
-"""megapatch doctor | list | explain | run | demo"""
+# PYTHON_ARGCOMPLETE_OK
+"""The command line: megapatch doctor | list | explain | run | demo"""
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import sys
+import os
 from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
 
-from .._engine.engine import this_process
+from .._reporting import terminal
 from .._version import __version__
-from ..errors import MegapatchError
-from ..patches import PATCHES
-from .doctor import COULD_NOT_LOOK, EXIT_CODES, SECONDS, WELL, doctor
+from .doctor import EXIT_CODES, SECONDS, doctor
+
+CANNOT_WRITE, INTERRUPTED, READER_HAS_GONE = 2, 130, 141
+
+_EPILOG = f"""\
+exit codes: see megapatch COMMAND --help; and of every command:
+  2    bad usage, or the output cannot be written
+  {INTERRUPTED}  interrupted (Ctrl-C)
+  {READER_HAS_GONE}  whoever read the output has gone, as with `| head`
+
+completion in bash and zsh: pip install "megapatch[completion]", then
+  eval "$(register-python-argcomplete megapatch)"
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="megapatch", description="Megatron, safe to call repeatedly.")
-    parser.add_argument("--version", action="version", version=f"megapatch {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    """Run the command line and return the exit code."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            terminal.flush()
+    except terminal.OutputLost as lost:
+        if lost.reader_has_gone:
+            return READER_HAS_GONE
+        terminal.note(f"megapatch: the output cannot be written: {lost}")
+        return CANNOT_WRITE
+    except KeyboardInterrupt:
+        terminal.note("interrupted")
+        return INTERRUPTED
 
-    command = commands.add_parser(
-        "doctor",
-        help="say what every patch does in this environment, and why",
-        description="Import every target that is installed and print each patch's status with the reason.",
-        epilog=EXIT_CODES,
+
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
+        try:
+            import_module("argcomplete").autocomplete(parser)
+        except ImportError:
+            return 1  # the shell's Python has it, and this one has not: run nothing
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megapatch",
+        description="Makes Megatron safe to call repeatedly.",
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("--json", action="store_true", help="the report as JSON on standard output")
+    parser.add_argument("--version", action="version", version=f"megapatch {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_doctor, _add_list, _add_explain, _add_run, _add_demo):
+        add(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, **texts: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    command = _command(
+        commands,
+        "doctor",
+        help="show the status of every patch in this environment, and why",
+        description="Import every target that is installed, and show each patch's status with the\nreason.",
+        epilog=EXIT_CODES,
+    )
+    command.add_argument("--json", action="store_true", help="print JSON on standard output")
     command.add_argument(
         "--no-import",
         action="store_true",
-        help="the quick view: only say what is installed; everything stays pending, and nothing is diagnosed",
+        help="the quick view: show only what is installed; everything stays pending, and nothing is diagnosed",
     )
     command.add_argument(
         "--probe",
@@ -40,106 +97,96 @@ def main(arguments: Sequence[str] | None = None) -> int:
         const=SECONDS,
         metavar="SECONDS",
         help="import each target in a child process of its own, so that one that crashes is a line in the report; "
-        "a child that is not done after SECONDS (%(const)g) is killed",
+        "a child that takes longer than SECONDS (%(const)g) is killed",
     )
-    command.set_defaults(run=lambda options: doctor(options.json, not options.no_import, options.probe))
+    command.add_argument(
+        "--report",
+        nargs="?",
+        const="megapatch-report.md",
+        metavar="FILE",
+        help="write what an issue needs to FILE, as Markdown: versions, origins, statuses with reasons and "
+        "tracebacks, MEGAPATCH_* settings, platform; paths are shortened. FILE is %(const)s if you name none, and "
+        "must not exist; - is standard output",
+    )
 
-    command = commands.add_parser(
+    def run(options: argparse.Namespace) -> int:
+        if options.json and options.report == "-":
+            command.error("--json and --report - both write to standard output; name a file")
+        return doctor(options.json, not options.no_import, options.probe, options.report)
+
+    command.set_defaults(run=run)
+
+
+def _add_list(commands: Any) -> None:
+    from .catalog import list_patches
+
+    command = _command(
+        commands,
         "list",
         help="list all patches",
-        description="List all patches, in the order in which they are considered; those of third parties last.",
+        description="List all patches in the order in which they are considered, third-party patches\nlast.",
+        epilog="exit codes:\n  0  listed\n",
     )
-    command.add_argument("--markdown", action="store_true", help="megapatch's own, as the table in the README")
-    command.set_defaults(run=lambda options: list_patches(markdown=options.markdown))
+    output = command.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON")
+    output.add_argument(
+        "--markdown", action="store_true", help="print megapatch's own patches as a Markdown table"
+    )
+    command.set_defaults(run=lambda options: list_patches(options.markdown, options.json))
 
-    command = commands.add_parser(
+
+def _add_explain(commands: Any) -> None:
+    from .catalog import explain, names_and_globs
+
+    command = _command(
+        commands,
         "explain",
-        help="tell all about a patch: symptom, upstream, seam, limits, cost",
-        description="Tell all about a patch: symptom, upstream report, seam, limits, cost, where it applies and "
-        "whether it changes numbers.",
-        epilog="exit codes:\n  0  told\n  2  no patch has such a name\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        help="show everything about a patch: symptom, upstream, seam, limits, cost",
+        description="Show everything about a patch: symptom, upstream report, seam, limits,\n"
+        "cost, where it applies, and whether it changes numbers.",
+        epilog="exit codes:\n  0  shown\n  2  no patch has this name\n",
     )
-    command.add_argument("names", nargs="+", metavar="NAME", help="a patch's name, or a glob such as 'megatron.*'")
-    command.set_defaults(run=lambda options: explain(options.names))
+    command.add_argument("--json", action="store_true", help="print JSON")
+    names = command.add_argument(
+        "names", nargs="+", metavar="NAME", help="a patch's name, or a glob such as 'megatron.*'"
+    )
+    names.completer = lambda **ignored: names_and_globs()  # type: ignore[attr-defined]  # argcomplete's
+    command.set_defaults(run=lambda options: explain(options.names, options.json))
 
-    command = commands.add_parser(
+
+def _add_run(commands: Any) -> None:
+    from ..reach._run.launch import launch
+
+    command = _command(
+        commands,
         "run",
         help="run a command; every Python below it activates megapatch when it imports a target",
         usage="%(prog)s [-h] -- COMMAND ...",
-        description="Run any command so that every Python process below it imports megapatch when, and only\n"
-        "when, it imports one of the modules that megapatch patches. The command takes the place of\n"
-        "this process.",
+        description="Run any command so that every Python process below it imports megapatch when,\n"
+        "and only when, it imports one of the modules that megapatch patches. The command\n"
+        "replaces this process.",
         epilog="exit codes: those of COMMAND, or\n  2    bad usage\n  126  COMMAND cannot be started\n"
         "  127  there is no such command\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
-    command.set_defaults(run=lambda options: run(options.words))
 
-    command = commands.add_parser(
+    def run(options: argparse.Namespace) -> int:
+        return launch(options.words[1:] if options.words[:1] == ["--"] else options.words)
+
+    command.set_defaults(run=run)
+
+
+def _add_demo(commands: Any) -> None:
+    from .demo import EXIT_CODES as DEMO_EXIT_CODES
+    from .demo import demo
+
+    command = _command(
+        commands,
         "demo",
         help="train a tiny GPT on two CPU ranks, with and without megapatch",
-        description="Call the installed Megatron's own train() three times in one process, on CPU with two "
-        "ranks: its failures without megapatch, the repaired run, and a run without overlap to compare with.",
-        epilog="exit codes:\n  0  the repaired run equals the plain one\n  1  it does not\n"
-        "  2  the demo cannot run here (torch or megatron-core is missing)\n",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Call the installed Megatron's own train() three times in one process, on two CPU\n"
+        "ranks: its failures without megapatch, the repaired run, and a run without\n"
+        "overlap to compare with. Takes 10 to 60 s.",
+        epilog=DEMO_EXIT_CODES,
     )
     command.set_defaults(run=lambda options: demo())
-
-    options = parser.parse_args(arguments)
-    code: int = options.run(options)
-    return code
-
-
-def list_patches(markdown: bool) -> int:
-    """One line a patch, in the catalogue's order."""
-    if markdown:
-        print("| patch | what it makes right | upstream | changes numbers |\n| --- | --- | --- | --- |")
-        for patch in PATCHES:
-            numbers = "yes" if patch.changes_numbers else "no"
-            print(f"| `{patch.name}` | {patch.summary} | <{patch.upstream}> | {numbers} |")
-        return WELL
-    this_process().load_third_parties()
-    width = max(len(patch.name) for patch in this_process().patches)
-    for patch in this_process().patches:
-        print(f"{patch.name:{width}}  {patch.summary}")
-    return WELL
-
-
-def explain(names: Sequence[str]) -> int:
-    """All about the named patches, from their docstrings and sites."""
-    this_process().load_third_parties()
-    try:
-        chosen = this_process().named(*names)
-    except MegapatchError as error:
-        _say(str(error))
-        return COULD_NOT_LOOK
-    for patch in this_process().patches:
-        if patch.name in chosen:
-            print(f"{patch.name}: {inspect.cleandoc(patch.doc)}\n")
-            print(f"Link      {patch.upstream}")
-            print(f"Numbers   {'changed' if patch.changes_numbers else 'not changed'} in a run that did not crash")
-            for site in patch.sites:
-                print(f"Site      {site.module}{': ' * bool(site.paths)}{', '.join(site.paths)}")
-            print()
-    return WELL
-
-
-def run(words: Sequence[str]) -> int:
-    """Become the command; returns only when there is none, or it cannot be started."""
-    from ..reach._run.launch import launch
-
-    return launch(list(words[1:] if words[:1] == ["--"] else words))
-
-
-def demo() -> int:
-    """Run the demo, or say in one sentence what it lacks."""
-    from .demo import main as run_demo
-
-    return run_demo()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -1,1 +1,1 @@
-"""What became of every patch in this process, as text, JSON and facts that ranks compare."""
+"""The state of every patch in this process, as text, as JSON and as facts that ranks compare."""

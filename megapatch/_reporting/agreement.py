@@ -1,4 +1,4 @@
-"""Whether all processes of a run are patched alike: one rank without a patch is worse than none with it."""
+"""Check that all processes of a run are patched alike: one rank without a patch is worse than no rank with it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from ..errors import InconsistentError, MisuseError
 if TYPE_CHECKING:
     import torch
 
-# Of two numbers of 8 bytes: 4 KiB a rank, room for several times the sites that there are. Versions of
-# megapatch that differ here would wait for each other for ever.
+# Rows of two 8-byte numbers: 4 KiB a rank, room for several times the sites that exist. Two versions of megapatch
+# with different values would wait for each other forever.
 _ROWS = 256
 
 
 Facts = dict[str, tuple[str, str]]
-"""What was found in one process, by the name of a distribution or ``patch at module``: what is compared, and why
-it is so, to be told where it differs. Plain, as it goes between versions of megapatch."""
+"""The findings in one process, by the name of a distribution or ``patch at module``: the value to compare, and the
+reason to give where it differs. Plain types, because they travel between versions of megapatch."""
 
 
-def assert_consistent(group: Any = None) -> None:
+def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> None:
     """Raise InconsistentError on all ranks of a process group when one is patched unlike the others.
 
-    Compared are the versions of megapatch, torch, megatron-core and wrapt, and for every site its status and the
-    targets that are really replaced. What a rank has not loaded does not count there: trainer and rollout ranks
-    load different modules. So call it when training is about to begin, all that matters being imported.
+    Compares the versions of megapatch, torch, megatron-core and wrapt, and for every site its status and the
+    targets that are really replaced. Modules that a rank has not loaded do not count there: trainer and rollout
+    ranks load different ones. So call it just before training begins, when everything that matters is imported.
 
-    One collective of 4 KiB a rank when all agree; two or three more to tell who differs.
+    Takes one collective of 4 KiB a rank when all agree, and two or three more to find out who differs.
 
-    group   of torch.distributed, on any backend, gloo and NCCL among them; None: all ranks
+    Args:
+        group: a process group of torch.distributed, on any backend, including gloo and NCCL; None for all ranks.
 
-    Raises MisuseError without an initialized torch.distributed, or on a rank that is not in the group.
+    Raises:
+        InconsistentError: when ranks differ; the message names the first difference and the ranks.
+        MisuseError: without an initialized torch.distributed, or on a rank that is not in the group.
     """
     import torch
     import torch.distributed as dist
@@ -57,13 +60,15 @@ def assert_consistent(group: Any = None) -> None:
         return
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, here, group=group)
-    told = difference(everyone, lambda members: numbered("rank", [_in_world(dist, group, one) for one in members]))
-    if told is not None:  # None: there was more to compare than has room in a table
-        raise InconsistentError(f"megapatch is not the same on all ranks: {told}")
+    text = difference(
+        everyone, lambda members: numbered("rank", [_in_world(dist, group, rank) for rank in members])
+    )
+    if text is not None:  # None: there was more to compare than has room in a table
+        raise InconsistentError(f"megapatch is not the same on all ranks: {text}")
 
 
 def facts() -> Facts:
-    """What this process has to agree on with others: versions first, then its sites in the catalogue's order."""
+    """Return what this process has to agree on with others: versions, then sites in the catalogue's order."""
     found = {"megapatch": (__version__, "")}
     for distribution, version in _versions.here().items():
         if _versions.PACKAGES[distribution] in sys.modules:
@@ -71,24 +76,25 @@ def facts() -> Facts:
     for record in this_process().records:
         if record.site.module in sys.modules:
             record.refresh()
-            targets = ", ".join(one.target for one in record.installed if one.is_current)
+            targets = ", ".join(target.target for target in record.installed if target.is_current)
             value = f"{record.status.value} ({targets})" if targets else record.status.value
             found[f"{record.patch.name} at {record.site.module}"] = (value, record.reason)
     return found
 
 
 def difference(everyone: Sequence[Facts], who: Callable[[list[int]], str]) -> str | None:
-    """The first thing that they disagree on, in words, and how many more there are; None when they agree.
+    """Describe the first fact that processes disagree on, and count the others; None when they agree.
 
-    everyone   the facts of each process
-    who        words for the processes with these positions in `everyone`
+    Args:
+        everyone: the facts of each process.
+        who: words for the processes at these positions of `everyone`.
     """
     differing = {}
-    for name in dict.fromkeys(name for one in everyone for name in one):
+    for name in dict.fromkeys(name for found in everyone for name in found):
         holders: dict[str, list[int]] = {}
-        for position, one in enumerate(everyone):
-            if name in one:
-                holders.setdefault(one[name][0], []).append(position)
+        for position, found in enumerate(everyone):
+            if name in found:
+                holders.setdefault(found[name][0], []).append(position)
         if len(holders) > 1:
             differing[name] = holders
     for name, holders in differing.items():
@@ -97,12 +103,12 @@ def difference(everyone: Sequence[Facts], who: Callable[[list[int]], str]) -> st
             for value, members in holders.items()
         ]
         more = f". And {len(differing) - 1} more" if len(differing) > 1 else ""
-        return f"{name} is {'; '.join(clauses)}{more}. `megapatch doctor` tells more, in each environment"
+        return f"{name} is {'; '.join(clauses)}{more}. `megapatch doctor` shows more, in each environment"
     return None
 
 
 def _table(found: Facts) -> list[list[int]]:
-    """A first row that says how many follow; then, of each fact, the digests of its name and value."""
+    """Return a first row with the number of facts, then the digests of each fact's name and value."""
     rows = [[len(found), 0]] + [[_digest(name), _digest(value)] for name, (value, _) in found.items()]
     return (rows + [[0, 0]] * _ROWS)[:_ROWS]
 
@@ -120,7 +126,7 @@ def _digest(text: str) -> int:
 
 
 def _wants_cuda(backend: str) -> bool:
-    """Whether a collective of this backend takes tensors on a GPU alone. (``cpu:gloo,cuda:nccl`` takes both.)"""
+    """Return whether a collective of this backend takes only GPU tensors. (``cpu:gloo,cuda:nccl`` takes both.)"""
     return "nccl" in backend and "cpu:" not in backend
 
 
@@ -129,7 +135,7 @@ def _in_world(dist: Any, group: torch.distributed.ProcessGroup | None, rank: int
 
 
 def numbered(what: str, numbers: list[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``."""
+    """Return numbers in words: ``rank 3``, or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

@@ -1,9 +1,9 @@
-"""Who else has patched a target: before megapatch, or on top of it.
+"""Find out who else has patched a target: before megapatch, or on top of it.
 
-A function is seen down its `__wrapped__` chain. What upstream itself has put there is not foreign: code of the
-target's own distribution, of the standard library, or of a package that the target's module imports in its source
-(torch.no_grad() as a decorator). functools.wraps copies a function's name and module, so whose code it is, is
-told by the code's own globals.
+Follows a function's `__wrapped__` chain. Upstream's own layers are not foreign: code of the target's distribution,
+of the standard library, or of a package that the target's module imports in its source (torch.no_grad() as a
+decorator). functools.wraps copies a function's name and module, so the owner of a layer is taken from the globals
+of its code.
 """
 
 from __future__ import annotations
@@ -23,27 +23,30 @@ from ..patch import Site
 
 
 def patchers(site: Site, installed: Collection[ReplacedTarget], ours: Collection[int]) -> list[str]:
-    """Who has patched the site's targets besides us, in words; nothing where the module is not loaded.
+    """Return, in words, who has patched the site's targets besides us; empty where the module is not loaded.
 
-    ours: ids of all replacements of ours, those of other patches too.
+    Args:
+        site: the site whose targets are looked at.
+        installed: what megapatch has installed there.
+        ours: ids of all replacements by megapatch, including those of other patches.
     """
     module = sys.modules.get(site.module)
     if module is None or half_loaded(module):
         return []
     found = []
-    known = {one.target: one for one in installed if not isinstance(one, RebuiltTarget)}
+    known = {replaced.target: replaced for replaced in installed if not isinstance(replaced, RebuiltTarget)}
     for path in site.paths:
         target = f"{site.module}:{path}"
-        one = known.get(target)
-        with contextlib.suppress(Exception):  # whatever is there by now: it is not ours, and may do anything
-            if one is None:
+        replaced = known.get(target)
+        with contextlib.suppress(Exception):  # whatever is there now is not ours and may do anything
+            if replaced is None:
                 parent, _, current = wrapt.resolve_path(module, path)
                 found += [f"{who} {target}" for who in _before(current, parent, ours)]
-            elif one.is_current:
-                who_before = [] if one.original is None else _before(one.original, one.parent, ours)
+            elif replaced.is_current:
+                who_before = [] if replaced.original is None else _before(replaced.original, replaced.parent, ours)
                 found += [f"{who} {target} before megapatch" for who in who_before]
             else:
-                found += [f"{who} {target} on top of megapatch" for who in _on_top(one, ours)]
+                found += [f"{who} {target} on top of megapatch" for who in _on_top(replaced, ours)]
     return found
 
 
@@ -54,10 +57,10 @@ def _before(function: Any, parent: Any, ours: Collection[int]) -> Iterator[str]:
         yield f"{_who(layer)} has {'replaced' if layer is layers[-1] else 'wrapped'}"
 
 
-def _on_top(one: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
-    """Those above our replacement, or instead of it: nothing of them is upstream's, which was there before."""
-    layers = list(_layers(one.current))
-    inside = next((number for number, layer in enumerate(layers) if layer is one.replacement), None)
+def _on_top(target: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
+    """Yield the layers above our replacement, or in place of it; upstream's own lie below it."""
+    layers = list(_layers(target.current))
+    inside = next((number for number, layer in enumerate(layers) if layer is target.replacement), None)
     if inside is None and layers:
         yield f"{_who(layers[0])} has replaced"
     for layer in layers[:inside] if inside else ():
@@ -66,7 +69,7 @@ def _on_top(one: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """The function, and what it wraps, from the outside in."""
+    """Yield the function and what it wraps, from the outside in."""
     seen: set[int] = set()
     while function is not None and id(function) not in seen:
         seen.add(id(function))
@@ -86,16 +89,20 @@ def _upstreams(layer: Any, parent: Any) -> bool:
 
 
 def _distribution(module: str) -> str:
-    """What is shipped together: `megatron` is a namespace that Megatron-Bridge shares."""
+    """Return a name for what is shipped together: Megatron-Bridge shares the namespace `megatron`."""
     return "megatron.bridge" if f"{module}.".startswith("megatron.bridge.") else module.partition(".")[0]
 
 
 def _imports(module: ModuleType, package: str) -> bool:
-    """Whether a module imports anything of a package: by a module that it holds, or else by its source (what other
-    names hold may have been put there by anyone). Nothing is run."""
-    if any(one.__name__.partition(".")[0] == package for one in vars(module).values() if type(one) is ModuleType):
+    """Return whether a module imports anything from a package, without running anything.
+
+    Looks at the modules it holds, then at its source; anyone may have assigned its other names.
+    """
+    if any(
+        value.__name__.partition(".")[0] == package for value in vars(module).values() if type(value) is ModuleType
+    ):
         return True
-    import ast  # only where a layer is of someone else
+    import ast  # needed only where a layer is someone else's
 
     source = getattr(module.__spec__ and module.__spec__.loader, "get_source", lambda name: None)(module.__name__)
     for node in ast.walk(ast.parse(source or "")):
@@ -113,8 +120,8 @@ def _who(layer: Any) -> str:
 
 
 def _code_of(layer: Any) -> tuple[str, str]:
-    """The module that a layer's own code is of, and where it begins; of an object, its class's module."""
-    layer = getattr(layer, "_self_wrapper", layer)  # a proxy of wrapt's looks like what it wraps
+    """Return the module of a layer's own code and where the code begins; for an object, its class's module."""
+    layer = getattr(layer, "_self_wrapper", layer)  # a wrapt proxy looks like what it wraps
     while _is_partial(layer) or type(layer) is MethodType:
         layer = layer.func if _is_partial(layer) else layer.__func__
     if type(layer) is FunctionType:

@@ -1,4 +1,4 @@
-"""Every patch with its status and reason, as a table, as JSON and as one digest."""
+"""The report: every patch with its status and reason, as a table, as JSON and as one digest."""
 
 from __future__ import annotations
 
@@ -13,19 +13,25 @@ from ..patch import Patch, Status
 from . import foreign
 
 SCHEMA = 1
-"""Version of the JSON layout: it grows when a key goes or changes its meaning, not when one is added."""
+"""Version of the JSON layout. It grows when a key is removed or changes its meaning, not when one is added."""
 
 INDENT = 13
-"""Columns of the table before names and reasons: the longest status in it, and two."""
+"""Columns before names and reasons in the table: the longest status plus two."""
 
 
 class SiteReport(NamedTuple):
-    """What became of one site.
+    """One site: its status, why, and what was installed there.
 
-    verdict: what its diagnosis found, such as ``needed``; None where it was not asked, or failed.
-    targets: those really replaced. rebound: other places that now hold the replacement. out_of_reach: what still
-    holds an original and could not be given the replacement, in words. foreign: who else has patched a target, in
-    words.
+    Attributes:
+        module: dotted name of the module.
+        status: see `Status`.
+        reason: why it has this status, in words.
+        verdict: the diagnosis, such as ``needed``; None where it did not run, or failed.
+        targets: the targets that are really in place, as ``"module:path"``.
+        rebound: other places that now hold the replacement.
+        out_of_reach: in words, holders of an original that could not be given the replacement.
+        foreign: in words, who else has patched a target.
+        traceback: of the failure, where there was one.
     """
 
     module: str
@@ -39,49 +45,49 @@ class SiteReport(NamedTuple):
     traceback: str | None
 
     def details(self) -> Iterator[str]:
-        """The lines below the module's name."""
+        """Yield the lines below the module's name."""
         yield self.reason
         groups: dict[str, list[str]] = {}
         for target in self.targets:
             module, _, path = target.rpartition(":")
-            parent, _, name = path.rpartition(".")
-            groups.setdefault(f"{module}:{parent}".removeprefix(f"{self.module}:"), []).append(name)
-        for parent, names in groups.items():
-            dot = "" if not parent or parent.endswith(":") else "."
-            yield (
-                f"replaced {parent}{dot}{names[0]}"
-                if len(names) == 1 or not dot
-                else (f"replaced in {parent}: {', '.join(names)}")
-            )
+            parent, dot, name = path.rpartition(".")
+            elsewhere = f"{module}:" if module != self.module else ""
+            groups.setdefault(f"{elsewhere}{parent}{dot}", []).append(name)
+        for prefix, names in groups.items():
+            if len(names) == 1 or not prefix:
+                yield f"replaced {prefix}{', '.join(names)}"
+            else:
+                yield f"replaced in {prefix[:-1]}: {', '.join(names)}"
         yield from (f"rebound {name}" for name in self.rebound)
         yield from (f"foreign: {text}" for text in self.foreign)
         yield from (f"out of reach: {text}" for text in self.out_of_reach)
         yield from (self.traceback or "").splitlines()
 
     def to_dict(self) -> dict[str, Any]:
-        told = self._asdict()
-        told["status"] = self.status.value
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in told.items()}
+        """Return a JSON-ready dictionary."""
+        data = self._asdict()
+        data["status"] = self.status.value
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> SiteReport:
-        """What `to_dict` has told, in another process."""
+    def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
+        """Read the dictionary that `to_dict` made, perhaps in another process."""
         values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in told.items()
+            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
         }
-        values["status"] = Status(told["status"])
+        values["status"] = Status(data["status"])
         return cls(**values)
 
 
 class PatchReport(NamedTuple):
-    """One patch with its sites; its status is the one that most needs attention among its installed sites."""
+    """One patch with its sites. Its status is the one that most needs attention among its installed sites."""
 
     patch: Patch
     sites: tuple[SiteReport, ...]
 
     @property
     def _worst(self) -> SiteReport:
-        # In the order of Status not-installed comes last, so that any installed site goes before it.
+        # not-installed is the last Status, so any installed site goes before it.
         order = list(Status)
         return min(self.sites, key=lambda site: order.index(site.status))
 
@@ -94,7 +100,7 @@ class PatchReport(NamedTuple):
         return self._worst.reason
 
     def lines(self, columns: int) -> list[str]:
-        """Status and name, then each installed site: its module, and below that what happened there."""
+        """Return status and name, then each installed site: its module, and below that what happened there."""
         from .terminal import wrapped
 
         numbers = " (changes numbers)" if self.patch.changes_numbers else ""
@@ -124,62 +130,83 @@ class PatchReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What megapatch did in this process, and why. `print` it for a table."""
+    """What megapatch did in this process, and why. `print` it for a table.
+
+    Attributes:
+        patches: one `PatchReport` for each patch, in the catalogue's order.
+        versions: the versions of megapatch and of what it patches, by distribution.
+    """
 
     patches: tuple[PatchReport, ...]
     versions: dict[str, str]
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that agree when two processes have the same patches in the same state on the
-        same versions; reasons and tracebacks do not count.
+        """16 hexadecimal digits, equal in two processes that have the same patches in the same state on the same
+        versions.
 
-        Nor do commits: a copy of a checkout may lack its .git, and a commit does not tell of changes on top of it.
-        What the code really is, the diagnoses have found, and the statuses tell.
+        Reasons and tracebacks do not count. Nor do commits: a copy of a checkout may lack its .git, and a commit
+        does not show changes on top of it. The diagnoses looked at the real code, and the statuses reflect it.
         """
         import hashlib  # 5 ms, and only a report wants it
 
         facts = [sorted(self.versions.items())] + [
-            [one.patch.name, site.module, site.status.value, *site.targets]
-            for one in self.patches
-            for site in one.sites
+            [patch.patch.name, site.module, site.status.value, *site.targets]
+            for patch in self.patches
+            for site in patch.sites
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; the layout is versioned by ``schema``."""
+        """Return a JSON-ready dictionary.
+
+        Returns:
+            ``schema`` (the version of this layout), ``digest``, ``versions`` and ``patches``, each patch with its
+            ``sites``.
+        """
         return {
             "schema": SCHEMA,
             "digest": self.digest,
             "versions": dict(self.versions),
-            "patches": [one.to_dict() for one in self.patches],
+            "patches": [patch.to_dict() for patch in self.patches],
         }
 
     def table(self, columns: int) -> list[str]:
-        """The lines of all patches; those that are off, or have no module here, are named together at the end."""
+        """Return the lines of the table, without versions and digest.
+
+        Args:
+            columns: the width to wrap at; names and paths that are longer stay whole.
+
+        Returns:
+            The lines of each patch; patches that are off, or that have no module here, share lines at the end.
+        """
         from .terminal import wrapped
 
         lines = []
         together: dict[str, list[Patch]] = {}
-        for one in self.patches:
-            if one.status is Status.NOT_INSTALLED:
-                together.setdefault(one.status.value, []).append(one.patch)
-            elif one.status is Status.DISABLED and not any(site.foreign for site in one.sites):
-                together.setdefault(f"{one.status.value}, {one.reason}", []).append(one.patch)
+        for patch in self.patches:
+            if patch.status is Status.NOT_INSTALLED:
+                together.setdefault(patch.status.value, []).append(patch.patch)
+            elif patch.status is Status.DISABLED and not any(site.foreign for site in patch.sites):
+                together.setdefault(f"{patch.status.value}, {patch.reason}", []).append(patch.patch)
             else:
-                lines += one.lines(columns)
+                lines += patch.lines(columns)
         for what, patches in sorted(together.items()):
             lines += wrapped(f"{what}: {self.names(patches)}", columns, rest=" " * INDENT)
         return lines
 
     def names(self, patches: Iterable[Patch]) -> str:
-        """The names of some patches; a family by its own, where all of it is among them."""
+        """Return the names of some patches, with a family such as ``slime.* (3)`` where all of it is among them.
+
+        Args:
+            patches: patches of this report.
+        """
         families: dict[str, list[str]] = {}
         for patch in patches:
             families.setdefault(patch.family, []).append(patch.name)
         words = []
         for family, names in families.items():
-            whole = 1 < len(names) == sum(one.patch.family == family for one in self.patches)
+            whole = 1 < len(names) == sum(other.patch.family == family for other in self.patches)
             words += [f"{family}.* ({len(names)})"] if whole else names
         return ", ".join(words)
 
@@ -192,13 +219,12 @@ class Report(NamedTuple):
 
 
 def make_report(records: Iterable[Record]) -> Report:
-    """The report of these sites as they are now."""
-
+    """Return the report of these sites as they are now."""
     records = list(records)
-    ours = {id(one.replacement) for record in records for one in record.installed}
+    ours = {id(target.replacement) for record in records for target in record.installed}
     for record in records:
         record.refresh()
-    held = left_behind(tuple(one for record in records for one in record.installed))
+    held = left_behind(tuple(target for record in records for target in record.installed))
     by_patch: dict[str, tuple[Patch, list[SiteReport]]] = {}
     for record in records:
         installed = record.installed
@@ -207,9 +233,9 @@ def make_report(records: Iterable[Record]) -> Report:
             status=record.status,
             reason=record.reason,
             verdict=record.verdict.kind.value if record.verdict else None,
-            targets=tuple(one.target for one in installed if one.is_current),
-            rebound=tuple(name for one in installed for name in one.rebound),
-            out_of_reach=tuple(text for one in installed for text in held.get(one.target, ())),
+            targets=tuple(target.target for target in installed if target.is_current),
+            rebound=tuple(name for target in installed for name in target.rebound),
+            out_of_reach=tuple(text for target in installed for text in held.get(target.target, ())),
             foreign=tuple(foreign.patchers(record.site, installed, ours)),
             traceback=record.traceback,
         )

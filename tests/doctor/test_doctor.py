@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 
+import pytest
 from rigs.command import run
 
-from megapatch._cli.doctor import probe, routes
+from megapatch._cli.doctor import issue, probe, routes
+from megapatch._engine.advice import ISSUE_TRACKER
 from megapatch._reporting.report import make_report
 from megapatch.patches import PATCHES
 from megapatch.reach._run.site import sitecustomize
@@ -58,6 +60,118 @@ def test_doctor_keeps_standard_output_for_the_json(fake_megatron):
     assert told["schema"] == 1
     assert told["patches"][0]["status"] == "refused"
     assert "noise" in shown.stderr
+
+
+NOISE = """
+import atexit, os, subprocess, sys
+print("noise of print")
+os.write(1, b"noise of a descriptor\\n")
+subprocess.run(["echo", "noise of a child"])
+sys.__stdout__.write("noise of a second name\\n")
+atexit.register(print, "noise at the end")
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "--probe"]], ids=" ".join)
+def test_whatever_a_target_writes_to_descriptor_1_the_json_is_clean(fake_megatron, arguments):
+    shown = run("doctor", *arguments, path=fake_megatron(NOISE + DDP))
+    assert json.loads(shown.stdout)["exit_code"] == shown.returncode == 1
+    if "--probe" not in arguments:  # a child that ends as it should says nothing
+        for what in ("print", "a descriptor", "a child", "a second name"):
+            assert f"noise of {what}\n" in shown.stderr
+        assert "noise at the end" in shown.stderr
+
+
+def test_a_refusal_says_what_is_at_risk_and_what_to_do(fake_megatron):
+    only = {"MEGAPATCH_ONLY": "megatron.forward-pre-hook", "MEGAPATCH_DISABLE": "slime.*"}
+    shown = run("doctor", path=fake_megatron(DDP), **only)
+    assert shown.returncode == 1
+    assert "\nmegatron.forward-pre-hook: at risk: " in shown.stderr
+    assert shown.stderr.endswith(
+        "to run without: MEGAPATCH_DISABLE=slime.*,megatron.forward-pre-hook\n"
+        f"to report: `megapatch doctor --report` writes a file to attach ({ISSUE_TRACKER})\n"
+    )
+    assert "megatron.train-reentry: at risk" not in shown.stderr
+    accepted = run(
+        "doctor", path=fake_megatron(DDP), **only | {"MEGAPATCH_DISABLE": "slime.*,megatron.forward-pre-hook"}
+    )
+    assert accepted.returncode == 0
+    assert "at risk" not in accepted.stderr
+
+
+def test_a_report_for_an_issue(fake_megatron, tmp_path):
+    home = tmp_path / "home" / "alice"
+    home.mkdir(parents=True)
+    file = home / "report.md"
+    megatron = fake_megatron(f"x = 'a b'\nraise RuntimeError('{home}/secret is not there')")
+    core = megatron / "megatron" / "core"
+    (core / "optimizer").mkdir()
+    (core / "optimizer" / "__init__.py").touch()
+    (core / "optimizer" / "optimizer.py").write_text("class MixedPrecisionOptimizer: pass\n")
+    settings = {
+        "HOME": str(home),
+        "API_TOKEN": "hunter2",
+        "MEGAPATCH_DISABLE": "slime.*",
+        "MEGAPATCH_TOKEN": "hunter3",
+    }
+    shown = run("doctor", "--report", str(file), path=megatron, **settings)
+    text = file.read_text()
+    assert f"report written to {file}; read it through" in shown.stderr
+    assert "| megatron-core |" in text and "| python | " in text
+    assert "- `MEGAPATCH_DISABLE=slime.*`: keeps off slime" in text
+    assert "RuntimeError: ~/secret is not there" in text
+    assert f"exit code {shown.returncode}." in text
+    assert "- MEGAPATCH_TOKEN is set and means nothing" in text
+    for secret in ("hunter", "alice", str(home), "API_TOKEN"):
+        assert secret not in text
+    before = file.read_text()
+    again = run("doctor", "--report", str(file), path=megatron, **settings)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert again.stderr == f"{file} exists already; name another file: megapatch doctor --report FILE\n"
+    assert file.read_text() == before
+    printed = run("doctor", "--report", "-", path=megatron, **settings)
+    assert printed.stdout == before
+    assert "report written" not in printed.stderr
+    nowhere = run("doctor", "--no-import", "--json", "--report", str(tmp_path / "no/such/file"), path=megatron)
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.endswith("no/such/file cannot be written: No such file or directory\n")
+    assert json.loads(nowhere.stdout)["schema"] == 1
+
+
+def test_a_report_has_the_tracebacks(fake_megatron):
+    script = (
+        "import sys\nfrom megapatch.patches.megatron import forward_pre_hook as patch\n"
+        "def broken(module): raise ZeroDivisionError('in a diagnosis')\n"
+        "patch.PATCH.sites[0].diagnose = broken\n"
+        "from megapatch._engine.engine import this_process\n"
+        "from megapatch._cli.main import main\nsys.exit(main(['doctor', '--report', '-']))"
+    )
+    shown = run("-c", script, path=fake_megatron(DDP))
+    assert "Traceback (most recent call last):" in shown.stdout
+    assert "ZeroDivisionError: in a diagnosis" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "shortened"),
+    [
+        ("wheel /home/bob/env/lib and /Users/bob/x", "wheel ~/env/lib and ~/x"),
+        ("/folk/carol/env, /folk/caroline/env", "~/env, /folk/caroline/env"),
+        ("/scratch/carol/run.py, carol", "/scratch/~/run.py, carol"),
+        ("vcs https://carol:token@example.com/x.git", "vcs https://example.com/x.git"),
+        ("git+https://token@example.com/x.git", "git+https://example.com/x.git"),
+        ("mail me@example.com at /opt/x@1", "mail me@example.com at /opt/x@1"),
+    ],
+)
+def test_a_report_is_without_names_and_credentials(monkeypatch, text, shortened):
+    monkeypatch.setenv("HOME", "/folk/carol")
+    monkeypatch.setenv("LOGNAME", "carol")
+    assert issue.without_names(text) == shortened
+
+
+def test_a_user_who_is_called_like_a_package(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ray")
+    monkeypatch.setenv("LOGNAME", "ray")
+    assert issue.without_names("/home/ray/lib/site-packages/ray/x.py") == "~/lib/site-packages/ray/x.py"
 
 
 def test_doctor_tells_why_for_each_site(fake_megatron):
@@ -178,7 +292,7 @@ def test_each_way_in_is_told_from_facts(tmp_path, monkeypatch):
     )
     (tmp_path / "sitecustomize.py").touch()
     below = {sitecustomize.TARGETS: "megatron.core"}
-    shadowed = f"; the sitecustomize that is here runs as well: {tmp_path / 'sitecustomize.py'}"
+    shadowed = f"; another sitecustomize runs as well: {tmp_path / 'sitecustomize.py'}"
     assert told()["megapatch run"].endswith(f"below it{shadowed}")
     lost = "is not on the path: someone has replaced PYTHONPATH"
     assert told(**below)["megapatch run"].endswith(f"{sitecustomize.HERE} {lost}{shadowed}")

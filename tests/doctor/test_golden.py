@@ -192,6 +192,7 @@ def test_on_a_terminal_no_line_is_longer_than_it_is_wide(machine, tmp_path):
     os.close(ours)
     lines = read.decode().replace(str(tmp_path), "/some/folder").splitlines()
     assert "refused      megatron.forward-pre-hook" in lines
+    assert b"\x1b" not in read  # no colours, whatever NO_COLOR says
     assert not [
         line for line in lines if len(line) > 80 and " " in line.strip()
     ]  # what is to be copied stays whole

@@ -1,4 +1,4 @@
-"""megapatch doctor: what is here, what became of every patch, and why."""
+"""megapatch doctor: the packages that are installed, the status of every patch, and why."""
 
 from .command import COULD_NOT_LOOK, EXIT_CODES, WELL, doctor
 from .probe import SECONDS

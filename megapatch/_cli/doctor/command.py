@@ -1,41 +1,48 @@
-"""megapatch doctor: imports what is patched, and tells for every site what became of it, and why."""
+"""megapatch doctor: import what is patched, and show the status of every site, and why."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any, NamedTuple
 
 import megapatch
 
-from ..._engine import entry_points
+from ..._engine import advice, entry_points
 from ..._engine.engine import this_process
 from ..._engine.settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
 from ..._reporting import terminal
 from ..._reporting.report import Report
 from ...patch import NEEDS_ATTENTION, Patch, Status
 from ...reach._run.site.sitecustomize import TARGETS
-from . import origins, probe, routes
+from . import issue, origins, probe, routes
 
 WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
 
 EXIT_CODES = """\
 exit codes:
   0  every patch that is needed is in place, or was switched off on purpose
-  1  a patch that is needed, or may be, is not in place (failed, refused, overwritten)
-  2  could not look: bad usage or environment, nothing to patch is installed, or it cannot be imported
+  1  a patch that is needed, or may be, is not in place (failed, refused,
+     overwritten)
+  2  could not look: bad usage or environment, nothing to patch is installed, or
+     it cannot be imported; or the file for --report exists already or cannot be
+     written
 """
 
 
 class Examination(NamedTuple):
     """What doctor has found.
 
-    settings: each MEGAPATCH_* variable that is set, its value and what that does. reach: each way into a process,
-    and what it would do here. problems: what is not well, in words, the sites that need attention first.
+    Attributes:
+        report: of all patches.
+        packages: where each package that matters comes from.
+        settings: each MEGAPATCH_* variable that is set, its value, and its effect.
+        reach: each way into a process, and what it would do here.
+        problems: in words, sites that need attention first.
+        exit_code: see `EXIT_CODES`.
     """
 
     report: Report
@@ -46,19 +53,21 @@ class Examination(NamedTuple):
     exit_code: int
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: the report's dictionary, and the rest."""
+        """Return a JSON-ready dictionary: the report's, with the rest added."""
         return {
             **self.report.to_dict(),
-            "packages": [one._asdict() for one in self.packages],
-            "settings": [dict(zip(("name", "value", "effect"), one, strict=True)) for one in self.settings],
+            "packages": [package._asdict() for package in self.packages],
+            "settings": [
+                dict(zip(("name", "value", "effect"), setting, strict=True)) for setting in self.settings
+            ],
             "reach": [{"route": route, "effect": effect} for route, effect in self.reach.items()],
             "problems": list(self.problems),
             "exit_code": self.exit_code,
         }
 
     def text(self, columns: int) -> str:
-        """For people: what is here, what became of each patch, settings, ways in; what is wrong is not in it."""
-        rows = [(one.name, f"{one.version or '?'}, {one}") for one in self.packages]
+        """Return the text for people: packages, patches, settings, ways in. Problems are printed separately."""
+        rows = [(package.name, f"{package.version or '?'}, {package}") for package in self.packages]
         settings = [
             (name if len(value) > columns else f"{name}={value}", effect) for name, value, effect in self.settings
         ]
@@ -72,41 +81,97 @@ class Examination(NamedTuple):
         return "\n\n".join("\n".join(part) for part in parts)
 
 
-def doctor(as_json: bool, importing: bool = True, seconds: float | None = None) -> int:
-    """Import each installed target, print what was found and what is wrong; see `EXIT_CODES`.
+def doctor(
+    as_json: bool, importing: bool = True, seconds: float | None = None, report_file: str | None = None
+) -> int:
+    """Import each installed target, print the findings and what is wrong; return one of `EXIT_CODES`.
 
-    seconds: None imports in this process; a number in child processes, each of which has so long.
+    Args:
+        as_json: print JSON instead of text.
+        importing: whether to import the targets; without, nothing is diagnosed.
+        seconds: None imports in this process; a number imports in child processes, each of which has this long.
+        report_file: where to write a report for an issue; ``-`` is standard output, in place of the text.
     """
-    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # what it would warn of is told below
+    if report_file not in (None, "-") and os.path.lexists(report_file):
+        terminal.note(f"{report_file} exists already; name another file: megapatch doctor --report FILE")
+        return COULD_NOT_LOOK
+    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report has what it would warn of
+    columns = terminal.width()
+    output = terminal.reserve()  # targets may print what they like when they are imported
     found = examine(importing, seconds)
-    print(json.dumps(found.to_dict(), indent=2) if as_json else found.text(terminal.width()), flush=True)
+    if report_file == "-":
+        text = issue.markdown(found).rstrip("\n")
+    else:
+        text = json.dumps(found.to_dict(), indent=2) if as_json else found.text(columns)
+    terminal.write(text, file=output)
+    terminal.flush(output)
+    _note_what_is_off(found.report)
+    _note_problems(found)
+    code = found.exit_code
+    if report_file not in (None, "-"):
+        code = _write_report(report_file, found) or code
+    if found.exit_code == WELL and not as_json and report_file != "-":
+        state = "every patch that is needed is in place" if importing else "nothing was judged"
+        terminal.write(f"all well: {state}", file=output)
+    terminal.flush(output)
+    return code
+
+
+def _note_what_is_off(report: Report) -> None:
     off: dict[str, list[Patch]] = {}
-    for one in found.report.patches:
-        if one.status is Status.DISABLED:
-            off.setdefault(one.reason, []).append(one.patch)
+    for patch in report.patches:
+        if patch.status is Status.DISABLED:
+            off.setdefault(patch.reason, []).append(patch.patch)
     for reason, patches in off.items():
-        _say(f"disabled on purpose: {found.report.names(patches)} ({reason})")
+        terminal.note(f"disabled on purpose: {report.names(patches)} ({reason})")
+
+
+def _note_problems(found: Examination) -> None:
+    """Say what is wrong, and once for all patches that are not in place what to do."""
     for problem in found.problems:
-        _say(problem)
-    if found.exit_code == WELL and not as_json:
-        print(f"all well: {'every patch that is needed is in place' if importing else 'nothing was judged'}")
-    return found.exit_code
+        terminal.note(problem)
+    bad = [
+        patch.patch
+        for patch in found.report.patches
+        if any(site.status in NEEDS_ATTENTION for site in patch.sites)
+    ]
+    for patch in bad:
+        terminal.note(f"{patch.name}: {advice.at_risk(patch)}")
+    if bad:
+        settings = this_process().settings
+        terminal.note(advice.acceptance([patch.name for patch in bad], settings.disable))
+        terminal.note(advice.report_it())
+
+
+def _write_report(path: str, found: Examination) -> int:
+    """Write the report for an issue, and say where it is; return an exit code."""
+    try:
+        with open(path, "x", encoding="utf-8") as file:
+            file.write(issue.markdown(found))
+    except OSError as error:
+        terminal.note(f"{path} cannot be written: {error.strerror}")
+        return COULD_NOT_LOOK
+    terminal.note(
+        f"report written to {os.path.abspath(path)}; read it through, then attach it to an issue "
+        f"({advice.ISSUE_TRACKER})"
+    )
+    return WELL
 
 
 def examine(importing: bool, seconds: float | None) -> Examination:
-    """Look at everything; see `doctor`."""
+    """Look at everything, as `doctor` does."""
     if importing and seconds is not None:
         report, problems = probe.probe(megapatch.report(), seconds)
-        loaded = not any(one.patch.family == "third_party" for one in report.patches)
+        loaded = not any(patch.patch.family == "third_party" for patch in report.patches)
         complaints = this_process().settings.complaints(
-            [one.patch.name for one in report.patches] if loaded else None
+            [patch.patch.name for patch in report.patches] if loaded else None
         )
     else:
         reasons = _import_targets() if importing else {}
         this_process().load_third_parties()
         report, complaints = _with_reasons(megapatch.report(), reasons), this_process().complaints()
         problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
-    sites = [(one.patch.name, site) for one in report.patches for site in one.sites]
+    sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
     bad = [
         f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
         for name, site in sites
@@ -120,7 +185,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     problems += [*complaints, *_unknown_settings(os.environ)]
     others = _third_parties()
     packages = origins.packages(others)
-    versions = {one.name: one.version or "of unknown version" for one in packages}
+    versions = {package.name: package.version or "of unknown version" for package in packages}
     return Examination(
         report=report,
         packages=packages,
@@ -128,7 +193,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         reach=routes.routes(
             report,
             ray=versions.get("ray"),
-            third_parties=[f"{one.name} {one.version}" for one in others],
+            third_parties=[f"{dist.name} {dist.version}" for dist in others],
             entry_points_off=this_process().settings.no_entry_points,
         ),
         problems=[*bad, *problems],
@@ -137,27 +202,27 @@ def examine(importing: bool, seconds: float | None) -> Examination:
 
 
 def _import_targets() -> dict[str, str]:
-    """Import every installed target; why it cannot be imported, by module."""
+    """Import every installed target. Return, by module, why it cannot be imported."""
     asked: dict[str, str | None] = {}
-    while todo := probe.pending(megapatch.report().patches) - asked.keys():  # third parties' patches bring more
+    while todo := probe.pending(megapatch.report().patches) - asked.keys():  # third-party patches bring more
         for name in sorted(todo):
             asked[name] = probe.import_target(name)
     return {name: f"cannot be imported: {error}" for name, error in asked.items() if error is not None}
 
 
 def _with_reasons(report: Report, reasons: Mapping[str, str]) -> Report:
-    """The report with the reasons of sites that are pending because their module cannot be imported."""
+    """Return the report with the reasons of sites whose module cannot be imported."""
     return report._replace(
         patches=tuple(
-            one._replace(
+            patch._replace(
                 sites=tuple(
                     site._replace(reason=reasons.get(site.module, site.reason))
                     if site.status is Status.PENDING
                     else site
-                    for site in one.sites
+                    for site in patch.sites
                 )
             )
-            for one in report.patches
+            for patch in report.patches
         )
     )
 
@@ -168,10 +233,10 @@ def _third_parties() -> list[Distribution]:
 
 
 def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
-    """Each known variable that is set: name, value, what it does here."""
+    """Return each known variable that is set: name, value, and what it does here."""
     settings = Settings.from_environment(environment)
-    off = [one.patch for one in report.patches if settings.switched_off(one.patch.name)]
-    on = [one.patch for one in report.patches if not settings.why_disabled(one.patch.name)]
+    off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
+    on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
     effects = {
         DISABLE: f"keeps off {report.names(off) or 'nothing'}",
         ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",
@@ -185,7 +250,7 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
 
 
 def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
-    """One sentence for each MEGAPATCH_* variable that means nothing, with what was probably meant."""
+    """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
     import difflib
 
     prefix = "MEGAPATCH_"
@@ -200,7 +265,7 @@ def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
 
 
 def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
-    """Two columns, names on the left; a name that is too long for that has a line of its own."""
+    """Return two columns, names on the left; a name that is too long has a line of its own."""
     names = [len(name) for name, _ in rows if len(name) <= 24]
     wide = max(names, default=0)
     lines = []
@@ -211,8 +276,3 @@ def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
             first = " " * (wide + 4)
         lines += terminal.wrapped(text, columns, first, " " * (wide + 4))
     return lines
-
-
-def _say(text: str) -> None:
-    wide = terminal.width() if sys.stderr.isatty() else None
-    print("\n".join(terminal.wrapped(text, wide)) if wide else text, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Where each package that matters comes from: a wheel, an editable installation, a commit, a checkout, a folder.
+"""Find out where each package comes from: a wheel, an editable installation, a commit, a checkout or a folder.
 
-Told from metadata and from files in .git, and nothing is imported or run for it. A commit does not tell of changes
-on top of it: seeing those takes git.
+Reads metadata and files in .git; imports and runs nothing. A commit does not show changes on top of it: that would
+take git.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ RELEVANT = (
     ("packaging", "packaging"),
     ("torch", "torch"),
     ("megatron-core", "megatron.core"),
-    ("megatron-core", "megatron.training"),  # of a namespace: it may be a checkout's, and the core a wheel's
+    (
+        "megatron-core",
+        "megatron.training",
+    ),  # a namespace package: it may come from a checkout, and the core from a wheel
     ("megatron-bridge", "megatron.bridge"),
     ("nvidia-resiliency-ext", "nvidia_resiliency_ext"),
     ("slime", "slime"),
@@ -32,16 +35,19 @@ RELEVANT = (
     ("nemo-rl", "nemo_rl"),
     ("ray", "ray"),
 )
-"""Distribution and the package of it that says where it is, in the order in which they are told."""
+"""Distribution, and the package that shows where it is; doctor lists them in this order."""
 
 
 class Package(NamedTuple):
     """One package as it is, or would be, imported here.
 
-    version: None where nothing tells. origin: ``wheel``, ``editable``, ``vcs`` (installed from a commit),
-    ``checkout`` (on the path), ``folder`` (on the path, neither installed nor under version control), or
-    ``interpreter``. path: the folder on the path, the checkout, or for ``vcs`` the repository's URL. commit: None
-    where there is none or it cannot be read.
+    Attributes:
+        name: of the distribution, or of a package that comes from elsewhere.
+        version: None where it is not stated.
+        origin: ``wheel``, ``editable``, ``vcs`` (installed from a commit), ``checkout`` (on the path), ``folder``
+            (on the path, neither installed nor under version control), or ``interpreter``.
+        path: the folder on the path, the checkout, or for ``vcs`` the repository's URL.
+        commit: None where there is none or it cannot be read.
     """
 
     name: str
@@ -56,17 +62,17 @@ class Package(NamedTuple):
 
 
 def packages(others: Iterable[metadata.Distribution] = ()) -> list[Package]:
-    """Python, and those of `RELEVANT` and of the other distributions that are here."""
+    """Return Python, and those of `RELEVANT` and of the other distributions that are installed."""
     found = [Package("python", platform.python_version(), "interpreter", sys.executable, None)]
     for name, module in RELEVANT:
         folder = _versions.folder_of(module)
         if folder is not None:
-            one = _package(name, module, folder)
+            package = _package(name, module, folder)
             same = [other for other in found if other.name == name]
             if not same:
-                found.append(one)
-            elif one.path != same[0].path:  # a part of it comes from elsewhere
-                found.append(one._replace(name=module))
+                found.append(package)
+            elif package.path != same[0].path:  # a part of it comes from elsewhere
+                found.append(package._replace(name=module))
     return list(dict.fromkeys([*found, *map(_distribution, others)]))
 
 
@@ -90,7 +96,7 @@ def _package(name: str, module: str, folder: str) -> Package:
 
 
 def _distribution(dist: metadata.Distribution) -> Package:
-    """As its installer has described it."""
+    """Return a package as its installer described it."""
     url = _direct_url(dist)
     name, place = dist.metadata["Name"], os.path.realpath(str(dist.locate_file("")))
     vcs, checkout = url.get("vcs_info"), _local_path(url)
@@ -105,19 +111,19 @@ def _distribution(dist: metadata.Distribution) -> Package:
 
 
 def _was_installed(dist: metadata.Distribution) -> bool:
-    """Whether an installer has put it there; a checkout may have metadata beside its sources, too."""
+    """Return whether an installer put it there; a checkout may have metadata beside its sources, too."""
     return any(dist.read_text(name) is not None for name in ("RECORD", "INSTALLER", "installed-files.txt"))
 
 
 def _direct_url(dist: metadata.Distribution) -> dict[str, Any]:
-    """Where an installer took it from, if not from an index; nothing where that is not told, or unreadable."""
+    """Return where an installer took it from, if not from an index; empty where that is missing or unreadable."""
     import json
 
     try:
-        told = json.loads(dist.read_text("direct_url.json") or "{}")
+        url = json.loads(dist.read_text("direct_url.json") or "{}")
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return url if isinstance(url, dict) else {}
 
 
 def _local_path(url: dict[str, Any]) -> str | None:
@@ -127,8 +133,8 @@ def _local_path(url: dict[str, Any]) -> str | None:
     return os.path.realpath(unquote(parts.path)) if parts.scheme == "file" else None
 
 
-def _same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+def _same(folder: str, other: str) -> bool:
+    return os.path.realpath(folder) == os.path.realpath(other)
 
 
 def _within(folder: str, outer: str) -> bool:
@@ -136,7 +142,7 @@ def _within(folder: str, outer: str) -> bool:
 
 
 def _repository(folder: str) -> str | None:
-    """The folder above with a .git: a directory, or in a worktree or submodule a file."""
+    """Return the folder above that has a .git: a directory, or a file in a worktree or submodule."""
     while not os.path.exists(os.path.join(folder, ".git")):
         folder, below = os.path.dirname(folder), folder
         if folder == below:
@@ -145,13 +151,13 @@ def _repository(folder: str) -> str | None:
 
 
 def commit_of(checkout: str) -> str | None:
-    """The commit that is checked out in a folder with a .git, read by hand; None where that cannot be told."""
+    """Read by hand which commit is checked out in a folder with a .git; None where that cannot be found out."""
     git = os.path.join(checkout, ".git")
     if os.path.isfile(git):
-        told = _first_line(git)
-        if not told.startswith("gitdir: "):
+        line = _first_line(git)
+        if not line.startswith("gitdir: "):
             return None
-        git = os.path.join(checkout, told.removeprefix("gitdir: "))
+        git = os.path.join(checkout, line.removeprefix("gitdir: "))
     head = _first_line(os.path.join(git, "HEAD"))
     if not head.startswith("ref: "):
         return _hash(head)

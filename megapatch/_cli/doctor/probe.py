@@ -1,4 +1,4 @@
-"""Each module imported and diagnosed in a child process of its own: one that crashes is told, and ends nothing."""
+"""Import and diagnose each module in a child process of its own: a crash becomes a line in the report."""
 
 from __future__ import annotations
 
@@ -34,11 +34,13 @@ class _Answer(NamedTuple):
 
 
 def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
-    """The report with every pending site as a child process has found it, and what could not be imported.
+    """Return the report with every pending site as a child process found it, and what could not be imported.
 
-    seconds: after so long a child is killed.
+    Args:
+        report: of this process.
+        seconds: a child that takes longer is killed.
     """
-    known = {one.patch.name: one for one in report.patches}
+    known = {patch.patch.name: patch for patch in report.patches}
     names = set(known)
     before: dict[str, str] = {}  # what has to be imported first: the module that brings a third party's patch
     asked: set[str] = set()
@@ -50,9 +52,13 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
             if answer.problem:
                 problems.append(f"{module} is installed but cannot be imported: {answer.problem}")
             _merge(known, module, answer)
-            if not answer.problem:  # patches of third parties, which only the child has loaded
+            if not answer.problem:  # third-party patches, which only the child has loaded
                 known.update(
-                    {one["name"]: _read(one) for one in answer.patches if one["name"] not in {*names, *known}}
+                    {
+                        patch["name"]: _read(patch)
+                        for patch in answer.patches
+                        if patch["name"] not in {*names, *known}
+                    }
                 )
             for name in pending(known.values()) - asked - todo:
                 before.setdefault(name, module)
@@ -60,25 +66,25 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
 
 
 def child(result: str, modules: str) -> None:
-    """What runs in a child: imports the modules, the last of which is asked about, writes what it found to the
-    file `result`, and is gone."""
+    """Run in a child: import the modules, write the findings about the last one to the file `result`, and exit."""
     from ... import report
 
     sys.argv[1:] = []
-    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report tells it
+    logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report has it
     problem = None
     for name in modules.split(","):
         problem = import_target(name)
     with open(f"{result}.part", "w", encoding="utf-8") as file:
         json.dump({"patches": report().to_dict()["patches"], "problem": problem}, file)
     os.replace(file.name, result)
-    os._exit(0)  # nothing of what was imported may crash or wait now
+    os._exit(0)  # nothing that was imported may crash or wait now
 
 
 def import_target(name: str) -> str | None:
-    """Import a module; what went wrong, in words, or None.
+    """Import a module. Return what went wrong, in words, or None.
 
-    Not strictly: a site that is refused would keep those in other modules of its package from being judged.
+    MEGAPATCH_STRICT is off meanwhile: a refused site would keep those in other modules of its package from being
+    judged.
     """
     engine = this_process()
     settings = engine.settings
@@ -96,37 +102,37 @@ def import_target(name: str) -> str | None:
 
 
 def pending(patches: Iterable[PatchReport]) -> set[str]:
-    """The modules that are installed and not imported yet."""
-    return {site.module for one in patches for site in one.sites if site.status is Status.PENDING}
+    """Return the modules that are installed and not imported yet."""
+    return {site.module for patch in patches for site in patch.sites if site.status is Status.PENDING}
 
 
 def _merge(known: dict[str, PatchReport], module: str, answer: _Answer) -> None:
-    """Put what a child tells of the module's sites in the place of what was known of them."""
-    told = {one["name"]: one for one in answer.patches}
-    for name, one in list(known.items()):
+    """Replace what was known of the module's sites by what a child found."""
+    reported = {patch["name"]: patch for patch in answer.patches}
+    for name, patch in list(known.items()):
         sites: list[SiteReport] = []
-        for site in one.sites:
+        for site in patch.sites:
             if site.module != module or site.status is not Status.PENDING:
                 sites.append(site)
             elif answer.problem:
                 sites.append(site._replace(reason=f"cannot be imported: {answer.problem}"))
-            else:  # gone, where it stood for patches that are loaded now
-                found = told.get(name, {"sites": []})["sites"]
+            else:  # none is left of a placeholder whose patches are loaded now
+                found = reported.get(name, {"sites": []})["sites"]
                 sites += [SiteReport.from_dict(there) for there in found if there["module"] == module]
         if sites:
-            known[name] = one._replace(sites=tuple(sites))
+            known[name] = patch._replace(sites=tuple(sites))
         else:
             del known[name]
 
 
-def _read(told: Mapping[str, Any]) -> PatchReport:
-    sites = tuple(SiteReport.from_dict(site) for site in told["sites"])
+def _read(data: Mapping[str, Any]) -> PatchReport:
+    sites = tuple(SiteReport.from_dict(site) for site in data["sites"])
     patch = Patch(
-        name=told["name"],
+        name=data["name"],
         doc="",
-        upstream=told["upstream"],
+        upstream=data["upstream"],
         sites=tuple(Site(site.module, _elsewhere) for site in sites),
-        changes_numbers=told["changes_numbers"],
+        changes_numbers=data["changes_numbers"],
     )
     return PatchReport(patch, sites)
 
@@ -136,7 +142,7 @@ def _elsewhere(module: object) -> Verdict:
 
 
 def _ask_all(modules: Mapping[str, list[str]], seconds: float) -> dict[str, _Answer]:
-    """A few side by side: each takes some seconds and some hundred MB."""
+    """Ask four children at a time: each takes a few seconds and a few hundred MB."""
     with tempfile.TemporaryDirectory(prefix="megapatch-probe-") as folder, ThreadPoolExecutor(4) as pool:
         answers = pool.map(lambda names: _ask(names, seconds, folder), modules.values())
         return dict(zip(modules, answers, strict=True))

@@ -1,4 +1,4 @@
-"""What each way into a process would do here, told from facts of this environment."""
+"""Describe what each way into a process would do here, from facts of this environment."""
 
 from __future__ import annotations
 
@@ -22,20 +22,25 @@ def routes(
     entry_points_off: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """One sentence or two for each way.
+    """Return one or two sentences for each way into a process.
 
-    ray: its version, None where it is not installed. third_parties: the distributions with an entry point.
+    Args:
+        report: of this process.
+        ray: Ray's version, None where it is not installed.
+        third_parties: the distributions that have an entry point.
+        entry_points_off: whether the settings switch entry points off.
+        environment: the environment variables.
     """
-    applied = sum(one.status is Status.APPLIED for one in report.patches)
-    what = f"{applied} patch{'es' * (applied > 1)}" if applied else "what is needed of the patches"
-    modules = {site.module for one in report.patches for site in one.sites}
+    applied = sum(patch.status is Status.APPLIED for patch in report.patches)
+    what = f"{applied} patch{'es' * (applied > 1)}" if applied else "the patches that are needed"
+    modules = {site.module for patch in report.patches for site in patch.sites}
     here = sum(find_module(name) is not None for name in modules)
     return {
-        "import megapatch": f"puts {what} into the process that does it, before or after Megatron's import; its "
-        "Ray workers, ranks and children have to do it themselves",
-        "megapatch run": f"watches for {len(modules)} modules, {here} of which are here, in every Python process "
-        f"below it{_run(environment)}",
-        "torchrun, spawn": "their processes are reached by `megapatch run -- torchrun ...`, or import megapatch "
+        "import megapatch": f"puts {what} into the process that imports it, before or after Megatron's import; "
+        "its Ray workers, ranks and children have to import it themselves",
+        "megapatch run": f"watches for {len(modules)} modules, {here} of which are installed, in every Python "
+        f"process below it{_run(environment)}",
+        "torchrun, spawn": "`megapatch run -- torchrun ...` reaches their processes; else they import megapatch "
         "themselves",
         "Ray": _ray(environment, ray),
         "entry points": _entry_points(third_parties, entry_points_off),
@@ -51,7 +56,7 @@ def _run(environment: Mapping[str, str]) -> str:
             text = f"; {TARGETS} is set, yet {HERE} is not on the path: someone has replaced PYTHONPATH"
     shadowed = PathFinder.find_spec("sitecustomize", others)
     if shadowed is not None and shadowed.origin:
-        text += f"; the sitecustomize that is here runs as well: {shadowed.origin}"
+        text += f"; another sitecustomize runs as well: {shadowed.origin}"
     return text
 
 
@@ -80,5 +85,5 @@ def _entry_points(third_parties: Sequence[str], off: bool) -> str:
     if off:
         return "switched off (MEGAPATCH_NO_ENTRY_POINTS)"
     if not third_parties:
-        return f"on; no distribution here has one in the group {GROUP}"
+        return f"on; no installed distribution has one in the group {GROUP}"
     return f"on: {', '.join(third_parties)}"

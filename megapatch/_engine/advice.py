@@ -1,0 +1,69 @@
+"""What to tell a user about a patch that is needed, or may be, and is not in place.
+
+In the engine, because its log line and doctor are to say the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from ..patch import Patch
+from .settings import DISABLE
+
+ISSUE_TRACKER = "megapatch's issue tracker"
+"""Where to report: the only place in the code to change once the tracker has a public address."""
+
+_HEADING = re.compile("([A-Z][a-z]+) {2,}")
+_LONGEST = 280
+
+
+def advice(patch: Patch) -> str:
+    """Return, in one line: what is at risk, how to accept that, where to report it."""
+    return f"{at_risk(patch)}; {acceptance([patch.name])}; {report_it()}"
+
+
+def at_risk(patch: Patch) -> str:
+    """Return what happens without the patch: the first sentences of its Symptom section, else its summary."""
+    import textwrap  # only when something is wrong
+
+    symptom = sections(patch.doc).get("Symptom")
+    if not symptom:
+        return f"at risk: {patch.summary}"
+    text, *others = re.split(r"(?<=\.)\s+(?=[A-Z-])", symptom)
+    for sentence in others:
+        if len(f"{text} {sentence}") > _LONGEST:
+            break
+        text += f" {sentence}"
+    return f"at risk: {textwrap.shorten(text.rstrip('.'), _LONGEST, placeholder=' ...')}"
+
+
+def acceptance(names: Iterable[str], disabled: Iterable[str] = ()) -> str:
+    """Return how to run without these patches.
+
+    Args:
+        names: patches that are not in place.
+        disabled: what MEGAPATCH_DISABLE holds already.
+    """
+    return f"to run without: {DISABLE}={','.join(dict.fromkeys([*disabled, *names]))}"
+
+
+def report_it() -> str:
+    """Return how and where to report it."""
+    return f"to report: `megapatch doctor --report` writes a file to attach ({ISSUE_TRACKER})"
+
+
+def sections(doc: str) -> dict[str, str]:
+    """Return a patch docstring's sections, each in one line, by heading, such as ``Symptom``."""
+    from inspect import cleandoc
+
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in cleandoc(doc).splitlines():
+        if heading := _HEADING.match(line):
+            lines = found.setdefault(heading[1], [])
+            line = line[heading.end() :]
+        elif line and not line.startswith(" "):
+            lines = []  # ordinary text, of no section
+        lines.append(line)
+    return {name: " ".join(" ".join(text).split()) for name, text in found.items()}
