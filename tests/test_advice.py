@@ -38,7 +38,7 @@ def test_the_sections_of_a_docstring():
 def test_one_line_says_what_is_at_risk_how_to_accept_it_and_where_to_report_it():
     assert advice(make(DOC)) == (
         "at risk: whispers, e.g. at night. Then nobody answers; to run without: MEGAPATCH_DISABLE=test.louder; "
-        "to report: `megapatch doctor --report` writes a file to attach (megapatch's issue tracker)"
+        "to report: `megapatch doctor --report` writes a file to attach (https://github.com/megapatch/megapatch/issues)"
     )
 
 

@@ -125,9 +125,9 @@ def _steps(model: Any, call: int) -> list[float]:
 
 def _applied() -> list[str]:
     """Return the names of the patches that are applied in this process."""
-    import megapatch
+    from .._api import report
 
-    return [entry.patch.name for entry in megapatch.report().patches if entry.status is Status.APPLIED]
+    return [entry.patch.name for entry in report().patches if entry.status is Status.APPLIED]
 
 
 def _quiet() -> None:

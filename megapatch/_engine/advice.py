@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from ..patch import Patch
 from .settings import DISABLE
 
-ISSUE_TRACKER = "megapatch's issue tracker"
-"""Where to report: the only place in the code to change once the tracker has a public address."""
+ISSUE_TRACKER = "https://github.com/megapatch/megapatch/issues"
 
 _HEADING = re.compile("([A-Z][a-z]+) {2,}")
 _LONGEST = 280

@@ -59,6 +59,10 @@ class Record:
         self.status, self.reason, self.traceback = status, reason, trace
         if is_new and status in NEEDS_ATTENTION:
             what = f"{self.patch.name}: {self.site.module} is {status.value}: {reason}"
+            if status is Status.REFUSED:
+                from .advice import advice  # only when something is wrong
+
+                what += f"; {advice(self.patch)}"
             log.warning("%s", f"{what}\n{trace}" if trace else what)
 
     def fail(self, error: BaseException) -> None:

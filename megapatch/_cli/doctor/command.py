@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any, NamedTuple
 
-import megapatch
-
+from ... import _api
 from ..._engine import advice, entry_points
 from ..._engine.engine import this_process
 from ..._engine.settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
@@ -161,7 +160,7 @@ def _write_report(path: str, found: Examination) -> int:
 def examine(importing: bool, seconds: float | None) -> Examination:
     """Look at everything, as `doctor` does."""
     if importing and seconds is not None:
-        report, problems = probe.probe(megapatch.report(), seconds)
+        report, problems = probe.probe(_api.report(), seconds)
         loaded = not any(patch.patch.family == "third_party" for patch in report.patches)
         complaints = this_process().settings.complaints(
             [patch.patch.name for patch in report.patches] if loaded else None
@@ -169,7 +168,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     else:
         reasons = _import_targets() if importing else {}
         this_process().load_third_parties()
-        report, complaints = _with_reasons(megapatch.report(), reasons), this_process().complaints()
+        report, complaints = _with_reasons(_api.report(), reasons), this_process().complaints()
         problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
     sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
     bad = [
@@ -204,7 +203,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
 def _import_targets() -> dict[str, str]:
     """Import every installed target. Return, by module, why it cannot be imported."""
     asked: dict[str, str | None] = {}
-    while todo := probe.pending(megapatch.report().patches) - asked.keys():  # third-party patches bring more
+    while todo := probe.pending(_api.report().patches) - asked.keys():  # third-party patches bring more
         for name in sorted(todo):
             asked[name] = probe.import_target(name)
     return {name: f"cannot be imported: {error}" for name, error in asked.items() if error is not None}

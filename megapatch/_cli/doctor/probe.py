@@ -67,7 +67,7 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
 
 def child(result: str, modules: str) -> None:
     """Run in a child: import the modules, write the findings about the last one to the file `result`, and exit."""
-    from ... import report
+    from ..._api import report
 
     sys.argv[1:] = []
     logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report has it
