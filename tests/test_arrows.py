@@ -16,7 +16,7 @@ ROOT = Path(megapatch.__file__).parent
 
 # A room may import the rooms of the lines above its own.
 LEVELS = (
-    {"errors", "_version"},
+    {"errors", "_version", "_loaded_modules"},
     {"patch", "_versions", "_mcore"},
     {"weight_sync", "train_step"},
     {"patches"},

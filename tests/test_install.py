@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib
 import inspect
 import pickle
@@ -12,6 +11,17 @@ import pytest
 from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch import MegapatchError, RestoreError
+from megapatch._reporting.report import make_report
+
+TRACER = """
+import functools
+
+def traced(function):
+    @functools.wraps(function)
+    def trace(*args):
+        return function(*args)
+    return trace
+"""
 
 
 def test_a_site_goes_in_whole_or_not_at_all_when_a_target_is_missing(modules):
@@ -102,7 +112,6 @@ def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
     engine.activate()
     ours = target.Greeter.greet
 
-    @functools.wraps(ours)
     def foreign(self, name):
         return ours(self, name).upper()
 
@@ -118,6 +127,25 @@ def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
     assert caplog.text.count("is overwritten") == 1
     target.Greeter.greet = ours
     assert status_of(engine) == "applied"
+
+
+def test_a_wrapper_on_top_that_says_what_it_wraps_leaves_the_patch_applied(modules, caplog):
+    target = importlib.import_module(name := modules.write(TARGET))
+    tracer = importlib.import_module(modules.write(TRACER, stem="tracer"))
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"), strict_value="1")
+    engine.activate()
+    target.greet = tracer.traced(target.greet)
+    target.Greeter.greet = tracer.traced(tracer.traced(target.Greeter.greet))
+    engine.apply()  # with MEGAPATCH_STRICT this raises for what is overwritten
+    assert status_of(engine) == "applied" and "overwritten" not in caplog.text
+    site = make_report(engine.records).patches[0].sites[0]
+    assert site.targets == (f"{name}:greet", f"{name}:Greeter.greet")
+    assert [text.split(" (")[0] for text in site.foreign] == [tracer.__name__] * 3
+    with pytest.raises(RestoreError, match="was installed over megapatch's"):
+        engine.restore()
+    importlib.reload(target)
+    engine.apply()
+    assert target.greet("you") == "hello you!"
 
 
 def test_a_target_that_someone_deleted_is_overwritten_by_nothing(modules):

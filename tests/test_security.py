@@ -55,6 +55,45 @@ def test_metadata_in_the_working_directory_or_the_scripts_folder_is_not_asked_fo
     assert python(*way, cwd=lying_about) == "[]\n"
 
 
+IN_CHILDREN = """
+import multiprocessing, sys
+from megapatch._engine.engine import this_process
+
+def look():
+    print([entry.patch.name for entry in this_process()._entries()])
+
+if __name__ == "__main__":
+    process = multiprocessing.get_context(sys.argv[1]).Process(target=look)
+    process.start()
+    process.join()
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
+def test_nor_is_it_in_the_processes_of_multiprocessing(lying_about, method):
+    (lying_about / "children.py").write_text(IN_CHILDREN)
+    assert python(str(lying_about / "children.py"), method, cwd="/") == "[]\n"
+
+
+def test_nor_for_a_script_that_is_started_through_a_symlink(lying_about, tmp_path_factory):
+    link = tmp_path_factory.mktemp("bin") / "link.py"
+    link.symlink_to(lying_about / "script.py")
+    assert python(str(link), cwd="/") == "[]\n"
+
+
+def test_nor_for_a_module_that_changes_the_working_directory_first(lying_about):
+    package = lying_about / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "mod.py").write_text(f"import os\nos.chdir('/')\n{LOOK}")
+    assert python("-m", "pkg.mod", cwd=lying_about) == "[]\n"
+
+
+def test_a_folder_that_the_program_appends_is_asked_for(lying_about):
+    appended = f"import sys\nsys.path.append({str(lying_about)!r})\n{LOOK}"
+    assert "third_party.evil" in python("-c", appended, cwd="/")
+
+
 def test_an_empty_entry_of_pythonpath_is_no_request(lying_about):
     assert python("-c", LOOK, cwd=lying_about, path=[""]) == "[]\n"
 

@@ -38,6 +38,12 @@ def test_an_unknown_name_is_said_once_with_near_matches():
     ]
 
 
+def test_a_family_needs_an_asterisk():
+    assert off(DISABLE="megatron")[1] == [
+        "MEGAPATCH_DISABLE: no patch is called 'megatron'; did you mean megatron.*?"
+    ]
+
+
 def test_the_reason_names_the_variable_and_what_was_typed():
     assert Settings(disable=("m*",)).why_disabled("me.too") == "switched off by MEGAPATCH_DISABLE=m*"
     assert Settings(only=("a", "b")).why_disabled("me.too") == "not named by MEGAPATCH_ONLY=a,b"

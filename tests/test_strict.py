@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 
@@ -100,7 +99,7 @@ def test_an_overwritten_target_makes_every_apply_an_error_until_it_is_in_place_a
     engine = strict_engine(make_patch(name))
     engine.activate()
     ours = target.greet
-    target.greet = functools.wraps(ours)(lambda who: "shout")
+    target.greet = lambda who: "shout"
     for _ in range(2):
         with pytest.raises(StrictError, match="overwritten"):
             engine.apply()

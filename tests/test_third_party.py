@@ -36,7 +36,7 @@ def distribute(modules, monkeypatch):
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[megapatch.patches]\n{watched} = {value}\n")
-        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])  # where installations are
         importlib.invalidate_caches()
         return folder
 
@@ -167,6 +167,15 @@ def test_an_unknown_name_is_said_once_all_are_loaded(distribute, target, patches
     importlib.import_module(target)
     assert "MEGAPATCH_DISABLE: no patch is called 'acme.lauder'; did you mean acme.louder?" in caplog.text
     assert caplog.text.count("perhaps is neither 1 nor 0") == 1
+
+
+@pytest.mark.parametrize("name", ["test", "test.lauder", "louder"])
+def test_a_name_that_cannot_be_theirs_is_said_before_they_are_loaded(distribute, target, patches, caplog, name):
+    distribute(target, f"{patches}:LOUDER")
+    make_engine(make_patch("nowhere"), disable=(name,)).activate()
+    assert f"MEGAPATCH_DISABLE: no patch is called '{name}'" in caplog.text
+    importlib.import_module(target)
+    assert caplog.text.count("no patch is called") == 1
 
 
 def test_metadata_that_cannot_be_read_is_passed_over(distribute, target, patches, caplog):

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -55,9 +55,9 @@ class Engine:
         return tuple(dict.fromkeys(record.patch for record in self.records))
 
     def complaints(self) -> list[str]:
-        """List what is wrong with the MEGAPATCH_* environment. Names can be judged once all patches are loaded."""
-        to_come = any(record.status is Status.PENDING for record in self._entries())
-        return self.settings.complaints(None if to_come else [patch.name for patch in self.patches])
+        """List what is wrong with the MEGAPATCH_* environment."""
+        more_to_come = any(record.status is Status.PENDING for record in self._entries())
+        return self.settings.complaints([patch.name for patch in self.patches], more_to_come)
 
     def activate(self) -> None:
         """Watch for every target and patch what is there; a second call only looks again.
@@ -149,18 +149,24 @@ class Engine:
         late = [record for record in self._sites() if record.status is Status.PENDING and record not in here]
         considered: list[tuple[SiteRecord, ModuleType | None]] = [(record, module) for record in here]
         considered += [(record, watch.loaded(record.site.module, wait=False)) for record in late]
-        self._consider(considered)
+        self._consider(considered, late)
         self._announce(name)
         self._insist([record for record in self.records if record in late or record.site.module == name])
 
-    def _consider(self, found: Iterable[tuple[SiteRecord, ModuleType | None]]) -> None:
-        """Consider these sites, then look for other holders of what was replaced, once for all of them."""
+    def _consider(
+        self, found: Iterable[tuple[SiteRecord, ModuleType | None]], late: Collection[SiteRecord] = ()
+    ) -> None:
+        """Consider these sites, then look for other holders of what was replaced, once for all of them.
+
+        Args:
+            late: those not to wait for, where another thread is considering them.
+        """
         fresh: list[SiteRecord] = []
         try:
             for record, module in found:
                 if module is not None:
                     fresh.append(record)
-                    if not record.consider(module):
+                    if not record.consider(module, wait=record not in late):
                         fresh.pop()
             seen, places = _search(fresh)
             self._applied += [record for record, installed in seen if record.rebind(installed, places)]
@@ -204,8 +210,9 @@ class Engine:
 
     def _complain(self) -> None:
         for complaint in self.complaints():
-            if complaint not in self._complained:
-                self._complained.add(complaint)
+            what = complaint.partition(";")[0]  # what was meant instead may change as patches are loaded
+            if what not in self._complained:
+                self._complained.add(what)
                 log.warning("%s", complaint)
 
     def _add(self, patch: Patch) -> None:

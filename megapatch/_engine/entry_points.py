@@ -27,12 +27,12 @@ GROUP = "megapatch.patches"
 
 
 def entry_points(settings: Settings) -> list[EntryPoint]:
-    """Read the entry points of the group, of all distributions in the folders that the user asked for; none where
-    the settings switch them off."""
+    """Read the entry points of the group, of all distributions that are installed, or in a folder that PYTHONPATH
+    names; none where the settings switch them off."""
     if settings.no_entry_points:
         return []
     try:
-        folders = _asked_for(sys.path)
+        folders = _installed_or_named(sys.path)
         if not any(_mentions_group(folder) for folder in folders):
             return []  # reading all metadata properly takes long
         from importlib import metadata
@@ -46,17 +46,23 @@ def entry_points(settings: Settings) -> list[EntryPoint]:
         return []
 
 
-def _asked_for(path: list[str]) -> list[str]:
-    """Leave out the working directory and the script's folder, which Python puts on the path by itself.
+def _installed_or_named(path: list[str]) -> list[str]:
+    """Keep the folders of a sys.path where metadata counts.
 
-    They count only if PYTHONPATH names them, or if distributions are installed there.
+    These are the folders behind the standard library, where installed distributions are and where a program
+    appends, and the folders that PYTHONPATH names. Others in front of the standard library are the script's folder
+    or the working directory: Python puts them there by itself, also in the processes of multiprocessing, and
+    anything may lie about in them.
     """
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    uninvited = {os.path.realpath(folder) for folder in ("", os.path.dirname(script or ""))}
-    named = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    installed: list[str] = getattr(sys.modules.get("site"), "getsitepackages", list)()
-    uninvited -= {os.path.realpath(folder) for folder in (*named, *installed)}
-    return [folder for folder in path if os.path.realpath(folder) not in uninvited]
+    named = {os.path.realpath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
+    standard_library = os.path.realpath(os.path.dirname(os.__file__))
+    kept, behind = [], False
+    for folder in path:
+        place = os.path.realpath(folder)
+        if place in named or (behind and os.path.isabs(folder)):
+            kept.append(folder)
+        behind = behind or place == standard_library
+    return kept
 
 
 def _normalized(name: str | None) -> str:

@@ -11,8 +11,10 @@ import functools
 import gc
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from types import CellType, FrameType, MethodType, ModuleType
+from types import CellType, FrameType, MethodType
 from typing import Any, NamedTuple
+
+from .._loaded_modules import loaded_modules, names_of
 
 Owner = dict[Any, Any] | type
 
@@ -45,12 +47,10 @@ def find(objects: Iterable[Any], declared: Collection[str] = ()) -> dict[int, li
     found: dict[int, list[Holder]] = {}
     if not wanted:
         return found
-    for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType):
-            names = vars(module)
-            for name, value in list(names.items()):
-                if id(value) in wanted:
-                    found.setdefault(id(value), []).append(Holder(f"{module_name}:{name}", names, name))
+    for module_name, names in loaded_modules():
+        for name, value in list(names.items()):
+            if id(value) in wanted:
+                found.setdefault(id(value), []).append(Holder(f"{module_name}:{name}", names, name))
     for path in dict.fromkeys(declared):
         if (owner := _resolve(path)) is None:
             continue
@@ -116,7 +116,8 @@ def _resolve(path: str) -> Owner | None:
     module_name, _, attributes = path.partition(":")
     found: Any = sys.modules.get(module_name)
     for attribute in attributes.split("."):
-        found = vars(found).get(attribute) if isinstance(found, (ModuleType, type)) else None
+        names = vars(found) if isinstance(found, type) else names_of(found)
+        found = (names or {}).get(attribute)
     return found if isinstance(found, (dict, type)) else None
 
 

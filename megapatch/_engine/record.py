@@ -107,14 +107,20 @@ class SiteRecord(Record):
         self._earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may still hold their replacements
 
     # ------------------------------------------------------------------------ consider, then rebind
-    def consider(self, module: ModuleType) -> bool:
+    def consider(self, module: ModuleType, wait: bool = True) -> bool:
         """Diagnose the loaded module and install what is needed. Returns whether `rebind` has to follow.
 
         Raises nothing but KeyboardInterrupt.
+
+        Args:
+            wait: whether to wait for a thread that is at it. Not where this thread holds an import lock which that
+                thread's diagnosis may need.
         """
         if self._is_held_by_this_thread():
             return False  # what our diagnosis imports is a reason to look, but not here
-        with self.lock:
+        if not self.lock.acquire(blocking=wait):
+            return False
+        try:
             if self.disabled:
                 return False
             if self._is_whole() and self._was_reloaded():
@@ -124,6 +130,8 @@ class SiteRecord(Record):
             else:
                 self._all_or_none(lambda: self._judge_and_install(module))
             return self.phase is Phase.INSTALLED
+        finally:
+            self.lock.release()
 
     def rebind(self, installed: tuple[ReplacedTarget, ...], found: Mapping[int, list[Holder]]) -> bool:
         """Give what `consider` has installed to the other holders of the originals, which were looked for since;
@@ -255,7 +263,7 @@ class SiteRecord(Record):
             self.set(Status.APPLIED, "in place again")
 
     def _gone(self) -> list[ReplacedTarget]:
-        return [target for target in self.installed if not target.is_current]
+        return [target for target in self.installed if not target.is_in_effect]
 
     # ------------------------------------------------------------------------ forks and threads
     def after_fork(self) -> bool:

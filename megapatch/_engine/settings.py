@@ -31,7 +31,8 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     import difflib  # only when a name is wrong
 
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    families = {patch.partition(".")[0] for patch in known}
+    near = [f"{name}.*"] if name in families else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     meant = f"did you mean {' or '.join(near)}?" if near else f"known patches: {', '.join(known)}."
     return f"no patch is called {name!r}; {meant}"
 
@@ -77,11 +78,13 @@ class Settings(NamedTuple):
             return self.switched_off(name) or f"not named by {ONLY}={','.join(self.only)}"
         return self.switched_off(name)
 
-    def complaints(self, known: Iterable[str] | None) -> list[str]:
+    def complaints(self, known: Iterable[str], more_to_come: bool = False) -> list[str]:
         """Write one sentence for each bad value in the environment.
 
         Args:
-            known: the names of all patches; None while some are still to be loaded, so that no name can be judged.
+            known: the names of all patches that are loaded.
+            more_to_come: whether other distributions have patches that are not loaded yet. A name that may be of
+                such a patch is not judged: it has a family, and not that of a known patch.
         """
         switches = {STRICT: self.strict_value, NO_ENTRY_POINTS: self.no_entry_points_value}
         found = [
@@ -89,12 +92,14 @@ class Settings(NamedTuple):
             for variable, value in switches.items()
             if value not in (*_OFF, *_ON)
         ]
-        if known is not None:
-            known = list(known)
-            given = [(DISABLE, pattern) for pattern in self.disable] + [(ONLY, pattern) for pattern in self.only]
-            found += [
-                f"{variable}: {unknown_name(pattern, known)}"
-                for variable, pattern in given
-                if not matching(pattern, known)
-            ]
+        known = list(known)
+        families = {patch.partition(".")[0] for patch in known}
+        for variable, pattern in [
+            *((DISABLE, name) for name in self.disable),
+            *((ONLY, name) for name in self.only),
+        ]:
+            family, dot, _ = pattern.partition(".")
+            may_come = more_to_come and family not in families and (dot or "*" in pattern)
+            if not matching(pattern, known) and not may_come:
+                found.append(f"{variable}: {unknown_name(pattern, known)}")
         return found

@@ -77,6 +77,17 @@ class ReplacedTarget:
         return self.current is self.replacement
 
     @property
+    def is_in_effect(self) -> bool:
+        """Whether our replacement is at the target's path, or inside a wrapper there that says what it wraps."""
+        layer, seen = self.current, set()
+        while layer is not None and id(layer) not in seen:
+            if layer is self.replacement:
+                return True
+            seen.add(id(layer))
+            layer = getattr(layer, "__wrapped__", None)
+        return False
+
+    @property
     def is_ours(self) -> bool:
         """Whether our replacement is still where `install` put it, even in a class that a reload has replaced."""
         return vars(self.parent).get(self.attribute) is self.replacement

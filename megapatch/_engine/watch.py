@@ -36,10 +36,8 @@ def loaded(name: str, wait: bool = True) -> ModuleType | None:
     if module is not None and half_loaded(module):
         if not wait:
             return None
-        try:
-            module = importlib.import_module(name)  # takes the module's lock, and so waits for its importer
-        except Exception:
-            return None  # the importer has failed, and says so itself
+        _wait_for_importer(name)
+        module = sys.modules.get(name)  # nothing, where the importer has failed
         if half_loaded(module):
             return None
     return module

@@ -76,7 +76,7 @@ def facts() -> Facts:
     for record in this_process().records:
         if record.site.module in sys.modules:
             record.refresh()
-            targets = ", ".join(target.target for target in record.installed if target.is_current)
+            targets = ", ".join(target.target for target in record.installed if target.is_in_effect)
             value = f"{record.status.value} ({targets})" if targets else record.status.value
             found[f"{record.patch.name} at {record.site.module}"] = (value, record.reason)
     return found

@@ -233,7 +233,7 @@ def make_report(records: Iterable[Record]) -> Report:
             status=record.status,
             reason=record.reason,
             verdict=record.verdict.kind.value if record.verdict else None,
-            targets=tuple(target.target for target in installed if target.is_current),
+            targets=tuple(target.target for target in installed if target.is_in_effect),
             rebound=tuple(name for target in installed for name in target.rebound),
             out_of_reach=tuple(text for target in installed for text in held.get(target.target, ())),
             foreign=tuple(foreign.patchers(record.site, installed, ours)),

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
+from .._loaded_modules import loaded_modules
+
 log = logging.getLogger("megapatch")
 
 Rebuild = Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]]
@@ -66,11 +68,10 @@ def _actors_at_module_level() -> Iterator[tuple[str, Any]]:
     kind = getattr(sys.modules.get("ray.actor"), "ActorClass", None)
     if kind is None:
         return
-    for module_name, module in list(sys.modules.items()):
-        if isinstance(module, ModuleType):
-            for name, value in list(vars(module).items()):
-                if issubclass(type(value), kind):  # isinstance would trigger what is lazy
-                    yield f"{module_name}:{name}", value
+    for module_name, names in loaded_modules():
+        for name, value in list(names.items()):
+            if issubclass(type(value), kind):  # isinstance would trigger what is lazy
+                yield f"{module_name}:{name}", value
 
 
 def _classes_made_actors(bases: Iterable[type]) -> Iterator[type]:

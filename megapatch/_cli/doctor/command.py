@@ -161,9 +161,9 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     """Look at everything, as `doctor` does."""
     if importing and seconds is not None:
         report, problems = probe.probe(_api.report(), seconds)
-        loaded = not any(patch.patch.family == "third_party" for patch in report.patches)
         complaints = this_process().settings.complaints(
-            [patch.patch.name for patch in report.patches] if loaded else None
+            [patch.patch.name for patch in report.patches],
+            more_to_come=any(patch.patch.family == "third_party" for patch in report.patches),
         )
     else:
         reasons = _import_targets() if importing else {}
