@@ -20,6 +20,17 @@ from rigs.megatron import attempt, quick_writer
 CALLS = Counter()
 """What has been called, of what `prepare` counts."""
 
+# What is saved, by the names of its parts; `tree` says what these are.
+BASE = {"weights": {}, "shared": {"replicated": True}, "state": {"object": True}}
+STATE_ON_ONE = {**BASE, "new": {"object": True, "on": 1}}
+TENSOR_ON_ONE = {**BASE, "new": {"on": 1}}
+SHARED = {**BASE, "new": {"replicated": True}}
+MORE = {**BASE, "new": {}}
+
+# What planning calls on a rank.
+LOCAL = {"create_local_plan": 1}
+DISTRIBUTED = {"determine_main_replica_uniform_distribution": 1}
+
 _steps = itertools.count(1)
 
 
@@ -157,3 +168,9 @@ def prepare():
 def minor():
     """Of Megatron's version, which all start with 0."""
     return int(version_of("megatron-core", "megatron.core").split(".")[1])
+
+
+def planning(rank, again=0, collectives=0, **calls):
+    """What is counted on a rank: the coordinator alone makes a global plan, the first time and once again."""
+    counted = {"create_global_plan": again if rank == 0 else 0, "all_reduce": collectives, **calls}
+    return {name: times for name, times in counted.items() if times}
