@@ -3,9 +3,11 @@ the model's config, its gradients and the rerun state machine as before; the nex
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
+from rigs.cells import run_cells
 from rigs.megatron import (
     BOTH,
     GRADS,
@@ -18,13 +20,14 @@ from rigs.megatron import (
 )
 from rigs.train_step import MEAN, in_pieces
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
 
 pytestmark = pytest.mark.thorough
 
 CUT = (2, 1)
+OPTIONS = {"grads": GRADS, "both": BOTH}
 
 
 def raising_in(place, at):
@@ -129,44 +132,42 @@ def state_of(model):
     return dict(vars(model.config)), max(gradients), set(handles)
 
 
-def after_misuse(options):
-    """By name: the error, what became of the model, and whether the next step is Megatron's own."""
-    found = {}
-    for name in misuses(None, None) if options is GRADS else OF_BOTH:
-        machine = new_machine("VALIDATE_RESULTS")
-        data = rerun_data(0)
-        machine.should_run_forward_backward(data)
-        model, reference = (tiny_gpt(layers=4, **options) for _ in range(2))
-        for one in (model, reference):  # not the first step, from which Megatron learns
-            one.train_step(0, **MEAN)
-        step = TrainStep(model.chunks, model.optimizer)
-        config = dict(vars(model.config))
-        error = attempt(misuses(model, step)[name])
-        if name == "freed":
-            found[name] = error
-            continue
-        after, largest, handles = state_of(model)
-        step.abort()  # for the second time
-        state = machine.state.name
-        with step:
-            in_pieces(step, model, 1, CUT, MEAN)
-            norm = step.finish().grad_norm
-        expected = reference.train_step(1, num_microbatches=3, **MEAN).grad_norm
-        for one in (model, reference):
-            one.gather_parameters()
-        assert_same_parameters(model.parameters(), reference.parameters())
-        found[name] = error, after == config, largest, handles == {None}, state, norm == pytest.approx(expected)
-    return found
-
-
 def found_by(rank, world_size):
     init_parallel()
-    return {"grads": after_misuse(GRADS), "both": after_misuse(BOTH)}
+    for options, names in {"grads": misuses(None, None), "both": OF_BOTH}.items():
+        for name in names:
+            yield (options, name), partial(after_misuse, OPTIONS[options], name)
+
+
+def after_misuse(options, name):
+    """The error, what became of the model, and whether the next step is Megatron's own."""
+    machine = new_machine("VALIDATE_RESULTS")
+    data = rerun_data(0)
+    machine.should_run_forward_backward(data)
+    model, reference = (tiny_gpt(layers=4, **options) for _ in range(2))
+    for one in (model, reference):  # not the first step, from which Megatron learns
+        one.train_step(0, **MEAN)
+    step = TrainStep(model.chunks, model.optimizer)
+    config = dict(vars(model.config))
+    error = attempt(misuses(model, step)[name])
+    if name == "freed":
+        return error
+    after, largest, handles = state_of(model)
+    step.abort()  # for the second time
+    state = machine.state.name
+    with step:
+        in_pieces(step, model, 1, CUT, MEAN)
+        norm = step.finish().grad_norm
+    expected = reference.train_step(1, num_microbatches=3, **MEAN).grad_norm
+    for one in (model, reference):
+        one.gather_parameters()
+    assert_same_parameters(model.parameters(), reference.parameters())
+    return error, after == config, largest, handles == {None}, state, norm == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(found_by, 2)
+    return run_cells(found_by, 2)
 
 
 ERRORS = {
@@ -197,7 +198,7 @@ ERRORS = {
 )
 def test_an_error_leaves_a_fresh_start(ranks, options, name):
     for found in ranks:
-        (error, text), *state = found[options][name]
+        (error, text), *state = found[options, name]
         assert error == ("Interrupted" if ERRORS[name] is None else "MisuseError")
         assert (ERRORS[name] or "") in text
         config_same, largest, no_handles, machine, next_is_right = state
@@ -212,6 +213,6 @@ def test_an_error_leaves_a_fresh_start(ranks, options, name):
 @pytest.mark.parametrize("options", ["grads", "both"])
 def test_gradient_buffers_that_were_freed_are_seen(ranks, options):
     for found in ranks:
-        error, text = found[options]["freed"]
+        error, text = found[options, "freed"]
         assert error == "MisuseError"
         assert "gradient buffers were freed while the step was open" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rigs.cells import run_cells
 from rigs.megatron import UNPATCHED
 from rigs.save import (
     BASE,
@@ -58,11 +59,10 @@ def defects(rank, world_size, folder):
 # ------------------------------------------------------------------------------------------ with it
 def repaired(rank, world_size, folder):
     prepare()
-    cases = {**CHANGES, **ON_ONE}
-    found = {name: Saves(rank, folder).change(*parts) for name, parts in cases.items()}
+    for name, parts in {**CHANGES, **ON_ONE}.items():
+        yield name, lambda parts=parts: Saves(rank, folder).change(*parts)
     for name, parts in PARALLEL.items():
-        found["parallel", name] = Saves(rank, folder, parallel=True).change(*parts)
-    return found
+        yield ("parallel", name), lambda parts=parts: Saves(rank, folder, parallel=True).change(*parts)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def unpatched(folder):
 
 @pytest.fixture(scope="module")
 def patched(folder):
-    return run_ranks(repaired, 2, f"{folder}/patched")
+    return run_cells(repaired, 2, f"{folder}/patched")
 
 
 # ------------------------------------------------------------------------------------------ without the patch

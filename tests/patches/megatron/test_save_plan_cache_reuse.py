@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from rigs.cells import run_cells
 from rigs.megatron import UNPATCHED, attempt
 from rigs.save import (
     BASE,
@@ -28,22 +30,18 @@ from rigs.save import (
     strategies,
 )
 
-from megapatch.testing import run_ranks
-
 
 def without_patch(rank, world_size, folder):
     prepare()
-    return {"resumed": resumed(rank, folder)}
+    yield "resumed", partial(resumed, rank, folder)
 
 
 def repaired(rank, world_size, folder):
     prepare()
-    found = {}
     others = resumed, in_turn, without_flag, while_writing, after_failure, after_failure_of_all, one_anew, nvrx
     for function in others:
-        found[function.__name__] = function(rank, folder)
-    found["fields"] = fields()
-    return found
+        yield function.__name__, partial(function, rank, folder)
+    yield "fields", fields
 
 
 def loaded(rank, folder):
@@ -163,12 +161,12 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unpatched(folder):
-    return run_ranks(without_patch, 2, f"{folder}/unpatched", env=UNPATCHED)
+    return run_cells(without_patch, 2, f"{folder}/unpatched", env=UNPATCHED)
 
 
 @pytest.fixture(scope="module")
 def patched(folder):
-    return run_ranks(repaired, 2, f"{folder}/patched")
+    return run_cells(repaired, 2, f"{folder}/patched")
 
 
 def test_metadata_of_a_loaded_checkpoint_are_used_and_forgotten_with_the_plans(unpatched, patched):
