@@ -16,11 +16,12 @@ if not (find_spec("ray") and find_spec("torch")):
 
 from rigs.ray import TESTS, cluster, job
 from rigs.skyrl import RELEASES, has_correctness_fixes
+from rigs.variables import folder_in
 
 from megapatch.reach.ray import compose_into_init
 from megapatch.testing import run_ranks
 
-NEMO_RL, SLIME = os.environ.get("NEMO_RL_CHECKOUT"), os.environ.get("SLIME_CHECKOUT")
+NEMO_RL, SLIME = folder_in("NEMO_RL_CHECKOUT"), folder_in("SLIME_CHECKOUT")
 HAVE_A_DEFECT = [
     one
     for one in RELEASES

@@ -10,7 +10,6 @@ worker's __init__ would have made.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,9 @@ import pytest
 import torch
 
 from rigs.stand_ins import BRIDGE, Anything, BareBridge, StandIns
+from rigs.variables import folder_in
 
-CHECKOUT = os.environ.get("NEMO_RL_CHECKOUT")
+CHECKOUT = folder_in("NEMO_RL_CHECKOUT")
 IMITATIONS = Path(__file__).parent.parent / "imitations"
 needs_nemo_rl = pytest.mark.skipif(not CHECKOUT, reason="NEMO_RL_CHECKOUT is not set")
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"

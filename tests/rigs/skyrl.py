@@ -20,6 +20,7 @@ import pytest
 from megapatch import report
 from megapatch.testing import run_ranks
 from rigs.stand_ins import Anything, StandIns
+from rigs.variables import folder_in
 
 STAND_INS = (
     "aiohttp",
@@ -106,15 +107,11 @@ class Release:
 
 def _releases():
     found = {}
-    if wheels := os.environ.get("SKYRL_RELEASES"):
+    if wheels := folder_in("SKYRL_RELEASES"):
         found.update({path.name: path for path in sorted(Path(wheels).iterdir())})
-    if checkout := os.environ.get("SKYRL_CHECKOUT"):
+    if checkout := folder_in("SKYRL_CHECKOUT"):
         places = [Path(checkout) / place for place in (".", "skyrl-train", "skyrl")]
-        found["checkout"] = next((place for place in places if Release("", str(place)).there), None)
-        if found["checkout"] is None:
-            raise FileNotFoundError(
-                f"SKYRL_CHECKOUT: expected a folder with a checkout of SkyRL, found {checkout!r}"
-            )
+        found["checkout"] = next(place for place in places if Release("", str(place)).there)
     return [Release(name, str(path)) for name, path in found.items()]
 
 

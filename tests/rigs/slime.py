@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,9 @@ import torch
 from megapatch.testing import MegatronLoop, TinyGPT
 from rigs.megatron import Interrupted
 from rigs.stand_ins import StandIns
+from rigs.variables import folder_in
 
-CHECKOUT = os.environ.get("SLIME_CHECKOUT")
+CHECKOUT = folder_in("SLIME_CHECKOUT")
 IMITATIONS = Path(__file__).parent.parent / "imitations"
 FRAMEWORK = "miles" if CHECKOUT and (Path(CHECKOUT) / "miles").is_dir() else "slime"
 UTILS = f"{FRAMEWORK}.backends.megatron_utils"
