@@ -32,11 +32,11 @@ class CellFailed(AssertionError):
 
 
 class LeftApart(Exception):
-    """Not all ranks ended the cell in the same way, so none can go on: their next collectives would not match."""
+    """Not all ranks ended the cell in the same way, so no rank can continue: their collectives would not match."""
 
 
 class Outcome(NamedTuple):
-    """What became of a cell on a rank."""
+    """The result of a cell on a rank."""
 
     cell: Any
     value: Any = None
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
 
 
 class Found:
-    """What a rank computed, by cell. Asking for a cell that failed on any rank raises CellFailed."""
+    """The results of a rank, by cell. Asking for a cell that failed on any rank raises CellFailed."""
 
     def __init__(self, values, failures, not_run):
         self.values, self.failures, self.not_run = values, failures, not_run
@@ -95,7 +95,7 @@ def run_cells(job, world_size, *args, patience=10.0, **options):
 
 
 def _failure(cell, ranks, error):
-    """What is wrong with a cell, in words; "" if nothing is."""
+    """Return what is wrong with a cell, in words; "" if nothing is."""
     lines = []
     for rank, outcomes in enumerate(ranks):
         (outcome,) = [one for one in outcomes if one.cell == cell] or [Outcome(cell, failure="it did not begin")]

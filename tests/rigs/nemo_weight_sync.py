@@ -1,6 +1,6 @@
-"""NeMo-RL's own weight synchronizers, and its controller, between a policy and a generation that note their calls.
+"""NeMo-RL's own weight synchronizers, and its controller, between a policy and a generation that record calls.
 
-Without a checkout of NeMo-RL there is our imitation of the interface, and of one transport.
+Without a checkout of NeMo-RL, our imitation of the interface and of one transport.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find():
 
 # ------------------------------------------------------------------------------------------ the edge
 class Side:
-    """A policy, or a generation: keeps in `calls` what is called, and answers as workers do that succeed."""
+    """A policy or a generation: records in `calls` what is called, and answers like workers that succeed."""
 
     def __init__(self, calls, succeeds=True):
         self.cfg, self._calls, self._succeeds = {}, calls, succeeds
@@ -59,7 +59,7 @@ class Side:
 
 
 class Told(Side):
-    """A generation that can be told."""
+    """A generation that has set_weight_version()."""
 
     def set_weight_version(self, version):
         self._calls.append(("set_weight_version", version))
@@ -71,7 +71,7 @@ class Broken(Side):
 
 
 class Remote(Side):
-    """As a Ray actor's handle."""
+    """A generation whose method is a Ray actor's."""
 
     def __init__(self, calls):
         super().__init__(calls)
@@ -86,7 +86,7 @@ CHECKED = TRANSPORTS.keys() - {"http"}
 
 
 def synchronizer(transport="collective", kind=Told, **options):
-    """One that NeMo-RL's own factory makes, and the list of what it calls."""
+    """Return a synchronizer from NeMo-RL's own factory, and the list of its calls."""
     calls = []
     backend, colocated = TRANSPORTS[transport]
     made = importlib.import_module(f"{PACKAGE}.factory").create_weight_synchronizer(
@@ -98,7 +98,7 @@ def synchronizer(transport="collective", kind=Told, **options):
 
 
 def awaited(call):
-    """In an event loop, as controllers do."""
+    """Await the call in an event loop, as controllers do."""
 
     async def run():
         return await call()
@@ -107,7 +107,7 @@ def awaited(call):
 
 
 def controller_syncs():
-    """The controller's own _sync_weights, with version 5: what it has called, and whether rollouts may go on."""
+    """Run the controller's own _sync_weights at version 5; return whether rollouts may continue, and the calls."""
     try:
         actor = importlib.import_module(CONTROLLER).SingleControllerActor
     except ModuleNotFoundError as error:
@@ -136,6 +136,6 @@ def controller_syncs():
 
 
 def first_controller():
-    """Whether the checkout has the one that passes a version; None without any."""
+    """Return whether the checkout's controller passes a version; None if it has no controller."""
     file = Path(CHECKOUT or IMITATIONS) / f"{CONTROLLER.replace('.', '/')}.py"
     return "sync_weights(self._trainer_version)" in file.read_text() if file.exists() else None
