@@ -1,11 +1,13 @@
-"""What tests of the engine share: modules to patch, made for one test."""
+"""Which environment variables run what; and modules to patch, made for one test of the engine."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -14,8 +16,82 @@ from megapatch._versions import here
 _numbers = itertools.count()
 
 
+class Variable(NamedTuple):
+    """An environment variable that names a folder."""
+
+    folder: str  # what it has to be
+    has: tuple[str, ...]  # patterns of paths, of which the folder has at least one
+    runs: str  # what is run when it is set
+
+
+VARIABLES = {
+    "SLIME_CHECKOUT": Variable(
+        "a checkout of slime or miles",
+        ("slime/backends/megatron_utils", "miles/backends/megatron_utils"),
+        "slime's (or miles') patches on its own code instead of our imitation, and its way into Ray",
+    ),
+    "MEGATRON_CHECKOUT": Variable(
+        "a checkout of Megatron-LM",
+        ("megatron/core",),
+        "with tox -e slime: that Megatron instead of a wheel",
+    ),
+    "NEMO_RL_CHECKOUT": Variable(
+        "a checkout of NeMo-RL",
+        ("nemo_rl/models/policy",),
+        "NeMo-RL's patches on its own code instead of our imitation, and its way into Ray",
+    ),
+    "AUTOMODEL_CHECKOUT": Variable(
+        "a checkout of NeMo Automodel",
+        ("nemo_automodel",),
+        "with NEMO_RL_CHECKOUT: the second DTensor worker, with this Automodel",
+    ),
+    "MEGATRON_BRIDGE_CHECKOUT": Variable(
+        "a checkout of Megatron-Bridge",
+        ("src/megatron/bridge",),
+        "nemo_rl.hooks-without-overlap on Bridge's own function, besides our imitation",
+    ),
+    "SKYRL_CHECKOUT": Variable(
+        "a checkout of SkyRL",
+        tuple(
+            f"{place}{name}"
+            for place in ("", "skyrl-train/", "skyrl/")
+            for name in ("skyrl_train", "skyrl/backends")
+        ),
+        "SkyRL's patches on it",
+    ),
+    "SKYRL_RELEASES": Variable(
+        "a folder of folders, into each of which a wheel of SkyRL was installed, as by tox -e skyrl",
+        ("*/skyrl_train", "*/skyrl/backends"),
+        "SkyRL's patches on each",
+    ),
+}
+
+
+def pytest_configure():
+    for name, variable in VARIABLES.items():
+        if (value := os.environ.get(name)) and (problem := wrong_with(Path(value), variable)):
+            raise pytest.UsageError(f"{name}={value}: expected {variable.folder}; {problem}")
+    megatron = os.environ.get("MEGATRON_CHECKOUT")
+    if megatron and not any(os.path.realpath(place) == os.path.realpath(megatron) for place in sys.path):
+        raise pytest.UsageError(
+            f"MEGATRON_CHECKOUT={megatron}: expected it on PYTHONPATH, where tox -e slime puts it; not found there"
+        )
+
+
+def wrong_with(folder: Path, variable: Variable) -> str | None:
+    if not folder.is_dir():
+        return "found no folder there"
+    if any(next(folder.glob(pattern), None) for pattern in variable.has):
+        return None
+    names = sorted(path.name for path in folder.iterdir())
+    found = ", ".join(names[:8] + ["..."] * (len(names) > 8)) or "nothing"
+    return f"found none of {', '.join(variable.has)} in it, but {found}"
+
+
 def pytest_report_header():
-    return "with " + ", ".join(f"{name} {version}" for name, version in here().items())
+    known = "with " + ", ".join(f"{name} {version}" for name, version in here().items())
+    chosen = [f"{name}={os.environ[name]}: {VARIABLES[name].runs}" for name in VARIABLES if os.environ.get(name)]
+    return [known, *chosen]
 
 
 class Modules:

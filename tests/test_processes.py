@@ -149,9 +149,9 @@ def test_a_fork_while_another_thread_is_in_the_middle_of_something(modules, scri
 
 # A daemon thread imports targets again and again, and activates, while the process ends.
 WHILE_ENDING = """
-import atexit, time
+import atexit
 
-name = {name!r}
+name, under_way = {name!r}, threading.Event()
 engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
 engine.activate()
 
@@ -161,6 +161,7 @@ def again():
         importlib.import_module(name)
         engine.apply()
         engine.restore()
+        under_way.set()
 
 def at_exit():
     importlib.import_module({other!r})
@@ -172,7 +173,7 @@ def at_exit():
 
 atexit.register(at_exit)
 threading.Thread(target=again, daemon=True).start()
-time.sleep(0.05)
+under_way.wait()
 sys.exit(3)
 """
 

@@ -11,7 +11,6 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,20 +19,12 @@ if not (find_spec("ray") and find_spec("torch")):
     pytest.skip("needs Ray, and torch for what its workers import", allow_module_level=True)
 
 from rigs.ray import TESTS, cluster, job
-from rigs.skyrl import RELEASES, has_correctness_fixes
 
 from megapatch.reach.ray import assert_consistent, compose_into_init, runtime_env
 from megapatch.testing import run_ranks
 
 HOOK = "worker_process_setup_hook"
 DDP = "megatron.core.distributed.distributed_data_parallel"
-NEMO_RL, SLIME = os.environ.get("NEMO_RL_CHECKOUT"), os.environ.get("SLIME_CHECKOUT")
-HAVE_A_DEFECT = [
-    one
-    for one in RELEASES
-    if one.has("workers/megatron/megatron_model_wrapper") and not has_correctness_fixes(one)
-]
-SKYRL = HAVE_A_DEFECT[-1] if HAVE_A_DEFECT else None
 
 
 def without_megapatch(folder):
@@ -49,7 +40,7 @@ def without_megapatch(folder):
     return {"py_executable": f"{sys.executable} -S", "env_vars": {"PYTHONPATH": str(folder)}}
 
 
-def in_ray(rank, world_size, bare, fake, slime, skyrl, log):
+def in_ray(rank, world_size, bare, fake):
     import ray
     from ray.job_config import JobConfig
     from ray.runtime_env import RuntimeEnv
@@ -103,31 +94,6 @@ def in_ray(rank, world_size, bare, fake, slime, skyrl, log):
         compose_into_init()
         return ray.init is plain
 
-    def slimes_way(path, of_checkout):
-        sys.path[:0] = [TESTS, path]
-        from rigs.stand_ins import StandIns
-
-        only_with_gpus = ("mooncake", "sglang", "sglang_router", "torch_memory_saver")
-        sys.meta_path.append(StandIns(only_with_gpus, lambda module, name: type(name, (), {})))
-        actor = importlib.import_module("slime.backends.megatron_utils.actor")
-        before = "megapatch" in sys.modules
-        if of_checkout:
-            load_function = importlib.import_module("slime.utils.misc").load_function
-            load_function("megapatch.activate")(SimpleNamespace())
-        else:
-            importlib.import_module("megapatch").activate(SimpleNamespace())
-        return before, status("slime.train-reentry"), hasattr(actor.train, "__wrapped__")
-
-    def skyrls_wrapper(release):
-        before = "megapatch" in sys.modules
-        sys.path.insert(0, TESTS)
-        os.environ["SKYRL_RELEASE"] = release.folder
-        from rigs.skyrl import find_skyrl
-
-        find_skyrl(real=["ray"])
-        importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
-        return before, status("skyrl.grad-scale")
-
     def outcome(how, *args, **options):
         try:
             return how(*args, **options)
@@ -139,7 +105,6 @@ def in_ray(rank, world_size, bare, fake, slime, skyrl, log):
         with job():
             found["plain"] = ray.get(task.remote())
             found["too late"] = outcome(compose_into_init)
-            found["slime"] = ray.get(Actor.remote().call.remote(slimes_way, *slime))
 
         compose_into_init()
         composed = ray.init
@@ -186,24 +151,6 @@ def in_ray(rank, world_size, bare, fake, slime, skyrl, log):
                 found["told"] = os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] == told
             found["conflict"] = outcome(ray.init, runtime_env={HOOK: hook})
 
-        if skyrl is not None:
-            from rigs.skyrl import find_skyrl
-
-            os.environ["SKYRL_RELEASE"] = skyrl.folder
-            find_skyrl(real=["ray"])
-            # where SkyRL finds it in the Ray that it pins
-            group = importlib.import_module("ray.util.placement_group")
-            moved = importlib.import_module("ray.util.scheduling_strategies")
-            vars(group).update(PlacementGroupSchedulingStrategy=moved.PlacementGroupSchedulingStrategy)
-            utils = importlib.import_module(f"{skyrl.trainer}.utils.utils")
-            config = mock.MagicMock()  # of a run with one GPU a node
-            config.trainer.log_path = log
-            config.generator.inference_engine_tensor_parallel_size = 1
-            config.generator.inference_engine.tensor_parallel_size = 1
-            for role in ("policy", "critic", "ref"):
-                setattr(config.trainer.placement, f"{role}_num_gpus_per_node", 1)
-            with job(lambda: utils.initialize_ray(config)):
-                found["skyrl"] = ray.get([task.remote(), Actor.remote().call.remote(skyrls_wrapper, skyrl)])
     return found
 
 
@@ -218,8 +165,7 @@ def found(tmp_path_factory):
     for package in (module.parent, module.parent.parent):
         (package / "__init__.py").touch()
     module.write_text("class DistributedDataParallel: pass")
-    slime = SLIME or f"{TESTS}/imitations", bool(SLIME)
-    given = without_megapatch(folder("bare")), str(fake), slime, SKYRL, str(folder("log"))
+    given = without_megapatch(folder("bare")), str(fake)
     return run_ranks(in_ray, 1, *given, timeout=240, env={"MEGAPATCH_DISABLE": "", "MEGAPATCH_STRICT": ""})[0]
 
 
@@ -281,43 +227,6 @@ def test_with_a_jobs_own_environment(found):
 
 def test_ray_client_runs_no_hook_and_is_refused(found):
     assert found["client"].startswith("MegapatchError: Ray Client (ray://somewhere:10001)")
-
-
-@pytest.mark.parametrize("of", ["checkout" if SLIME else "imitation"])
-def test_slimes_init_hook_patches_what_its_actor_has_imported(found, of):
-    before, statuses, train_is_wrapped = found["slime"]
-    assert not before
-    assert statuses == ["applied"]
-    assert train_is_wrapped
-
-
-@pytest.mark.skipif(SKYRL is None, reason="no release of SkyRL with a defect is here")
-def test_skyrls_own_initialize_ray(found):
-    task, (before, statuses) = found["skyrl"]
-    assert task["active"]
-    assert before
-    assert statuses == ["applied"]
-
-
-def in_nemo_rls_ray(rank, world_size):
-    import ray
-
-    @ray.remote(num_cpus=0)
-    def known():
-        return "megapatch" in sys.modules, os.environ["MEGAPATCH_DISABLE"]
-
-    init_ray = importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray
-    compose_into_init()
-    with cluster(), job(init_ray):
-        return ray.get(known.remote())
-
-
-@pytest.mark.skipif(not NEMO_RL, reason="NEMO_RL_CHECKOUT is not set")
-def test_nemo_rls_own_init_ray():
-    from rigs.nemo_rl import find_nemo_rl
-
-    env = {"MEGAPATCH_DISABLE": "skyrl.*"}
-    assert run_ranks(in_nemo_rls_ray, 1, setup=find_nemo_rl, env=env) == [(True, "skyrl.*")]
 
 
 def test_uv_run_keeps_it(monkeypatch, tmp_path):

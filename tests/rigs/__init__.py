@@ -1,1 +1,1 @@
-"""What tests share: real Megatron, the frameworks' own code, and stand-ins for what cannot exist here."""
+"""Shared by tests: real Megatron, the frameworks' own code, and stand-ins for what cannot be installed."""

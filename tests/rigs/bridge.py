@@ -1,8 +1,8 @@
-"""Drives Megatron-Bridge's own train() on a tiny GPT, without the gigabytes that Bridge asks for.
+"""Megatron-Bridge's own train() on a tiny GPT, without the gigabytes that Bridge depends on.
 
-Real are Bridge's megatron.bridge.training, its configuration, global state and checkpoint manager. Bridge's
-conversions of other people's models, which import Transformer Engine, have stand-ins, and so has what is imported
-on the way and never used. Ours are data, loss and learning rate.
+Bridge's megatron.bridge.training, configuration, global state and checkpoint manager are real. Its conversions of
+other people's models, which import Transformer Engine, have stand-ins, as do modules that are imported and never
+used. The data, the loss and the learning rate are ours.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def timers_running(loop):
 
 
 def find_bridge():
-    """The setup of a rank: from now on Bridge can be imported."""
+    """Make Bridge importable: the setup of a rank."""
     sys.meta_path[:0] = [BareBridge(), StandIns(STAND_INS, _make)]
 
 
@@ -68,7 +68,7 @@ def _make(module, name):
 
 
 class _Unusable(type):
-    """A class to inherit from and to look for, of which there is never an object."""
+    """A class to inherit from and to check for; it is never instantiated."""
 
     def __call__(cls, *ignored, **also_ignored):
         raise AssertionError(f"{cls.__name__} is a stand-in")
@@ -76,8 +76,8 @@ class _Unusable(type):
 
 @dataclass(frozen=True)
 class Fault:
-    """Where to raise Interrupted in a call: "data" or "loss", at a microbatch, counted over the call from 0;
-    "evaluation", where its data is asked for."""
+    """Where to raise Interrupted in a call: "data" or "loss", at a microbatch of the call, counted from 0; or
+    "evaluation", when its data is requested."""
 
     place: str
     index: int = 0
@@ -88,7 +88,7 @@ class BridgeLoop:
     """Bridge's train() and the global state around it, for one model, which must be built with ``hooks=False``.
 
     settings   more of Bridge's configuration: {"train.manual_gc": True}
-    losses     the mean loss per token of each step, as train() works it out
+    losses     the mean loss per token of each step, as train() computes it
     state      Bridge's GlobalState
     module     Bridge's module of train()
     """
@@ -113,11 +113,11 @@ class BridgeLoop:
 
     @property
     def steps(self):
-        """How many are done; the data of the next call begins there."""
+        """The number of steps done; the data of the next call begins there."""
         return self.state.train_state.step
 
     def train(self, steps=2, fault=None, module=None):
-        """Call train() for so many steps; their losses. `module` is where train() is taken from."""
+        """Call train() of `module` for `steps` steps, and return their losses."""
         from megatron.core.rerun_state_machine import RerunDataIterator
 
         first = len(self.losses)
@@ -145,7 +145,7 @@ class BridgeLoop:
             raise AssertionError("the call was not interrupted")
 
     def evaluate_each_step(self):
-        """On one batch."""
+        """Evaluate on one batch after each step."""
         cfg = self.state.cfg
         validation = getattr(cfg, "validation", cfg.train)  # to 0.3 among the settings for training
         validation.eval_interval, validation.eval_iters = 1, 1
@@ -189,7 +189,7 @@ class BridgeLoop:
 
     # ------------------------------------------------------------------------ what it runs in
     def _config(self):
-        """Bridge's configuration, with Megatron's own config for a model: what Bridge calls a provider is one."""
+        """Return Bridge's configuration. The model's is Megatron's own: what Bridge calls a provider is one."""
         module, model = importlib.import_module(f"{BRIDGE}.training.config"), self.model
         dp = importlib.import_module("megatron.core.parallel_state").get_data_parallel_world_size()
         provider = model.config
@@ -216,7 +216,7 @@ class BridgeLoop:
         return config
 
     def _set_up_core(self):
-        """What Bridge's setup does before train(): Megatron's globals, and the hooks on the model's config."""
+        """Make Megatron's globals, and the hooks on the model's config, as Bridge's setup does before train()."""
         microbatches = importlib.import_module("megatron.core.num_microbatches_calculator")
         microbatches.destroy_num_microbatches_calculator()
         train = self.state.cfg.train

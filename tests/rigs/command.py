@@ -1,4 +1,4 @@
-"""The command line in a process of its own."""
+"""The command line, run in a process of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def run(*arguments, path="", **environment):
-    """`python -m megapatch`, or `python -c` when the first argument says so, with `path` first on PYTHONPATH."""
+    """Run `python -m megapatch`, or `python -c` if that is the first argument, with `path` first on PYTHONPATH."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")}
     search = os.pathsep.join(filter(None, [str(path), known.get("PYTHONPATH", "")]))
     command = list(arguments) if arguments[:1] == ("-c",) else ["-m", "megapatch", *arguments]

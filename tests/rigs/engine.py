@@ -1,4 +1,4 @@
-"""Patches to test the engine with; not about any upstream."""
+"""Patches of modules made for a test, to test the engine with."""
 
 from __future__ import annotations
 

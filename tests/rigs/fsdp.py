@@ -1,4 +1,4 @@
-"""What tests of TrainStep on FSDP2 share: a tiny model, its data, and the steps in one process without it."""
+"""A tiny model on FSDP2, its data, and reference steps in one process without FSDP2, for tests of TrainStep."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ LEARNING_RATE, DECAY, GAMMA = 0.1, 0.01, 0.5
 
 
 class Interrupted(Exception):
-    """What tests raise in the middle of a pass."""
+    """Raised by tests in the middle of a pass."""
 
 
 class Tiny(nn.Module):
-    """Layers that are sharded one by one, and around them parameters of the root, one of a single element."""
+    """Layers that are sharded one by one, and parameters of the root, one of which has a single element."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def optimizers(model):
 
 
 def microbatches(step, rank, count):
-    """Inputs, targets and how much each element counts."""
+    """Return (inputs, targets, weight of each element) for each microbatch."""
     generator = torch.Generator().manual_seed(100 * step + 10 * rank)
     return [
         (
@@ -107,7 +107,7 @@ class Sharded:
         self.train_step = TrainStep(self.model, self.optimizer, self.scheduler if scheduler else None, **options)
 
     def pieces(self, step, cut):
-        """Of this rank, by call; a cut has the numbers of all ranks, by call."""
+        """Return this rank's microbatches, by call; a cut has the numbers of all ranks, by call."""
         batches = iter(microbatches(step, self.rank, sum(sizes[self.rank] for sizes in cut)))
         return [[next(batches) for _ in range(sizes[self.rank])] for sizes in cut]
 
@@ -115,7 +115,7 @@ class Sharded:
         return sum(int(counts.sum()) for _, _, counts in piece) if self.counting else None
 
     def calls(self, step, cut, function=None):
-        """The calls of an open step; their metrics."""
+        """Make the calls of an open step, and return their metrics."""
         return [
             self.train_step.forward_backward(
                 forward_step_func=function or forward_step(self.counting),
@@ -133,13 +133,13 @@ class Sharded:
             return self.train_step.finish()
 
     def state(self):
-        """Parameters and gradients, in whole. The optimizer's, which are sharded whatever the model is at."""
+        """Return full parameters and gradients. They are the optimizer's, which are always sharded."""
         parameters = dict(zip(self.names, self.optimizer.param_groups[0]["params"], strict=True))
         wholes = {name: (one.detach().full_tensor(), one.grad.full_tensor()) for name, one in parameters.items()}
         return {name: (one.clone(), gradient.clone()) for name, (one, gradient) in wholes.items()}
 
     def is_at_rest(self):
-        """Without gradients, and with parameters that are sharded."""
+        """Return whether there are no gradients and the parameters are sharded."""
         return all(isinstance(one, DTensor) and one.grad is None for one in self.model.parameters())
 
 
@@ -170,7 +170,7 @@ def reference(steps, cut, counting=False, max_grad_norm=None):
 
 
 def normalizer(step, cut, counting):
-    """Microbatches, or what was counted, of all ranks."""
+    """Return the number of microbatches, or the count, of all ranks."""
     numbers = [sum(sizes[rank] for sizes in cut) for rank in range(len(cut[0]))]
     if not counting:
         return sum(numbers)
@@ -182,7 +182,7 @@ def normalizer(step, cut, counting):
 
 
 def largest_difference(ours, theirs):
-    """Relative to the largest value of each parameter, and of each gradient."""
+    """Return the largest difference, relative to the largest value of each parameter and each gradient."""
     assert ours.keys() == theirs.keys()
     return max(
         float((one - other).abs().max() / other.abs().max().clamp(1e-30))

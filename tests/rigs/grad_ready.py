@@ -1,4 +1,4 @@
-"""Steps cut into calls, when their gradients are reduced, and what they come to with and without overlap."""
+"""Steps cut into calls: when their gradients are reduced, and their results with and without overlap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ needs_learning = pytest.mark.skipif(
 
 
 class Reduces:
-    """Counts the bucket groups that begin to reduce: before they are finished, and by being finished.
+    """Counts the bucket groups that begin to reduce before they are finished, and those that do so when finished.
 
     at_once: each is reduced before anything else happens, as a fast network has it. Otherwise what a pass adds
     later may still come in, by chance, and a reduce that is too early may come to the right numbers.
@@ -57,11 +57,11 @@ class Reduces:
 
 
 def finish_nothing(*args, **kwargs):
-    """As SkyRL's own function, which leaves it to the end of the step."""
+    """Do nothing, as SkyRL's own function, which finishes at the end of the step."""
 
 
 def one_step(model, step, kind, cut, at_once=False):
-    """Calls of the schedule, and the optimizer's step: gradient norm, gradients, when they were reduced."""
+    """Call the schedule, then step; return (gradient norm, gradients, when they were reduced)."""
     config = model.config
     finalize = config.finalize_model_grads_func
     for name, parameter in model.chunks[0].module.named_parameters():  # before zero_grad() ends the last step
@@ -89,7 +89,7 @@ def one_step(model, step, kind, cut, at_once=False):
 
 
 def run_case(kind, cuts, options, *expected, overlap=True, layers=2, at_once=False):
-    """The steps up to one that fails, what that one says, and parameters at the end."""
+    """Return the steps before the first that fails, that one's message, and the parameters at the end."""
     model = tiny_gpt(layers=layers, **options, **(GRADS if overlap else {}))
     if kind == "all count":
         model.config.no_sync_func = None
@@ -104,7 +104,7 @@ def run_case(kind, cuts, options, *expected, overlap=True, layers=2, at_once=Fal
 
 
 def assert_as_without_overlap(found, expected, options=()):
-    """With the distributed optimizer a rank has a part of the gradients."""
+    """Compare gradients, unless the optimizer is distributed (then a rank has a part of them), and parameters."""
     (steps, error, parameters), (expected_steps, _, expected_parameters) = found, expected
     assert error is None
     for (norm, gradients, _), (expected_norm, expected_gradients, _) in zip(steps, expected_steps, strict=True):

@@ -1,4 +1,4 @@
-"""What tests of Megatron's patches share: options of the tiny GPT, and the reference to compare with."""
+"""Options of the tiny GPT, reference runs, and probes, for tests of Megatron's patches."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ BOTH = {**ADAM, **GRADS, "overlap_param_gather": True, "use_distributed_optimize
 
 
 class Interrupted(Exception):
-    """What tests raise in the middle of Megatron's functions."""
+    """Raised by tests in the middle of Megatron's functions."""
 
 
 def plain_steps(rank, world_size, layout, options, steps):
-    """The reference: Megatron's pieces called by hand, without overlap. By step: (loss, parameters after it)."""
+    """Train by calling Megatron's pieces, without overlap: the reference. Return (loss, parameters) by step."""
     init_parallel(**layout)
     model = tiny_gpt(layers=4, **options)
     return [(model.train_step(step).loss, model.parameters()) for step in range(steps)]
@@ -53,7 +53,7 @@ def assert_same_parameters(parameters, expected):
 
 @contextlib.contextmanager
 def raising_half_way(model, microbatch):
-    """Raise when the second of four layers is differentiated: the gradients of later ones are under way."""
+    """Raise when the second of four layers is differentiated, with the gradients of later layers under way."""
     calls = iter(range(microbatch + 1))
 
     def hook(*ignored):
@@ -72,7 +72,7 @@ def hooks_of(config):
 
 
 class Gathers:
-    """Counts the parameter all-gathers that Megatron dispatches, one a bucket."""
+    """Counts the parameter all-gathers that Megatron dispatches, one per bucket."""
 
     def __init__(self):
         self.count = 0
@@ -91,7 +91,7 @@ class Gathers:
 
 
 class Log(logging.Handler):
-    """Keeps what megapatch says in this process."""
+    """Keeps what megapatch logs in this process."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ def rerun():
 
 
 def new_machine(mode="VALIDATE_RESULTS"):
-    """A new rerun state machine, in place of the one that there is."""
+    """Replace the rerun state machine by a new one, and return it."""
     rerun().destroy_rerun_state_machine()
     rerun().initialize_rerun_state_machine(mode=rerun().RerunMode[mode])
     return rerun().get_rerun_state_machine()
@@ -122,7 +122,7 @@ def rerun_data(rank):
 
 
 def iterate(machine, data, faulty=False):
-    """One iteration of two microbatches, as train_step() has it; what the machine then wants, and its state.
+    """Run one iteration of two microbatches, as train_step() does; return the machine's answer and its state.
 
     faulty   the results are NaN; validated from a machine's second iteration on
     """
@@ -135,15 +135,15 @@ def iterate(machine, data, faulty=False):
 
 
 def quick_writer():
-    """Let the writer of checkpoints collect its results in a process forked from this one. Megatron's own way is
-    a new process, which first imports all of Megatron, for seconds."""
+    """Let the writer of checkpoints collect its results in a process forked from this one. Megatron starts a new
+    process, which takes seconds to import all of Megatron."""
     module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     assert hasattr(module, "_results_queue")
     module._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def attempt(function, *args, **kwargs):
-    """(None, result), or the error's name and text. torch's CheckpointException is no Exception."""
+    """Return (None, result), or the error's name and text. torch's CheckpointException is not an Exception."""
     try:
         return None, function(*args, **kwargs)
     except KeyboardInterrupt:

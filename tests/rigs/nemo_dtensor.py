@@ -1,17 +1,16 @@
 """NeMo-RL's DTensor policy workers around a tiny causal language model: their own methods, at 2 ranks on CPU.
 
-Real are the workers, NeMo-RL's losses and data, and how the first worker shards a model (FSDP2). The second one
-trains with NeMo Automodel: AUTOMODEL_CHECKOUT is the folder of a checkout, or else that of the submodule in
-NeMo-RL's own. Of Automodel what train() calls is real, and its meshes; what makes and saves models has
-stand-ins, as have accelerate and what rigs.nemo_rl names (Hugging Face's models). Ours are the model, which takes
-packed sequences without flash attention, and what the worker's __init__ would have made. Without a checkout of
-NeMo-RL there is our imitation of the first worker, and FSDP2 is real.
+The workers, NeMo-RL's losses and data, and the way that the first worker shards a model (FSDP2) are real. The
+second worker trains with NeMo Automodel, of the checkout in AUTOMODEL_CHECKOUT or else of the submodule in
+NeMo-RL's own. Automodel's functions that train() calls are real, and so are its meshes; those that make and save
+models have stand-ins, as do accelerate and the packages that rigs.nemo_rl names (Hugging Face's models). The
+model, which takes packed sequences without flash attention, is ours, and so are the attributes that the worker's
+__init__ would have set. Without a checkout of NeMo-RL the first worker is our imitation, and FSDP2 is real.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -23,15 +22,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from rigs import nemo_rl_steps
 from rigs.nemo_rl import CHECKOUT, LENGTH, VOCABULARY, find_nemo_rl
 from rigs.skyrl import Anything
 from rigs.stand_ins import StandIns
+from rigs.variables import folder_in
 
 FIRST = "dtensor_policy_worker"
 SECOND = "dtensor_policy_worker_v2"
 CLASSES = {FIRST: "DTensorPolicyWorkerImpl", SECOND: "DTensorPolicyWorkerV2Impl"}
 AUTOMODEL = Path(
-    os.environ.get("AUTOMODEL_CHECKOUT") or Path(CHECKOUT or "") / "3rdparty/Automodel-workspace/Automodel"
+    folder_in("AUTOMODEL_CHECKOUT") or Path(CHECKOUT or "") / "3rdparty/Automodel-workspace/Automodel"
 )
 WORKERS = [FIRST, SECOND] if CHECKOUT and (AUTOMODEL / "nemo_automodel").is_dir() else [FIRST]
 # Of Automodel: for setting up and saving models.
@@ -43,10 +44,16 @@ AUTOMODEL_STAND_INS = (
     "nemo_automodel.components.moe",
 )
 HIDDEN = 8
+SLICES = {  # those where all ranks have as many samples, and those where they do not
+    **nemo_rl_steps.SLICES,
+    "ranks apart": ((2, 6), (6, 2)),
+    "odd": ((3, 5), (1, 1), (4, 2)),
+}
+CONSTANT = ("lr", "global_valid_seqs", "global_valid_toks")
 
 
 def find_workers():
-    """The setup of a rank."""
+    """Make the workers importable: the setup of a rank."""
     find_nemo_rl()
     if not CHECKOUT:
         return
@@ -61,7 +68,7 @@ def _make(module, name):
 
 
 def _bare_automodel():
-    """Its packages without their __init__s, which import models and data sets."""
+    """Make Automodel's packages importable without their __init__s, which import models and data sets."""
     for name in ("", ".components", ".components.distributed", ".components.models", ".components.models.common"):
         package = ModuleType(f"nemo_automodel{name}")
         package.__path__ = [str(AUTOMODEL / package.__name__.replace(".", "/"))]
@@ -90,11 +97,11 @@ class Block(nn.Module):
 
 
 class Interrupted(Exception):
-    """What tests raise."""
+    """Raised by tests."""
 
 
 class CausalLM(nn.Module):
-    """As Hugging Face's: ``model.layers``, a config, and an output that has logits."""
+    """A model like Hugging Face's: ``model.layers``, a config, and an output that has logits."""
 
     def __init__(self):
         super().__init__()
@@ -114,7 +121,7 @@ class CausalLM(nn.Module):
 
 
 def worker_for(worker, optimizer="sgd", max_grad_norm=0.05, settings=None, cp=1, tp=1):
-    """A worker as its __init__ leaves it; its meshes have all ranks."""
+    """Return a worker as its __init__ leaves it; its meshes span all ranks."""
     module = module_of(worker)
     made = object.__new__(getattr(module, CLASSES[worker]))
     off = {"enabled": False}
@@ -144,7 +151,7 @@ def worker_for(worker, optimizer="sgd", max_grad_norm=0.05, settings=None, cp=1,
 
 
 def _shard(made, cp, tp):
-    """The meshes, by name as there, and the model on them."""
+    """Set the meshes, under the worker's own names, and the model on them."""
     made.cp_size, made.tp_size = cp, tp
     made.dp_size = torch.distributed.get_world_size() // (cp * tp)
     make_mesh = _automodel_mesh if "V2" in type(made).__name__ else _mesh
@@ -171,7 +178,7 @@ def _mesh(dp, cp, tp):
 
 
 def _automodel_mesh(dp, cp, tp):
-    """Automodel's own, and what it shards models over."""
+    """Return Automodel's own meshes, and the one that it shards models over."""
     utils = importlib.import_module("nemo_automodel.components.distributed.mesh_utils")
     config = importlib.import_module("nemo_automodel.components.distributed.config").FSDP2Config(backend="gloo")
     sizes = {"dp_replicate_size": 1, "tp_size": tp, "pp_size": 1, "cp_size": cp, "ep_size": 1}
@@ -188,12 +195,12 @@ def _optimizer(name, model):
 
 
 def parameters(worker):
-    """In whole."""
+    """Return the full parameters by name."""
     return {name: one.detach().full_tensor().clone() for name, one in worker.model.named_parameters()}
 
 
 def in_bins(data, kind, tokens):
-    """As the driver hands data to one rank, in bins of so many tokens."""
+    """Return data as the driver gives it to one rank, in bins of `tokens` tokens."""
     arguments = {
         "max_tokens_per_microbatch": tokens,
         "input_key": "input_ids",
@@ -205,3 +212,22 @@ def in_bins(data, kind, tokens):
         more = {"algorithm": "modified_first_fit_decreasing", "sequence_length_pad_multiple": 1}
         (found,), _ = data.shard_by_batch_size(1, sequence_packing_args={**arguments, **more})
     return found
+
+
+def trained(worker, loss, take_step):
+    return nemo_rl_steps.trained(worker, lambda: parameters(worker), loss, take_step)
+
+
+def differences(got, expected, without=()):
+    """Return `nemo_rl_steps.differences` of runs that must report the same names, and one loss a step."""
+    for ours, theirs in zip(got[0], expected[0], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert len(ours["global_loss"]) == len(theirs["global_loss"]) == 1
+    found = nemo_rl_steps.differences(got, expected, without, CONSTANT)
+    del found["keys"]
+    return found
+
+
+def assert_close(ranks, *case):
+    for found in ranks:
+        assert {name: value for name, value in found[case].items() if value > 1e-5} == {}

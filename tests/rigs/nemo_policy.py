@@ -1,9 +1,9 @@
-"""NeMo-RL's policies, driver's side, with real workers around a tiny GPT.
+"""NeMo-RL's policies, on the driver's side, with real workers around a tiny GPT.
 
-Every rank runs the driver's program, and is one of its workers. Real are Policy, TQPolicy, RayWorkerGroup and the
-data plane with its in-memory client; Ray has a stand-in: a call runs in the rank of the worker that it is for, and
-`ray.get` has all ranks tell each other. So the ranks' programs must wait in the same order. Without a checkout
-there is our imitation of NeMo-RL, which has no data plane.
+Every rank runs the driver's program and is one of its workers. Policy, TQPolicy, RayWorkerGroup and the data plane
+with its in-memory client are real. Ray has a stand-in: a call runs in the rank of its worker, and `ray.get`
+exchanges the answers between all ranks, so that the ranks' programs must wait in the same order. Without a
+checkout NeMo-RL is our imitation, which has no data plane.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTITION = "train"
 
 
 class Table(dict):
-    """tensordict.TensorDict, as far as NeMo-RL's data plane wants it."""
+    """The part of tensordict.TensorDict that NeMo-RL's data plane uses."""
 
     def __init__(self, columns, batch_size=None):
         super().__init__(columns)
@@ -45,7 +45,7 @@ class Table(dict):
 
 
 def find_policies():
-    """The setup of a rank: that of rigs.nemo_rl, and Ray within this process."""
+    """Make the policies importable, with Ray within this process: the setup of a rank."""
     find_nemo_rl()
     if CHECKOUT:
         importlib.import_module("tensordict").TensorDict = Table
@@ -56,9 +56,9 @@ def find_policies():
 
 
 def policy_for(model, name="Policy", settings=None):
-    """A Policy or TQPolicy as its __init__ leaves it; this rank's worker is `policy.worker_group.mine`.
+    """Return a Policy or TQPolicy as its __init__ leaves it; this rank's worker is `policy.worker_group.mine`.
 
-    settings: more of the policy's configuration, section by section.
+    settings   more of the policy's configuration, section by section
     """
     from megatron.core import parallel_state
 
@@ -86,12 +86,12 @@ def policy_for(model, name="Policy", settings=None):
 
 
 def samples(policy, step, size):
-    """Those of all data-parallel ranks, `size` of each."""
+    """Return the samples of all data-parallel ranks, `size` of each."""
     return batch(step, size * policy.sharding_annotations.get_axis_size("data_parallel"), rank=0)
 
 
 def put(policy, data):
-    """The meta of samples that are in the data plane from now on."""
+    """Put samples into the data plane, and return their meta."""
     policy.prepare_step(data.size)
     column_io = importlib.import_module("nemo_rl.data_plane.column_io")
     names = [f"sample {index}" for index in range(data.size)]
@@ -112,7 +112,7 @@ def whole(policy, data):
 
 
 def in_slices(sizes, between=lambda policy: None):
-    """Slices of as many samples of a rank; `between` happens to the policy before each but the first."""
+    """Return a function that takes a step in slices; `between` is called before each but the first."""
 
     def split(policy, data):
         policy.begin_train_step(loss(), gbs=data.size)
@@ -149,7 +149,7 @@ class Worker:
 
 
 class Call:
-    """What the worker says, (None, error) if it raises; None where it is another rank's."""
+    """A call of a worker: (result, None), or (None, error) if it raised; None for another rank's worker."""
 
     def __init__(self, handle, method, kwargs):
         handle.calls.append((method, kwargs))

@@ -1,16 +1,15 @@
 """NeMo-RL's policy worker for Megatron around a tiny GPT: its own methods and losses, on CPU.
 
-Where NEMO_RL_CHECKOUT is the folder of a checkout (it is not on PyPI), real are NeMo-RL, megatron-core, and of
-Megatron-Bridge what NeMo-RL trains with; Bridge's conversions of other people's models have stand-ins, and so has
-what NeMo-RL imports and the worker's training does not use: tokenizers, inference engines, loggers. Else there is
-our imitation of NeMo-RL, and megatron-core alone is real. Ours are in either case the model, the data and what the
-worker's __init__ would have made.
+With the folder of a checkout in NEMO_RL_CHECKOUT (NeMo-RL is not on PyPI), NeMo-RL, megatron-core and the part of
+Megatron-Bridge that NeMo-RL trains with are real. Bridge's conversions of other people's models have stand-ins, as
+do the packages that NeMo-RL imports and the worker's training does not use: tokenizers, inference engines,
+loggers. Otherwise NeMo-RL is our imitation, and only megatron-core is real. In either case the model, the data and
+the attributes that the worker's __init__ would have set are ours.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,9 @@ import pytest
 import torch
 
 from rigs.stand_ins import BRIDGE, Anything, BareBridge, StandIns
+from rigs.variables import folder_in
 
-CHECKOUT = os.environ.get("NEMO_RL_CHECKOUT")
+CHECKOUT = folder_in("NEMO_RL_CHECKOUT")
 IMITATIONS = Path(__file__).parent.parent / "imitations"
 needs_nemo_rl = pytest.mark.skipif(not CHECKOUT, reason="NEMO_RL_CHECKOUT is not set")
 WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
@@ -63,12 +63,12 @@ GPT = {
 
 
 def has_own_split_step(shape):
-    """As on main; in releases the patch adds it."""
+    """Return whether NeMo-RL has the step in slices itself, as main does; in releases the patch adds it."""
     return "def begin_train_step" in _worker_source() if CHECKOUT else shape == "main"
 
 
 def find_nemo_rl(real=()):
-    """The setup of a rank: from now on NeMo-RL can be imported; what is `real`, without stand-ins."""
+    """Make NeMo-RL importable, with the packages in `real` not replaced by stand-ins: the setup of a rank."""
     sys.path.insert(0, CHECKOUT or str(IMITATIONS))
     if CHECKOUT:
         _stand_in(real)
@@ -87,7 +87,7 @@ def _worker_source():
 
 
 def _name_both_fsdps():
-    """NeMo-RL after 0.7 imports these from Megatron, and asks whether a model is one; no wheel has them yet."""
+    """Define classes that NeMo-RL after 0.7 imports from Megatron for isinstance checks; no wheel has them yet."""
     names = ("FullyShardedDataParallelV1", "FullyShardedDataParallelV2")
     if names[0] in _worker_source():
         adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
@@ -96,7 +96,7 @@ def _name_both_fsdps():
 
 
 def worker_for(model, settings=None):
-    """A worker as its __init__ leaves it, around a model made with GPT's options.
+    """Return a worker as its __init__ leaves it, around a model made with GPT's options.
 
     settings   more of the policy's configuration, section by section: {"megatron_cfg": {"force_...": True}}
     """
@@ -129,9 +129,9 @@ def worker_for(model, settings=None):
 
 
 def batch(step, size, rank=None):
-    """The samples of a step that are this data parallel rank's (or another's), in NeMo-RL's own dictionary.
+    """Return this data-parallel rank's samples of a step (or another rank's), in NeMo-RL's own dictionary.
 
-    They differ in how many tokens count, as steps do, and of every five samples one does not count at all.
+    The number of tokens that count differs between samples and between steps; one sample in five does not count.
     """
     from megatron.core import parallel_state
 
@@ -142,13 +142,13 @@ def batch(step, size, rank=None):
 
 
 def nll_loss():
-    """NeMo-RL's own, by tokens."""
+    """Return NeMo-RL's own loss, by tokens."""
     return _losses().NLLLossFn()
 
 
 def policy_gradient_loss(**settings):
-    """NeMo-RL's own clipped one, by tokens, with a penalty for leaving the reference and corrected for sampling
-    (truncated: token by token). With ``token_level_loss=False`` by sequences."""
+    """Return NeMo-RL's own clipped loss, by tokens, with a penalty for leaving the reference and a correction for
+    sampling (truncated token by token); by sequences with ``token_level_loss=False``."""
     values = {
         "reference_policy_kl_penalty": 0.1,
         "reference_policy_kl_type": "k3",
@@ -225,7 +225,7 @@ def _settings(ddp):
 
 
 def _scheduler(optimizer):
-    """Megatron's own; it warms up over more samples than a test has, so that rate and decay change each step."""
+    """Return Megatron's scheduler. No test gets past its warm-up, so that rate and decay change each step."""
     module = importlib.import_module("megatron.core.optimizer_param_scheduler")
     rate = optimizer.param_groups[0]["lr"]
     return module.OptimizerParamScheduler(
@@ -244,8 +244,8 @@ def _scheduler(optimizer):
 
 
 def _state(model):
-    """Bridge's GlobalState. Its configuration has the sections that the worker reads, and Megatron's own config
-    for a model: what Bridge calls a provider is one."""
+    """Return Bridge's GlobalState. Its configuration has the sections that the worker reads; the model section is
+    Megatron's own config: what Bridge calls a provider is one."""
     settings = SimpleNamespace(
         model=model.config,
         ddp=model.ddp_config,
@@ -263,7 +263,7 @@ def _state(model):
 
 
 def _finish_setup(worker):
-    """NeMo-RL's last step of a worker's setup, which makes the hooks on the model's config."""
+    """Call NeMo-RL's last function of a worker's setup, which makes the hooks on the model's config."""
     from megatron.core import parallel_state
 
     setup = importlib.import_module("nemo_rl.models.megatron.setup")

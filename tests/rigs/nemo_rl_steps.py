@@ -1,4 +1,4 @@
-"""Steps of NeMo-RL's worker, whole and in slices, and how far two runs of them differ."""
+"""Steps of NeMo-RL's workers, whole and in slices, and how far two runs of them differ."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from rigs.megatron import ADAM, BOTH, GRADS
 from rigs.nemo_rl import GPT, batch, nll_loss, policy_gradient_loss, worker_for
 
 STEPS, SIZE = 2, 8  # steps, and samples of a rank in each; two a microbatch
+# Samples of a rank in each slice; or a tuple of them, by rank.
 SLICES = {"one": (8,), "two": (4, 4), "four": (2, 2, 2, 2), "uneven": (2, 6)}
 LAYOUTS = {
     "dp2": ({}, {}),
@@ -30,56 +31,86 @@ LOSSES = {
 SPLIT_KEYS = {"global_loss", "rank", "gpu_name", "model_dtype", "all_mb_metrics", "grad_norm"}
 
 
+def samples(worker, step):
+    """Return the step's samples of the worker's data-parallel rank."""
+    rank = worker.dp_mesh.get_local_rank() if hasattr(worker, "dp_mesh") else None  # a DTensor worker's
+    return batch(step, SIZE, rank)
+
+
+def slices(worker, step, sizes):
+    data, at = samples(worker, step), 0
+    for size in sizes:
+        size = size[worker.rank] if isinstance(size, tuple) else size
+        yield data.slice(at, at + size)
+        at += size
+
+
 def whole(worker, step, loss):
-    return worker.train(batch(step, SIZE), loss, gbs=SIZE * worker.dp_size)
+    return worker.train(samples(worker, step), loss, gbs=SIZE * worker.dp_size)
 
 
-def in_slices(sizes):
+def in_slices(sizes, prepare=lambda data: data, between=lambda worker: None):
+    """Return a function that takes a step in slices; `between` is called with the worker after each."""
+
     def split(worker, step, loss):
-        data, at = batch(step, SIZE), 0
         worker.begin_train_step(loss, gbs=SIZE * worker.dp_size)
-        for size in sizes:
-            assert worker.train_microbatch(data.slice(at, at + size)) is None
-            at += size
+        for data in slices(worker, step, sizes):
+            assert worker.train_microbatch(prepare(data)) is None
+            between(worker)
         return worker.finish_train_step()
 
     return split
 
 
-def trained(options, loss, take_step, before=lambda worker: None):
-    """By step what is told, and the parameters in the end; `before` happens to the worker first."""
+def trained(worker, parameters, loss, take_step):
+    """Return the reports of the steps, and `parameters()` in the end."""
+    return [take_step(worker, step, LOSSES[loss]()) for step in range(STEPS)], parameters()
+
+
+def trained_gpt(options, loss, take_step, before=lambda worker: None):
+    """Return what `trained` does of Megatron's worker around a tiny GPT; call `before` with the worker first."""
     model = tiny_gpt(**GPT, **options)
     worker = worker_for(model)
     config = dict(vars(model.config))
     before(worker)
-    told = [take_step(worker, step, LOSSES[loss]()) for step in range(STEPS)]
-    model.gather_parameters()
+
+    def parameters():
+        model.gather_parameters()
+        return model.parameters()
+
+    found = trained(worker, parameters, loss, take_step)
     if take_step is not whole:
         changed = {name for name, value in vars(model.config).items() if config.get(name) != value}
         assert changed <= {"param_sync_func"}  # by the first step, from v0.7.0 on, as in train()
-    return told, model.parameters()
+    return found
 
 
-def differences(got, expected):
-    """By what is told, and "parameters": the largest relative difference; "keys": what is told."""
+def differences(got, expected, without=(), constant=()):
+    """Return the largest relative difference by reported name, "parameters" among them, and the names as "keys".
+
+    without    names that are not compared
+    constant   metrics that must have one value in all microbatches
+    """
     (steps, parameters), (expected_steps, expected_parameters) = got, expected
     found = {"keys": set(steps[0]), "parameters": 0.0}
     for name, value in expected_parameters.items():
         largest = float((parameters[name] - value).abs().max() / value.abs().max())
         found["parameters"] = max(found["parameters"], largest)
     for ours, theirs in zip(steps, expected_steps, strict=True):
-        ours, theirs = summary(ours), summary(theirs)
+        ours, theirs = summary(ours, constant), summary(theirs, constant)
         assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            difference = abs(ours[name] - value) / max(abs(value), 1e-6)
+        for name in theirs.keys() - set(without):
+            difference = abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-6)
             found[name] = max(found.get(name, 0.0), difference)
     return found
 
 
-def summary(told):
+def summary(told, constant=()):
     found = {"global_loss": float(told["global_loss"].sum()), "grad_norm": float(told["grad_norm"])}
     for name, values in told["all_mb_metrics"].items():
-        values = [float(value) for value in values]
-        combine = min if "_min" in name else max if "_max" in name else math.fsum
-        found[name] = combine(values)
+        if name in constant:
+            (found[name],) = set(values)
+        else:
+            combine = min if "_min" in name else max if "_max" in name else math.fsum
+            found[name] = combine(float(value) for value in values)
     return found

@@ -13,7 +13,7 @@ SETTINGS = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 10
 
 @contextlib.contextmanager
 def ray_with(hook=None, **settings):
-    """A Ray of our own, whose workers run this hook."""
+    """Start a Ray whose workers run this hook."""
     import ray
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -27,7 +27,7 @@ def ray_with(hook=None, **settings):
 
 @contextlib.contextmanager
 def cluster():
-    """A Ray to which a driver can connect several times, as a job each time: less than a second, not eight."""
+    """Start a Ray to which a driver can connect as several jobs, each in less than a second rather than eight."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
@@ -41,7 +41,7 @@ def cluster():
 
 @contextlib.contextmanager
 def job(how=None, **options):
-    """A job in it: connected by `ray.init(**options)`, or by calling `how`."""
+    """Connect as a job, by `ray.init(**options)` or by calling `how`."""
     import ray
 
     (how or ray.init)(**options)
@@ -52,5 +52,5 @@ def job(how=None, **options):
 
 
 def note_order():
-    """A hook: says in the environment whether megapatch was there before."""
+    """Record in the environment whether megapatch was imported before this hook."""
     os.environ["HOOK_FOUND"] = "megapatch" if "megapatch" in sys.modules else "nothing"

@@ -1,4 +1,4 @@
-"""A project whose targets a third party patches, and processes with and below `megapatch run`."""
+"""A project whose targets a third party patches, and processes started with and below `megapatch run`."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ if __name__ == "__main__":
 
 
 def environment(*folders, **more):
-    """This process's, with `folders` first on PYTHONPATH; an empty part would mean the working directory."""
+    """Return the environment with `folders` first on PYTHONPATH. An empty part would be the working directory."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")}
     path = [*map(str, folders), *filter(None, known.get("PYTHONPATH", "").split(os.pathsep))]
     return {**known, "PYTHONPATH": os.pathsep.join(path), **more}
 
 
 def below(*folders, **more):
-    """The environment of what `megapatch run` starts."""
+    """Return the environment of a process that `megapatch run` starts."""
     return launch.reaching(environment(*folders, **more), {"greeter", "greeter2"})
 
 

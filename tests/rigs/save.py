@@ -1,4 +1,4 @@
-"""Saves of one strategy by the real dist_checkpointing, and what planning each of them took."""
+"""Saves of one strategy by the real dist_checkpointing, and the calls that planning each of them took."""
 
 from __future__ import annotations
 
@@ -20,11 +20,22 @@ from rigs.megatron import attempt, quick_writer
 CALLS = Counter()
 """What has been called, of what `prepare` counts."""
 
+# What is saved, by the names of its parts; `tree` says what these are.
+BASE = {"weights": {}, "shared": {"replicated": True}, "state": {"object": True}}
+STATE_ON_ONE = {**BASE, "new": {"object": True, "on": 1}}
+TENSOR_ON_ONE = {**BASE, "new": {"on": 1}}
+SHARED = {**BASE, "new": {"replicated": True}}
+MORE = {**BASE, "new": {}}
+
+# What planning calls on a rank.
+LOCAL = {"create_local_plan": 1}
+DISTRIBUTED = {"determine_main_replica_uniform_distribution": 1}
+
 _steps = itertools.count(1)
 
 
 class Saves:
-    """Each is another step, in a directory of its own. What is saved is told by parts, as `tree` knows them."""
+    """Saves of one strategy, each a step of its own in a directory of its own. Parts are those of `tree`."""
 
     def __init__(self, rank, folder, parallel=False):
         self.rank, self.folder = rank, folder
@@ -36,7 +47,7 @@ class Saves:
             self.strategy = wrapper(self.base, None, do_cache_distribution=True)
 
     def plan(self, parts, at_once=False):
-        """A save that is not written yet, unless it is to be at once."""
+        """Plan a save, and write it only if `at_once`."""
         from megatron.core import dist_checkpointing
 
         step = next(_steps)
@@ -51,14 +62,14 @@ class Saves:
         return SimpleNamespace(path=path, step=step, parts=parts, request=request)
 
     def plan_often(self, parts, times=3):
-        """Until the plan is validated; what planning that took."""
+        """Plan until the plan is validated; return the calls that it took."""
         CALLS.clear()
         for _ in range(times):
             self.plan(parts)
         return dict(CALLS)
 
     def save(self, parts):
-        """Save and load again. The error or what is missing, in words, or None; and what planning it took."""
+        """Save and load; return the error or difference in words, or None, and the calls that planning took."""
         CALLS.clear()
         error, planned = attempt(self.plan, parts)
         calls = dict(CALLS)
@@ -68,11 +79,11 @@ class Saves:
         return self.load(planned), calls
 
     def change(self, before, after, saves=2):
-        """Three saves of the one, then some of the other."""
+        """Plan `before` three times, then save `after` `saves` times."""
         return self.plan_often(before), *[self.save(after) for _ in range(saves)]
 
     def load(self, planned):
-        """What the checkpoint lacks, in words, or None."""
+        """Return what the checkpoint lacks, in words, or None."""
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
@@ -92,7 +103,7 @@ class Saves:
 
 
 def metadata(path, name=None):
-    """All of them, or a tensor's dtype by them."""
+    """Return the checkpoint's metadata, or a tensor's dtype in it."""
     found = FileSystemReader(path).read_metadata()
     return found if name is None else found.state_dict_metadata[name].properties.dtype
 
@@ -102,13 +113,13 @@ def strategies(name):
 
 
 def tree(rank, parts, step):
-    """A rank's state dict. By name, a part says what makes it other than a tensor of which each rank has half.
+    """Return a rank's state dict. A part is a tensor of which each rank has half, except as its entry says.
 
     object      an object of each rank
-    on          a part that this rank alone has
-    replicated  a tensor of both ranks; `main` is the one to save it
+    on          the only rank that has this part
+    replicated  a tensor of both ranks; rank `main` saves it
     swapped     the ranks have each other's half
-    size, dtype of what a rank has
+    size, dtype of a rank's part
     """
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
@@ -133,7 +144,7 @@ def tree(rank, parts, step):
 
 
 def count(owner, name):
-    """Count the calls of something in CALLS, from now on."""
+    """Count the calls of a function of `owner` in CALLS from now on."""
     original = getattr(owner, name)
 
     def counted(*args, **kwargs):
@@ -155,5 +166,11 @@ def prepare():
 
 
 def minor():
-    """Of Megatron's version, which all start with 0."""
+    """Return the minor version of Megatron, whose major version is 0."""
     return int(version_of("megatron-core", "megatron.core").split(".")[1])
+
+
+def planning(rank, again=0, collectives=0, **calls):
+    """Return the calls expected on a rank: only the coordinator makes a global plan, `again` times."""
+    counted = {"create_global_plan": again if rank == 0 else 0, "all_reduce": collectives, **calls}
+    return {name: times for name, times in counted.items() if times}

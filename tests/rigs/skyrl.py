@@ -1,7 +1,7 @@
-"""The releases of SkyRL that are here. Each is loaded in processes of its own: their code has the same names.
+"""The releases of SkyRL in SKYRL_RELEASES, and the checkout in SKYRL_CHECKOUT.
 
-SKYRL_RELEASES is a folder of folders, into each of which one wheel was installed; SKYRL_CHECKOUT is the folder of
-a checkout. What has no part in what is tested has stand-ins: inference engines, web servers, datasets, Ray.
+Each is loaded in processes of its own, since their code has the same names. Packages that play no part in the
+tests have stand-ins: inference engines, web servers, datasets, Ray.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 from megapatch import report
 from megapatch.testing import run_ranks
 from rigs.stand_ins import Anything, StandIns
+from rigs.variables import folder_in
 
 STAND_INS = (
     "aiohttp",
@@ -53,7 +54,7 @@ STAND_INS = (
 
 @dataclass(frozen=True)
 class Release:
-    """One of SkyRL's; `backend` is the package of what drives Megatron and engines, `trainer` that of trainers."""
+    """A release; `backend` is the package that drives Megatron and engines, `trainer` that of the trainers."""
 
     name: str
     folder: str
@@ -64,7 +65,7 @@ class Release:
 
     @property
     def old(self):
-        """Whether it is from before the package was renamed."""
+        """Whether it is older than the renaming of the package."""
         return (Path(self.folder) / "skyrl_train").is_dir()
 
     @property
@@ -83,12 +84,12 @@ class Release:
         return all(self.file(name).exists() for name in names)
 
     def module_of(self, modules):
-        """Import that of a patch's modules which is of this package, old or new."""
+        """Import the one of a patch's modules that is of this package, old or new."""
         (name,) = (name for name in modules if name.startswith("skyrl_train." if self.old else "skyrl."))
         return importlib.import_module(name)
 
     def wrapped(self, chunks, optimizer=None):
-        """SkyRL's MegatronModelWrapper around these; what it is told about training has no part in its tests."""
+        """Return SkyRL's MegatronModelWrapper around these, with the settings that its tests need."""
         module = importlib.import_module(f"{self.backend}.workers.megatron.megatron_model_wrapper")
         settings = SimpleNamespace(use_sample_packing=False, remove_microbatch_padding=False)
         settings.trainer = settings
@@ -99,22 +100,18 @@ class Release:
         )
 
     def ranks(self, function, world_size, *args, env=None, **options):
-        """As run_ranks, in processes that find this release."""
+        """Call run_ranks in processes that find this release."""
         env = {**(env or {}), "SKYRL_RELEASE": self.folder}
         return run_ranks(function, world_size, *args, setup=find_skyrl, env=env, **options)
 
 
 def _releases():
     found = {}
-    if wheels := os.environ.get("SKYRL_RELEASES"):
+    if wheels := folder_in("SKYRL_RELEASES"):
         found.update({path.name: path for path in sorted(Path(wheels).iterdir())})
-    if checkout := os.environ.get("SKYRL_CHECKOUT"):
+    if checkout := folder_in("SKYRL_CHECKOUT"):
         places = [Path(checkout) / place for place in (".", "skyrl-train", "skyrl")]
-        found["checkout"] = next((place for place in places if Release("", str(place)).there), None)
-        if found["checkout"] is None:
-            raise FileNotFoundError(
-                f"SKYRL_CHECKOUT: expected a folder with a checkout of SkyRL, found {checkout!r}"
-            )
+        found["checkout"] = next(place for place in places if Release("", str(place)).there)
     return [Release(name, str(path)) for name, path in found.items()]
 
 
@@ -123,7 +120,7 @@ needs_skyrl = pytest.mark.skipif(not RELEASES, reason="neither SKYRL_RELEASES no
 
 
 def has_correctness_fixes(release):
-    """Whether SkyRL's PR 1212 is in it, by the text of its files, which no diagnosis looks at."""
+    """Return whether it has SkyRL's PR 1212, by the text of its files, which no diagnosis looks at."""
     return "grad_scale_func" in release.file("workers/megatron/megatron_model_wrapper").read_text()
 
 
@@ -133,8 +130,7 @@ def status_of(name):
 
 
 def find_skyrl(real=()):
-    """The setup of a rank: from now on the release in SKYRL_RELEASE can be imported; what is `real`, without
-    stand-ins."""
+    """Make the release in SKYRL_RELEASE importable: the setup of a rank. Packages in `real` get no stand-ins."""
     sys.path.insert(0, os.environ["SKYRL_RELEASE"])
     sys.meta_path.insert(0, StandIns(set(STAND_INS) - set(real), lambda module, name: Anything(name, (), {})))
     if sys.version_info < (3, 12):  # pydantic insists, where SkyRL says that 3.11 is good enough

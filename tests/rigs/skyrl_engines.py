@@ -1,6 +1,6 @@
-"""What SkyRL's own client, dispatch and trainer have at their edges: engines, and a broadcast of weights to them.
+"""Engines, and a broadcast of weights to them, around SkyRL's own client, dispatch and trainer.
 
-An engine serves one request all the time. What weights a request was computed with is what these tests are about.
+An engine serves one request all the time. The tests ask which weights a request was computed with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BroadcastFailed(Exception): ...
 
 
 class EngineThatCannot:
-    """It has no way to stop serving. Its weights come in two parts."""
+    """An engine that cannot stop serving. Its weights come in two parts."""
 
     def __init__(self, failing=None):
         self.failing, self.serving = failing, True
@@ -43,7 +43,7 @@ class EngineThatCannot:
         self.calls.append(f"wake up {tags}")
 
     def step(self, client):
-        """Compute a token for the request, unless it is held back."""
+        """Compute a token for the request unless it is held back."""
         event = getattr(client, "generation_paused_event", None)
         if event is not None and not event.is_set():
             self.serving = True
@@ -52,7 +52,10 @@ class EngineThatCannot:
 
 
 class Engine(EngineThatCannot):
-    """failing: what it raises when it is to stop serving."""
+    """An engine that can stop serving.
+
+    failing   raised when it is asked to
+    """
 
     async def abort_generation(self):  # up to skyrl 0.1.0; the client itself holds requests back until it resumes
         await self._stop("abort")
@@ -69,7 +72,7 @@ class Engine(EngineThatCannot):
 
 
 class Engines(list):
-    """Some of them, the real client of a release, and broadcasts that may fail after the first part."""
+    """Engines, the real client of a release, and broadcasts that may fail after the first part."""
 
     def __init__(self, release, *failing, grace=0, make=Engine):
         super().__init__(make(error) for error in (failing or (None, None)))
@@ -91,7 +94,7 @@ class Engines(list):
 
     @property
     def marked(self):
-        """Whether the client has the mark of being paused; None where there is no such mark."""
+        """Whether the client is marked as paused; None if clients have no such mark."""
         event = getattr(self.client, "generation_paused_event", None)
         return None if event is None else event.is_set()
 
@@ -102,7 +105,7 @@ class Engines(list):
         return [engine.serving for engine in self]
 
     def broadcast(self):
-        """All at once, as ray.get() waits for it."""
+        """Broadcast at once, as ray.get() waits for it."""
         self.begin_broadcast()
         self.finish_broadcast()
 
@@ -116,7 +119,7 @@ class Engines(list):
             raise BroadcastFailed
 
     async def between(self):
-        """What happens meanwhile, where the broadcast is awaited."""
+        """Run while the broadcast is awaited."""
         await asyncio.sleep(0)
 
     def finish_broadcast(self):
@@ -125,7 +128,7 @@ class Engines(list):
             engine.step(self.client)
 
     def told(self):
-        """What there is to say after a scenario, as plain data."""
+        """Return the state after a scenario, as plain data."""
         return {
             "calls": [*self.calls],
             "engine calls": [engine.calls for engine in self],
@@ -138,7 +141,7 @@ class Engines(list):
 
 def _recording(base):
     class Client(base):
-        """The real one; says in `calls` what it was asked for."""
+        """The real client, with its requests recorded in `calls`."""
 
         async def pause_generation(self):
             self.calls.append("pause")
@@ -152,7 +155,7 @@ def _recording(base):
 
 
 async def save_without_pause(self):
-    """WorkerDispatch.save_weights_for_sampler as it was before the fix: an imitation."""
+    """Imitate WorkerDispatch.save_weights_for_sampler as it was before the fix."""
     if self._inference_engine_client is None:
         raise RuntimeError("no inference_engine_client")
     self.prepare_for_weight_sync()
@@ -165,7 +168,7 @@ async def save_without_pause(self):
 
 
 def trainer_for(module, engines):
-    """SkyRL's own, for one epoch of some steps; what a step is made of is left out."""
+    """Return SkyRL's own trainer, for one epoch of some steps whose contents are left out."""
 
     class Trainer(module.FullyAsyncRayPPOTrainer):
         def __init__(self):  # the real one loads models
@@ -209,7 +212,7 @@ def trainer_for(module, engines):
 
 @contextmanager
 def logged():
-    """The records of megapatch's logger, as [(level, message)]."""
+    """Collect the records of megapatch's logger, as [(level, message)]."""
     _warned.clear()
     found = []
     handler = logging.Handler()
@@ -223,7 +226,7 @@ def logged():
 
 
 def outcome(coroutine):
-    """Of running it: the error's name and text, and that of what it was raised in."""
+    """Run the coroutine; return the error's name and text, or None."""
     try:
         asyncio.run(coroutine)
     except BaseException as error:
@@ -244,8 +247,8 @@ async def cancelled_when(coroutine, ready):
 
 
 def each_way(patch, module, cls, names, scenarios):
-    """What the scenarios give with the patch, activated before the import and after it, and without; and whether
-    the class' functions of these names are then replaced. In a process in which megapatch is active."""
+    """Return the results of the scenarios with the patch, activated before the import and after it, and without;
+    and whether the class's functions of these names are then replaced. megapatch is active in this process."""
 
     def functions(of):
         return [inspect.getattr_static(of, name) for name in names]

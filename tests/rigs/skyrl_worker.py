@@ -12,7 +12,7 @@ GPT = {"vocab": VOCABULARY, "seq": LENGTH, "hooks": False}
 
 
 def settings():
-    """Of all that the releases look at."""
+    """Return the settings that any of the releases reads."""
     sampling = SimpleNamespace(temperature=1.0)
     megatron = SimpleNamespace(
         mtp_loss_weight=0.0, mtp_loss_chunk_size=None, mtp_loss_topk=None, moe_per_layer_logging=False
@@ -39,15 +39,15 @@ def settings():
 
 
 def policy_loss(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
-    """The sum that advantages are scaled for. Raises for an advantage that is not a number."""
+    """Return the sum that advantages are scaled for; raise for an advantage that is not a number."""
     if advantages.isnan().any():
         raise ValueError("an advantage is not a number")
     return -(log_probs * advantages * loss_mask).sum(), {}
 
 
 def worker_for(release, model):
-    """A worker whose optimizer steps for real; its scheduler does nothing, and checkpoints and offloads are told
-    in `worker.done`."""
+    """Return a worker whose optimizer really steps; its scheduler does nothing, and checkpoints and offloads are
+    recorded in `worker.done`."""
     module = importlib.import_module(f"{release.backend}.workers.megatron.megatron_worker")
     worker = object.__new__(module.MegatronPolicyWorkerBase)
     worker.cfg = settings()
@@ -71,7 +71,7 @@ def worker_for(release, model):
 
 
 def samples(release, step, count):
-    """Of a rank, as its forward_backward takes them: one a microbatch."""
+    """Return a rank's samples as its forward_backward takes them, one per microbatch."""
     module = importlib.import_module(f"{release.backend}.training_batch")
     generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
     sequences = torch.randint(1, VOCABULARY, (count, LENGTH), generator=generator)

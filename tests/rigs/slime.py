@@ -1,7 +1,7 @@
-"""Drives slime's (or miles') train() and save() on a tiny GPT.
+"""slime's (or miles') train() and save() on a tiny GPT.
 
-The real ones where SLIME_CHECKOUT is the folder of a checkout (neither is on PyPI), else our imitation of them.
-Ours in either case is what surrounds them: data, loss, learning rate, log, and what writes checkpoints.
+They are real with the folder of a checkout in SLIME_CHECKOUT (neither is on PyPI), and otherwise our imitation. In
+either case their surroundings are ours: data, loss, learning rate, log, and the writer of checkpoints.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +19,9 @@ import torch
 from megapatch.testing import MegatronLoop, TinyGPT
 from rigs.megatron import Interrupted
 from rigs.stand_ins import StandIns
+from rigs.variables import folder_in
 
-CHECKOUT = os.environ.get("SLIME_CHECKOUT")
+CHECKOUT = folder_in("SLIME_CHECKOUT")
 IMITATIONS = Path(__file__).parent.parent / "imitations"
 FRAMEWORK = "miles" if CHECKOUT and (Path(CHECKOUT) / "miles").is_dir() else "slime"
 UTILS = f"{FRAMEWORK}.backends.megatron_utils"
@@ -29,7 +29,7 @@ ONLY_WITH_GPUS = ("mooncake", "sglang", "sglang_router", "torch_memory_saver")
 
 
 def find_slime():
-    """The setup of a rank: from now on slime can be imported."""
+    """Make slime importable: the setup of a rank."""
     sys.path.insert(0, CHECKOUT or str(IMITATIONS))
     if CHECKOUT:
         sys.meta_path.append(StandIns(ONLY_WITH_GPUS, lambda module, name: type(name, (), {})))
@@ -37,8 +37,8 @@ def find_slime():
 
 @dataclass(frozen=True)
 class Fault:
-    """Where to raise Interrupted in a call: "data" or "loss", at a microbatch; "scheduler", right after the
-    optimizer's step. Counted over the call, from 0."""
+    """Where to raise Interrupted in a call: "data" or "loss", at a microbatch; "scheduler", right after an
+    optimizer step. Both are counted over the call from 0."""
 
     place: str
     index: int = 0
@@ -51,7 +51,7 @@ class SlimeLoop:
     arguments   more of slime's
     log         by step, on the rank that logs: (loss, gradient norm)
     saved       this rank's parameters when each checkpoint was written
-    steps       how many are done; the data of the next call begins there
+    steps       the number of steps done; the data of the next call begins there
     """
 
     model: TinyGPT
@@ -67,7 +67,7 @@ class SlimeLoop:
         self.args = SimpleNamespace(**{**args, **self._arguments(), **self.arguments})
 
     def train(self, steps=2, fault=None, module=None):
-        """One rollout of so many steps. `module` is where train() is taken from."""
+        """Train on one rollout of `steps` steps; `module` is the one that train() is taken from."""
         self._take_over()
         self._fault, self._microbatches, self._done = fault, 0, 0
         train = (module or self.module).train
@@ -96,7 +96,7 @@ class SlimeLoop:
 
     # ------------------------------------------------------------------------ what slime calls
     def step(self, increment):
-        """The learning rate scheduler's, after the optimizer's step."""
+        """Step as the learning rate scheduler does, after the optimizer."""
         self._done += 1
         self._raise_at("scheduler", self._done - 1)
 
@@ -131,7 +131,7 @@ class SlimeLoop:
 
     # ------------------------------------------------------------------------ what it runs in
     def _take_over(self):
-        """Put ours into slime's module; another model's may be there."""
+        """Put our functions into slime's module, where another model's may be."""
         if CHECKOUT:
             sys.modules["megatron.training.global_vars"].set_args(self.args)
         else:
@@ -145,7 +145,7 @@ class SlimeLoop:
             self.module.logging_utils.log = lambda args, metrics, step_key: self._log(metrics)
 
     def _global_batch_size(self):
-        """In microbatches, as the loss is a microbatch's mean."""
+        """Return the global batch size in microbatches, since the loss is a microbatch's mean."""
         from megatron.core import parallel_state
 
         return self.num_microbatches * parallel_state.get_data_parallel_world_size()
@@ -216,7 +216,7 @@ class _NoDumper:
 
 
 class _Rollout:
-    """The data of one call. slime resets it before it begins."""
+    """The data of one call, which slime resets at its start."""
 
     def __init__(self, loop, steps):
         self.loop, self.position = loop, None

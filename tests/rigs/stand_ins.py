@@ -1,4 +1,4 @@
-"""Stand-ins for packages that are not here and have no part in what is tested."""
+"""Stand-ins for packages that are not installed and play no part in the tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ BRIDGE = "megatron.bridge"
 
 
 class StandIns:
-    """For sys.meta_path: `names`, and any module in them, can be imported; `make(module, name)` is what such a
-    module has by a name."""
+    """A finder for sys.meta_path that makes `names`, and any module in them, importable. The attributes of such a
+    module are `make(module, name)`."""
 
     def __init__(self, names, make):
         self.names, self.make = tuple(names), make
@@ -46,7 +46,7 @@ class BareBridge:
 
 
 class Anything(type):
-    """A class that has whatever is asked of it; it can be inherited from, subscripted and called."""
+    """A class that has every attribute, and can be inherited from, subscripted and called."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):

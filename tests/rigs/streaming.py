@@ -1,7 +1,7 @@
-"""A trainer, a buffer, a synchronizer and generation without weights, on an event loop whose time jumps.
+"""A trainer, a buffer, a synchronizer and generation without weights, on an event loop with virtual time.
 
-Whatever they are asked is written down in the order in which it was done, and may fail before it is done, or after
-it, as when a reply is lost.
+Their calls are recorded in the order in which they were done. A call may fail before it is done, or after, as when
+a reply is lost.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 
 
 class Fault(Exception):
-    """Its text is the place that it was raised at."""
+    """The text is the place where it was raised."""
 
 
 class Deadlock(Exception):
-    """Nothing is left that could wake anyone up; or it goes round in circles."""
+    """Nothing is left that could wake up a task, or tasks wake each other up forever."""
 
 
 class VirtualClock(asyncio.SelectorEventLoop):
-    """Sleeps take no time. Not for threads: while one works, nothing seems to be left to do."""
+    """An event loop whose sleeps take no time. Not for threads: while one works, the loop sees nothing to do."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,7 @@ class VirtualClock(asyncio.SelectorEventLoop):
 
 
 def run(main):
-    """asyncio.run(), on a virtual clock."""
+    """Do what asyncio.run() does, on a virtual clock."""
     loop = VirtualClock()
     try:
         return loop.run_until_complete(main)
@@ -57,7 +57,7 @@ async def _cancel_the_rest():
 
 
 class World:
-    """Trainer, buffer, synchronizer and generation in one, for a pump; samples are given by the test.
+    """Trainer, buffer, synchronizer and generation in one, for a pump; the test provides the samples.
 
     plan   what happens at which point: "raise", "cancel" (of `victim`), or a coroutine function
     """
@@ -172,7 +172,7 @@ class World:
         await self.do("stamp", lambda: setattr(self, "generation_version", version), f" {version}")
 
     def called(self, *which):
-        """The calls without those that only look, or those that begin with one of these words."""
+        """Return the calls that begin with one of these words, or all that do more than look."""
         looks = {"changes", "samples", "wait"}
         if which:
             return [call for call in self.calls if call.split()[0] in which]
@@ -184,7 +184,7 @@ def names(groups):
 
 
 async def raised(awaitable):
-    """What it raises, seen from inside its task."""
+    """Return the exception that it raises, caught inside its task."""
     try:
         await awaitable
     except BaseException as error:
@@ -193,7 +193,7 @@ async def raised(awaitable):
 
 
 async def cancelled_after(seconds, awaitable, times=3):
-    """What it raises when it is cancelled every so many seconds."""
+    """Return the exception that it raises when cancelled `times` times, every `seconds` seconds."""
     task = asyncio.ensure_future(raised(awaitable))
     for _ in range(times):
         await asyncio.sleep(seconds)
@@ -202,7 +202,7 @@ async def cancelled_after(seconds, awaitable, times=3):
 
 
 def failing_after(seconds):
-    """For a plan."""
+    """Return a coroutine function for a plan."""
 
     async def fail():
         await asyncio.sleep(seconds)

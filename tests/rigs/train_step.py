@@ -1,4 +1,4 @@
-"""What tests of TrainStep share."""
+"""Models, losses and calls for tests of TrainStep."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MTP = {"config": {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.3}}
 
 
 def sum_forward_step(data, model, masked=True):
-    """A loss function that returns (sum, metrics), over the tokens that count."""
+    """Return a loss function that returns (sum, metrics) over the tokens that count."""
     output, usual = forward_step(data, model, masked=masked)
 
     def loss_function(output):
@@ -27,8 +27,10 @@ def sum_forward_step(data, model, masked=True):
 
 
 def in_pieces(train_step, model, step, cut, loss=None, function=None):
-    """The calls of an open step, with the data of Megatron's step of one call. With `loss` None, by a count of the
-    tokens; else with these options of the usual forward step."""
+    """Make the calls of an open step, with the data of Megatron's step of one call.
+
+    loss   options of the usual forward step; None: the caller counts the tokens
+    """
     batches = iter(model.microbatches(step, sum(cut)))
     usual = sum_forward_step if loss is None else partial(forward_step, **loss)
     for size in cut:
@@ -46,7 +48,7 @@ def in_pieces(train_step, model, step, cut, loss=None, function=None):
 
 
 def allow_sequence_parallel():
-    """Torch's LayerNorm refuses it, for want of the mark that Apex's puts on its parameters; it is put on here."""
+    """Mark the parameters of torch's LayerNorm as Apex does, without which sequence parallelism is refused."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__

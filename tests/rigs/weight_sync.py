@@ -11,11 +11,11 @@ PLACES = [f"{call}, {when}" for call in ("pause", "body", "resume") for when in 
 
 
 class Failure(Exception):
-    """Its text is the place that it was raised at."""
+    """The text is the place where it was raised."""
 
 
 class World:
-    """Engines, the client's functions, and what happens at which of their await points."""
+    """Engines, the client's functions, and a plan of what happens at their await points."""
 
     def __init__(self, plan=(), paused=False, event=True):
         self.plan = dict(zip(PLACES, plan, strict=False))
@@ -68,7 +68,7 @@ class World:
             await self.body()
 
     async def raised(self):
-        """What the bracket raises, seen from inside its task."""
+        """Return the exception that the bracket raises, caught inside its task."""
         try:
             await self.bracket()
         except BaseException as error:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from rigs.cells import Found, run_cells
 from rigs.megatron import ADAM, BOTH, UNPATCHED
 from rigs.megatron import GRADS as OVERLAP
 
-from megapatch.testing import RanksFailed, RanksTimedOut, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -76,7 +78,8 @@ class Trained:
 
 def train(rank, world_size, configurations):
     """Train all these, one after the other, in the same processes."""
-    return [train_one(world_size, configuration) for configuration in configurations]
+    for configuration in configurations:
+        yield configuration.name, partial(train_one, world_size, configuration)
 
 
 def train_one(world_size: int, configuration: Configuration) -> Trained:
@@ -95,23 +98,15 @@ class Runs:
     """Trains configurations when their results are wanted, with all others of as many ranks at once."""
 
     def __init__(self, configurations: list[Configuration]) -> None:
-        self.waiting = list({each.name: each for each in configurations}.values())
-        self.done: dict[str, list[Trained]] = {}
+        self.configurations = list({each.name: each for each in configurations}.values())
+        self.done: dict[int, list[Found]] = {}
 
     def of(self, configuration: Configuration) -> list[Trained]:
-        if configuration.name not in self.done and configuration in self.waiting:
-            together = [each for each in self.waiting if each.ranks == configuration.ranks]
-            self.waiting = [each for each in self.waiting if each not in together]
-            try:
-                by_rank = run_ranks(train, configuration.ranks, together, env=UNPATCHED)
-            except (RanksFailed, RanksTimedOut):
-                pass  # one of them fails; each on its own shows which, and why
-            else:
-                self.done |= {each.name: list(results) for each, *results in zip(together, *by_rank, strict=True)}
-        if configuration.name not in self.done:
-            by_rank = run_ranks(train, configuration.ranks, [configuration], env=UNPATCHED)
-            self.done[configuration.name] = [results[0] for results in by_rank]
-        return self.done[configuration.name]
+        ranks = configuration.ranks
+        if ranks not in self.done:
+            together = [each for each in self.configurations if each.ranks == ranks]
+            self.done[ranks] = run_cells(train, ranks, together, env=UNPATCHED, timeout=400)
+        return [found[configuration.name] for found in self.done[ranks]]
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from rigs.cells import run_cells
 from rigs.fsdp import (
     GAMMA,
     LEARNING_RATE,
@@ -23,8 +24,6 @@ from rigs.fsdp import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-
-from megapatch.testing import run_ranks
 
 pytestmark = pytest.mark.thorough  # needs no Megatron at all
 STEPS = range(3)
@@ -118,26 +117,24 @@ def divided_by_one(rank):
 
 
 def compared(rank, world_size):
-    found = {}
     for name, (options, _) in CASES.items():
         for cut in cuts_of(name):
-            found[name, cut] = trained(Sharded(rank, **options), CUTS[cut])
+            yield (name, cut), lambda options=options, cut=cut: trained(Sharded(rank, **options), CUTS[cut])
     for shape in ((2, 1), (1, 2)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-        found["mesh", shape] = trained(Sharded(rank, mesh=mesh), UNEVEN)
-    found["by hand", "mean"] = trained(Sharded(rank), UNEVEN, by_hand)
-    found["by hand", "count"] = trained(Sharded(rank, counting=True), UNEVEN, by_hand)
-    found["forward only"] = trained(Sharded(rank), UNEVEN, with_forward_only)
-    found["two draws"] = trained(Sharded(rank), UNEVEN, with_two_draws)
-    found["divided by one"] = trained(divided_by_one(rank), UNEVEN)
-    found["float32"] = trained(Sharded(rank, dtype=torch.float32), UNEVEN)
-    found["not in sync"] = trained(Sharded(rank), UNEVEN, without_sync)
-    found["no scheduler"] = Sharded(rank, scheduler=False).step(0, UNEVEN).learning_rate
-    found["uneven ranks"] = Sharded(rank).step(0, CUTS["uneven ranks"]).num_microbatches
-    found["data of the last step"] = first_call_without_data(rank)
-    found["metrics"] = metrics_of(rank)
-    found["megatron"] = [name for name in sys.modules if name.startswith("megatron.")]
-    return found
+        yield ("mesh", shape), lambda mesh=mesh: trained(Sharded(rank, mesh=mesh), UNEVEN)
+    yield ("by hand", "mean"), lambda: trained(Sharded(rank), UNEVEN, by_hand)
+    yield ("by hand", "count"), lambda: trained(Sharded(rank, counting=True), UNEVEN, by_hand)
+    yield "forward only", lambda: trained(Sharded(rank), UNEVEN, with_forward_only)
+    yield "two draws", lambda: trained(Sharded(rank), UNEVEN, with_two_draws)
+    yield "divided by one", lambda: trained(divided_by_one(rank), UNEVEN)
+    yield "float32", lambda: trained(Sharded(rank, dtype=torch.float32), UNEVEN)
+    yield "not in sync", lambda: trained(Sharded(rank), UNEVEN, without_sync)
+    yield "no scheduler", lambda: Sharded(rank, scheduler=False).step(0, UNEVEN).learning_rate
+    yield "uneven ranks", lambda: Sharded(rank).step(0, CUTS["uneven ranks"]).num_microbatches
+    yield "data of the last step", lambda: first_call_without_data(rank)
+    yield "metrics", lambda: metrics_of(rank)
+    yield "megatron", lambda: [name for name in sys.modules if name.startswith("megatron.")]
 
 
 def first_call_without_data(rank):
@@ -157,7 +154,7 @@ def metrics_of(rank):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(compared, 2, timeout=400)
+    return run_cells(compared, 2, timeout=400)
 
 
 def assert_same(steps, expected, tolerance=1e-12):

@@ -3,16 +3,17 @@ fresh one; wrong use is told, on all ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
+from rigs.cells import run_cells
 from rigs.fsdp import Interrupted, Sharded, forward_step, largest_difference, optimizers, plain_model, reference
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from megapatch.errors import MisuseError
-from megapatch.testing import run_ranks
 from megapatch.train_step import TrainStep
 
 pytestmark = pytest.mark.thorough  # needs no Megatron at all
@@ -161,17 +162,15 @@ def of_construction(rank):
 
 
 def found_by(rank, world_size):
-    return {
-        "recovered": all_recovered(rank),
-        "without reset": without_reset_iter_state(rank),
-        "misuses": all_misuses(rank),
-        "construction": of_construction(rank),
-    }
+    yield "recovered", partial(all_recovered, rank)
+    yield "without reset", partial(without_reset_iter_state, rank)
+    yield "misuses", partial(all_misuses, rank)
+    yield "construction", partial(of_construction, rank)
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(found_by, 2, timeout=400)
+    return run_cells(found_by, 2, timeout=400)
 
 
 def assert_fresh(norm, state, steps, earlier=0):

@@ -9,10 +9,11 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.cells import once, run_cells
 from rigs.megatron import ADAM, BOTH, GRADS, UNPATCHED
 from rigs.train_step import MEAN, MOE, MTP, allow_sequence_parallel, in_pieces
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep
 
 STEPS = 3
@@ -164,29 +165,37 @@ def trained(model, take_step):
 def compared(rank, world_size, chosen):
     """Of the chosen (case, cut), the differences."""
     allow_sequence_parallel()
-    found = {}
     for name, (ranks, layout, options, loss) in CASES.items():
         cuts = {cut: sizes for cut, sizes in cuts_of(layout).items() if (name, cut) in chosen}
         if ranks == world_size and cuts:
             init_parallel(**layout)
             options = {"layers": 4 if layout.get("vpp") else 2, **options}
-            expected = one_call(options, sum(next(iter(cuts.values()))), loss)
+            expected = once(one_call, options, sum(next(iter(cuts.values()))), loss)
             for cut, sizes in cuts.items():
-                model = tiny_gpt(**options)
-                train_step = TrainStep(model.chunks, model.optimizer)
-                got = trained(model, partial(split_step, model, sizes, loss, train_step))
-                found[name, cut] = differences(got, expected)
+                yield (name, cut), partial(cell, expected, options, sizes, loss)
     for name, (ranks, layout, options) in COUNTS.items():
         cuts = {cut: sizes for cut, sizes in CUTS.items() if (name, cut) in chosen}
         if ranks == world_size and cuts:
             init_parallel(**layout)
-            expected, _ = one_call({**options, **PER_TOKEN}, 4, TOKENS)
+            expected = once(one_call, {**options, **PER_TOKEN}, 4, TOKENS)
             for cut, sizes in cuts.items():
-                model = tiny_gpt(**options)
-                train_step = TrainStep(model.chunks, model.optimizer, expected_count=100)
-                got, _ = trained(model, partial(split_step, model, sizes, None, train_step))
-                found[name, cut] = differences((got, {}), (expected, {}))
-    return found
+                yield (name, cut), partial(cell_of_count, expected, options, sizes)
+
+
+def cell(expected, options, sizes, loss):
+    reference = expected()
+    model = tiny_gpt(**options)
+    train_step = TrainStep(model.chunks, model.optimizer)
+    got = trained(model, partial(split_step, model, sizes, loss, train_step))
+    return differences(got, reference)
+
+
+def cell_of_count(expected, options, sizes):
+    reference, _ = expected()
+    model = tiny_gpt(**options)
+    train_step = TrainStep(model.chunks, model.optimizer, expected_count=100)
+    got, _ = trained(model, partial(split_step, model, sizes, None, train_step))
+    return differences((got, {}), (reference, {}))
 
 
 def one_call(options, count, loss):
@@ -221,7 +230,7 @@ def of_ranks(request):
         if item.path == request.path
     }
     # Without patches, some of which repair what TrainStep avoids.
-    return {ranks: run_ranks(compared, ranks, chosen, env=UNPATCHED, timeout=400) for ranks in (2, 4)}
+    return {ranks: run_cells(compared, ranks, chosen, env=UNPATCHED, timeout=400) for ranks in (2, 4)}
 
 
 def tolerance(options):

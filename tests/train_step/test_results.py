@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from rigs.cells import run_cells
 from rigs.megatron import GRADS, assert_same_parameters
 from rigs.train_step import MEAN, MOE, MTP, in_pieces, sum_forward_step
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import StepResult, TrainStep
 
@@ -193,17 +194,21 @@ def reference(rank, model, batches):
 
 def found_by(rank, world_size):
     init_parallel()
-    found = {"told": told(), "without data": without_data(rank), "many tokens": many_tokens()}
-    found |= {name: counted_with(options) for name, options in OTHER_LOSSES.items()}
+    yield "told", told
+    yield "without data", partial(without_data, rank)
+    yield "many tokens", many_tokens
+    for name, options in OTHER_LOSSES.items():
+        yield name, partial(counted_with, options)
     for name, function in SCALES.items():
-        found[function] = with_scales_of_their_own(OTHER_LOSSES[name], function)
-    found["no dimensions"] = after_a_scale_without_dimensions()
-    return found | {on_skip: overflowing(on_skip) for on_skip in (False, True)}
+        yield function, partial(with_scales_of_their_own, OTHER_LOSSES[name], function)
+    yield "no dimensions", after_a_scale_without_dimensions
+    for on_skip in (False, True):
+        yield on_skip, partial(overflowing, on_skip)
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(found_by, 2)
+    return run_cells(found_by, 2)
 
 
 def test_a_result_tells_what_the_step_used(ranks):

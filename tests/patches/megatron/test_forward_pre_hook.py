@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
+from rigs.cells import run_cells
 from rigs.megatron import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -125,11 +127,13 @@ CASES = {  # ranks, layout, more options
 
 
 def switched(rank, world_size):
-    return {name: trained(layout, {**BOTH, **extra}, True) for name, layout, extra in cases(world_size)}
+    for name, layout, extra in cases(world_size):
+        yield name, partial(trained, layout, {**BOTH, **extra}, True)
 
 
 def plain(rank, world_size):
-    return {name: trained(layout, {**ADAM, **extra}, False) for name, layout, extra in cases(world_size)}
+    for name, layout, extra in cases(world_size):
+        yield name, partial(trained, layout, {**ADAM, **extra}, False)
 
 
 def cases(world_size):
@@ -158,7 +162,7 @@ def trained(layout, options, switching):
 @pytest.fixture(scope="module")
 def runs():
     """By number of ranks: what every rank found with hooks switched, and in the run to compare with."""
-    return {ranks: (run_ranks(switched, ranks), run_ranks(plain, ranks, env=UNPATCHED)) for ranks in (2, 4)}
+    return {ranks: (run_cells(switched, ranks), run_cells(plain, ranks, env=UNPATCHED)) for ranks in (2, 4)}
 
 
 @pytest.mark.parametrize("name", CASES)

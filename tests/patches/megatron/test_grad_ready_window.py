@@ -6,12 +6,15 @@ test_diagnosis_of_grad_ready_window.py asserts that the diagnosis says so.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from rigs.cells import run_cells
 from rigs.grad_ready import assert_as_without_overlap, needs_learning, run_case
 from rigs.megatron import ADAM
 
 from megapatch import apply, restore
-from megapatch.testing import init_parallel, run_ranks
+from megapatch.testing import init_parallel
 
 pytestmark = needs_learning
 
@@ -52,12 +55,12 @@ IN_PIPELINE = {
 
 
 def references(cases, **more):
-    """What each case has to come to: who finishes when does not matter without overlap."""
+    """What each case has to come to, by key: who finishes when does not matter without overlap."""
     found = {}
     for kind, cuts, options, *_ in cases:
-        key = key_of(kind, cuts, options)
-        if key not in found:
-            found[key] = run_case(kind, cuts, {**options, "align_grad_reduce": True}, overlap=False, **more)
+        aligned = {**options, "align_grad_reduce": True}
+        run = partial(run_case, kind, cuts, aligned, overlap=False, **more)
+        found.setdefault(key_of(kind, cuts, options), run)
     return found
 
 
@@ -70,36 +73,40 @@ def data_parallel(rank, world_size):
     """References and defects without patches, then all cases with them; last without megatron.nested-no-sync."""
     restore()
     init_parallel()
-    expected = references([*CASES.values(), *DEFECTS.values()])
-    defects = {name: run_case(*case, at_once=True) for name, case in DEFECTS.items()}
+    for key, run in references([*CASES.values(), *DEFECTS.values()]).items():
+        yield ("expected", key), run
+    for name, case in DEFECTS.items():
+        yield ("defect", name), partial(run_case, *case, at_once=True)
     apply()
-    found = {name: run_case(*case) for name, case in CASES.items()}
+    for name, case in CASES.items():
+        yield name, partial(run_case, *case)
     restore("megatron.nested-no-sync")
     init_parallel()
-    return expected, defects, found, run_case("no_sync", UNEVEN, {})
+    yield "without nested-no-sync", partial(run_case, "no_sync", UNEVEN, {})
 
 
 def in_pipelines(rank, world_size):
     """By layout: the reference, each case, and what comes of the first without the patch."""
-    found = {}
-    for name, layout in LAYOUTS.items():
-        init_parallel(**layout)
+    for layout, sizes in LAYOUTS.items():
+        init_parallel(**sizes)
         (reference,) = references(IN_PIPELINE.values(), layers=4).values()
-        cases = {case: run_case(*spec, layers=4) for case, spec in IN_PIPELINE.items()}
+        yield (layout, "expected"), reference
+        for case, spec in IN_PIPELINE.items():
+            yield (layout, case), partial(run_case, *spec, layers=4)
         restore("megatron.grad-ready-window")
-        found[name] = reference, cases, run_case("later", CUT_IN_PIPELINE[:2], {}, layers=4, at_once=True)
+        without = partial(run_case, "later", CUT_IN_PIPELINE[:2], {}, layers=4, at_once=True)
+        yield (layout, "without the patch"), without
         apply()
-    return found
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(data_parallel, 2)
+    return run_cells(data_parallel, 2)
 
 
 @pytest.fixture(scope="module")
 def pipelines():
-    return run_ranks(in_pipelines, 4)
+    return run_cells(in_pipelines, 4)
 
 
 def assert_wrong(steps, expected):
@@ -116,31 +123,32 @@ def when(found):
 
 # ------------------------------------------------------------------------------------------ the defect
 def test_without_the_patch_other_windows_than_the_first_fail_or_go_wrong(ranks):
-    for expected, found, *_ in ranks:
+    for found in ranks:
         for name, words in {
             "fewer calls": "has not been issued",
             "fewer microbatches": "has not been issued",
             "frozen, then not": "",  # a bare assertion
             "not frozen, then frozen": "has not been issued",
         }.items():
-            steps, error, _ = found[name]
+            steps, error, _ = found["defect", name]
             assert len(steps) == 1, name
             assert words in error, name
         for name in ("more calls", "more calls, the last finishes", "more microbatches"):
-            assert_wrong(found[name][0], expected[key_of(*DEFECTS[name])])
+            assert_wrong(found["defect", name][0], found["expected", key_of(*DEFECTS[name])])
 
 
 # ------------------------------------------------------------------------------------------ the repair
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_is_as_without_overlap_and_usual_steps_overlap(ranks, name):
-    for expected, _, found, _ in ranks:
-        assert_as_without_overlap(found[name], expected[key_of(*CASES[name])], CASES[name][2])
+    for found in ranks:
+        assert_as_without_overlap(found[name], found["expected", key_of(*CASES[name])], CASES[name][2])
         assert when(found[name]) == CASES[name][3]
 
 
 def test_without_nested_no_sync_it_holds_at_the_price_of_the_overlap(ranks):
-    for expected, *_, found in ranks:
-        assert_as_without_overlap(found, expected[key_of("no_sync", UNEVEN, {})])
+    for rank in ranks:
+        found = rank["without nested-no-sync"]
+        assert_as_without_overlap(found, rank["expected", key_of("no_sync", UNEVEN, {})])
         assert when(found) == "late late early late early"
 
 
@@ -148,8 +156,8 @@ def test_without_nested_no_sync_it_holds_at_the_price_of_the_overlap(ranks):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_pipelines(pipelines, layout):
     for rank in pipelines:
-        expected, found, without_patch = rank[layout]
-        assert_wrong(without_patch[0], expected)
+        expected = rank[layout, "expected"]
+        assert_wrong(rank[layout, "without the patch"][0], expected)
         for name in IN_PIPELINE:
-            assert_as_without_overlap(found[name], expected)
-            assert when(found[name]) == IN_PIPELINE[name][3]
+            assert_as_without_overlap(rank[layout, name], expected)
+            assert when(rank[layout, name]) == IN_PIPELINE[name][3]

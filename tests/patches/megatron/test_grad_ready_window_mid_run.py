@@ -4,13 +4,15 @@ interrupted, at 2 ranks; see test_grad_ready_window.py."""
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
+from rigs.cells import run_cells
 from rigs.grad_ready import assert_as_without_overlap, needs_learning, one_step, run_case
 from rigs.megatron import ADAM, GRADS, Interrupted, assert_same_parameters, attempt
 
 from megapatch import MegapatchError, apply, restore
-from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import destroy_parallel, init_parallel, tiny_gpt
 
 pytestmark = needs_learning
 
@@ -21,11 +23,15 @@ TWICE = ("each", ((2,), (2,), (1, 1), (2,)), {})  # a step whose gradients are f
 def found_by(rank, world_size):
     init_parallel()
     restore()
-    found = {"without": {"twice": run_case(*TWICE), "missing": missing_gradients()}}
+    yield "twice without", partial(run_case, *TWICE)
+    yield "missing without", missing_gradients
     apply()
-    found["with"] = {"twice": run_case(*TWICE), "missing": missing_gradients()}
-    found |= {"changed ways": changed_ways({}), "and back": and_back(), "interrupted": interrupted()}
-    return found | {"instances": several_instances()}
+    yield "twice", partial(run_case, *TWICE)
+    yield "missing", missing_gradients
+    yield "changed ways", partial(changed_ways, {})
+    yield "and back", and_back
+    yield "interrupted", interrupted
+    yield "instances", several_instances
 
 
 def changed_ways(options):
@@ -111,7 +117,7 @@ def raising(layer):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(found_by, 2)
+    return run_cells(found_by, 2)
 
 
 @pytest.mark.parametrize(("name", "options"), [("changed ways", {}), ("instances", INSTANCES)])
@@ -124,7 +130,7 @@ def test_a_second_call_that_comes_too_late_raises_and_the_step_can_begin_anew(ra
 
 def test_what_comes_after_gradients_are_finished_is_megatrons_own(ranks):
     for found in ranks:
-        before, after = found["without"]["twice"], found["with"]["twice"]
+        before, after = found["twice without"], found["twice"]
         assert [norm for norm, *_ in after[0]] == [norm for norm, *_ in before[0]]
         assert after[1] == before[1]
         assert_same_parameters(after[2], before[2])
@@ -132,8 +138,8 @@ def test_what_comes_after_gradients_are_finished_is_megatrons_own(ranks):
 
 def test_gradients_that_are_missing_and_not_frozen_are_megatrons_own(ranks):
     for found in ranks:
-        assert found["with"]["missing"] == found["without"]["missing"]
-        assert "has not been issued" in found["with"]["missing"][1]
+        assert found["missing"] == found["missing without"]
+        assert "has not been issued" in found["missing"][1]
 
 
 def test_a_caller_that_has_left_it_to_later_once_may_do_so_again(ranks):

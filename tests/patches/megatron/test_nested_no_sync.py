@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from functools import partial
 
 import pytest
+from rigs.cells import run_cells
 from rigs.grad_ready import Reduces
 from rigs.megatron import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
 
 from megapatch import apply, restore
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 MICROBATCHES = 4
 HALVES = ((2, 2), (2, 2), (4,), (2, 2))
@@ -73,51 +75,58 @@ def run_case(name, cuts=None):
 
 def with_patch(rank, world_size):
     """Each case, cut; and what other uses do."""
-    return {name: run_case(name) for name in CASES}, uses()
+    for name in CASES:
+        yield name, partial(run_case, name)
+    yield "uses", uses
 
 
 def without_patch(rank, world_size):
     """Each case in one call a step; and what comes of cutting, where that fails."""
-    single = {name: run_case(name, IN_ONE_CALL[: len(CASES[name][2])]) for name in CASES}
-    cut = {}
+    for name in CASES:
+        yield name, partial(run_case, name, IN_ONE_CALL[: len(CASES[name][2])])
     for case, cuts in {"calibrated in one call": IN_ONE_CALL[:1] + HALVES[:1], "cut": HALVES[:2]}.items():
-        init_parallel()
-        model = tiny_gpt(**GRADS)
-        for step, pieces in enumerate(cuts):
-            try:
-                reduced, held, gradients = step_in_pieces(model, step, pieces, at_once=True)
-            except AssertionError as error:
-                cut[case, step] = str(error), len(groups(model)), may_reduce(model)
-                break
-            cut[case, step] = reduced, held, gradients
-    return single, cut
+        yield case, partial(cut_without, cuts)
+
+
+def cut_without(cuts):
+    """What each step comes to, up to one that fails."""
+    init_parallel()
+    model, found = tiny_gpt(**GRADS), []
+    for step, pieces in enumerate(cuts):
+        try:
+            found.append(step_in_pieces(model, step, pieces, at_once=True))
+        except AssertionError as error:
+            found.append((str(error), len(groups(model)), may_reduce(model)))
+            break
+    return found
 
 
 @pytest.fixture(scope="module")
 def unpatched():
-    return run_ranks(without_patch, 2, env=UNPATCHED)
+    return run_cells(without_patch, 2, env=UNPATCHED)
 
 
 @pytest.fixture(scope="module")
 def patched():
-    return run_ranks(with_patch, 2)
+    return run_cells(with_patch, 2)
 
 
 # ------------------------------------------------------------------------------------------ the defect
 def test_without_the_patch_the_inner_no_sync_ends_the_outer_one(unpatched):
-    for _, cut in unpatched:
-        outcome = cut["cut", 0]
+    for found in unpatched:
+        outcome = found["cut"][0]
         if isinstance(outcome[0], str):  # up to 0.15
             assert "Cannot set grad twice" in outcome[0]
         else:
             _, held, _ = outcome
             assert held == [False, False]
-            assert len(cut) == 4  # the same cut in every step goes well, once Megatron has counted it
+            # The same cut in every step goes well, once Megatron has counted it.
+            assert len(found["cut"]) == len(found["calibrated in one call"]) == 2
 
 
 def test_without_the_patch_a_calibrated_megatron_reduces_early_and_leaves_out_the_rest(unpatched):
-    for rank, (single, cut) in enumerate(unpatched):
-        outcome = cut["calibrated in one call", 1]
+    for rank, single in enumerate(unpatched):
+        outcome = single["calibrated in one call"][1]
         if isinstance(outcome[0], str):
             assert "Cannot set grad twice" in outcome[0]
             continue
@@ -131,7 +140,7 @@ def test_without_the_patch_a_calibrated_megatron_reduces_early_and_leaves_out_th
 # ------------------------------------------------------------------------------------------ the repair
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_cut_in_pieces_is_the_step_of_one_single_call(unpatched, patched, name):
-    for (single, _), (found, _) in zip(unpatched, patched, strict=True):
+    for single, found in zip(unpatched, patched, strict=True):
         steps, parameters, number = found[name]
         expected_steps, expected_parameters, _ = single[name]
         for (reduced, held, gradients), (expected_reduced, _, expected) in zip(steps, expected_steps, strict=True):
@@ -241,7 +250,7 @@ def _own_no_sync(ddp):
 
 @pytest.fixture(scope="module")
 def found(patched):
-    first, second = (found for _, found in patched)
+    first, second = (found["uses"] for found in patched)
     assert first == second
     assert first["experts"] > 0
     return first

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from rigs.cells import once, run_cells
 from rigs.megatron import ADAM, UNPATCHED, Interrupted, assert_same_parameters, attempt
 
 from megapatch import apply, restore
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 SCALE = 2.0**10
 FP16 = {"dtype": "fp16", "clip_grad": 0.2, "loss_scale": SCALE}
@@ -101,31 +103,35 @@ def train(case, caller):
 
 
 def with_patch(rank, world_size):
-    trained = [train(*run) for run in RUNS]
-    return trained, {case: behaviour(case) for case in ("experts", "distributed experts")}, without_scaler()
+    for number, run in enumerate(RUNS):
+        yield number, partial(train, *run)
+    for case in ("experts", "distributed experts"):
+        yield case, partial(behaviour, case)
+    yield "without scaler", without_scaler
 
 
 def without_patch(rank, world_size):
-    alone = {key: train(*key) for key in {(case, alone): None for (case, _), alone in RUNS.items()}}
-    return [alone[case, reference] for (case, _), reference in RUNS.items()], {
-        case: (alone[case, step_alone], train(case, prepare_first)) for case in TWICE
-    }
+    runs = {key: once(train, *key) for key in {(case, alone): None for (case, _), alone in RUNS.items()}}
+    for number, ((case, _), reference) in enumerate(RUNS.items()):
+        yield number, runs[case, reference]
+    for case in TWICE:
+        yield case, lambda case=case: (runs[case, step_alone](), train(case, prepare_first))
 
 
 @pytest.fixture(scope="module")
 def unpatched():
-    return run_ranks(without_patch, 2, env=UNPATCHED)
+    return run_cells(without_patch, 2, env=UNPATCHED)
 
 
 @pytest.fixture(scope="module")
 def patched():
-    return run_ranks(with_patch, 2)
+    return run_cells(with_patch, 2)
 
 
 # ------------------------------------------------------------------------------------------ the defect
 @pytest.mark.parametrize("case", TWICE)
 def test_without_the_patch_gradients_are_unscaled_twice_and_the_scaler_moves_twice(unpatched, case):
-    for _, found in unpatched:
+    for found in unpatched:
         alone, twice = found[case]
         _, (expected,), ((scale, tracker, _), *_), parameters = alone[0]
         _, (norm,), ((moved_scale, _, _), *_), moved_parameters = twice[0]
@@ -142,7 +148,7 @@ def test_without_the_patch_gradients_are_unscaled_twice_and_the_scaler_moves_twi
 # ------------------------------------------------------------------------------------------ the repair
 @pytest.mark.parametrize("run", range(len(RUNS)), ids=[f"{case}, {caller.__name__}" for case, caller in RUNS])
 def test_the_numbers_are_those_of_a_caller_of_step_alone(unpatched, patched, run):
-    for (alone, _), (trained, _, _) in zip(unpatched, patched, strict=True):
+    for alone, trained in zip(unpatched, patched, strict=True):
         for got, expected in zip(trained[run], alone[run], strict=True):
             assert got[0] == expected[0]
             assert got[1] == pytest.approx(expected[1], rel=1e-6, nan_ok=True)
@@ -272,7 +278,7 @@ def without_scaler():
 
 @pytest.fixture(params=["experts", "distributed experts"])
 def found(request, patched):
-    return [behaviours[request.param] for _, behaviours, _ in patched]
+    return [found[request.param] for found in patched]
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -303,4 +309,4 @@ def test_an_optimizer_without_parameters_counts_each_step_once(found):
 
 
 def test_without_a_loss_scale_nothing_changes(patched):
-    assert [bf16 for _, _, bf16 in patched] == [([False, False], 2, False)] * 2
+    assert [found["without scaler"] for found in patched] == [([False, False], 2, False)] * 2

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+from rigs.cells import run_cells
 from rigs.megatron import (
     ADAM,
     assert_same,
@@ -33,16 +35,13 @@ SAVED, INTERRUPTED = 2, 3  # steps done
 
 def found_by_rank(rank, world_size, folder):
     init_parallel()
-    found = {
-        "verdicts": verdicts(),
-        "transient": machine_after(rank, "VALIDATE_RESULTS", faulty_runs=1),
-        "lasting": machine_after(rank, "VALIDATE_RESULTS", faulty_runs=2),
-        "none": machine_after(rank, "VALIDATE_RESULTS", faulty_runs=0),
-        "disabled": machine_after(rank, "DISABLED", faulty_runs=0),
-    }
+    yield "verdicts", verdicts
+    yield "transient", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=1)
+    yield "lasting", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=2)
+    yield "none", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=0)
+    yield "disabled", partial(machine_after, rank, "DISABLED", faulty_runs=0)
     if megatron_training_available():
-        found["trained"] = trained(rank, folder)
-    return found
+        yield "trained", partial(trained, rank, folder)
 
 
 def verdicts():
@@ -136,7 +135,7 @@ def runs(tmp_path_factory):
     """What each rank found, without the patch and with it."""
     folders = [str(tmp_path_factory.mktemp("checkpoints")) for _ in range(2)]
     return [
-        run_ranks(found_by_rank, 2, folder, env=env) for folder, env in zip(folders, (WITHOUT, {}), strict=True)
+        run_cells(found_by_rank, 2, folder, env=env) for folder, env in zip(folders, (WITHOUT, {}), strict=True)
     ]
 
 

@@ -6,8 +6,10 @@ import contextlib
 import gc
 import importlib
 import sys
+from functools import partial
 
 import pytest
+from rigs.cells import run_cells
 from rigs.megatron import (
     ADAM,
     BOTH,
@@ -53,29 +55,29 @@ CASES = {  # ranks, layout, options, options of the run without overlap
 
 def called_three_times(rank, world_size):
     """Losses and parameters of each case for so many ranks, after three calls of two steps."""
-    found = {}
     for name, (ranks, layout, options, _) in CASES.items():
         if ranks == world_size:
-            init_parallel(**layout)
-            model = tiny_gpt(layers=4, hooks=False, **options)
-            loop = MegatronLoop(model)
-            found[name] = [loss for _ in range(3) for loss in loop.train(2)], model.parameters()
-    return found
+            yield name, partial(three_calls, layout, options)
+
+
+def three_calls(layout, options):
+    init_parallel(**layout)
+    model = tiny_gpt(layers=4, hooks=False, **options)
+    loop = MegatronLoop(model)
+    return [loss for _ in range(3) for loss in loop.train(2)], model.parameters()
 
 
 def plain_runs(rank, world_size):
-    return {
-        name: plain_steps(rank, world_size, layout, options, 6)
-        for name, (ranks, layout, _, options) in CASES.items()
-        if ranks == world_size
-    }
+    for name, (ranks, layout, _, options) in CASES.items():
+        if ranks == world_size:
+            yield name, partial(plain_steps, rank, world_size, layout, options, 6)
 
 
 @pytest.fixture(scope="module")
 def runs():
     """By number of ranks: what every rank found with train() called again, and in the run to compare with."""
     return {
-        ranks: (run_ranks(called_three_times, ranks), run_ranks(plain_runs, ranks, env=UNPATCHED))
+        ranks: (run_cells(called_three_times, ranks), run_cells(plain_runs, ranks, env=UNPATCHED))
         for ranks in (2, 4)
     }
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
 
 import pytest
-from rigs.bridge import ALIGNED, MODULE, MXFP8, Fault, needs_bridge, new_loop, ranks, timers_running
+from rigs.bridge import ALIGNED, MODULE, MXFP8, Fault, find_bridge, needs_bridge, new_loop, ranks, timers_running
+from rigs.cells import run_cells
 from rigs.megatron import (
     ADAM,
     BOTH,
@@ -81,27 +83,29 @@ CASES = {  # layout, options, options of the run without overlap
 
 
 def called_three_times(rank, world_size):
-    found = {}
     for name, (layout, options, _) in CASES.items():
-        loop = new_loop(options, layout)
-        before = hooks_of(loop.model.config)
-        losses = [loss for _ in range(3) for loss in loop.train(2)]
-        kept = hooks_of(loop.model.config) == before
-        found[name] = (losses, loop.model.parameters()), kept, timers_running(loop)
-    return found
+        yield name, partial(three_calls, layout, options)
+
+
+def three_calls(layout, options):
+    loop = new_loop(options, layout)
+    before = hooks_of(loop.model.config)
+    losses = [loss for _ in range(3) for loss in loop.train(2)]
+    kept = hooks_of(loop.model.config) == before
+    return (losses, loop.model.parameters()), kept, timers_running(loop)
 
 
 def plain_runs(rank, world_size):
-    return {
-        name: plain_steps(rank, world_size, layout, options, 6) for name, (layout, _, options) in CASES.items()
-    }
+    for name, (layout, _, options) in CASES.items():
+        yield name, partial(plain_steps, rank, world_size, layout, options, 6)
 
 
 @pytest.fixture(scope="module")
 def runs():
     """What every rank found with train() called again and no other patch, and in the run to compare with."""
     alone = {"MEGAPATCH_ONLY": "megatron.train-reentry"}
-    return ranks(called_three_times, env=alone), run_ranks(plain_runs, 2, env=UNPATCHED)
+    again = run_cells(called_three_times, 2, setup=find_bridge, env=alone)
+    return again, run_cells(plain_runs, 2, env=UNPATCHED)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -18,6 +18,7 @@ from rigs.megatron import BOTH, assert_same_parameters, hooks_of
 from rigs.skyrl import status_of
 from rigs.slime import IMITATIONS
 from rigs.stand_ins import StandIns
+from rigs.variables import folder_in
 
 from megapatch import apply, restore
 from megapatch.patches.nemo_rl.hooks_without_overlap import HOOKS, MODULES, UPDATE, diagnose
@@ -25,7 +26,7 @@ from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
-CHECKOUT = os.environ.get("MEGATRON_BRIDGE_CHECKOUT")
+CHECKOUT = folder_in("MEGATRON_BRIDGE_CHECKOUT")
 NAME, MODULE = "nemo_rl.hooks-without-overlap", MODULES[0]
 PER_TOKEN = {"layers": 4, "per_token_loss": True}  # NeMo-RL forces this; then gradients are summed, not averaged
 DISTRIBUTED = {**BOTH, "overlap_grad_reduce": False, "overlap_param_gather": False}

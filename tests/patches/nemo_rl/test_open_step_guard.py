@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 from rigs.nemo_rl import GPT, LENGTH, SHAPES, batch, find_nemo_rl, worker_for
-from rigs.nemo_rl_steps import LAYOUTS, LOSSES, SIZE, differences, in_slices, trained
+from rigs.nemo_rl_steps import LAYOUTS, LOSSES, SIZE, differences, in_slices, trained_gpt
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
@@ -68,9 +68,9 @@ def compared(rank, world_size):
         for layout in ("dp2", "dp2, distributed optimizer, both"):
             where, options = LAYOUTS[layout]
             init_parallel(**where)
-            expected = trained(options, "policy gradient", in_slices((4, 4)))
+            expected = trained_gpt(options, "policy gradient", in_slices((4, 4)))
             for detour in (logprobs, refused):
-                got = trained(options, "policy gradient", between_slices(detour))
+                got = trained_gpt(options, "policy gradient", between_slices(detour))
                 found[layout, detour.__name__] = differences(got, expected)
                 found[layout, detour.__name__].pop("keys")
     return found
@@ -87,8 +87,8 @@ def test_a_step_with_a_detour_is_that_without(shape):
 def without_guard(rank, world_size):
     with contextlib.redirect_stdout(None):
         init_parallel()
-        expected = trained({}, "nll", in_slices((4, 4)))
-        return differences(trained({}, "nll", between_slices(freeing)), expected)["grad_norm"]
+        expected = trained_gpt({}, "nll", in_slices((4, 4)))
+        return differences(trained_gpt({}, "nll", between_slices(freeing)), expected)["grad_norm"]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

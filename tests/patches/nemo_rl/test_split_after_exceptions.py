@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from rigs.megatron import Interrupted
 from rigs.nemo_rl import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
-from rigs.nemo_rl_steps import LAYOUTS, SIZE, differences, in_slices, trained, whole
+from rigs.nemo_rl_steps import LAYOUTS, SIZE, differences, in_slices, trained_gpt, whole
 
 from megapatch.testing import init_parallel, run_ranks
 
@@ -86,9 +86,9 @@ def compared(rank, world_size):
             where, options = LAYOUTS[layout]
             init_parallel(**where)
             for how, take_step in NEXT.items():
-                expected = trained(options, "nll", take_step)
+                expected = trained_gpt(options, "nll", take_step)
                 for fault in FAULTS:
-                    got = trained(options, "nll", take_step, before=interrupted(fault))
+                    got = trained_gpt(options, "nll", take_step, before=interrupted(fault))
                     found[layout, fault, how] = differences(got, expected)
                     found[layout, fault, how].pop("keys")
     return found
@@ -114,7 +114,7 @@ def begins_and_ends(rank, world_size):
 
     with contextlib.redirect_stdout(None):
         init_parallel()
-        trained({}, "nll", whole, before=misused)
+        trained_gpt({}, "nll", whole, before=misused)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -127,7 +127,7 @@ def drifting(rank, world_size):
     with contextlib.redirect_stdout(None):
         where, options = LAYOUTS["dp2, distributed optimizer, both"]
         init_parallel(**where)
-        ours, expected = (trained(options, "nll", step) for step in (in_slices((4, 4)), whole))
+        ours, expected = (trained_gpt(options, "nll", step) for step in (in_slices((4, 4)), whole))
         return differences(ours, expected)["parameters"]
 
 
@@ -144,7 +144,7 @@ def dying(rank, world_size):
     with contextlib.redirect_stdout(None):
         init_parallel()
         with pytest.raises(UnboundLocalError, match="losses_reduced"):
-            trained({}, "nll", in_slices((4, 4)), before=interrupted("loss"))
+            trained_gpt({}, "nll", in_slices((4, 4)), before=interrupted("loss"))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
+from rigs.cells import once, run_cells
 from rigs.nemo_rl import SHAPES, find_nemo_rl
-from rigs.nemo_rl_steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained, whole
+from rigs.nemo_rl_steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained_gpt, whole
 
-from megapatch.testing import init_parallel, run_ranks
+from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.thorough
 
 
 def compared(rank, world_size):
-    found = {}
     with contextlib.redirect_stdout(None):
         for name, (layout, options) in LAYOUTS.items():
             init_parallel(**layout)
             for loss in LOSSES:
-                expected = trained(options, loss, whole)
+                expected = once(trained_gpt, options, loss, whole)
                 for cut, sizes in SLICES.items():
-                    found[name, loss, cut] = differences(trained(options, loss, in_slices(sizes)), expected)
-    return found
+                    yield (name, loss, cut), partial(cell, expected, options, loss, sizes)
+
+
+def cell(expected, options, loss, sizes):
+    reference = expected()
+    return differences(trained_gpt(options, loss, in_slices(sizes)), reference)
 
 
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request):
-    return run_ranks(compared, 2, setup=find_nemo_rl, timeout=580, env={"NEMO_RL_SHAPE": request.param})
+    return run_cells(compared, 2, setup=find_nemo_rl, timeout=580, env={"NEMO_RL_SHAPE": request.param})
 
 
 @pytest.mark.parametrize("cut", SLICES)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from functools import partial
 
 import pytest
+from rigs.cells import once, run_cells
 from rigs.nemo_policy import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
 from rigs.nemo_rl import CHECKOUT, GPT, needs_nemo_rl
 from rigs.nemo_rl_steps import SIZE, SLICES, STEPS, differences
@@ -38,23 +40,26 @@ def lengths(told):
 
 # ---------------------------------------------------------------- slices, and the whole
 def compared(rank, world_size):
-    found = {}
     with contextlib.redirect_stdout(None):
         for layout, sizes in LAYOUTS.items():
             init_parallel(**sizes)
             for name in POLICIES:
-                expected = trained(name, whole)
+                expected = once(trained, name, whole)
                 for cut, slices in CUTS.items():
-                    found[name, layout, cut] = compare(trained(name, in_slices(slices)), expected)
+                    yield (name, layout, cut), partial(cell, expected, name, in_slices(slices))
         init_parallel()
         for name in POLICIES:
             if CHECKOUT:  # the imitation's worker has no dynamic batching
-                expected = trained(name, whole, DYNAMIC)
-                found[name, "dynamic batching"] = compare(trained(name, in_slices((2, 6)), DYNAMIC), expected)
+                expected = once(trained, name, whole, DYNAMIC)
+                yield (name, "dynamic batching"), partial(cell, expected, name, in_slices((2, 6)), DYNAMIC)
             if not OF_MAIN:
-                got = trained(name, in_slices((4, 4), between=logprobs))
-                found[name, "logprobs between"] = compare(got, trained(name, whole))
-    return found
+                expected, take_step = once(trained, name, whole), in_slices((4, 4), between=logprobs)
+                yield (name, "logprobs between"), partial(cell, expected, name, take_step)
+
+
+def cell(expected, name, take_step, settings=None):
+    reference = expected()
+    return compare(trained(name, take_step, settings), reference)
 
 
 def compare(got, expected):
@@ -79,7 +84,7 @@ def logprobs(policy):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(compared, 2, setup=find_policies, timeout=580)
+    return run_cells(compared, 2, setup=find_policies, timeout=580)
 
 
 def check(found, microbatches=None):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from functools import partial
 
 import pytest
 import torch
+from rigs.cells import run_cells
 from rigs.nemo_policy import (
     OF_MAIN,
     POLICIES,
@@ -27,7 +29,7 @@ from rigs.nemo_policy import (
 from rigs.nemo_rl import GPT
 from rigs.nemo_rl_steps import SIZE
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -40,23 +42,26 @@ needs_data_plane = pytest.mark.skipif("TQPolicy" not in POLICIES, reason="this r
 
 
 def called(rank, world_size):
-    found = {}
     with contextlib.redirect_stdout(None):
         for layout, sizes in LAYOUTS.items():
             init_parallel(**sizes)
             for name in POLICIES:
-                found[name, layout] = all_answers(policy_for(tiny_gpt(**GPT), name))
+                yield (name, layout), lambda name=name: all_answers(new_policy(name))
         init_parallel()
         for name in POLICIES:
+            new = partial(new_policy, name)
             for section, settings in MICROBATCHES.items():
-                found[name, section] = given(policy_for(tiny_gpt(**GPT), name, {section: settings}))
-            found[name, "error"] = after_an_error(policy_for(tiny_gpt(**GPT), name), rank)
-            found[name, "default sizes"] = sizes_of(policy_for(tiny_gpt(**GPT), name))
+                yield (name, section), lambda new=new, which={section: settings}: given(new(which))
+            yield (name, "error"), lambda new=new: after_an_error(new(), rank)
+            yield (name, "default sizes"), lambda new=new: sizes_of(new())
         if not OF_MAIN:
-            found["buffers"] = told_to_keep(policy_for(tiny_gpt(**GPT)))
+            yield "buffers", lambda: told_to_keep(new_policy())
         if "TQPolicy" in POLICIES and not OF_MAIN:
-            found["logprobs"] = refreshed(policy_for(tiny_gpt(**GPT), "TQPolicy"))
-    return found
+            yield "logprobs", lambda: refreshed(new_policy("TQPolicy"))
+
+
+def new_policy(name="Policy", settings=None):
+    return policy_for(tiny_gpt(**GPT), name, settings)
 
 
 def all_answers(policy):
@@ -179,7 +184,7 @@ def refreshed(policy):
 
 @pytest.fixture(scope="module")
 def calls():
-    return run_ranks(called, 2, setup=find_policies, timeout=580)
+    return run_cells(called, 2, setup=find_policies, timeout=580)
 
 
 @pytest.mark.parametrize("name", POLICIES)

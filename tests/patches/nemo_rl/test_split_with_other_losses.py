@@ -7,7 +7,7 @@ import importlib
 
 import pytest
 from rigs.nemo_rl import CHECKOUT, GPT, WORKER, find_nemo_rl, nll_loss, policy_gradient_loss, worker_for
-from rigs.nemo_rl_steps import SLICES, differences, in_slices, summary, trained, whole
+from rigs.nemo_rl_steps import SLICES, differences, in_slices, summary, trained_gpt, whole
 from rigs.train_step import MOE, MTP
 
 from megapatch.patches.nemo_rl._workers import has_own_split_step
@@ -27,7 +27,7 @@ def compared(rank, world_size):
     with contextlib.redirect_stdout(None):
         init_parallel()
         for name, (options, told) in OTHERS.items():
-            runs = [trained(options, "nll", step) for step in (whole, in_slices(SLICES["uneven"]))]
+            runs = [trained_gpt(options, "nll", step) for step in (whole, in_slices(SLICES["uneven"]))]
             found[name] = differences(*reversed(runs))
             found[name].pop("keys")
             # In v0.6.0's train() what a router adds to the gradient is divided by nothing.

@@ -1,0 +1,150 @@
+"""megapatch in the workers of a real Ray that slime, SkyRL and NeMo-RL start in their own ways."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+if not (find_spec("ray") and find_spec("torch")):
+    pytest.skip("needs Ray, and torch for what its workers import", allow_module_level=True)
+
+from rigs.ray import TESTS, cluster, job
+from rigs.skyrl import RELEASES, has_correctness_fixes
+from rigs.variables import folder_in
+
+from megapatch.reach.ray import compose_into_init
+from megapatch.testing import run_ranks
+
+NEMO_RL, SLIME = folder_in("NEMO_RL_CHECKOUT"), folder_in("SLIME_CHECKOUT")
+HAVE_A_DEFECT = [
+    one
+    for one in RELEASES
+    if one.has("workers/megatron/megatron_model_wrapper") and not has_correctness_fixes(one)
+]
+SKYRL = HAVE_A_DEFECT[-1] if HAVE_A_DEFECT else None
+
+
+def in_ray(rank, world_size, slime, skyrl, log):
+    import ray
+
+    def known():
+        return {"active": "megapatch" in sys.modules}
+
+    def status(*names):
+        """Of the sites whose modules are here."""
+        import megapatch
+
+        patches = megapatch.report().to_dict()["patches"]
+        sites = {one["name"]: one["sites"] for one in patches}
+        return [one["status"] for name in names for one in sites[name] if one["module"] in sys.modules]
+
+    @ray.remote(num_cpus=0)
+    def task(function=known, *args):
+        return function(*args)
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def call(self, function=known, *args):
+            return function(*args)
+
+    def slimes_way(path, of_checkout):
+        sys.path[:0] = [TESTS, path]
+        from rigs.stand_ins import StandIns
+
+        only_with_gpus = ("mooncake", "sglang", "sglang_router", "torch_memory_saver")
+        sys.meta_path.append(StandIns(only_with_gpus, lambda module, name: type(name, (), {})))
+        actor = importlib.import_module("slime.backends.megatron_utils.actor")
+        before = "megapatch" in sys.modules
+        if of_checkout:
+            load_function = importlib.import_module("slime.utils.misc").load_function
+            load_function("megapatch.activate")(SimpleNamespace())
+        else:
+            importlib.import_module("megapatch").activate(SimpleNamespace())
+        return before, status("slime.train-reentry"), hasattr(actor.train, "__wrapped__")
+
+    def skyrls_wrapper(release):
+        before = "megapatch" in sys.modules
+        sys.path.insert(0, TESTS)
+        os.environ["SKYRL_RELEASE"] = release.folder
+        from rigs.skyrl import find_skyrl
+
+        find_skyrl(real=["ray"])
+        importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
+        return before, status("skyrl.grad-scale")
+
+    found = {}
+    with cluster():
+        with job():
+            found["slime"] = ray.get(Actor.remote().call.remote(slimes_way, *slime))
+
+        compose_into_init()
+        if skyrl is not None:
+            from rigs.skyrl import find_skyrl
+
+            os.environ["SKYRL_RELEASE"] = skyrl.folder
+            find_skyrl(real=["ray"])
+            # where SkyRL finds it in the Ray that it pins
+            group = importlib.import_module("ray.util.placement_group")
+            moved = importlib.import_module("ray.util.scheduling_strategies")
+            vars(group).update(PlacementGroupSchedulingStrategy=moved.PlacementGroupSchedulingStrategy)
+            utils = importlib.import_module(f"{skyrl.trainer}.utils.utils")
+            config = mock.MagicMock()  # of a run with one GPU a node
+            config.trainer.log_path = log
+            config.generator.inference_engine_tensor_parallel_size = 1
+            config.generator.inference_engine.tensor_parallel_size = 1
+            for role in ("policy", "critic", "ref"):
+                setattr(config.trainer.placement, f"{role}_num_gpus_per_node", 1)
+            with job(lambda: utils.initialize_ray(config)):
+                found["skyrl"] = ray.get([task.remote(), Actor.remote().call.remote(skyrls_wrapper, skyrl)])
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    slime = SLIME or f"{TESTS}/imitations", bool(SLIME)
+    log = str(tmp_path_factory.mktemp("log"))
+    env = {"MEGAPATCH_DISABLE": "", "MEGAPATCH_STRICT": ""}
+    return run_ranks(in_ray, 1, slime, SKYRL, log, timeout=240, env=env)[0]
+
+
+@pytest.mark.parametrize("of", ["checkout" if SLIME else "imitation"])
+def test_slimes_init_hook_patches_what_its_actor_has_imported(found, of):
+    before, statuses, train_is_wrapped = found["slime"]
+    assert not before
+    assert statuses == ["applied"]
+    assert train_is_wrapped
+
+
+@pytest.mark.skipif(SKYRL is None, reason="no release of SkyRL with a defect is here")
+def test_skyrls_own_initialize_ray(found):
+    task, (before, statuses) = found["skyrl"]
+    assert task["active"]
+    assert before
+    assert statuses == ["applied"]
+
+
+def in_nemo_rls_ray(rank, world_size):
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def known():
+        return "megapatch" in sys.modules, os.environ["MEGAPATCH_DISABLE"]
+
+    init_ray = importlib.import_module("nemo_rl.distributed.virtual_cluster").init_ray
+    compose_into_init()
+    with cluster(), job(init_ray):
+        return ray.get(known.remote())
+
+
+@pytest.mark.skipif(not NEMO_RL, reason="NEMO_RL_CHECKOUT is not set")
+def test_nemo_rls_own_init_ray():
+    from rigs.nemo_rl import find_nemo_rl
+
+    env = {"MEGAPATCH_DISABLE": "skyrl.*"}
+    assert run_ranks(in_nemo_rls_ray, 1, setup=find_nemo_rl, env=env) == [(True, "skyrl.*")]

@@ -1,0 +1,148 @@
+"""Jobs that compute many cells of a grid in one spawn, each of which can fail without the others.
+
+def job(rank, world_size):                  # a generator; it sets up what several cells share
+    for layout in LAYOUTS:
+        init_parallel(**layout)
+        expected = once(reference, layout)
+        for case in CASES:
+            yield (layout, case), lambda: compare(case, expected())
+
+ranks = run_cells(job, 2)
+ranks[0][layout, case]                      # what rank 0 computed, or that cell's own traceback
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from megapatch.testing import RanksFailed, RanksTimedOut, run_ranks
+
+FOREVER = timedelta(days=1)  # until the run's own timeout
+
+
+class CellFailed(AssertionError):
+    """The cell raised, did not finish, or was not run; the text says which, with the traceback of each rank."""
+
+
+class LeftApart(Exception):
+    """Not all ranks ended the cell in the same way, so no rank can continue: their collectives would not match."""
+
+
+class Outcome(NamedTuple):
+    """The result of a cell on a rank."""
+
+    cell: Any
+    value: Any = None
+    failure: str | None = None
+
+
+class Found:
+    """The results of a rank, by cell. Asking for a cell that failed on any rank raises CellFailed."""
+
+    def __init__(self, values, failures, not_run):
+        self.values, self.failures, self.not_run = values, failures, not_run
+
+    def __getitem__(self, cell):
+        __tracebackhide__ = True
+        if cell in self.failures:
+            raise CellFailed(self.failures[cell])
+        if cell not in self.values and self.not_run:
+            raise CellFailed(self.not_run)
+        return self.values[cell]
+
+
+def once(function, *args, **kwargs):
+    """Return a function that calls `function` when it is first called, and returns that result every time."""
+    return functools.cache(functools.partial(function, *args, **kwargs))
+
+
+def run_cells(job, world_size, *args, patience=10.0, **options):
+    """Run a job in ranks that yields (cell, function) pairs; return a `Found` for each rank.
+
+    The functions are called one by one. After each, the ranks wait until all have ended it. If all have computed
+    it, or all have raised in the same place, the next cell comes. Otherwise the run ends, and the cells that are
+    left fail as not run. No collective is needed for that: a rank may be waiting in one.
+
+    job, args   as for `run_ranks`
+    patience    seconds that a rank whose cell raised waits for the others to end it
+    options     of `run_ranks`: timeout, setup, env
+    """
+    error = None
+    with tempfile.TemporaryDirectory(prefix="megapatch-cells-") as folder:
+        try:
+            run_ranks(_run, world_size, job, args, folder, patience, **options)
+        except (RanksFailed, RanksTimedOut) as raised:
+            error = raised
+        ranks = [_outcomes(folder, rank) for rank in range(world_size)]
+    last = max(ranks, key=len)[-1:]
+    if error and not last:
+        raise error
+    cells = dict.fromkeys(outcome.cell for outcomes in ranks for outcome in outcomes)
+    failures = {cell: text for cell in cells if (text := _failure(cell, ranks, error))}
+    not_run = None
+    if error:
+        cell = last[0].cell
+        failures.setdefault(cell, f"the job failed after cell {cell!r}:\n{error}")
+        not_run = f"not run: the ranks were left in different places by cell {cell!r}, or did not get past it"
+    return [Found({one.cell: one.value for one in outcomes}, failures, not_run) for outcomes in ranks]
+
+
+def _failure(cell, ranks, error):
+    """Return what is wrong with a cell, in words; "" if nothing is."""
+    lines = []
+    for rank, outcomes in enumerate(ranks):
+        (outcome,) = [one for one in outcomes if one.cell == cell] or [Outcome(cell, failure="it did not begin")]
+        text = outcome.failure
+        if text == UNFINISHED:
+            text = f"{text}\n{getattr(error, 'waiting', {}).get(rank) or error}"
+        lines += [f"rank {rank} of {len(ranks)}: {text}"] if text else []
+    return "\n".join([f"cell {cell!r} failed", *lines]) if lines else ""
+
+
+# ------------------------------------------------------------------------------------------ in the ranks
+UNFINISHED = "it did not finish"
+
+
+def _run(rank, world_size, job, args, folder, patience):
+    store = torch.distributed.FileStore(f"{folder}/store", world_size)
+    for number, (cell, compute) in enumerate(job(rank, world_size, *args)):
+        path = f"{folder}/{rank}-{number:06d}"
+        torch.save(Outcome(cell, failure=UNFINISHED), path)
+        ending = "computed"
+        try:
+            torch.save(Outcome(cell, compute()), path)
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            torch.save(Outcome(cell, failure=traceback.format_exc()), path)
+            ending = _place(error)
+        limit = FOREVER if ending == "computed" else timedelta(seconds=patience)
+        _go_on_together(
+            store, [f"{number} {each}" for each in range(world_size)], rank, f"{cell!r}: {ending}", limit
+        )
+
+
+def _go_on_together(store, keys, rank, ending, limit):
+    store.set(keys[rank], ending)
+    try:
+        store.wait(keys, limit)
+    except RuntimeError:  # torch's DistStoreError: it took too long
+        raise LeftApart(ending) from None
+    endings = [store.get(key).decode() for key in keys]
+    if len(set(endings)) > 1:
+        raise LeftApart("; ".join(endings))
+
+
+def _place(error):
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {last.filename}:{last.lineno}"
+
+
+def _outcomes(folder, rank):
+    paths = sorted(Path(folder).glob(f"{rank}-*"))
+    return [torch.load(path, weights_only=False) for path in paths]  # our own processes wrote them
