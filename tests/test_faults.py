@@ -12,6 +12,7 @@ import types
 import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed
 
+from megapatch import _loaded_modules
 from megapatch._engine import engine, holders, install, target
 from megapatch._engine import record as site_record
 from megapatch.patch import Patch, Site
@@ -116,7 +117,8 @@ def name(modules, monkeypatch):
     name = modules.write(SOURCE)
     # No sweep over all modules of the test run, for each of hundreds of faults.
     few = types.SimpleNamespace(modules=_Only(name))
-    monkeypatch.setattr(holders, "sys", few)
+    for searching in (holders, _loaded_modules):
+        monkeypatch.setattr(searching, "sys", few)
     return name
 
 

@@ -118,20 +118,26 @@ class SiteRecord(Record):
         """
         if self._is_held_by_this_thread():
             return False  # what our diagnosis imports is a reason to look, but not here
-        if not self.lock.acquire(blocking=wait):
+        if wait:
+            with self.lock:
+                return self._consider(module)
+        if not self.lock.acquire(blocking=False):
             return False
         try:
-            if self.disabled:
-                return False
-            if self._is_whole() and self._was_reloaded():
-                self._forget_reloaded()
-            if self._is_whole():
-                self._note_overwritten()
-            else:
-                self._all_or_none(lambda: self._judge_and_install(module))
-            return self.phase is Phase.INSTALLED
+            return self._consider(module)
         finally:
             self.lock.release()
+
+    def _consider(self, module: ModuleType) -> bool:
+        if self.disabled:
+            return False
+        if self._is_whole() and self._was_reloaded():
+            self._forget_reloaded()
+        if self._is_whole():
+            self._note_overwritten()
+        else:
+            self._all_or_none(lambda: self._judge_and_install(module))
+        return self.phase is Phase.INSTALLED
 
     def rebind(self, installed: tuple[ReplacedTarget, ...], found: Mapping[int, list[Holder]]) -> bool:
         """Give what `consider` has installed to the other holders of the originals, which were looked for since;

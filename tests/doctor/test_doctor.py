@@ -142,7 +142,7 @@ def test_a_report_has_the_tracebacks(fake_megatron):
     script = (
         "import sys\nfrom megapatch.patches.megatron import forward_pre_hook as patch\n"
         "def broken(module): raise ZeroDivisionError('in a diagnosis')\n"
-        "patch.PATCH.sites[0].diagnose = broken\n"
+        "vars(patch.PATCH.sites[0]).update(diagnose=broken)\n"
         "from megapatch._engine.engine import this_process\n"
         "from megapatch._cli.main import main\nsys.exit(main(['doctor', '--report', '-']))"
     )

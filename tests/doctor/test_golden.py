@@ -59,7 +59,7 @@ alias = acme_target.greet = held[0]
 # With `python -S`: what is installed here is none of the golden file's business.
 RUN = """
 import sys
-sys.path[:1] = {path!r}
+sys.path[:] = [*sys.path[1:], *{path!r}]  # behind the standard library, where installations are
 from megapatch._cli.main import main
 sys.exit(main())
 """
