@@ -1,10 +1,10 @@
-"""What megapatch costs: a patched call, the import, the search for holders of a patched function.
+"""Measure what megapatch costs: a patched call, the import, the search for holders of a patched function.
 
     python benchmarks/overhead.py
 
-Prints times of one run side by side, their ratios, and the promised limits; exits with 1 when a limit is broken.
-Times are the best of many: what else the machine does only adds to them. Needs megapatch; with torch installed the
-search runs over a process that has imported it.
+Prints times of one run side by side, their ratios, and the promised limits; exits with 1 if a limit is broken.
+Times are the best of many, because other load on the machine can only add to them. Needs megapatch. If torch is
+installed, the search runs in a process that has imported it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def closure(function):
 
 
 def patched(function):
-    """The function as the engine installs it."""
+    """Return the function as the engine installs it."""
     module = types.ModuleType("megapatch_benchmark")
     module.function = function
     sys.modules[module.__name__] = module
@@ -58,7 +58,7 @@ def proxy(function):
 def calls() -> bool:
     kinds = {"plain": plain, "closure": closure(plain), "patched": patched(plain), "wrapt proxy": proxy(plain)}
     number, seconds = 50_000, {name: [] for name in kinds}
-    for _ in range(21):  # by turns, so that a busy machine is busy for all of them
+    for _ in range(21):  # in turns, so that a busy machine slows all of them
         for name, function in kinds.items():
             seconds[name].append(timeit.timeit(lambda f=function: f(1, scale=2.0), number=number) / number)
     best = {name: min(values) for name, values in seconds.items()}
@@ -76,7 +76,7 @@ print(wrapt_done - start, time.perf_counter() - wrapt_done)
 
 
 def imports() -> bool:
-    with tempfile.TemporaryDirectory() as cache:  # compiled, as installed packages are, wherever this runs
+    with tempfile.TemporaryDirectory() as cache:  # compiled, like installed packages
         environment = {**os.environ, "PYTHONPYCACHEPREFIX": cache}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         runs = []
@@ -97,7 +97,7 @@ def sweep() -> bool:
     try:
         import torch  # noqa: F401
     except ImportError:
-        print("\n(no torch here: the search for holders runs over what else is loaded)")
+        print("\n(torch is not installed: the search for holders runs over the other modules)")
     importing = time.perf_counter() - start
     seconds = []
     for _ in range(21):
@@ -105,10 +105,13 @@ def sweep() -> bool:
         found = holders.find([plain])
         seconds.append(time.perf_counter() - start)
     assert found
-    best, names = min(seconds), sum(len(vars(m)) for m in sys.modules.values() if hasattr(m, "__dict__"))
+    best, names = (
+        min(seconds),
+        sum(len(vars(module)) for module in sys.modules.values() if hasattr(module, "__dict__")),
+    )
     print(f"\nholders, {len(sys.modules)} modules with {names} names")
     print(f"  {'import torch':12} {importing * 1e3:7.1f} ms")
-    print(f"  {'one search':12} {best * 1e3:7.1f} ms  {best / importing:7.4f} x import torch")
+    print(f"  {'a search':12} {best * 1e3:7.1f} ms  {best / importing:7.4f} x import torch")
     return _limit("a search, once for all patches of a module, takes", best, SWEEP_LIMIT, "ms", 1e3)
 
 

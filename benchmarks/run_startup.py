@@ -1,10 +1,11 @@
-"""What `megapatch run` adds to the start of a Python that never imports a target.
+"""Measure what `megapatch run` adds to the start of a Python process that never imports a target.
 
     python benchmarks/run_startup.py
 
-Starts Python by turns as it is and as below `megapatch run`, hundreds of times, and prints medians side by side
-and the promised limit; exits with 1 when it is broken. Whole processes are shown, and differ by more than what is
-sought. What counts is the time inside of one, from before Python looks for a sitecustomize until after.
+Starts Python in turns, plain and with the environment of `megapatch run`, hundreds of times. Prints medians side
+by side and the promised limit; exits with 1 if the limit is broken. The times of whole processes are shown, but
+they vary by more than the difference that is sought. The limit applies to the time inside a process, from before
+to after Python looks for a sitecustomize.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LIMIT = 1e-3  # seconds
 ROUNDS = 200
 PROGRAMS = {"pass": "pass", "import json": "import json", "import subprocess": "import subprocess"}
 
-# What site does last when Python starts; -S leaves it to us.
+# The last thing that site does when Python starts. With -S it is left to us.
 INSIDE = """
 import os, sys, time
 start = time.perf_counter()
@@ -34,16 +35,16 @@ print(time.perf_counter() - start)
 
 
 def whole_processes(kinds: dict[str, dict[str, str]]) -> None:
-    print(f"{'a process':20} {'as it is':>10} {'below run':>10} {'ratio':>7}   medians of {ROUNDS}, ms")
+    print(f"{'a process':20} {'plain':>10} {'with run':>10} {'ratio':>7}   medians of {ROUNDS}, ms")
     for title, program in PROGRAMS.items():
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(ROUNDS):  # by turns, so that a busy machine is busy for both
+        for _ in range(ROUNDS):  # in turns, so that a busy machine slows both
             for kind, environment in kinds.items():
                 start = time.perf_counter()
                 subprocess.run([sys.executable, "-c", program], env=environment, check=True)
                 seconds[kind].append(time.perf_counter() - start)
-        plain, below = (statistics.median(values) for values in seconds.values())
-        print(f"{title:20} {plain * 1e3:10.2f} {below * 1e3:10.2f} {below / plain:7.3f}")
+        plain, with_run = (statistics.median(values) for values in seconds.values())
+        print(f"{title:20} {plain * 1e3:10.2f} {with_run * 1e3:10.2f} {with_run / plain:7.3f}")
 
 
 def inside(kinds: dict[str, dict[str, str]]) -> bool:
@@ -53,21 +54,21 @@ def inside(kinds: dict[str, dict[str, str]]) -> bool:
             command = [sys.executable, "-S", "-c", INSIDE]
             shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             seconds[kind].append(float(shown.stdout))
-    plain, below = (statistics.median(values) for values in seconds.values())
-    print(f"{'the part that differs':20} {plain * 1e3:9.2f} {below * 1e3:10.2f} {below / plain:7.3f}")
-    added = below - plain
+    plain, with_run = (statistics.median(values) for values in seconds.values())
+    print(f"{'the part that differs':20} {plain * 1e3:9.2f} {with_run * 1e3:10.2f} {with_run / plain:7.3f}")
+    added = with_run - plain
     kept = added <= LIMIT
     print(f"  megapatch run adds {added * 1e3:.2f} ms; at most {LIMIT * 1e3:.0f}: {'kept' if kept else 'BROKEN'}")
     return kept
 
 
 def main() -> bool:
-    with tempfile.TemporaryDirectory() as cache:  # compiled, as installed packages are, wherever this runs
+    with tempfile.TemporaryDirectory() as cache:  # compiled, like installed packages
         plain = {**os.environ, "PYTHONPYCACHEPREFIX": cache}
         for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH"):
             plain.pop(name, None)
         targets = {record.site.module for record in this_process().records}
-        kinds = {"as it is": plain, "below run": reaching(plain, targets)}
+        kinds = {"plain": plain, "with run": reaching(plain, targets)}
         whole_processes(kinds)
         return inside(kinds)
 

@@ -1,10 +1,11 @@
-"""What megatron.save-plan-cache costs: a look at what is saved, beside the planning that it saves.
+"""Measure what megatron.save-plan-cache costs, compared with the planning that it makes unnecessary.
 
     python benchmarks/save_plan.py
 
-Two ranks on CPU plan to save the same 10,000 leaves again and again; nothing is written. Prints the times of one
-run side by side, their ratio, and the promised limit; exits with 1 when it is broken. Times are the best of a few,
-of the slower rank: what else the machine does only adds to them. Needs megapatch, torch and megatron-core.
+The patch looks at the tree that is saved, to see whether it has changed. Two ranks on CPU plan to save the same
+10,000 leaves repeatedly; nothing is written. Prints the times of one run side by side, their ratio, and the
+promised limit; exits with 1 if the limit is broken. Times are the best of a few rounds on the slower rank, because
+other load on the machine can only add to them. Needs megapatch, torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from megapatch.patches.megatron.save_plan_cache import redistribute_when_changed
 from megapatch.testing import init_parallel, run_ranks
 
 LEAVES, ROUNDS = 10_000, 6
-LIMIT = 0.02  # of planning
+LIMIT = 0.02  # of the planning time
 
 
 def leaves(rank):
-    """As of a model with its optimizer: replicated tensors, halves of tensors, and here and there an object."""
+    """Return the tree of a model with its optimizer: replicated tensors, halves of tensors, and some objects."""
     mapping = importlib.import_module("megatron.core.dist_checkpointing.mapping")
     part, data = mapping.ShardedTensor.from_rank_offsets, torch.ones(4)
     tree = {"model": {}, "optimizer": {"state": []}}
     for index in range(LEAVES // 10):
         name = f"decoder.layers.{index}"
         tree["model"][f"{name}.extra"] = mapping.ShardedObject(f"{name}.extra", b"", (2,), (rank,))
-        for piece in range(5):
-            weight = f"{name}.mlp.experts.linear_fc{piece}.weight"
+        for number in range(5):
+            weight = f"{name}.mlp.experts.linear_fc{number}.weight"
             tree["model"][weight] = part(weight, data, (0, rank, 2))
         for kind in ("exp_avg", "exp_avg_sq", "param", "master"):
             state = f"optimizer.state.{kind}.{name}.mlp.linear.weight"
@@ -55,13 +56,13 @@ def measure(rank, world_size, folder):
     strategies = "megatron.core.dist_checkpointing.strategies"
     strategy = importlib.import_module(f"{strategies}.torch").TorchDistSaveShardedStrategy
     writer = importlib.import_module(f"{strategies}.filesystem_async")
-    # Megatron's own is in a new process, which would import all of this.
+    # Megatron would start its queue in a new process, which would import all of this.
     writer._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     wrapper = importlib.import_module(f"{strategies}.fully_parallel").FullyParallelSaveStrategyWrapper
     kwargs = {"async_strategy": "mcore"} if "async_strategy" in signature(strategy.async_save) else {}
     found = {}
     looks = [replan_when_changed(lambda self, tree: None), redistribute_when_changed(lambda self, tree: None)]
-    for round_ in range(ROUNDS):  # by turns, so that a busy machine is busy for all of them
+    for round_ in range(ROUNDS):  # in turns, so that a busy machine slows all of them
         plain = strategy("torch_dist", 1, thread_count=1, cached_metadata=True)
         inner = strategy("torch_dist", 1, thread_count=1, cached_metadata=True)
         parallel = wrapper(inner, None, do_cache_distribution=True)
@@ -72,14 +73,14 @@ def measure(rank, world_size, folder):
             times.update({(kind, name): seconds(save) for name in ("first", "second", "later")})
             added = [repeated(look, owner, tree) for look, owner in zip(looks, owners, strict=False)]
             times[kind, "added"] = min(sum(seconds(look) for look in added) for _ in range(20))
-        if round_:  # the first round starts what Megatron starts once
+        if round_:  # in the first round Megatron starts what it starts once
             for name, value in times.items():
                 found[name] = min(value, found.get(name, value))
     return found
 
 
 def repeated(look, owner, tree):
-    look(owner, tree)  # what the next ones are compared with
+    look(owner, tree)  # the next calls compare with this tree
     return functools.partial(look, owner, tree)
 
 
@@ -90,7 +91,7 @@ def signature(function):
 def main() -> bool:
     with tempfile.TemporaryDirectory() as folder:
         found = run_ranks(measure, 2, folder, timeout=600.0, env={"MEGAPATCH_DISABLE": "*"})
-    slower = {name: max(one[name] for one in found) for name in found[0]}
+    slower = {name: max(times[name] for times in found) for name in found[0]}
     print(f"{LEAVES} leaves on each of 2 ranks")
     return all([_compare("plain", slower), _compare("parallel", slower)])
 
@@ -98,8 +99,8 @@ def main() -> bool:
 def _compare(kind: str, slower: dict) -> bool:
     texts = {
         "first": "a first save, up to writing",
-        "second": "the second, which validates the plan",
-        "later": "a later one, which uses it",
+        "second": "the second save, which validates the plan",
+        "later": "a later save, which uses it",
     }
     print(f"\n{'with --ckpt-fully-parallel-save' if kind == 'parallel' else 'without --ckpt-fully-parallel-save'}")
     for name, text in texts.items():

@@ -1,14 +1,14 @@
-"""What a TrainPump costs beside the same calls made by hand, and what it gains.
+"""Measure what a TrainPump costs compared with the same calls made by hand, and what it gains.
 
     python benchmarks/streaming.py
 
-calls        a step of groups that are all there: at least 0.98 of the throughput of the trainer's calls alone
-event loop   how late others in it are woken up while a plain trainer works: at most 0.1 of how late they are when
-             the trainer is called in the loop
-rollouts     a step of groups that arrive one by one: less time than training when the last one is there
+calls        a step of groups that have all arrived: at least 0.98 of the throughput of only the trainer's calls
+event loop   how late other tasks wake up while a plain trainer works: at most 0.1 of how late they are when the
+             trainer is called in the event loop
+rollouts     a step of groups that arrive one by one: less time than training once the last has arrived
 
-The trainer sleeps, as one that waits for a GPU does. The kinds take turns in one process; exits with 1 when a
-promised ratio is broken. Needs megapatch alone.
+The trainer sleeps, as a trainer that waits for a GPU does. The two sides take turns in one process. Exits with 1
+if a promised ratio is broken. Needs only megapatch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 
-GROUPS, MICROBATCH, APART = 16, 0.05, 0.04  # seconds: of a microbatch, and from one group to the next
+GROUPS, MICROBATCH, APART = 16, 0.05, 0.04  # seconds: per microbatch, and between two groups
 ROUNDS = 5
 
 
@@ -40,7 +40,7 @@ class Trainer:
 
 
 class Generation:
-    """Has its weights already."""
+    """A generation side that already has the weights."""
 
     async def pause_generation(self):
         pass
@@ -95,7 +95,7 @@ async def all_at_once():
 
 
 async def lateness(work):
-    """Median seconds that a sleep of a millisecond takes too long meanwhile."""
+    """Return by how many seconds (median) a sleep of a millisecond is late while this work runs."""
     late = []
 
     async def tick():
@@ -122,17 +122,18 @@ async def seconds(work):
 
 
 def compare(title, measure, this, other, limit):
-    """Prints the ratio of the medians; whether it is at most the limit."""
+    """Print the ratio of the medians, and return whether it is at most the limit."""
     rounds = [(asyncio.run(measure(this)), asyncio.run(measure(other))) for _ in range(ROUNDS)]
-    one, two = (statistics.median(values) for values in zip(*rounds, strict=True))
-    kept = one / two <= limit
+    ours, theirs = (statistics.median(values) for values in zip(*rounds, strict=True))
+    kept = ours / theirs <= limit
     verdict = "kept" if kept else "BROKEN"
-    print(f"{title:12} {one * 1e3:8.2f} ms, {two * 1e3:8.2f} ms: {one / two:.3f}; at most {limit:.3f}: {verdict}")
+    times = f"{ours * 1e3:8.2f} ms, {theirs * 1e3:8.2f} ms"
+    print(f"{title:12} {times}: {ours / theirs:.3f}; at most {limit:.3f}: {verdict}")
     return kept
 
 
 async def blocked():
-    """A microbatch at a time, in the loop, which gets its turn in between."""
+    """Train in the event loop, which gets a turn between two microbatches."""
     trainer = Trainer()
     for number in range(GROUPS):
         trainer.train_microbatch(number)

@@ -1,8 +1,10 @@
-"""The example learns, and shows what it says."""
+"""The example learns, shows what streaming gains, and fails when it gains nothing."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import signal
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -11,23 +13,70 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_rl.py"
+needs_megatron = pytest.mark.skipif(
+    not (find_spec("torch") and find_spec("megatron")), reason="needs torch and megatron-core"
+)
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not (find_spec("torch") and find_spec("megatron")), reason="needs torch and megatron-core")
-def test_it_learns_as_rollouts_arrive_and_on_policy_it_is_synchronous_training(tmp_path):
+@needs_megatron
+def test_it_learns_faster_as_rollouts_arrive_and_on_policy_it_is_synchronous_training(tmp_path):
     plot = tmp_path / "plot.png"
-    command = [sys.executable, EXAMPLE, "--steps", "16", "--plot", str(plot)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run([sys.executable, EXAMPLE, "--plot", plot], capture_output=True, text=True, timeout=300)
     shown = done.stdout
     assert done.returncode == 0, shown + done.stderr
     streaming, on_policy = re.findall(r"at most (\d) and on average (\S+) versions behind", shown)
     assert float(streaming[1]) > 0 and int(streaming[0]) <= 2
     assert on_policy == ("0", "0.00")
+    assert float(re.search(r"Streaming is (\S+) times as fast", shown)[1]) >= 1.2
     found, expected = re.search(r"on-policy (\S+), synchronous (\S+)", shown).groups()
     assert found == expected and float(found)
     assert float(re.search(r"largest difference of a parameter: (\S+)", shown)[1]) <= 1e-6
-    first, *_, last = re.findall(r"to \d+ +(0\.\d+|1\.00) #+ +(0\.\d+|1\.00) #+", shown)
-    assert all(float(end) > float(begin) + 0.2 for begin, end in zip(first, last, strict=True))
+    for name in ("streaming", "on-policy"):
+        first, *_, last = re.findall(rf"{name} +step +\d+  mean reward (\S+) #+", shown)
+        assert float(last) > float(first) + 0.2
     assert plot.exists() == bool(find_spec("matplotlib"))
     assert ("matplotlib is not installed" in shown) != plot.exists()
+
+
+@pytest.mark.thorough
+@needs_megatron
+def test_ctrl_c_ends_it_cleanly(tmp_path):
+    command = [sys.executable, EXAMPLE, "--plot", tmp_path / "plot.png"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as example:
+        while "step  5" not in (line := example.stdout.readline()):
+            assert line, example.stderr.read()
+        example.send_signal(signal.SIGINT)
+        _, errors = example.communicate(timeout=120)
+    assert (example.returncode, errors) == (130, "\ninterrupted\n")
+
+
+@pytest.fixture
+def example(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    for name in ("streaming_rl", "streaming_rl_processes"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module("streaming_rl")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rewards", "speed_up", "failure"),
+    [
+        (1.0, [0.5, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0], 2.0, None),
+        (1.7, [0.5, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0], 2 / 1.7, "10.2 s, which is not 1.2 times as fast as"),
+        (1.0, [0.5, 0.9, 1.0, 1.0, 1.0, 1.0, 0.7], 2.0, "ended at a mean reward of 0.94, more than 0.05 below"),
+        (1.0, [0.5] * 7, None, "streaming did not reach a mean reward of 0.9 in 7 steps"),
+    ],
+    ids=["holds", "not faster", "worse", "not learned"],
+)
+def test_what_it_claims_is_judged(example, seconds, rewards, speed_up, failure):
+    def run(name, seconds_of_a_step, rewards):
+        made = example.Run(name, None, len(rewards))
+        made.seconds = [seconds_of_a_step * step for step in range(1, len(rewards) + 1)]
+        made.rewards = rewards
+        return made
+
+    on_policy = run("on-policy", 2.0, [0.5, 0.9, 1.0, 1.0, 1.0, 1.0, 1.0])
+    found, why = example.judge(run("streaming", seconds, rewards), on_policy)
+    assert found == pytest.approx(speed_up)
+    assert why is None if failure is None else failure in why
