@@ -14,7 +14,7 @@ import pytest
 import wrapt
 from rigs.engine import TARGET, make_engine, make_patch
 
-from megapatch import RestoreError, _versions
+from megapatch import RestoreError, _loaded_modules, _versions
 from megapatch._engine import holders
 from megapatch._reporting.report import make_report
 
@@ -228,7 +228,8 @@ def _few_modules(monkeypatch, modules):
                 if name.startswith(("target_", "base_", "holder_"))
             ]
 
-    monkeypatch.setattr(holders, "sys", types.SimpleNamespace(modules=Ours()))
+    for searching in (holders, _loaded_modules):
+        monkeypatch.setattr(searching, "sys", types.SimpleNamespace(modules=Ours()))
     monkeypatch.setattr(sys.modules["megapatch._reporting.report"], "left_behind", lambda installed: {})  # as slow
     monkeypatch.setattr(_versions, "here", dict)
     monkeypatch.setattr(Programs, "modules", modules)
