@@ -7,13 +7,10 @@ import os
 import platform
 import re
 import sys
-from typing import TYPE_CHECKING
 
 from ..._engine.advice import ISSUE_TRACKER
+from .examination import Examination
 from .origins import RELEVANT
-
-if TYPE_CHECKING:
-    from .command import Examination
 
 _COLUMNS = 100
 

@@ -1,0 +1,188 @@
+"""What doctor finds out: every patch, where packages come from, the settings, the ways in, and what is wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.metadata import Distribution
+from typing import Any, NamedTuple
+
+from ... import _api
+from ..._engine import entry_points
+from ..._engine.engine import this_process
+from ..._engine.settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
+from ..._reporting import terminal
+from ..._reporting.report import Report
+from ...patch import NEEDS_ATTENTION, Status
+from ...reach._run.site.sitecustomize import TARGETS
+from . import origins, probe, routes
+
+WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
+
+
+class Examination(NamedTuple):
+    """What doctor has found.
+
+    Attributes:
+        report: of all patches.
+        packages: where each package that matters comes from.
+        settings: each MEGAPATCH_* variable that is set, its value, and its effect.
+        reach: each way into a process, and what it would do here.
+        problems: in words, sites that need attention first.
+        exit_code: WELL, NOT_APPLIED or COULD_NOT_LOOK.
+    """
+
+    report: Report
+    packages: Sequence[origins.Package]
+    settings: Sequence[tuple[str, str, str]]
+    reach: Mapping[str, str]
+    problems: Sequence[str]
+    exit_code: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary: the report's, with the rest added."""
+        return {
+            **self.report.to_dict(),
+            "packages": [package._asdict() for package in self.packages],
+            "settings": [
+                dict(zip(("name", "value", "effect"), setting, strict=True)) for setting in self.settings
+            ],
+            "reach": [{"route": route, "effect": effect} for route, effect in self.reach.items()],
+            "problems": list(self.problems),
+            "exit_code": self.exit_code,
+        }
+
+    def text(self, columns: int) -> str:
+        """Return the text for people: packages, patches, settings, ways in. Problems are printed separately."""
+        rows = [(package.name, f"{package.version or '?'}, {package}") for package in self.packages]
+        settings = [
+            (name if len(value) > columns else f"{name}={value}", effect) for name, value, effect in self.settings
+        ]
+        parts = [
+            ["packages", *_rows(rows, columns)],
+            ["patches", *self.report.table(columns)],
+            ["settings", *(_rows(settings, columns) or ["  none: no MEGAPATCH_* variable is set"])],
+            ["ways in", *_rows(list(self.reach.items()), columns)],
+            [f"digest {self.report.digest}"],
+        ]
+        return "\n\n".join("\n".join(part) for part in parts)
+
+
+def examine(importing: bool, seconds: float | None) -> Examination:
+    """Look at everything, as `doctor` does."""
+    if importing and seconds is not None:
+        report, problems = probe.probe(_api.report(), seconds)
+        complaints = this_process().settings.complaints(
+            [patch.patch.name for patch in report.patches],
+            more_to_come=any(patch.patch.family == "third_party" for patch in report.patches),
+        )
+    else:
+        reasons = _import_targets() if importing else {}
+        this_process().load_third_parties()
+        report, complaints = _with_reasons(_api.report(), reasons), this_process().complaints()
+        problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
+    sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
+    bad = [
+        f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
+        for name, site in sites
+        if site.status in NEEDS_ATTENTION
+    ]
+    if all(site.status is Status.NOT_INSTALLED for _, site in sites):
+        problems.append(
+            "nothing to patch is installed here: found no megatron-core; install it next to megapatch "
+            "(pip install megatron-core), or run doctor in the environment that trains"
+        )
+    problems += [*complaints, *_unknown_settings(os.environ)]
+    others = _third_parties()
+    packages = origins.packages(others)
+    versions = {package.name: package.version or "of unknown version" for package in packages}
+    return Examination(
+        report=report,
+        packages=packages,
+        settings=_settings(os.environ, report),
+        reach=routes.routes(
+            report,
+            ray=versions.get("ray"),
+            third_parties=[f"{dist.name} {dist.version}" for dist in others],
+            entry_points_off=this_process().settings.no_entry_points,
+        ),
+        problems=[*bad, *problems],
+        exit_code=NOT_APPLIED if bad else COULD_NOT_LOOK if problems else WELL,
+    )
+
+
+def _import_targets() -> dict[str, str]:
+    """Import every installed target. Return, by module, why it cannot be imported."""
+    asked: dict[str, str | None] = {}
+    while todo := probe.pending(_api.report().patches) - asked.keys():  # third-party patches bring more
+        for name in sorted(todo):
+            asked[name] = probe.import_target(name)
+    return {name: f"cannot be imported: {error}" for name, error in asked.items() if error is not None}
+
+
+def _with_reasons(report: Report, reasons: Mapping[str, str]) -> Report:
+    """Return the report with the reasons of sites whose module cannot be imported."""
+    return report._replace(
+        patches=tuple(
+            patch._replace(
+                sites=tuple(
+                    site._replace(reason=reasons.get(site.module, site.reason))
+                    if site.status is Status.PENDING
+                    else site
+                    for site in patch.sites
+                )
+            )
+            for patch in report.patches
+        )
+    )
+
+
+def _third_parties() -> list[Distribution]:
+    entries = entry_points.entry_points(this_process().settings)
+    return list({entry.dist.name: entry.dist for entry in entries if entry.dist is not None}.values())
+
+
+def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
+    """Return each known variable that is set: name, value, and what it does here."""
+    settings = Settings.from_environment(environment)
+    off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
+    on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
+    effects = {
+        DISABLE: f"keeps off {report.names(off) or 'nothing'}",
+        ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",
+        STRICT: "what needs attention is an error"
+        if settings.strict
+        else "off: what needs attention is a warning",
+        NO_ENTRY_POINTS: f"patches of other distributions are {'not ' * settings.no_entry_points}looked for",
+        TARGETS: "set by `megapatch run`, which this process is below",
+    }
+    return [(name, environment[name], effect) for name, effect in effects.items() if name in environment]
+
+
+def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
+    import difflib
+
+    prefix = "MEGAPATCH_"
+    known = [name.removeprefix(prefix) for name in (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS)]
+    found = []
+    for name in sorted(environment):
+        if name.startswith(prefix) and name != TARGETS and name.removeprefix(prefix) not in known:
+            near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
+            meant = f"did you mean {prefix}{near[0]}?" if near else f"known are {prefix}{{{','.join(known)}}}"
+            found.append(f"{name} is set and means nothing to megapatch; {meant}")
+    return found
+
+
+def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
+    """Return two columns, names on the left; a name that is too long has a line of its own."""
+    names = [len(name) for name, _ in rows if len(name) <= 24]
+    wide = max(names, default=0)
+    lines = []
+    for name, text in rows:
+        first = f"  {name:{wide}}  "
+        if len(name) > wide:
+            lines.append(f"  {name}")
+            first = " " * (wide + 4)
+        lines += terminal.wrapped(text, columns, first, " " * (wide + 4))
+    return lines
