@@ -8,15 +8,15 @@ import sys
 
 import pytest
 
-from megapatch._reporting import agreement
-from megapatch._reporting.agreement import difference
+from megapatch._reporting import agreement, facts
+from megapatch._reporting.facts import difference
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 RERUN = "megatron.core.rerun_state_machine"
 
 
 def ranks(members):
-    return agreement.numbered("rank", members)
+    return facts.numbered("rank", members)
 
 
 def test_those_that_agree_differ_in_nothing():
@@ -46,13 +46,42 @@ def test_versions_come_first():
     assert difference([old, new], ranks).startswith("torch is 2.6.0 on rank 0; 2.13.0 on rank 1. And 1 more")
 
 
-def test_more_than_a_table_holds_is_no_agreement():
-    def table(names):
-        return agreement._table({str(name): ("applied", "") for name in range(names)})
+def named(count, value="applied"):
+    return {f"patch {number} at m": (value, "") for number in range(count)}
 
-    assert len(table(10)) == len(table(10_000)) == 256
-    assert agreement._agree([table(255), table(255)])
-    assert not agreement._agree([table(256), table(256)])
+
+def merged(*everyone):
+    """As the all-reduce makes it of the tables of these processes."""
+    return [min(column) for column in zip(*map(agreement._table, everyone), strict=True)]
+
+
+def test_a_table_has_one_size_and_shows_each_difference():
+    own = {name: ("applied", "") for name in agreement._own_slots()}
+    assert {len(agreement._table(found)) for found in ({}, own, named(10_000))} == {2 * agreement._SLOTS}
+    assert agreement._differing(merged(own, own, {}, {"torch": own["torch"]})) == []
+    for name, slot in agreement._own_slots().items():
+        assert agreement._differing(merged(own, own, {**own, name: ("failed", "")}, own)) == [slot]
+    assert agreement._differing(merged(named(100), named(100))) == []
+    assert agreement._differing(merged(named(100), named(100, "failed")))
+
+
+def test_own_facts_do_not_share_a_slot():
+    slots = agreement._own_slots()
+    assert len(set(slots.values())) == len(slots) < agreement._SLOTS / 2
+    assert min(agreement._slot(name) for name in named(1000)) >= len(slots)
+
+
+def test_looking_that_raises_is_a_fact(monkeypatch):
+    def stale():
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(facts._versions, "here", stale)
+    found = facts.look()
+    monkeypatch.undo()
+    assert difference([facts.look(), found], ranks) == (
+        "finding this out is possible on rank 0; impossible, OSError: [Errno 116] Stale file handle on rank 1. "
+        "`megapatch doctor` shows more, in each environment"
+    )
 
 
 def test_devices():
@@ -65,7 +94,7 @@ def test_devices():
 
 
 def test_what_this_process_has_loaded(modules):
-    found = agreement.facts()
+    found = facts.facts()
     assert found["megapatch"][0] and found["wrapt"][0]
     assert not any(" at " in name and name.partition(" at ")[2] not in sys.modules for name in found)
 
@@ -106,11 +135,28 @@ def agreeing(rank, world_size):
     megapatch.apply()
     found["applied again"] = told()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_ROWS", 2)
-        found["no room"] = told()
+        patch.setattr(agreement, "_SLOTS", 1)
+        patch.setattr(agreement, "_own_slots", dict)  # so that all facts share one slot
+        plain = facts.facts
+        patch.setattr(facts, "facts", lambda: {**plain(), **({"a at m": ("applied", "")} if rank == 0 else {})})
+        found["one slot"] = told()
+        if rank == 2:
+            megapatch.restore("megatron.nested-no-sync")
+        found["one slot, restored"] = told()
+        megapatch.apply()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(facts._versions, "here", dict().popitem)
+        found["a rank cannot look"] = told()
     if rank == 1:
-        sys.modules["megapatch._reporting.agreement"].__version__ = "0.0.1"
+        facts.__version__ = "0.0.1"
     found["another version"] = told()
+    if rank:
+        facts.__version__ = f"0.0.{rank}"
+    found["three versions"] = told()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_MOST_VALUES", 2)
+        found["more than are told apart"] = told()
     return found
 
 
@@ -127,8 +173,13 @@ def test_ranks_agree_in_one_collective_or_say_who_differs():
         assert calls > 1
         assert error.startswith("megapatch is not the same on all ranks: megatron.nested-no-sync at ")
         assert f"{DDP} is applied ({DDP}:" in error and " on ranks 0-1 (" in error and restored in error
-        assert rank["no room"][0] > 1 and rank["no room"][1] is None
+        assert rank["one slot"][0] > 1 and rank["one slot"][1] is None
+        assert "on ranks 0-1 (" in rank["one slot, restored"][1] and restored in rank["one slot, restored"][1]
+        assert "finding this out is possible on ranks 0, 2; impossible" in rank["a rank cannot look"][1]
+        assert "KeyError" in rank["a rank cannot look"][1] and "on rank 1. `meg" in rank["a rank cannot look"][1]
         assert "megapatch is 0.1.0 on ranks 0, 2; 0.0.1 on rank 1. `meg" in rank["another version"][1]
+        assert "megapatch is 0.1.0 on rank 0; 0.0.1 on rank 1; 0.0.2 on rank 2. `m" in rank["three versions"][1]
+        assert "(and on rank 2 it is something else)" in rank["more than are told apart"][1]
     assert zero["restored on one"] == one["restored on one"] == two["restored on one"]
     for rank in (one, two):
         assert "applied" in rank["in a group"][1] and "on rank 1 (" in rank["in a group"][1]

@@ -127,11 +127,13 @@ def test_a_full_disk_is_one_line_on_standard_error(command):
     assert done.stderr == "megapatch: the output cannot be written: No space left on device\n"
 
 
-def test_without_standard_output():
+def test_without_standard_output(fake_megatron):
     """Closed from the start, as with `>&-`: nothing to say it to."""
+    path = os.pathsep.join([str(fake_megatron("")), os.environ.get("PYTHONPATH", "")])
     for command in ("list", "doctor --no-import"):
         shell = subprocess.run(
             ["sh", "-c", f'"$0" -m megapatch {command} >&-', sys.executable],
+            env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=120,

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rigs.command import run
+from rigs.command import heed_ctrl_c, run
 
 from megapatch._cli import demo, heartbeat
 from megapatch._versions import find_module
@@ -81,6 +81,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_process():
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     )
     shown = ""
     while "running" not in shown:

@@ -1,28 +1,28 @@
-"""Check that all processes of a run are patched alike: one rank without a patch is worse than no rank with it."""
+"""Check that all ranks are patched alike: one rank without a patch is worse than no rank with it.
+
+Ranks compare a table of digests by one all-reduce, whose size does not depend on their number. The sites and
+versions that this megapatch knows have a slot each. Facts of other distributions' patches share the rest by a
+hash, and may look different where two meet in a slot, so ranks ask for the words before they report a difference.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import sys
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .. import _versions
-from .._engine.engine import this_process
-from .._version import __version__
 from ..errors import InconsistentError, MisuseError
+from ..patches import PATCHES
+from .facts import LOOK, Facts, difference, look, numbered
 
 if TYPE_CHECKING:
     import torch
 
-# Rows of two 8-byte numbers: 4 KiB a rank, room for several times the sites that exist. Two versions of megapatch
-# with different values would wait for each other forever.
-_ROWS = 256
-
-
-Facts = dict[str, tuple[str, str]]
-"""The findings in one process, by the name of a distribution or ``patch at module``: the value to compare, and the
-reason to give where it differs. Plain types, because they travel between versions of megapatch."""
+# A table is 16 KiB. Two versions of megapatch with different numbers here could not compare.
+_SLOTS = 1024
+_NOTHING = 2**63 - 1
+_MOST_VALUES = 4  # of one fact, that are told apart
 
 
 def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -32,13 +32,15 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
     targets that are really replaced. Modules that a rank has not loaded do not count there: trainer and rollout
     ranks load different ones. So call it just before training begins, when everything that matters is imported.
 
-    Takes one collective of 4 KiB a rank when all agree, and two or three more to find out who differs.
+    Takes one all-reduce of 16 KiB when all agree, whatever the number of ranks. When they differ, it takes three
+    more collectives for each value, of one byte a rank.
 
     Args:
         group: a process group of torch.distributed, on any backend, including gloo and NCCL; None for all ranks.
 
     Raises:
-        InconsistentError: when ranks differ; the message names the first difference and the ranks.
+        InconsistentError: when ranks differ, or one cannot tell; the message names the first difference and the
+            ranks.
         MisuseError: without an initialized torch.distributed, or on a rank that is not in the group.
     """
     import torch
@@ -50,97 +52,101 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
         )
     if dist.get_rank(group) < 0:
         raise MisuseError("assert_consistent() was called with a group that this rank is not in")
-    size = dist.get_world_size(group)
-    here = facts()
+    here = look()
     device = torch.device("cuda", torch.cuda.current_device()) if _wants_cuda(dist.get_backend(group)) else "cpu"
-    table = torch.tensor(_table(here), dtype=torch.int64, device=device)
-    tables = [torch.empty_like(table) for _ in range(size)]
-    dist.all_gather(tables, table, group=group)
-    if _agree(torch.stack(tables).tolist()):
-        return
-    everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, here, group=group)
-    text = difference(
-        everyone, lambda members: numbered("rank", [_in_world(dist, group, rank) for rank in members])
-    )
-    if text is not None:  # None: there was more to compare than has room in a table
-        raise InconsistentError(f"megapatch is not the same on all ranks: {text}")
+    lowest_and_highest = torch.tensor(_table(here), dtype=torch.int64, device=device)
+    dist.all_reduce(lowest_and_highest, op=dist.ReduceOp.MIN, group=group)
+    differing = _differing(lowest_and_highest.tolist())
+    for position, slot in enumerate(differing, 1):
+        if text := _in_words(_of_slot(here, slot), len(differing) - position, group, device):
+            raise InconsistentError(f"megapatch is not the same on all ranks: {text}")
 
 
-def facts() -> Facts:
-    """Return what this process has to agree on with others: versions, then sites in the catalogue's order."""
-    found = {"megapatch": (__version__, "")}
-    for distribution, version in _versions.here().items():
-        if _versions.PACKAGES[distribution] in sys.modules:
-            found[distribution] = (version, "")
-    for record in this_process().records:
-        if record.site.module in sys.modules:
-            record.refresh()
-            targets = ", ".join(target.target for target in record.installed if target.is_in_effect)
-            value = f"{record.status.value} ({targets})" if targets else record.status.value
-            found[f"{record.patch.name} at {record.site.module}"] = (value, record.reason)
-    return found
-
-
-def difference(everyone: Sequence[Facts], who: Callable[[list[int]], str]) -> str | None:
-    """Describe the first fact that processes disagree on, and count the others; None when they agree.
+def _in_words(here: Facts, others: int, group: Any, device: Any) -> str | None:
+    """Describe what ranks have in one slot, by asking one rank for each value. Returns None if it is the same.
 
     Args:
-        everyone: the facts of each process.
-        who: words for the processes at these positions of `everyone`.
+        here: this rank's facts in the slot.
+        others: how many slots differ besides.
     """
-    differing = {}
-    for name in dict.fromkeys(name for found in everyone for name in found):
-        holders: dict[str, list[int]] = {}
-        for position, found in enumerate(everyone):
-            if name in found:
-                holders.setdefault(found[name][0], []).append(position)
-        if len(holders) > 1:
-            differing[name] = holders
-    for name, holders in differing.items():
-        clauses = [
-            f"{value} on {who(members)}" + (f" ({why})" if (why := everyone[members[0]][name][1]) else "")
-            for value, members in holders.items()
-        ]
-        more = f". And {len(differing) - 1} more" if len(differing) > 1 else ""
-        return f"{name} is {'; '.join(clauses)}{more}. `megapatch doctor` shows more, in each environment"
-    return None
+    import torch
+    import torch.distributed as dist
+
+    def ranks_where(flag: bool) -> list[int]:
+        marks = torch.zeros(dist.get_world_size(group), dtype=torch.uint8, device=device)
+        marks[dist.get_rank(group)] = flag
+        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
+        return [int(rank) for rank in marks.nonzero().flatten().tolist()]
+
+    def world(rank: int) -> int:
+        return rank if group is None else int(dist.get_global_rank(group, rank))
+
+    values: list[tuple[Facts, list[int]]] = []
+    waiting = ranks_where(bool(here))
+    while waiting and len(values) < _MOST_VALUES:
+        asked: list[Any] = [here]
+        dist.broadcast_object_list(asked, src=world(waiting[0]), group=group, device=torch.device(device))
+        alike = ranks_where(bool(here) and _compared(here) == _compared(asked[0]))
+        values.append((asked[0], [world(rank) for rank in alike]))
+        waiting = [rank for rank in waiting if rank not in alike]
+    text = difference(
+        [found for found, _ in values],
+        lambda positions: numbered("rank", [rank for position in positions for rank in values[position][1]]),
+        others,
+    )
+    if text and waiting:
+        text += f" (and on {numbered('rank', [world(rank) for rank in waiting])} it is something else)"
+    return text
 
 
-def _table(found: Facts) -> list[list[int]]:
-    """Return a first row with the number of facts, then the digests of each fact's name and value."""
-    rows = [[len(found), 0]] + [[_digest(name), _digest(value)] for name, (value, _) in found.items()]
-    return (rows + [[0, 0]] * _ROWS)[:_ROWS]
+# ------------------------------------------------------------------------------------------ the table
+def _table(found: Facts) -> list[int]:
+    """Return a digest for each slot, then its negative.
+
+    So the lowest of these numbers over all ranks show the lowest and the highest digest. A slot without a fact
+    counts for neither.
+    """
+    slots: dict[int, Facts] = {}
+    for name, fact in found.items():
+        slots.setdefault(_slot(name), {})[name] = fact
+    digests = {slot: _digest(repr(_compared(facts))) for slot, facts in slots.items()}
+    lowest = [digests.get(slot, _NOTHING) for slot in range(_SLOTS)]
+    return lowest + [-digests[slot] if slot in digests else _NOTHING for slot in range(_SLOTS)]
 
 
-def _agree(tables: Sequence[Sequence[Sequence[int]]]) -> bool:
-    values: dict[int, int] = {}
-    for (count, _), *rows in tables:
-        if count > len(rows) or any(values.setdefault(name, value) != value for name, value in rows[:count]):
-            return False
-    return True
+def _differing(lowest_and_highest: list[int]) -> list[int]:
+    lowest, highest = lowest_and_highest[:_SLOTS], lowest_and_highest[_SLOTS:]
+    return [slot for slot in range(_SLOTS) if lowest[slot] != _NOTHING and lowest[slot] != -highest[slot]]
+
+
+def _of_slot(found: Facts, slot: int) -> Facts:
+    return {name: fact for name, fact in found.items() if _slot(name) == slot}
+
+
+def _compared(found: Facts) -> list[tuple[str, str]]:
+    """Return names and values: reasons may differ."""
+    return sorted((name, value) for name, (value, _) in found.items())
+
+
+def _slot(name: str) -> int:
+    own = _own_slots()
+    return own[name] if name in own else len(own) + _digest(name) % (_SLOTS - len(own))
+
+
+@functools.cache
+def _own_slots() -> dict[str, int]:
+    """Return the slots of the facts that every process with this version of megapatch may have."""
+    names = [LOOK, "megapatch", *_versions.PACKAGES]
+    names += [f"{patch.name} at {site.module}" for patch in PATCHES for site in patch.sites]
+    return {name: slot for slot, name in enumerate(dict.fromkeys(names))}
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+    return (
+        int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    )  # so that negatives have room, too
 
 
 def _wants_cuda(backend: str) -> bool:
     """Return whether a collective of this backend takes only GPU tensors. (``cpu:gloo,cuda:nccl`` takes both.)"""
     return "nccl" in backend and "cpu:" not in backend
-
-
-def _in_world(dist: Any, group: torch.distributed.ProcessGroup | None, rank: int) -> int:
-    return rank if group is None else int(dist.get_global_rank(group, rank))
-
-
-def numbered(what: str, numbers: list[int]) -> str:
-    """Return numbers in words: ``rank 3``, or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{what}{'s' if len(numbers) > 1 else ''} {words}"

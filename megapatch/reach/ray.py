@@ -14,12 +14,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._reporting.agreement import Facts, difference, numbered
+from .._reporting.facts import Facts, difference, numbered
 from ..errors import InconsistentError, MegapatchError
 from ._ray_trainer import RayTrainer
 
 __all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env"]
 
+_AT_A_TIME = 64
 _HOOK = "worker_process_setup_hook"
 _OURS = "_megapatch"  # marks our functions
 # Holds the job's runtime environment in the driver of `ray job submit`. Private to Ray (tested with 2.51.1, 2.54.0
@@ -123,8 +124,17 @@ def assert_consistent(actors: Sequence[Any]) -> None:
     # Every actor has __ray_call__, which calls a function with the actor's instance. Undocumented, but Ray uses it
     # itself (tested with 2.51.1, 2.54.0 and 2.60.0).
     # https://github.com/ray-project/ray/blob/ray-2.51.1/python/ray/actor.py#L2389
+    looking = {actor.__ray_call__.remote(look): number for number, actor in enumerate(actors)}
+    found: dict[str, tuple[Facts, list[int]]] = {}  # actors with the same facts together: there may be thousands
+    while looking:
+        done, _ = ray.wait(list(looking), num_returns=min(len(looking), _AT_A_TIME))
+        for reference in done:
+            facts: Facts = ray.get(reference)
+            found.setdefault(repr(facts), (facts, []))[1].append(looking.pop(reference))
+    alike = sorted(found.values(), key=lambda group: min(group[1]))
     differing = difference(
-        ray.get([actor.__ray_call__.remote(look) for actor in actors]), functools.partial(numbered, "actor")
+        [facts for facts, _ in alike],
+        lambda positions: numbered("actor", [number for position in positions for number in alike[position][1]]),
     )
     if differing is not None:
         raise InconsistentError(f"megapatch is not the same in all actors: {differing}")
@@ -137,9 +147,9 @@ def _looking() -> Callable[[object], Facts]:
 
         if "megapatch" not in sys.modules:
             return {"megapatch": ("not imported", sys.executable)}
-        from megapatch._reporting.agreement import facts
+        from megapatch._reporting import facts
 
-        return facts()
+        return facts.look()
 
     return look
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+
+
+def heed_ctrl_c():
+    """For Popen's preexec_fn: a shell makes what runs in its background ignore SIGINT, and Python keeps it so."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(*arguments, path="", **environment):

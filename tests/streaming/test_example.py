@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from rigs.command import heed_ctrl_c
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_rl.py"
 needs_megatron = pytest.mark.skipif(
@@ -43,7 +44,8 @@ def test_it_learns_faster_as_rollouts_arrive_and_on_policy_it_is_synchronous_tra
 @needs_megatron
 def test_ctrl_c_ends_it_cleanly(tmp_path):
     command = [sys.executable, EXAMPLE, "--plot", tmp_path / "plot.png"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as example:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, preexec_fn=heed_ctrl_c) as example:
         while "step  5" not in (line := example.stdout.readline()):
             assert line, example.stderr.read()
         example.send_signal(signal.SIGINT)

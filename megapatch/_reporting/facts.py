@@ -1,0 +1,79 @@
+"""What the processes of a run have to agree on, and what they differ in, in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from .. import _versions
+from .._engine.engine import this_process
+from .._version import __version__
+
+Facts = dict[str, tuple[str, str]]
+"""The findings in one process, by the name of a distribution or ``patch at module``: the value to compare, and the
+reason to give where it differs. Plain types, because they travel between versions of megapatch."""
+
+LOOK = "finding this out"
+"""Name of the fact that the others could be found out."""
+
+
+def look() -> Facts:
+    """Return `facts`, or the one fact that finding them out raised: other processes wait for this one's."""
+    try:
+        return facts()
+    except Exception as error:  # a file system that answers ESTALE, say
+        return {LOOK: (f"impossible, {type(error).__name__}: {error}", "")}
+
+
+def facts() -> Facts:
+    """Return what this process has to agree on with others: versions, then sites in the catalogue's order."""
+    found = {LOOK: ("possible", ""), "megapatch": (__version__, "")}
+    for distribution, version in _versions.here().items():
+        if _versions.PACKAGES[distribution] in sys.modules:
+            found[distribution] = (version, "")
+    for record in this_process().records:
+        if record.site.module in sys.modules:
+            record.refresh()
+            targets = ", ".join(target.target for target in record.installed if target.is_in_effect)
+            value = f"{record.status.value} ({targets})" if targets else record.status.value
+            found[f"{record.patch.name} at {record.site.module}"] = (value, record.reason)
+    return found
+
+
+def difference(everyone: Sequence[Facts], who: Callable[[list[int]], str], others: int = 0) -> str | None:
+    """Describe the first fact that processes disagree on, and count the others; None when they agree.
+
+    Args:
+        everyone: the facts of each process, or of each group of processes with the same facts.
+        who: words for the processes at these positions of `everyone`.
+        others: how many more facts are known to differ.
+    """
+    differing = {}
+    for name in dict.fromkeys(name for found in everyone for name in found):
+        holders: dict[str, list[int]] = {}
+        for position, found in enumerate(everyone):
+            if name in found:
+                holders.setdefault(found[name][0], []).append(position)
+        if len(holders) > 1:
+            differing[name] = holders
+    for name, holders in differing.items():
+        clauses = [
+            f"{value} on {who(members)}" + (f" ({why})" if (why := everyone[members[0]][name][1]) else "")
+            for value, members in holders.items()
+        ]
+        others += len(differing) - 1
+        more = f". And {others} more" if others else ""
+        return f"{name} is {'; '.join(clauses)}{more}. `megapatch doctor` shows more, in each environment"
+    return None
+
+
+def numbered(what: str, numbers: list[int]) -> str:
+    """Return numbers in words: ``rank 3``, or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{what}{'s' if len(numbers) > 1 else ''} {words}"
