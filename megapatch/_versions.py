@@ -48,7 +48,10 @@ def _find_spec(name: str, path: object) -> ModuleSpec | None:
         find_spec = getattr(finder, "find_spec", None)
         if find_spec is None or type(finder).__module__.startswith(("wrapt", "megapatch", "sitecustomize")):
             continue
-        spec: ModuleSpec | None = find_spec(known_as, path)
+        try:
+            spec: ModuleSpec | None = find_spec(known_as, path)
+        except Exception:  # somebody's finder, asked out of turn
+            continue
         if spec is not None:
             return spec
     return None

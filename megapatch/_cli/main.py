@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
@@ -76,6 +77,17 @@ def _command(commands: Any, name: str, **texts: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _seconds(text: str) -> float:
+    """Read a time limit for argparse, which words the error."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"invalid time limit: {text}; expected a number of seconds above 0")
+    return seconds
+
+
 def _add_doctor(commands: Any) -> None:
     command = _command(
         commands,
@@ -93,7 +105,7 @@ def _add_doctor(commands: Any) -> None:
     command.add_argument(
         "--probe",
         nargs="?",
-        type=float,
+        type=_seconds,
         const=SECONDS,
         metavar="SECONDS",
         help="import each target in a child process of its own, so that one that crashes is a line in the report; "

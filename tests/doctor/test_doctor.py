@@ -273,7 +273,8 @@ def test_a_probe_survives_every_import(fake_megatron):
 
 def test_a_probe_does_not_wait_for_ever(modules, tmp_path):
     name = modules.write("import time\nprint('begun', flush=True)\ntime.sleep(1000)")
-    assert probe._ask([name], 1, str(tmp_path)) == ([], "not done after 1 s")
+    with probe._Children(str(tmp_path), 1) as children:
+        assert children.ask([name]) == ([], "not done after 1 s")
 
 
 def test_each_way_in_is_told_from_facts(tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -143,30 +144,77 @@ def _elsewhere(module: object) -> Verdict:
 
 def _ask_all(modules: Mapping[str, list[str]], seconds: float) -> dict[str, _Answer]:
     """Ask four children at a time: each takes a few seconds and a few hundred MB."""
-    with tempfile.TemporaryDirectory(prefix="megapatch-probe-") as folder, ThreadPoolExecutor(4) as pool:
-        answers = pool.map(lambda names: _ask(names, seconds, folder), modules.values())
+    with (
+        _sigterm_exits(),
+        tempfile.TemporaryDirectory(prefix="megapatch-probe-") as folder,
+        ThreadPoolExecutor(4) as pool,
+        _Children(folder, seconds) as children,  # innermost: its end is what the threads wait for
+    ):
+        answers = pool.map(children.ask, modules.values())
         return dict(zip(modules, answers, strict=True))
 
 
-def _ask(modules: list[str], seconds: float, folder: str) -> _Answer:
-    result = os.path.join(folder, modules[-1])
-    command = [sys.executable, "-c", _CHILD, result, ",".join(modules), *sys.path]
-    with open(f"{result}.log", "w+", encoding="utf-8", errors="replace") as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            return _Answer([], f"not done after {seconds:g} s")
-        try:
-            with open(result, encoding="utf-8") as file:
-                return _Answer(**json.load(file))
-        except FileNotFoundError:
-            log.seek(0)
-            last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
-            how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            return _Answer([], f"the process {how} ({last[:200]})")
+class _Children:
+    """Child processes that import one module each. However the `with` ends, none is left."""
+
+    def __init__(self, folder: str, seconds: float) -> None:
+        self._folder, self._seconds = folder, seconds
+        self._starting = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended = False
+
+    def __enter__(self) -> _Children:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._starting:
+            self._ended = True
+            for process in self._running:
+                process.kill()
+
+    def ask(self, modules: list[str]) -> _Answer:
+        """Import the modules in a new process, and return what it found."""
+        result = os.path.join(self._folder, modules[-1])
+        command = [sys.executable, "-c", _CHILD, result, ",".join(modules), *sys.path]
+        with open(f"{result}.log", "w+", encoding="utf-8", errors="replace") as log:
+            with self._starting:
+                if self._ended:
+                    return _Answer([], "not asked")
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                self._running.add(process)
+            try:
+                code = process.wait(self._seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                return _Answer([], f"not done after {self._seconds:g} s")
+            finally:
+                self._running.discard(process)
+            try:
+                with open(result, encoding="utf-8") as file:
+                    return _Answer(**json.load(file))
+            except FileNotFoundError:
+                log.seek(0)
+                last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
+                how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
+                return _Answer([], f"the process {how} ({last[:200]})")
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """Make SIGTERM an exception, so that what has to end first does; by default it ends this process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _name(number: int) -> str:
