@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import sys
 
@@ -134,3 +135,20 @@ def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch)
     engine.activate()
     assert [len(originals) for originals in sweeps] == [2]
     assert sys.modules[other.__name__].greet("you") == "hello you!"
+
+
+def test_the_report_says_that_frozen_objects_hide_holders(target):
+    original = target.greet
+    held = [original]
+    engine = make_engine(make_patch(target.__name__))
+    engine.activate()
+    assert make_report(engine.records).hidden_objects == 0
+    assert any("a list" in text for text in reached(engine).out_of_reach)
+    gc.freeze()  # as PyTorch users do before they fork data loaders
+    try:
+        report = make_report(engine.records)
+        assert reached(engine).out_of_reach == ()
+        assert report.hidden_objects > 0 and "gc.freeze() hides" in str(report)
+    finally:
+        gc.unfreeze()
+    assert held == [original]

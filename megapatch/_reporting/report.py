@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -135,10 +136,12 @@ class Report(NamedTuple):
     Attributes:
         patches: one `PatchReport` for each patch, in the catalogue's order.
         versions: the versions of megapatch and of what it patches, by distribution.
+        hidden_objects: how many objects `gc.freeze` hides from the search for holders out of reach.
     """
 
     patches: tuple[PatchReport, ...]
     versions: dict[str, str]
+    hidden_objects: int = 0
 
     @property
     def digest(self) -> str:
@@ -161,13 +164,14 @@ class Report(NamedTuple):
         """Return a JSON-ready dictionary.
 
         Returns:
-            ``schema`` (the version of this layout), ``digest``, ``versions`` and ``patches``, each patch with its
-            ``sites``.
+            ``schema`` (the version of this layout), ``digest``, ``versions``, ``hidden_objects`` and ``patches``,
+            each patch with its ``sites``.
         """
         return {
             "schema": SCHEMA,
             "digest": self.digest,
             "versions": dict(self.versions),
+            "hidden_objects": self.hidden_objects,
             "patches": [patch.to_dict() for patch in self.patches],
         }
 
@@ -215,7 +219,11 @@ class Report(NamedTuple):
 
         columns = width()
         head = wrapped(", ".join(f"{name} {version}" for name, version in self.versions.items()), columns)
-        return "\n".join([*head, *self.table(columns), f"digest {self.digest}"])
+        hidden = (
+            f"gc.freeze() hides {self.hidden_objects} objects: holders out of reach may be among them, unnamed"
+        )
+        notes = wrapped(hidden, columns) if self.hidden_objects else []
+        return "\n".join([*head, *self.table(columns), *notes, f"digest {self.digest}"])
 
 
 def make_report(records: Iterable[Record]) -> Report:
@@ -243,4 +251,5 @@ def make_report(records: Iterable[Record]) -> Report:
     return Report(
         patches=tuple(PatchReport(patch, tuple(sites)) for patch, sites in by_patch.values()),
         versions={"megapatch": __version__, **_versions.here()},
+        hidden_objects=gc.get_freeze_count(),
     )
