@@ -162,7 +162,8 @@ class Patch(_Immutable):
 
     Args:
         name: ``family.what-it-makes-right``.
-        doc: the docstring of the patch's module; its first line is the summary.
+        doc: the docstring of the patch's module; its first line is the summary. None, as Python has it under -OO,
+            becomes a sentence that says so.
         upstream: the issue or pull request that describes the defect, as a URL.
         sites: where it applies; they stand and fall alone.
         changes_numbers: whether a run that did not crash before gives other numbers with the patch.
@@ -178,12 +179,13 @@ class Patch(_Immutable):
     changes_numbers: bool
 
     def __init__(
-        self, name: str, doc: str, upstream: str, sites: tuple[Site, ...], changes_numbers: bool = False
+        self, name: str, doc: str | None, upstream: str, sites: tuple[Site, ...], changes_numbers: bool = False
     ) -> None:
         if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", name):
             raise MisuseError(f"patch name {name!r} is not of the form family.what-it-makes-right")
         if not sites:
             raise MisuseError(f"patch {name} has no site")
+        doc = doc or "(Python was started with -OO, which removes docstrings.)"
         self._set(name=name, doc=doc, upstream=upstream, sites=tuple(sites), changes_numbers=changes_numbers)
 
     @property

@@ -127,6 +127,13 @@ def test_a_full_disk_is_one_line_on_standard_error(command):
     assert done.stderr == "megapatch: the output cannot be written: No space left on device\n"
 
 
+@pytest.mark.parametrize("command", ["list", "explain megatron.nested-no-sync", "list --json"])
+def test_without_docstrings(command):
+    shown = run(*command.split(), PYTHONOPTIMIZE="2")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert "megatron.nested-no-sync" in shown.stdout and "-OO" in shown.stdout
+
+
 def test_without_standard_output(fake_megatron):
     """Closed from the start, as with `>&-`: nothing to say it to."""
     path = os.pathsep.join([str(fake_megatron("")), os.environ.get("PYTHONPATH", "")])
