@@ -41,7 +41,7 @@ from typing import Any
 
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import asserted, lacking, missing_attributes, missing_names, missing_parameters
 from . import _train_reentry_of_bridge
 from ._around_train import (
     INTERVAL_TIMER,
@@ -64,7 +64,7 @@ def diagnose(module: ModuleType) -> Verdict:
     train = f"{MODULE}:train"
     missing = [
         *missing_parameters(train, "model", "config"),
-        *missing_names(train, "no_sync_func", NO_SYNC_ASSERTION, INTERVAL_TIMER),
+        *missing_names(train, "no_sync_func", *asserted(NO_SYNC_ASSERTION), INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
         *missing_names("megatron.core.timers:Timer.__init__", "_started"),

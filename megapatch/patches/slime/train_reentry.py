@@ -32,7 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import asserted, lacking, missing_attributes, missing_names, missing_parameters
 from ..megatron._around_train import NO_SYNC_ASSERTION, finish_earlier_call, without_own_no_sync
 
 _trained: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -44,7 +44,9 @@ def diagnose(module: ModuleType) -> Verdict:
     train, save = f"{module.__name__}:train", f"{module.__name__}:save"
     missing = [
         *missing_parameters(train, "model"),
-        *missing_names(train, "get_model_config", "no_sync_func", NO_SYNC_ASSERTION, "disable_forward_pre_hook"),
+        *missing_names(
+            train, "get_model_config", "no_sync_func", *asserted(NO_SYNC_ASSERTION), "disable_forward_pre_hook"
+        ),
         *missing_parameters(save, "model"),
         *missing_names(save, "disable_forward_pre_hook", "enable_forward_pre_hook"),
         *missing_attributes(f"{module.__name__}:", "get_model_config"),

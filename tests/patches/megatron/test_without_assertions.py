@@ -1,0 +1,47 @@
+"""Under -O Megatron's assertions are gone and what they caught is silent: patches have to see and repair that."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rigs.command import run
+from rigs.grad_ready import needs_learning
+
+TESTS = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+def statuses(**environment):
+    shown = json.loads(run("doctor", "--json", MEGAPATCH_ONLY="megatron.*,slime.*", **environment).stdout)
+    return {
+        (patch["name"], site["module"]): site["status"] for patch in shown["patches"] for site in patch["sites"]
+    }
+
+
+def test_every_patch_has_the_status_that_it_has_with_assertions():
+    assert statuses(PYTHONOPTIMIZE="1") == statuses()
+
+
+@needs_learning
+def test_what_was_an_assertion_is_repaired():
+    path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    shown = subprocess.run(
+        [sys.executable, "-O", "-m", "rigs.without_assertions"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert shown.returncode == 0, shown.stderr
+    found = json.loads(shown.stdout.splitlines()[-1])
+    assert found["assertions"] is False
+    assert found["repaired"] == pytest.approx(found["expected"], rel=1e-5)
+    assert found["defect"][1] != pytest.approx(found["expected"][1], rel=1e-2)  # reduced before its last pass
+    assert (found["hooks, defect"], found["hooks, repaired"]) == (2, 1)
