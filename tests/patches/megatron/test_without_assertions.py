@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ from rigs.command import run
 from rigs.grad_ready import needs_learning
 
 TESTS = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+pytestmark = pytest.mark.thorough
 
 
 def statuses(**environment):

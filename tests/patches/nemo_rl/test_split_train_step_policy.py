@@ -180,8 +180,13 @@ CASES = {
         "unknown",
         "context_parallel",
     ),
-    "other train": ("policy", policy("def train(self, data, timer=None): pass"), "unknown", "'loss_fn'"),
-    "no tracker": ("policy", policy(init=INIT.replace("flops_tracker", "flops")), "unknown", "'flops_tracker'"),
+    "other train": (
+        "policy",
+        policy("def train(self, data, timer=None): pass"),
+        "unknown",
+        "parameter loss_fn of",
+    ),
+    "no tracker": ("policy", policy(init=INIT.replace("flops_tracker", "flops")), "unknown", "flops_tracker in"),
     "other group": (
         "policy",
         policy(group=GROUP.replace("replicated", "same")),
