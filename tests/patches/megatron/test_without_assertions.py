@@ -16,15 +16,17 @@ TESTS = Path(__file__).parents[2]
 pytestmark = pytest.mark.thorough
 
 
-def statuses(**environment):
-    shown = json.loads(run("doctor", "--json", MEGAPATCH_ONLY="megatron.*,slime.*", **environment).stdout)
-    return {
-        (patch["name"], site["module"]): site["status"] for patch in shown["patches"] for site in patch["sites"]
+def test_no_patch_is_refused():
+    """With assertions none is either: test_verdicts.py has the verdicts."""
+    shown = json.loads(run("doctor", "--json", MEGAPATCH_ONLY="megatron.*", PYTHONOPTIMIZE="1").stdout)
+    sites = {
+        (patch["name"], site["module"]): (site["status"], site["reason"])
+        for patch in shown["patches"]
+        for site in patch["sites"]
+        if site["status"] in ("refused", "failed")
     }
-
-
-def test_every_patch_has_the_status_that_it_has_with_assertions():
-    assert statuses(PYTHONOPTIMIZE="1") == statuses()
+    assert sites == {}
+    assert "applied" in [patch["status"] for patch in shown["patches"]]
 
 
 @needs_learning
