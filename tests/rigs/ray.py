@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
+import warnings
 from pathlib import Path
 
 TESTS = str(Path(__file__).parent.parent)
@@ -23,6 +25,7 @@ def ray_with(hook=None, **settings):
         yield ray
     finally:
         ray.shutdown()
+        _forget_processes()
 
 
 @contextlib.contextmanager
@@ -37,6 +40,15 @@ def cluster():
         yield
     finally:
         there.shutdown()
+        del there
+        _forget_processes()
+
+
+def _forget_processes():
+    """Ray kills its processes without waiting for them; Popen warns of that whenever the garbage is collected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @contextlib.contextmanager
