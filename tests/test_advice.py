@@ -1,4 +1,4 @@
-"""What is said about a patch that is not in place."""
+"""The advice on a patch that is not in place."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _in_words(here: Facts, others: int, group: Any, device: Any) -> str | None:
     while waiting and len(values) < _MOST_VALUES:
         asked: list[Any] = [here]
         dist.broadcast_object_list(asked, src=world(waiting[0]), group=group, device=torch.device(device))
-        alike = ranks_where(bool(here) and _compared(here) == _compared(asked[0]))
+        alike = set(ranks_where(bool(here) and _compared(here) == _compared(asked[0])))
         values.append((asked[0], [world(rank) for rank in alike]))
         waiting = [rank for rank in waiting if rank not in alike]
     text = difference(

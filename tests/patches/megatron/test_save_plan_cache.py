@@ -66,13 +66,6 @@ def repaired(rank, world_size, folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    if minor() == 12:
-        pytest.skip("the writer of megatron-core 0.12 does not work with this torch")
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
 def unpatched(folder):
     """What each rank found, and how the last of it ended."""
     (folder / "unpatched").mkdir()

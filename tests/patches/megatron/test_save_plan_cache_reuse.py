@@ -153,13 +153,6 @@ def fields():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    if minor() == 12:
-        pytest.skip("the writer of megatron-core 0.12 does not work with this torch")
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
 def unpatched(folder):
     return run_cells(without_patch, 2, f"{folder}/unpatched", env=UNPATCHED)
 

@@ -122,7 +122,7 @@ def after_fault(expected, name, fault, cut, take_step):
 
 
 def misuses(name):
-    """What is said, by the method that is called."""
+    """Return the error message of each wrong call."""
     found, worker = {}, worker_for(name)
 
     def attempt(what, function, *args, **kwargs):
