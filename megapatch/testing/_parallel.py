@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+# Megatron leaves the process groups of a layout behind (NVIDIA/Megatron-LM#6902). With gloo each has threads and
+# sockets of its own: about 50 threads and 70 file descriptors a layout.
+_of_layout: list[Any] = []
+
 
 def init_parallel(
-    tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, cp: int = 1, seed: int = 123
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    cp: int = 1,
+    seed: int = 123,
+    optimizer_instances: int = 1,
 ) -> None:
     """Split the world into model-parallel groups, and seed Megatron's random state.
 
@@ -18,6 +30,9 @@ def init_parallel(
         cp: context parallel size, in ranks. This makes the groups, but `tiny_gpt` cannot use them: its attention
             on CPU takes whole sequences.
         seed: of Megatron's random state.
+        optimizer_instances: distributed optimizers that the data-parallel ranks are divided into, each of which
+            has all of the optimizer state. The model's DistributedDataParallelConfig needs the same number as
+            ``num_distributed_optimizer_instances``.
 
     Raises:
         RuntimeError: as Megatron raises it, the sizes do not fit the number of ranks.
@@ -26,21 +41,47 @@ def init_parallel(
     from megatron.core import parallel_state, tensor_parallel
 
     destroy_parallel()
+    _destroy_process_groups()
+    before = _process_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
+        num_distributed_optimizer_instances=optimizer_instances,
     )
+    _of_layout.extend(group for group in _process_groups() if group not in before)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
 def destroy_parallel() -> None:
-    """Take down the layout, so that `init_parallel` can set up another in the same processes."""
+    """Take down the layout, so that `init_parallel` can set up another in the same processes.
+
+    The layout's process groups stay until then: a model may still use them, and ranks may still be communicating.
+    """
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
         # megatron-core 0.12 leaves these, and a stage without position embeddings then looks for its old group.
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
+
+
+def _process_groups() -> list[Any]:
+    from torch.distributed import distributed_c10d
+
+    # Private, and the only list of all process groups: torch 1.13 to 2.15.
+    return list(distributed_c10d._world.pg_map)
+
+
+def _destroy_process_groups() -> None:
+    """Destroy the groups of the last layout, once all ranks are done with it."""
+    import torch
+
+    if _of_layout:
+        torch.distributed.barrier()
+    there = _process_groups()
+    while _of_layout:
+        if (group := _of_layout.pop()) in there:  # the caller may have destroyed it
+            torch.distributed.destroy_process_group(group)

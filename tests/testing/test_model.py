@@ -84,3 +84,17 @@ def test_data_and_weights_do_not_depend_on_the_number_of_ranks():
     for rank, (mine, same_weights) in enumerate(run_ranks(samples, 2, env=UNPATCHED)):
         assert all(torch.equal(sample, all_samples[rank + index * 2]) for index, sample in enumerate(mine))
         assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
+
+
+def process_groups_of_layouts(rank, world_size):
+    found = []
+    for _ in range(3):
+        init_parallel(pp=2)
+        tiny_gpt().train_step(0, num_microbatches=2)
+        found.append(len(torch.distributed.distributed_c10d._world.pg_map))
+    return found
+
+
+def test_layouts_leave_no_process_groups_behind():
+    for first, second, third in run_ranks(process_groups_of_layouts, 2, env=UNPATCHED):
+        assert first == second == third
