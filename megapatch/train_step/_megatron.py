@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._mcore.bucket_groups import MODULE, settle_grad_reduces
+from .._mcore.bucket_groups import MODULE, settle_grad_reduces, start_grad_reduces
 from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
@@ -188,7 +188,7 @@ class MegatronBackend:
         normalizer = self._normalize()
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_grad_reduce:
-                chunk.start_grad_sync()
+                start_grad_reduces(chunk)
         self._finalize()
         if normalizer is None:
             normalizer = float(self.num_tokens)  # finalize has summed it over all ranks

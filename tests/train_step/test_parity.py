@@ -24,6 +24,7 @@ CUTS_OF_STAGES = {"one call": (8,), "three": (2, 2, 4), "uneven": (2, 6)}
 TOKENS = {"masked": True}  # (sum, tokens, metrics), with another number of tokens in each
 SHARDED = {**ADAM, "use_distributed_optimizer": True}
 FP16 = {"dtype": "fp16", "loss_scale": 2.0**12}
+INSTANCES = {"ddp": {"num_distributed_optimizer_instances": 2}}
 PER_TOKEN = {"per_token_loss": True}
 CASES = {  # number of ranks, layout, options, loss
     "dp2, mean": (2, {}, {}, MEAN),
@@ -52,6 +53,13 @@ CASES = {  # number of ranks, layout, options, loss
     "pp2 vpp2 dp2, both": (4, {"pp": 2, "vpp": 2}, BOTH, TOKENS),
     "pp2 vpp2 dp2, both, aligned": (4, {"pp": 2, "vpp": 2}, {**BOTH, "align_param_gather": True}, TOKENS),
     "tp2 pp2, tokens": (4, {"tp": 2, "pp": 2}, PER_TOKEN, TOKENS),
+    "dp4, two optimizer instances": (4, {"optimizer_instances": 2}, {**SHARDED, **GRADS, **INSTANCES}, TOKENS),
+    "dp4, two optimizer instances, tokens": (
+        4,
+        {"optimizer_instances": 2},
+        {**SHARDED, **GRADS, **INSTANCES, **PER_TOKEN},
+        TOKENS,
+    ),
     "ep2 dp2, overlap": (4, {"ep": 2}, {**MOE, **GRADS}, MEAN),
 }
 COUNTS = {  # the sum of losses by tokens counted by the caller, against calculate_per_token_loss
