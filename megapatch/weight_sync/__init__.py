@@ -1,9 +1,11 @@
-"""Generation paused while new weights are pushed to inference engines: see `paused_generation`.
+"""Around a weight sync: generation paused (`paused_generation`), parameters whole (`gathered_parameters`).
 
 async with paused_generation(client):      # `with` where no event loop is running
-    await broadcast_weights()
+    with gathered_parameters(model):
+        await broadcast_weights()
 """
 
+from ._gathered import gathered_parameters
 from ._pause import paused_generation
 
-__all__ = ["paused_generation"]
+__all__ = ["gathered_parameters", "paused_generation"]
