@@ -150,10 +150,11 @@ def ranks():
 # ------------------------------------------------------------------------------------------ the tests
 @pytest.mark.parametrize("name", [*HANDLES, "bf16"])
 def test_parameters_are_those_of_a_run_without_overlap(ranks, name):
+    least = 0.5 if name == "bf16" else 0.9  # some of an update rounds to nothing
     for found in ranks:
         for before, apart, after, _ in found[name]:
-            assert 0.2 < before < 0.6  # the other rank's half is old; in bf16 some of it rounds to the same
-            assert apart > 0.6
+            assert least / 2 - 0.05 < before < 0.55  # the other rank's half is old
+            assert apart > least
             assert after == 0
     states = [[state for *_, state in found[name]] for found in ranks]
     assert states[0] == states[1]
