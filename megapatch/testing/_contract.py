@@ -20,6 +20,7 @@ from .._engine.engine import Engine
 from .._engine.settings import Settings
 from ..patch import Patch, Status
 from . import _import_orders, _invariants
+from ._added_parameter import lost, with_added_parameter
 from ._ranks import run_ranks
 
 Scenario = Callable[[], object]
@@ -37,6 +38,7 @@ def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) 
     - 1000 `apply()` in 64 threads change nothing; `restore()` puts everything back, the identical objects
     - the replacement is a plain function with the original's signature that pickles and copies
     - the diagnosis leaves no trace, needs no process group, and gives the same verdict on patched code
+    - a keyword that upstream adds to a target reaches the original
     - the patch says in a sentence what it makes right, and where the defect is reported
 
     Args:
@@ -58,7 +60,10 @@ def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) 
     problems += kept
     for patch, scenario in scenarios.items():
         (unpatched,) = run_ranks(_without, 1, patches, patch.name, scenario, env=_ALONE, timeout=timeout)
-        (patched,) = run_ranks(_with, 1, patches, scenario, env=_ALONE, timeout=timeout)
+        (patched,) = run_ranks(_with_added_parameter, 1, patches, scenario, env=_ALONE, timeout=timeout)
+        if patched:
+            (as_it_is,) = run_ranks(_with, 1, patches, scenario, env=_ALONE, timeout=timeout)
+            patched = as_it_is or patched
         problems += [f"{patch.name}: {text}" for text in (*unpatched, *patched)]
     assert not problems, "the contract is broken:\n" + "\n".join(problems)
 
@@ -87,11 +92,23 @@ def _without(rank: int, world_size: int, patches: tuple[Patch, ...], name: str, 
 
 def _with(rank: int, world_size: int, patches: tuple[Patch, ...], scenario: Scenario) -> list[str]:
     """Check that the scenario works with the patches."""
+    error = _error_with(patches, scenario)
+    return [f"its scenario fails with the patch:\n{error}"] if error else []
+
+
+def _with_added_parameter(rank: int, world_size: int, patches: tuple[Patch, ...], scenario: Scenario) -> list[str]:
+    """Check that it works, too, when each target has a keyword more, with which everybody calls it."""
+    error = _error_with(tuple(map(with_added_parameter, patches)), scenario)
+    if error:
+        return [f"its scenario fails once upstream adds a keyword to its targets, which it must pass on:\n{error}"]
+    return lost()
+
+
+def _error_with(patches: tuple[Patch, ...], scenario: Scenario) -> str | None:
     engine = Engine(patches, Settings())
     engine.activate()
     _import_orders.import_targets(engine)
-    error = _error(scenario)
-    return [f"its scenario fails with the patch:\n{error}"] if error else []
+    return _error(scenario)
 
 
 def _is_needed(patches: tuple[Patch, ...], name: str) -> bool:

@@ -112,7 +112,8 @@ def _takes_what(original: Any, function: Any) -> bool:
     )
     if {"args", "kwargs"} <= theirs.keys():
         return True
-    more = [default for name, (_, default) in ours.items() if name not in theirs]
+    collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    more = [default for name, (kind, default) in ours.items() if name not in theirs and kind not in collecting]
     kept = [(name, taken) for name, taken in ours.items() if name in theirs]
     return kept == list(theirs.items()) and inspect.Parameter.empty not in more
 

@@ -24,8 +24,8 @@ def verdict_of(module, function="rgb_to_hsv"):
 
 def repaired(function):
     @functools.wraps(function)
-    def patched_function(*args):
-        return "repaired", function(*args)
+    def patched_function(*args, **kwargs):
+        return "repaired", function(*args, **kwargs)
 
     return patched_function
 
@@ -36,8 +36,8 @@ def works(function="rgb_to_hsv"):
     assert getattr(colorsys, function)(0, 0, 0)[0] == "repaired"
 
 
-def make_patch(name, diagnose=verdict_of, factory=repaired, target="rgb_to_hsv"):
-    site = Site(module="colorsys", diagnose=diagnose, replace={target: factory})
+def make_patch(name, diagnose=verdict_of, factory=repaired, target="rgb_to_hsv", module="colorsys"):
+    site = Site(module=module, diagnose=diagnose, replace={target: factory})
     return Patch(name=f"test.{name}", doc=DOC, upstream="https://example.com/1", sites=(site,))
 
 
@@ -89,6 +89,24 @@ def idle(function):
     return patched_function
 
 
+def narrow(function):
+    """Knows today's parameters only."""
+
+    @functools.wraps(function)
+    def patched_function(text):
+        return "repaired", function(text)
+
+    return patched_function
+
+
+def dropping(function):
+    @functools.wraps(function)
+    def patched_function(text, **kwargs):
+        return "repaired", function(text)
+
+    return patched_function
+
+
 def for_good(function):
     """Changes more than its target, which restore() does not know of."""
     sys.modules["colorsys"].ONE_THIRD = 0.3
@@ -97,6 +115,18 @@ def for_good(function):
 
 def does_nothing():
     pass
+
+
+def hex_works():
+    import quopri
+
+    assert quopri.unhex(b"1F")[0] == "repaired"
+
+
+def is_hex_works():
+    import quopri
+
+    assert quopri.ishex(b"1")[0] == "repaired"
 
 
 def needs(function):
@@ -116,6 +146,8 @@ def test_what_is_wrong_is_told():
         make_patch("unwrapped", exaggerates, unwrapped, target="yiq_to_rgb"): needs("yiq_to_rgb"),
         make_patch("idle", exaggerates, idle, target="_v"): needs("_v"),
         make_patch("for-good", verdict_of, for_good): works,
+        make_patch("narrow", exaggerates, narrow, "unhex", "quopri"): hex_works,
+        make_patch("dropping", exaggerates, dropping, "ishex", "quopri"): is_hex_works,
         undocumented: does_nothing,
     }
     with pytest.raises(AssertionError) as caught:
@@ -132,6 +164,8 @@ def test_what_is_wrong_is_told():
         "colorsys:yiq_to_rgb has lost its name or docstring",
         "colorsys:yiq_to_rgb cannot be pickled by pickle",
         "test.idle: its scenario fails with the patch",
+        "test.narrow: its scenario fails once upstream adds a keyword to its targets, which it must pass on",
+        "test.dropping: quopri:ishex does not pass on a keyword that upstream may add",
         "test.for-good: restore() leaves colorsys:ONE_THIRD changed",
         "test.undocumented: the first line of its docstring is not a sentence",
         "test.undocumented: its upstream is not the URL of an issue or pull request: ?",

@@ -75,10 +75,10 @@ def disable_only_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callab
 
 def enable_only_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(enable_forward_pre_hook)
-    def patched_enable_forward_pre_hook(self: Any) -> Any:
+    def patched_enable_forward_pre_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.remove_forward_pre_hook_handles and self.use_forward_hook:
             return None
-        return enable_forward_pre_hook(self)
+        return enable_forward_pre_hook(self, *args, **kwargs)
 
     return patched_enable_forward_pre_hook
 

@@ -127,13 +127,13 @@ def finish_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[...,
 
 def learn_from_usual_steps(reset: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset)
-    def patched_reset(self: Any) -> Any:
+    def patched_reset(self: Any, *args: Any, **kwargs: Any) -> Any:
         _release(self)
         if getattr(self, UNUSUAL, False):
             setattr(self, UNUSUAL, False)
             self.per_param_grad_ready_counts = {}
         setattr(self, FINISHED, False)
-        return reset(self)
+        return reset(self, *args, **kwargs)
 
     return patched_reset
 

@@ -64,10 +64,10 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def keep_outer_in_force(no_sync: Callable[..., Any]) -> Callable[..., Any]:
     @contextlib.contextmanager
-    def nested(ddp: Any) -> Iterator[Any]:
+    def nested(ddp: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
         outer = [group for group in bucket_groups(ddp) if not group.is_last_microbatch]
         try:
-            with no_sync(ddp) as value:
+            with no_sync(ddp, *args, **kwargs) as value:
                 try:
                     yield value
                 finally:
@@ -79,8 +79,8 @@ def keep_outer_in_force(no_sync: Callable[..., Any]) -> Callable[..., Any]:
                 group.is_last_microbatch = False
 
     @functools.wraps(no_sync)
-    def patched_no_sync(self: Any) -> Any:
-        return nested(self)
+    def patched_no_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return nested(self, *args, **kwargs)
 
     return patched_no_sync
 

@@ -69,11 +69,11 @@ def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
     _forget_all()  # marks of an earlier installation may be out of date
 
     @functools.wraps(prepare_grads)
-    def patched_prepare_grads(self: Any) -> Any:
+    def patched_prepare_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = getattr(self, PREPARED, None)
         if prepared is not None and prepared[0] == _discards:
             return prepared[1]
-        found_inf = prepare_grads(self)
+        found_inf = prepare_grads(self, *args, **kwargs)
         if self.grad_scaler:
             setattr(self, PREPARED, (_discards, found_inf))
         return found_inf
@@ -98,9 +98,9 @@ def forget_all_prepared_before(reset: Callable[..., Any]) -> Callable[..., Any]:
     """Make the gradients of all optimizers count as unprepared: a buffer does not know its own."""
 
     @functools.wraps(reset)
-    def patched_reset(self: Any) -> Any:
+    def patched_reset(self: Any, *args: Any, **kwargs: Any) -> Any:
         _forget_all()
-        return reset(self)
+        return reset(self, *args, **kwargs)
 
     return patched_reset
 

@@ -80,15 +80,17 @@ def diagnose_saving(module: ModuleType) -> Verdict:
 
 def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(state_dict)
-    def patched_state_dict(self: Any, data_iterator: Any, ckpt_format: str, force: bool = False) -> Any:
+    def patched_state_dict(
+        self: Any, data_iterator: Any, ckpt_format: str, force: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if force:
-            return state_dict(self, data_iterator, ckpt_format, force=force)
+            return state_dict(self, data_iterator, ckpt_format, force, *args, **kwargs)
         if self.mode.name == "DISABLED":
             return None
-        state = state_dict(self, data_iterator, ckpt_format)
+        state = state_dict(self, data_iterator, ckpt_format, force, *args, **kwargs)
         if state is None and ckpt_format == FORMAT:
             # No rerun is pending, so there is nothing to replay, and iterators may be of any kind.
-            return state_dict(self, None, ckpt_format, force=True)
+            return state_dict(self, None, ckpt_format, True, *args, **kwargs)
         return state
 
     return patched_state_dict
@@ -126,10 +128,12 @@ def diagnose_loading(module: ModuleType) -> Verdict:
 
 def forgive_idle_state(report: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(report)
-    def patched_report(missing_keys: Any, unexpected_keys: Any, raise_error: bool = True) -> Any:
+    def patched_report(
+        missing_keys: Any, unexpected_keys: Any, raise_error: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
         if raise_error and KEY in missing_keys:
             missing_keys = set(missing_keys) - {KEY}
-        return report(missing_keys, unexpected_keys, raise_error)
+        return report(missing_keys, unexpected_keys, raise_error, *args, **kwargs)
 
     return patched_report
 

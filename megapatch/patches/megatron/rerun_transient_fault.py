@@ -61,8 +61,8 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(should_checkpoint_and_exit)
-    def patched_should_checkpoint_and_exit(self: Any) -> Any:
-        checkpoint, leave, code = should_checkpoint_and_exit(self)
+    def patched_should_checkpoint_and_exit(self: Any, *args: Any, **kwargs: Any) -> Any:
+        checkpoint, leave, code = should_checkpoint_and_exit(self, *args, **kwargs)
         if checkpoint and self.state.name == IN_PLACE:
             _correct_the_log()
             return False, leave, code

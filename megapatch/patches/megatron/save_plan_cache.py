@@ -124,14 +124,14 @@ def _forget_plans(strategy: Any) -> None:
 # ------------------------------------------------------------------------------------------ the distribution
 def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply_saving_parallelization)
-    def patched_apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> Any:
+    def patched_apply_saving_parallelization(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.do_cache_distribution:
-            return apply_saving_parallelization(self, sharded_state_dict)
+            return apply_saving_parallelization(self, sharded_state_dict, *args, **kwargs)
         now = structure(sharded_state_dict)
         # Of all ranks, not only the wrapper's group: all of them validate a new distribution together.
         if _changed_anywhere(self, now, cached=self.cached_distribution is not None):
             self.cached_distribution = None
-        result = apply_saving_parallelization(self, sharded_state_dict)
+        result = apply_saving_parallelization(self, sharded_state_dict, *args, **kwargs)
         setattr(self, STRUCTURE, now)
         return result
 

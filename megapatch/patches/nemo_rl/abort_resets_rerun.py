@@ -39,9 +39,9 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def with_machine_at_rest(abort_train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(abort_train_step)
-    def patched_abort_train_step(self: Any) -> Any:
+    def patched_abort_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         was_open = is_open(self)
-        result = abort_train_step(self)
+        result = abort_train_step(self, *args, **kwargs)
         machine = machine_of_this_process()
         if was_open and machine is not None:
             rewind_interrupted_step(machine)

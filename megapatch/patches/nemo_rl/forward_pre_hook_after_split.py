@@ -57,8 +57,8 @@ def put_hooks_back(worker: Any) -> None:
 
 def with_hooks_after(finish_train_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_train_step)
-    def patched_finish_train_step(self: Any) -> Any:
-        result = finish_train_step(self)
+    def patched_finish_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = finish_train_step(self, *args, **kwargs)
         put_hooks_back(self)
         return result
 

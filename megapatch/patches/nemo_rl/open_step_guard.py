@@ -70,16 +70,18 @@ def refusing(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool = True) -> Callable[..., Any]:
     knows = takes(prepare_for_lp_inference, "keep_train_buffers")
 
-    def patched_prepare_for_lp_inference(self: Any, keep_train_buffers: bool = False) -> Any:
+    def patched_prepare_for_lp_inference(
+        self: Any, keep_train_buffers: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         if frees and is_open(self) and not keep_train_buffers:
             raise MisuseError(
                 f"{LOGPROBS}() would free the gradients of the open train step: "
                 f"pass keep_train_buffers=True, or {FIRST}"
             )
         if knows:
-            return prepare_for_lp_inference(self, keep_train_buffers=keep_train_buffers)
+            return prepare_for_lp_inference(self, keep_train_buffers, *args, **kwargs)
         with _freeing_nothing(self) if keep_train_buffers else contextlib.nullcontext():
-            return prepare_for_lp_inference(self)
+            return prepare_for_lp_inference(self, *args, **kwargs)
 
     # Without __wrapped__, and without Ray's notes in __dict__: with them it would take the original's parameters.
     patched_prepare_for_lp_inference.__module__, patched_prepare_for_lp_inference.__doc__ = (
@@ -103,11 +105,11 @@ def _freeing_nothing(worker: Any) -> contextlib.AbstractContextManager[None]:
 
 def where_gradients_stay(use_reference_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(use_reference_model)
-    def patched_use_reference_model(self: Any) -> Any:
+    def patched_use_reference_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         share_a_buffer = getattr(self, "_uses_mxfp8_overlap_shared_param_buffer", bool)
         if is_open(self) and share_a_buffer():
             raise MisuseError(f"{REFERENCE}() would overwrite the gradients of the open train step: {FIRST}")
-        return use_reference_model(self)
+        return use_reference_model(self, *args, **kwargs)
 
     return patched_use_reference_model
 

@@ -49,12 +49,12 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def offset_seed_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_seed)
-    def patched_set_seed(self: Any, seed: int) -> None:
+    def patched_set_seed(self: Any, seed: int, *args: Any, **kwargs: Any) -> None:
         from megatron.core import parallel_state
 
         initialized = parallel_state.model_parallel_is_initialized()
         stage = parallel_state.get_pipeline_model_parallel_rank() if initialized else 0
-        set_seed(self, seed + PIPELINE_SEED_OFFSET * stage)
+        set_seed(self, seed + PIPELINE_SEED_OFFSET * stage, *args, **kwargs)
 
     return patched_set_seed
 
