@@ -62,6 +62,14 @@ def test_of_bridge():
     assert differences("megatron-bridge", version, verdicts_on("megatron-bridge")) == []
 
 
+def test_of_nvrx():
+    if find_module("nvidia_resiliency_ext") is None:
+        pytest.skip("nvidia-resiliency-ext is not installed")
+    version = metadata.version("nvidia-resiliency-ext")
+    skip_unless_on_the_page("nvidia-resiliency-ext", version, must=True)
+    assert differences("nvidia-resiliency-ext", version, verdicts_on("nvidia-resiliency-ext")) == []
+
+
 @pytest.mark.skipif(not SKYRL.is_dir(), reason="SKYRL_RELEASES is not set")
 def test_of_skyrl():
     found = {one.name: one for one in SKYRL.iterdir() if not one.name.startswith("checkout")}

@@ -6,8 +6,10 @@ import functools
 import importlib
 import tempfile
 
+import torch
 from rigs.megatron import BOTH, GRADS, quick_writer
 from rigs.slime import IMITATIONS, SlimeLoop
+from torch.distributed import checkpoint
 
 from megapatch.patch import NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
@@ -20,6 +22,15 @@ def hooks_twice():
     for switch in (ddp.disable_forward_pre_hook, ddp.enable_forward_pre_hook):
         switch()
         switch()
+
+
+def overwritten_checkpoint():
+    reading = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
+    reader = importlib.import_module(reading).CachedMetadataFileSystemReader
+    with tempfile.TemporaryDirectory() as folder:
+        for key in ("first", "second"):
+            checkpoint.save({key: torch.ones(1)}, checkpoint_id=folder, no_dist=True)
+            assert list(reader(folder).read_metadata().state_dict_metadata) == [key]
 
 
 def one_call_after_two():
@@ -138,6 +149,7 @@ SHADOWED = Patch(
 
 SCENARIOS = {
     "megatron.forward-pre-hook": hooks_twice,
+    "megatron.fresh-metadata": overwritten_checkpoint,
     "megatron.grad-ready-window": one_call_after_two,
     "megatron.nested-no-sync": no_sync_in_no_sync,
     "megatron.prepare-grads-once": prepare_and_step,

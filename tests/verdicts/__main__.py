@@ -22,6 +22,12 @@ from .process import CouldNotLook, verdicts_on
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/verdicts.md"
+# The wheels of nvidia-resiliency-ext ask for a newer C library than many machines have; their Python does not.
+_FOR_ANY_GLIBC = [
+    "--only-binary=:all:",
+    "--platform=manylinux_2_31_x86_64",
+    "--platform=manylinux_2_39_x86_64",
+]
 
 
 def main() -> int:
@@ -87,6 +93,7 @@ def _download(wanted: list[releases.Release], into: Path, given: dict[str, Path]
             folder = found[str(release)] = (into / f"{release.project}-{release.name}").resolve()
             if not folder.is_dir():
                 install = ["install", "--quiet", "--no-deps", "--ignore-requires-python", "--target", str(folder)]
+                install += _FOR_ANY_GLIBC if release.project == "nvidia-resiliency-ext" else []
                 subprocess.run([sys.executable, "-m", "pip", *install, str(release)], check=True)
     return found
 

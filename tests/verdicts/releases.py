@@ -9,6 +9,7 @@ FILE = Path(__file__).parent / "releases.txt"
 PACKAGES = {
     "megatron-core": ("megatron.core", "megatron.training"),
     "megatron-bridge": ("megatron.bridge",),
+    "nvidia-resiliency-ext": ("nvidia_resiliency_ext",),
     "nemo-rl": ("nemo_rl", "nemo"),
     "skyrl-train": ("skyrl_train",),
     "skyrl": ("skyrl",),

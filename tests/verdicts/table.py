@@ -124,7 +124,11 @@ def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_i
 
 def installed_by(tox_ini: str) -> set[str]:
     """The releases of our projects that tox.ini installs from PyPI, as ``project==version``."""
-    for section, project in {"megatron": "megatron-core", "bridge": "megatron-bridge"}.items():
+    for section, project in {
+        "megatron": "megatron-core",
+        "bridge": "megatron-bridge",
+        "nvrx": "nvidia-resiliency-ext",
+    }.items():
         tox_ini = tox_ini.replace(f"{{[{section}]install}}", project)
     projects = "|".join(PACKAGES)
     return set(re.findall(rf"(?<![\w-])(?:{projects})==\d[\w.]*", tox_ini))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...patch import Patch
 from . import (
     forward_pre_hook,
+    fresh_metadata,
     grad_ready_window,
     nested_no_sync,
     prepare_grads_once,
@@ -16,6 +17,7 @@ from . import (
 
 PATCHES: tuple[Patch, ...] = (
     forward_pre_hook.PATCH,
+    fresh_metadata.PATCH,
     grad_ready_window.PATCH,
     nested_no_sync.PATCH,
     prepare_grads_once.PATCH,

@@ -1,0 +1,147 @@
+"""A checkpoint is read with its own metadata, not with those of a checkpoint that was in its folder before.
+
+Symptom   with --ckpt-assume-constant-structure, a checkpoint that was overwritten in the same folder is read with
+          the metadata of the one before, silently: tensors get each other's values where the order of the keys has
+          changed or a key was added ({a: 11, b: 12} loads as {a: 12, b: 11}). Where sizes differ the load fails:
+          "Global shape mismatch for loaded ... and expected ...", or an UnpicklingError.
+Upstream  NVIDIA/Megatron-LM#3326, from 0.17 on and on main: the metadata are kept by path, for the whole process.
+          nvidia-resiliency-ext has a class of the same name, with the same defect, from 0.6 on.
+          Unpatched, Megatron forgets them only when an asynchronous worker is reset.
+Seam      the class attribute CachedMetadataFileSystemReader.read_metadata, in Megatron and in
+          nvidia-resiliency-ext. Before it, metadata kept of another file than the one that is there now (path,
+          inode, size, time of modification in nanoseconds) are forgotten, and the original reads again. An
+          unchanged file is still read only once.
+          With cache_metadata=False, all of Megatron's readers share the metadata that one of them has read,
+          whatever its folder; these are forgotten at each read.
+Limits    a file that cannot be opened by its path (a storage that is not a file system) is read again each time.
+          With --enable-msc Megatron uses another reader, which keeps nothing.
+          Each rank looks at the file by itself. A load during which the checkpoint is overwritten fails, or mixes
+          the two, as without the flag.
+          A file rewritten in place, with the same size and within one tick of the file system's clock, goes
+          unnoticed. torch does not do that: it writes a new file, and renames it.
+Cost      with the flag an open and an fstat for each read, of which a load has two; without it none.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from types import CellType, FunctionType, ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_names
+
+MEGATRON = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
+NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader"
+READER = "CachedMetadataFileSystemReader"
+CACHE = "_metadata_cache"
+"""The class attribute that all readers share: metadata by path."""
+KEY = "_cache_key"
+FILE = ".metadata"
+"""The name that torch gives the file (torch.distributed.checkpoint.filesystem, 2.6 to 2.15)."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read twice from a folder that does not exist, with what reads the file counted instead.
+
+    A reader that looks at the file before it uses what it has kept would raise, or read again.
+    """
+    reader = getattr(module, READER, None)
+    if reader is None:
+        return lacking([f"{module.__name__}.{READER}"])
+    read, initialize = f"{module.__name__}:{READER}.read_metadata", f"{module.__name__}:{READER}.__init__"
+    if not hasattr(reader, CACHE):
+        if hasattr(reader, "read_metadata"):
+            return Verdict(ABSENT, "in this version each reader keeps only what it has read itself")
+        return lacking([read])
+    if missing := [*missing_names(read, KEY, CACHE), *missing_names(initialize, KEY)]:
+        return lacking(missing)
+    try:
+        reads = _reads_of_two(unpatched(reader.read_metadata))
+    except OSError:
+        return Verdict(FIXED, "read_metadata() looks at the file")
+    except Exception as error:
+        return cannot_run("read_metadata()", error)
+    if reads == 1:
+        return Verdict(NEEDED, "metadata are kept by path, and the file is not looked at again")
+    if reads == 2:
+        return Verdict(FIXED, "read_metadata() looks at the file")
+    return Verdict(UNKNOWN, f"expected read_metadata() to read the file once or twice; it did so {reads} times")
+
+
+def _reads_of_two(read_metadata: Any) -> int:
+    """Return how often a copy of the function reads the file in two calls; no state of the class is touched."""
+    reads = []
+
+    class CountsReads:
+        def read_metadata(self, *args: Any, **kwargs: Any) -> object:
+            reads.append(self)
+            return object()
+
+    class StandIn(CountsReads): ...
+
+    function = inspect.unwrap(read_metadata)
+    # super() takes the class from its cell. The class's name is a global, by which the cache is reached.
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    closure = tuple(CellType(StandIn) if name == "__class__" else cell for name, cell in cells)
+    namespace = {**function.__globals__, READER: StandIn}
+    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
+    reader: Any = StandIn()
+    setattr(StandIn, CACHE, {})
+    reader.path = "/megapatch/asks/with/a/folder/that/is/not/there"
+    setattr(reader, KEY, reader.path)
+    copy(reader)
+    copy(reader)
+    return len(reads)
+
+
+def forget_other_files(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
+    read_from: dict[str, tuple[Any, ...]] = {}  # by key: the file of which the metadata are kept
+
+    @functools.wraps(read_metadata)
+    def patched_read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        key = getattr(self, KEY)
+        if key is None:
+            getattr(self, CACHE).pop(None, None)
+            return read_metadata(self, *args, **kwargs)
+        now = _file_of(self)
+        if now is None or now != read_from.get(key):
+            getattr(self, CACHE).pop(key, None)
+            read_from.pop(key, None)
+        metadata = read_metadata(self, *args, **kwargs)
+        if now is not None:
+            # If the file was replaced after it was looked at, the next read finds another one, and reads again.
+            read_from[key] = now
+        return metadata
+
+    return patched_read_metadata
+
+
+def _file_of(reader: Any) -> tuple[Any, ...] | None:
+    """Return what tells the file from one that replaces it; None where it cannot be opened."""
+    try:
+        path = os.path.join(reader.path, FILE)
+        # Opened, not only asked for its status: NFS answers that from a cache of up to a minute.
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+    except (OSError, TypeError, ValueError):
+        return None
+    return path, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+PATCH = Patch(
+    name="megatron.fresh-metadata",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/3326",
+    changes_numbers=True,
+    sites=tuple(
+        Site(module=module, diagnose=diagnose, replace={f"{READER}.read_metadata": forget_other_files})
+        for module in (MEGATRON, NVRX)
+    ),
+)
