@@ -81,7 +81,7 @@ class FSDP2Backend:
         self.optimizer.zero_grad()
 
     @contextlib.contextmanager
-    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[_Backward]:
+    def accumulate(self, num_microbatches: int, count: float | None, last: bool) -> Iterator[_Backward]:
         most, self.fewest = self._most_and_fewest(num_microbatches)
         self.divisor = self.divisor or most
         self.backward = _Backward(num_microbatches, most, self.divisor)
@@ -94,6 +94,8 @@ class FSDP2Backend:
         self.calls += 1
         self.microbatches += num_microbatches
         self.count += num_microbatches if count is None else count
+
+    def take_up(self) -> None: ...
 
     def forward_backward(
         self, num_microbatches: int, *, forward_step_func: Callable[..., Any], data_iterator: Any, **ignored: Any

@@ -4,6 +4,10 @@ Each call runs with the chunks in no_sync(), without the config's own no_sync_fu
 param_sync_func, and with a finalize_model_grads_func that records its arguments. The schedule divides losses by
 the microbatches of its call; grad_scale_func multiplies by them again. `finish` divides the gradient by the total
 of the whole step, starts the reduce where overlap needs it, and calls the real finalize once.
+
+A call that is said to be the last runs as Megatron's own: without no_sync() around it, with the config's hooks
+and the real finalize. What the step is divided by is known then, so the gradients are divided before it, and its
+losses as they are scaled.
 """
 
 from __future__ import annotations
@@ -13,10 +17,17 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._mcore.bucket_groups import MODULE, settle_grad_reduces, start_grad_reduces
+from .._mcore.bucket_groups import (
+    MODULE,
+    bucket_groups,
+    forget_interrupted_first_step,
+    settle_grad_reduces,
+    start_grad_reduces,
+)
 from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
+from ._normalization import Normalization
 
 
 def chunks_of(model: Any) -> list[Any] | None:
@@ -39,29 +50,20 @@ class MegatronBackend:
                 "reuse_grad_buf_for_mxfp8_param_ag is not supported: parameters and gradients share memory"
             )
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
-        self.expected_count, self.expected_microbatches = options.expected_count, options.expected_microbatches
-        self.calls_add_up, self.step_scheduler_on_skip = options.calls_add_up, options.step_scheduler_on_skip
+        self.step_scheduler_on_skip = options.step_scheduler_on_skip
         self.config = get_model_config(chunks[0])
         self.parallel = parallel_state
-        self.per_token = bool(self.config.calculate_per_token_loss)
-        if self.expected_count is not None and self.expected_microbatches is None and self._has_other_losses():
-            raise MisuseError(
-                "expected_count with a mixture of experts or multi-token prediction needs expected_microbatches, "
-                "about how many microbatches a rank has in a step: it weighs their losses"
-            )
+        self.normalization = Normalization(options, self.config, parallel_state)
         self._forget()
 
-    def _has_other_losses(self) -> bool:
-        if self.per_token:  # Megatron multiplies them by tokens, as the loss
-            return False
-        return any(getattr(self.config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
-
     def _forget(self) -> None:
-        self.calls = self.microbatches = self.scaled = 0
-        self.divisor = 0  # of means, while the step is open
-        self.count = 0.0
+        self.normalization.forget()
+        self.calls = self.scaled = 0
         self.num_tokens: Any = None
         self.finalize_arguments: dict[str, Any] = {}
+        self.factor = 1.0  # for the losses of the last call
+        self.normalizer: float | None = None
+        self.is_last = self.is_reduced = False
 
     # ------------------------------------------------------------------------ begin and calls
     def begin(self) -> None:
@@ -70,12 +72,22 @@ class MegatronBackend:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def take_up(self) -> None:
+        """Have bucket groups forget the reduce of the step in between; zero_grad_buffer() would zero gradients."""
+        for chunk in self.chunks:
+            for group in bucket_groups(chunk):
+                group.reset()
+
     @contextlib.contextmanager
-    def accumulate(self, num_microbatches: int, count: float | None) -> Iterator[None]:
-        self.divisor = self.divisor or self.expected_microbatches or num_microbatches
-        finalized_before, self.scaled = self.calls, 0
+    def accumulate(self, num_microbatches: int, count: float | None, last: bool) -> Iterator[None]:
+        if self.is_last:
+            raise MisuseError("the last call of this step was made: finish() it")
+        self.normalization.add(num_microbatches, count)
+        finalized_before, self.scaled, self.is_last = self.calls, 0, last
+        if last:
+            self._divide()
         with contextlib.ExitStack() as stack:
-            for chunk in self.chunks:
+            for chunk in () if last else self.chunks:
                 stack.enter_context(chunk.no_sync())
             stack.enter_context(self._hooks(num_microbatches))
             yield
@@ -88,8 +100,6 @@ class MegatronBackend:
             raise MisuseError(
                 f"num_microbatches is {num_microbatches}; the schedule was called with {self.scaled}"
             )
-        self.microbatches += num_microbatches
-        self.count += count or 0.0
 
     def forward_backward(self, num_microbatches: int, **arguments: Any) -> Any:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -100,20 +110,25 @@ class MegatronBackend:
 
     @contextlib.contextmanager
     def _hooks(self, num_microbatches: int) -> Iterator[None]:
-        loss, others = self._weights(num_microbatches)
+        loss, others = (weight * self.factor for weight in self.normalization.weights(num_microbatches))
         config = self.config
         hooks: dict[str, Any] = {
-            "no_sync_func": contextlib.nullcontext,  # the schedule's own ends before its last microbatch
-            "grad_sync_func": None,
             "finalize_model_grads_func": self._finalize_later,
             "grad_scale_func": self._scaling(config.grad_scale_func, loss, others),
         }
+        if self.is_last:
+            hooks["finalize_model_grads_func"] = self._finalize_now
+            hooks["no_sync_func"] = config.no_sync_func or _no_sync_of(self.chunks)
+        else:
+            hooks["no_sync_func"] = contextlib.nullcontext  # the schedule's own ends before its last microbatch
+            hooks["grad_sync_func"] = None
         if self.calls:  # the first one has gathered the parameters
             hooks["param_sync_func"] = None
         for name in ("moe_grad_scale_func", "mtp_grad_scale_func"):  # from 0.19 on
             if getattr(config, name, None) is not None:
                 hooks[name] = _times(getattr(config, name), others)
         before = {name: getattr(config, name) for name in hooks}
+        self.finalize = config.finalize_model_grads_func
         try:
             for name, value in hooks.items():
                 setattr(config, name, value)
@@ -121,25 +136,6 @@ class MegatronBackend:
         finally:
             for name, value in before.items():
                 setattr(config, name, value)
-
-    def _weights(self, num_microbatches: int) -> tuple[float, float]:
-        """Return the factors of a call: of the loss, and of a router's or multi-token prediction's losses."""
-        if self.expected_count is None:
-            if self.per_token:
-                return 1.0, 1.0  # the schedule does not divide
-            if self.calls_add_up:
-                return 1.0, num_microbatches / (self.expected_microbatches or num_microbatches)
-            weight = num_microbatches / self.divisor
-            return weight, weight
-        if self.per_token:
-            # The schedule still divides a loss returned as (sum, metrics) by the call's microbatches, times
-            # context parallel; it does not divide a router's loss, but multiplies it by the tokens.
-            loss = num_microbatches / (self.parallel.get_context_parallel_world_size() * self.expected_count)
-            others = 1.0 / self.expected_count
-        else:
-            loss = num_microbatches / self.expected_count
-            others = num_microbatches / (self.expected_microbatches or 1) / self._data_parallel_size()
-        return 1.0 if self.calls_add_up else loss, others
 
     def _scaling(self, scale: Callable[..., Any] | None, loss: float, others: float) -> Callable[..., Any]:
         def scaled(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,6 +154,11 @@ class MegatronBackend:
         if num_tokens is not None:
             self.num_tokens = num_tokens if self.num_tokens is None else self.num_tokens + num_tokens
 
+    def _finalize_now(self, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
+        self._finalize_later(model, num_tokens, *args, **kwargs)
+        self._finalize(self.finalize)
+        self.is_reduced = True
+
     # ------------------------------------------------------------------------ finish and abort
     def finish(self, increment: int | None) -> StepResult:
         if self.scheduler is not None and increment is None:
@@ -175,7 +176,7 @@ class MegatronBackend:
             num_zeros=None if num_zeros is None else int(num_zeros),
             learning_rate=learning_rate,
             weight_decay=weight_decay,
-            num_microbatches=self.microbatches,
+            num_microbatches=self.normalization.microbatches,
             num_calls=self.calls,
             normalizer=normalizer,
         )
@@ -185,15 +186,16 @@ class MegatronBackend:
             raise MisuseError("a step needs at least one forward-backward call on this rank")
         if any(map(_is_freed, self.chunks)):
             raise MisuseError("gradient buffers were freed while the step was open: its gradients are lost")
-        normalizer = self._normalize()
-        for chunk in self.chunks:
-            if chunk.ddp_config.overlap_grad_reduce:
-                start_grad_reduces(chunk)
-        self._finalize()
-        if normalizer is None:
-            normalizer = float(self.num_tokens)  # finalize has summed it over all ranks
-            check_normalizer(normalizer, "tokens")
-        return normalizer
+        if not self.is_reduced:
+            self._divide()
+            for chunk in self.chunks:
+                if chunk.ddp_config.overlap_grad_reduce:
+                    start_grad_reduces(chunk)
+            self._finalize(self.config.finalize_model_grads_func)
+        if self.normalizer is None:
+            self.normalizer = float(self.num_tokens)  # finalize has summed it over all ranks
+            check_normalizer(self.normalizer, "tokens")
+        return self.normalizer
 
     def _may_have_none(self) -> bool:
         """Whether a rank may have no data: no other rank waits for its messages."""
@@ -204,43 +206,20 @@ class MegatronBackend:
             mpu.get_context_parallel_world_size(),
             mpu.get_expert_model_parallel_world_size(),
         )
-        return (self.expected_count is not None or self.calls_add_up) and set(sizes) == {1}
+        return not self.normalization.by_tokens and set(sizes) == {1}
 
-    def _normalize(self) -> float | None:
-        """Divide this rank's gradient by the total of the step; None if Megatron's finalize is to do that."""
-        if self.expected_count is not None:
-            normalizer = self._total_count()
-            check_normalizer(normalizer, "counts")
-            factor = self.expected_count / normalizer
-            if not self.per_token and not self.calls_add_up:  # Megatron averages over ranks
-                factor *= self._data_parallel_size()
-        elif self.calls_add_up:
-            return 1.0
-        elif self.per_token:
-            return None
-        else:
-            normalizer = float(self.microbatches)
-            factor = self.divisor / normalizer
-        if factor != 1.0:
+    def _divide(self) -> None:
+        """Divide the gradients so far by the total of the step, as far as Megatron's finalize does not."""
+        self.factor, self.normalizer = self.normalization.total(self._device())
+        if self.factor != 1.0 and self.calls:
             for chunk in self.chunks:
-                chunk.scale_gradients(factor)
-        return normalizer
+                chunk.scale_gradients(self.factor)
 
-    def _total_count(self) -> float:
-        """Sum the counts over data parallel. Context parallel is left out: its ranks share samples."""
-        import torch
-
-        count = torch.tensor([self.count], dtype=torch.float64, device=self._device())
-        torch.distributed.all_reduce(count, group=self.parallel.get_data_parallel_group())
-        return float(count)
-
-    def _finalize(self) -> None:
+    def _finalize(self, finalize: Callable[..., Any] | None) -> None:
         from megatron.core.distributed import finalize_model_grads
 
-        finalize = self.config.finalize_model_grads_func or finalize_model_grads
-        by_tokens = self.expected_count is None and not self.calls_add_up
-        num_tokens = self.num_tokens if by_tokens else None
-        finalize(self.chunks, num_tokens, **self.finalize_arguments)
+        num_tokens = self.num_tokens if self.normalization.by_tokens else None
+        (finalize or finalize_model_grads)(self.chunks, num_tokens, **self.finalize_arguments)
 
     def _over_model_parallel(
         self, succeeded: bool, grad_norm: float | None, num_zeros: float | None
@@ -262,6 +241,7 @@ class MegatronBackend:
     def abort(self) -> None:
         for chunk in self.chunks:
             settle_grad_reduces(chunk)
+            forget_interrupted_first_step(chunk)
             if not _is_freed(chunk):
                 chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -270,9 +250,6 @@ class MegatronBackend:
         self._forget()
 
     # ------------------------------------------------------------------------ the layout
-    def _data_parallel_size(self) -> int:
-        return int(self.parallel.get_data_parallel_world_size())
-
     def _device(self) -> Any:
         return next(self.chunks[0].parameters()).device  # if all are frozen, there is no gradient buffer
 
@@ -287,6 +264,10 @@ def _shaped_as_held(scale: Any) -> Any:
     routers = sys.modules.get("megatron.core.transformer.moe.moe_utils")
     held = getattr(getattr(routers, "MoEAuxLossAutoScaler", None), "main_loss_backward_scale", None)
     return scale if held is None else scale.reshape(held.shape)
+
+
+def _no_sync_of(chunks: list[Any]) -> Any:
+    return [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
 
 
 def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:

@@ -20,8 +20,8 @@ class TrainStep:
                 step.forward_backward(forward_step_func=..., data_iterator=..., num_microbatches=..., ...)
             result = step.finish(increment=global_batch_size)
 
-    The gradient is that of a single call with all microbatches. It is reduced over data parallel once, in `finish`
-    (with FSDP2 in every backward pass).
+    The gradient is that of a single call with all microbatches. It is reduced over data parallel once: in
+    `finish`, or in a call that is said to be the `last` one (with FSDP2 in every backward pass).
 
     If the calls are far apart, use `begin()` and, on failure, `abort()` in place of the `with`. One object serves
     for any number of steps, one after another.
@@ -116,7 +116,7 @@ class TrainStep:
             self._backend.begin()
 
     @contextlib.contextmanager
-    def accumulate(self, num_microbatches: int, count: float | None = None) -> Iterator[Any]:
+    def accumulate(self, num_microbatches: int, count: float | None = None, last: bool = False) -> Iterator[Any]:
         """Wrap one call of any of Megatron's schedules, which the body makes itself in any way.
 
         With FSDP2 the body makes the passes instead. The value of `as` is a function to call in place of
@@ -126,10 +126,15 @@ class TrainStep:
         Args:
             num_microbatches: of this call, on this rank; with FSDP2 it may be 0.
             count: with `expected_count`: tokens, sequences, ... of this call on this data-parallel rank.
+            last: whether this is the step's last call, on all ranks alike. With overlap_grad_reduce the reduce
+                then overlaps with its backward passes; without this it waits for `finish`. (From Megatron 0.16 on
+                not in the first such step, in which Megatron learns when gradients are ready.) It has no effect
+                with FSDP2.
 
         Raises:
-            MisuseError: no step is open, `count` is missing or not expected, or the body did not make exactly one
-                call with `num_microbatches` (with FSDP2: not as many passes as `passes`).
+            MisuseError: no step is open, or its last call was made; `count` is missing or not expected; or the
+                body did not make exactly one call with `num_microbatches` (with FSDP2: not as many passes as
+                `passes`).
         """
         self._check_open("accumulate()")
         fewest = self._backend.fewest_microbatches
@@ -141,17 +146,20 @@ class TrainStep:
             raise MisuseError("count= goes together with TrainStep(..., expected_count=...)")
         self._in_call = True
         try:
-            with self._aborting(), self._backend.accumulate(num_microbatches, count) as value:
+            with self._aborting(), self._backend.accumulate(num_microbatches, count, last) as value:
                 yield value
         finally:
             self._in_call = False
 
-    def forward_backward(self, *, num_microbatches: int, count: float | None = None, **arguments: Any) -> Any:
+    def forward_backward(
+        self, *, num_microbatches: int, count: float | None = None, last: bool = False, **arguments: Any
+    ) -> Any:
         """Call Megatron's own schedule for this layout, within `accumulate`.
 
         Args:
             num_microbatches: of this call, on this rank; with FSDP2 it may be 0.
             count: with `expected_count`: tokens, sequences, ... of this call on this data-parallel rank.
+            last: whether this is the step's last call; see `accumulate`.
             **arguments: passed on to the schedule, which also gets the model and ``forward_only=False``. With
                 FSDP2 only `forward_step_func` and `data_iterator` are used, with the meaning that they have in
                 Megatron.
@@ -162,7 +170,7 @@ class TrainStep:
         Raises:
             MisuseError: as `accumulate`.
         """
-        with self.accumulate(num_microbatches, count):
+        with self.accumulate(num_microbatches, count, last):
             return self._backend.forward_backward(num_microbatches, **arguments)
 
     def finish(self, increment: int | None = None) -> StepResult:
@@ -230,6 +238,7 @@ class TrainStep:
             raise MisuseError("take_up() needs a step that was set aside")
         self._take_model("take_up()")
         self._aside = False
+        self._backend.take_up()
 
     def __enter__(self) -> TrainStep:
         self.begin()

@@ -26,14 +26,15 @@ def sum_forward_step(data, model, masked=True):
     return output, loss_function
 
 
-def in_pieces(train_step, model, step, cut, loss=None, function=None):
+def in_pieces(train_step, model, step, cut, loss=None, function=None, last=False):
     """Make the calls of an open step, with the data of Megatron's step of one call.
 
     loss   options of the usual forward step; None: the caller counts the tokens
+    last   whether the last call says so
     """
     batches = iter(model.microbatches(step, sum(cut)))
     usual = sum_forward_step if loss is None else partial(forward_step, **loss)
-    for size in cut:
+    for index, size in enumerate(cut, start=1):
         piece = [next(batches) for _ in range(size)]
         iterators = [iter(piece) for _ in model.chunks]
         tokens = sum(int((batch[:, 1:] % 3 != 0).sum()) for batch in piece)
@@ -41,6 +42,7 @@ def in_pieces(train_step, model, step, cut, loss=None, function=None):
             forward_step_func=function or usual,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             num_microbatches=size,
+            last=last and index == len(cut),
             count=tokens if loss is None else None,
             seq_length=model.seq,
             micro_batch_size=2,

@@ -95,9 +95,17 @@ def misuses(model, step):
         with mock.patch.object(model.config, "finalize_model_grads_func", side_effect=Interrupted):
             step.finish()
 
-    def half_way():
+    def half_way(**more):
         with raising_half_way(model, 2):
-            pieces()
+            pieces(**more)
+
+    def finalize_fails_in_last_call():
+        with mock.patch.object(model.config, "finalize_model_grads_func", side_effect=Interrupted):
+            pieces(last=True)
+
+    def call_after_the_last():
+        pieces(last=True)
+        pieces()
 
     return {
         "call without begin": lambda: pieces(),
@@ -118,11 +126,24 @@ def misuses(model, step):
         "forward 2": lambda: opened(pieces, function=raising_in("forward", 2)),
         "loss 1": lambda: opened(pieces, function=raising_in("loss", 1)),
         "half of the backward": lambda: opened(half_way),
+        "half of the last backward": lambda: opened(half_way, last=True),
+        "half of the last backward of the first step": lambda: opened(half_way, last=True),
+        "finalize in the last call": lambda: opened(finalize_fails_in_last_call),
+        "call after the last": lambda: opened(call_after_the_last),
         "freed": lambda: opened(freed),
     }
 
 
-OF_BOTH = ("optimizer", "finalize", "forward 0", "loss 1", "half of the backward", "freed")
+OF_BOTH = (
+    "optimizer",
+    "finalize",
+    "forward 0",
+    "loss 1",
+    "half of the backward",
+    "half of the last backward",
+    "half of the last backward of the first step",
+    "freed",
+)
 
 
 def state_of(model):
@@ -145,8 +166,9 @@ def after_misuse(options, name):
     data = rerun_data(0)
     machine.should_run_forward_backward(data)
     model, reference = (tiny_gpt(layers=4, **options) for _ in range(2))
-    for one in (model, reference):  # not the first step, from which Megatron learns
-        one.train_step(0, **MEAN)
+    for one in (model, reference):
+        if "first step" not in name:  # from which Megatron learns
+            one.train_step(0, **MEAN)
     step = TrainStep(model.chunks, model.optimizer)
     config = dict(vars(model.config))
     error = attempt(misuses(model, step)[name])
@@ -189,6 +211,10 @@ ERRORS = {
     "forward 2": None,
     "loss 1": None,
     "half of the backward": None,
+    "half of the last backward": None,
+    "half of the last backward of the first step": None,
+    "finalize in the last call": None,
+    "call after the last": "the last call of this step was made: finish() it",
 }
 
 

@@ -17,9 +17,9 @@ from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep
 
 STEPS = 3
-CUTS = {"one call": (4,), "three": (1, 1, 2), "uneven": (1, 3)}
+CUTS = {"one call": (4,), "three": (1, 1, 2), "uneven": (1, 3), "three, the last known": (1, 1, 2)}
 # Interleaved stages take a multiple of their number.
-CUTS_OF_STAGES = {"one call": (8,), "three": (2, 2, 4), "uneven": (2, 6)}
+CUTS_OF_STAGES = {"one call": (8,), "three": (2, 2, 4), "uneven": (2, 6), "three, the last known": (2, 2, 4)}
 
 TOKENS = {"masked": True}  # (sum, tokens, metrics), with another number of tokens in each
 SHARDED = {**ADAM, "use_distributed_optimizer": True}
@@ -89,6 +89,9 @@ WITH_EACH = {
 }
 
 
+OF_EACH = ("uneven", "three, the last known")
+
+
 def cuts_of(layout):
     return CUTS_OF_STAGES if layout.get("vpp") else CUTS
 
@@ -102,7 +105,7 @@ def with_cuts(cases):
         if name in WITH_EACH or cut != "one call"
     ]
     return [
-        pytest.param(*one, marks=() if one[0] in WITH_EACH and one[1] == "uneven" else pytest.mark.thorough)
+        pytest.param(*one, marks=() if one[0] in WITH_EACH and one[1] in OF_EACH else pytest.mark.thorough)
         for one in found
     ]
 
@@ -146,9 +149,9 @@ def plain_step(model, count, loss, step):
     return model.train_step(step, num_microbatches=count, **loss).grad_norm
 
 
-def split_step(model, cut, loss, train_step, step):
+def split_step(model, cut, loss, last, train_step, step):
     with train_step:
-        in_pieces(train_step, model, step, cut, loss)
+        in_pieces(train_step, model, step, cut, loss, last=last)
         result = train_step.finish()
     assert (result.num_calls, result.num_microbatches) == (len(cut), sum(cut))
     assert result.succeeded
@@ -180,29 +183,29 @@ def compared(rank, world_size, chosen):
             options = {"layers": 4 if layout.get("vpp") else 2, **options}
             expected = once(one_call, options, sum(next(iter(cuts.values()))), loss)
             for cut, sizes in cuts.items():
-                yield (name, cut), partial(cell, expected, options, sizes, loss)
+                yield (name, cut), partial(cell, expected, options, sizes, loss, "known" in cut)
     for name, (ranks, layout, options) in COUNTS.items():
         cuts = {cut: sizes for cut, sizes in CUTS.items() if (name, cut) in chosen}
         if ranks == world_size and cuts:
             init_parallel(**layout)
             expected = once(one_call, {**options, **PER_TOKEN}, 4, TOKENS)
             for cut, sizes in cuts.items():
-                yield (name, cut), partial(cell_of_count, expected, options, sizes)
+                yield (name, cut), partial(cell_of_count, expected, options, sizes, "known" in cut)
 
 
-def cell(expected, options, sizes, loss):
+def cell(expected, options, sizes, loss, last):
     reference = expected()
     model = tiny_gpt(**options)
     train_step = TrainStep(model.chunks, model.optimizer)
-    got = trained(model, partial(split_step, model, sizes, loss, train_step))
+    got = trained(model, partial(split_step, model, sizes, loss, last, train_step))
     return differences(got, reference)
 
 
-def cell_of_count(expected, options, sizes):
+def cell_of_count(expected, options, sizes, last):
     reference, _ = expected()
     model = tiny_gpt(**options)
     train_step = TrainStep(model.chunks, model.optimizer, expected_count=100)
-    got, _ = trained(model, partial(split_step, model, sizes, None, train_step))
+    got, _ = trained(model, partial(split_step, model, sizes, None, last, train_step))
     return differences((got, {}), (reference, {}))
 
 

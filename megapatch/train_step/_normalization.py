@@ -1,0 +1,102 @@
+"""What the gradient of a step on Megatron's DistributedDataParallel is divided by, in its calls and at its end.
+
+The schedule divides losses by the microbatches of its own call. Each call's losses are multiplied by them again
+and divided by a number that is the same for all calls of the step (`weights`). What is left to divide the whole
+gradient by is known when the last call begins (`total`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import MisuseError
+from ._backend import Options, check_normalizer
+
+
+class Normalization:
+    """The microbatches and counts of an open step, and what they make of its losses."""
+
+    def __init__(self, options: Options, config: Any, parallel: Any) -> None:
+        self.expected_count, self.expected_microbatches = options.expected_count, options.expected_microbatches
+        self.calls_add_up = options.calls_add_up
+        self.per_token = bool(config.calculate_per_token_loss)
+        self.parallel = parallel
+        if (
+            self.expected_count is not None
+            and self.expected_microbatches is None
+            and self._has_other_losses(config)
+        ):
+            raise MisuseError(
+                "expected_count with a mixture of experts or multi-token prediction needs expected_microbatches, "
+                "about how many microbatches a rank has in a step: it weighs their losses"
+            )
+        self.forget()
+
+    def _has_other_losses(self, config: Any) -> bool:
+        if self.per_token:  # Megatron multiplies them by tokens, as the loss
+            return False
+        return any(getattr(config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether Megatron's finalize gets the tokens that the schedules have counted."""
+        return self.expected_count is None and not self.calls_add_up
+
+    def forget(self) -> None:
+        self.microbatches = 0
+        self.count = 0.0
+        self.divisor = 0  # of means, while the step is open
+
+    def add(self, num_microbatches: int, count: float | None) -> None:
+        """Add a call, before it is made."""
+        self.divisor = self.divisor or self.expected_microbatches or num_microbatches
+        self.microbatches += num_microbatches
+        self.count += count or 0.0
+
+    def weights(self, num_microbatches: int) -> tuple[float, float]:
+        """Return the factors of a call: of the loss, and of a router's or multi-token prediction's losses."""
+        if self.expected_count is None:
+            if self.per_token:
+                return 1.0, 1.0  # the schedule does not divide
+            if self.calls_add_up:
+                return 1.0, num_microbatches / (self.expected_microbatches or num_microbatches)
+            weight = num_microbatches / self.divisor
+            return weight, weight
+        if self.per_token:
+            # The schedule still divides a loss returned as (sum, metrics) by the call's microbatches, times
+            # context parallel; it does not divide a router's loss, but multiplies it by the tokens.
+            loss = num_microbatches / (self.parallel.get_context_parallel_world_size() * self.expected_count)
+            others = 1.0 / self.expected_count
+        else:
+            loss = num_microbatches / self.expected_count
+            others = num_microbatches / (self.expected_microbatches or 1) / self._data_parallel_size()
+        return 1.0 if self.calls_add_up else loss, others
+
+    def total(self, device: Any) -> tuple[float, float | None]:
+        """Return the factor that is left for the gradient of the whole step, and what it is then divided by.
+
+        The latter is None if Megatron's finalize divides, by tokens. With a count this is a collective.
+        """
+        if self.expected_count is not None:
+            normalizer = self._total_count(device)
+            check_normalizer(normalizer, "counts")
+            factor = self.expected_count / normalizer
+            if not self.per_token and not self.calls_add_up:  # Megatron averages over ranks
+                factor *= self._data_parallel_size()
+            return factor, normalizer
+        if self.calls_add_up:
+            return 1.0, 1.0
+        if self.per_token:
+            return 1.0, None
+        return self.divisor / self.microbatches, float(self.microbatches)
+
+    def _total_count(self, device: Any) -> float:
+        """Sum the counts over data parallel. Context parallel is left out: its ranks share samples."""
+        import torch
+
+        count = torch.tensor([self.count], dtype=torch.float64, device=device)
+        torch.distributed.all_reduce(count, group=self.parallel.get_data_parallel_group())
+        return float(count)
+
+    def _data_parallel_size(self) -> int:
+        return int(self.parallel.get_data_parallel_world_size())

@@ -1,0 +1,87 @@
+"""A call that is said to be the step's last one reduces during its backward pass, as Megatron's own last
+microbatch does; without that, the reduce waits for finish()."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from unittest import mock
+
+import pytest
+from rigs.cells import run_cells
+from rigs.megatron import BOTH, GRADS, UNPATCHED
+from rigs.train_step import MEAN, MOE, in_pieces
+
+from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.train_step import TrainStep
+
+STEPS = 4
+LAYOUTS = {  # number of ranks, layout, options
+    "dp2": (2, {}, GRADS),
+    "dp2, both": (2, {}, BOTH),
+    "ep2": (2, {"ep": 2}, {**MOE, **GRADS}),
+    "pp2 dp2": (4, {"pp": 2}, {**GRADS, "align_grad_reduce": False}),
+}
+
+
+def starts_by_step(options, last):
+    """Return, by step, how many bucket groups start their reduce before finish_grad_sync(), and how many in all.
+
+    Four steps, whose number of microbatches varies.
+    """
+    model = tiny_gpt(**options)
+    step = TrainStep(model.chunks, model.optimizer)
+    return [_starts(model, step, cut, last) for cut in [(1, 1), (2, 1), (1, 2), (1, 1, 1)]]
+
+
+def _starts(model, step, cut, last):
+    group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
+    finishing, started = [], []
+
+    def start(self, *args, **kwargs):
+        started.append(bool(finishing))
+        return real_start(self, *args, **kwargs)
+
+    def finish(self, *args, **kwargs):
+        finishing.append(self)
+        return real_finish(self, *args, **kwargs)
+
+    real_start, real_finish = group.start_grad_sync, group.finish_grad_sync
+    with (
+        mock.patch.object(group, "start_grad_sync", start),
+        mock.patch.object(group, "finish_grad_sync", finish),
+        step,
+    ):
+        in_pieces(step, model, 0, cut, MEAN, last=last)
+        in_backward = started.count(False)
+        step.finish()
+    return in_backward, len(started)
+
+
+def found_by(rank, world_size):
+    for name, (ranks, layout, options) in LAYOUTS.items():
+        if ranks == world_size:
+            init_parallel(**layout)
+            for last in (True, False):
+                yield (name, last), partial(starts_by_step, options, last)
+
+
+@pytest.fixture(scope="module", params=["with patches", "without"])
+def of_ranks(request):
+    env = UNPATCHED if request.param == "without" else {}
+    return {ranks: run_cells(found_by, ranks, env=env) for ranks in (2, 4)}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_bucket_group_is_reduced_in_the_last_backward_pass(of_ranks, name):
+    for found in of_ranks[LAYOUTS[name][0]]:
+        for in_backward, in_all in found[name, True][2:]:  # Megatron has learned by then
+            assert in_backward == in_all >= 1
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_otherwise_none_is(of_ranks, name):
+    for found in of_ranks[LAYOUTS[name][0]]:
+        told, not_told = found[name, True], found[name, False]
+        assert [in_backward for in_backward, _ in not_told] == [0] * STEPS
+        assert [in_all for _, in_all in not_told] == [in_all for _, in_all in told]
