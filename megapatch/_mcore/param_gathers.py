@@ -3,8 +3,8 @@
 Megatron's own flag, `param_gather_dispatched`, does not say whether that is due. finish_grad_sync() clears it
 before the step, so between a backward pass and the step the parameters are whole although it is False. A gather
 there that leaves it True is the last one: no forward pass gathers the shards of the step that follows. So a gather
-may set the flag for good only if the optimizer is known to have stepped since the last gather. STEPPED records
-that; where nobody sets it, each read gathers, and the forward pass gathers again.
+may set the flag for good only if the optimizer is known to have stepped since the last gather. The patch
+`megatron.gathered-when-read` records that, in STEPPED. Without it each read gathers, and the forward pass again.
 
 The flag and STEPPED change in collectives over the data-parallel group and in the optimizer's step, which the
 ranks of that group run, or skip, together. So all of them find the same groups to be gathered.
@@ -21,9 +21,14 @@ from typing import Any
 from ..errors import MisuseError
 from .bucket_groups import MODULE, bucket_groups
 
+OPTIMIZER_MODULE = "megatron.core.optimizer.distrib_optimizer"
+
 STEPPED = "_megapatch_stepped"
 """Attribute of a bucket group: whether its optimizer has stepped since its last gather; absent if not known."""
+RECORDS = "_megapatch_records_steps"
+"""Attribute of a function that replaces DistributedOptimizer.step_with_ready_grads(), and keeps STEPPED true."""
 
+NOT_GATHERED = "the parameters of the last optimizer step are not gathered yet"
 BY_HAND = "call ddp.disable_forward_pre_hook(), which gathers, and ddp.enable_forward_pre_hook() after the read"
 
 _found: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -40,16 +45,23 @@ def gather_params(ddps: Iterable[Any]) -> None:
     due = [(ddp, group) for ddp in ddps for group in pending_groups(ddp)]
     for ddp, group in due:
         if reason := _why_not(ddp, group):
-            raise MisuseError(f"the parameters of the last optimizer step are not gathered yet, and {reason}")
-    if not due:
-        return
-    import torch
+            raise MisuseError(f"{NOT_GATHERED}, and {reason}")
+    _finish(group for _, group in due)
 
-    with torch.no_grad():
-        for _, group in due:
-            lasting = group.param_gather_dispatched or getattr(group, STEPPED, False)
-            group.finish_param_sync(skip_next_bucket_dispatch=True)
-            group.param_gather_dispatched = lasting
+
+def refuse_stale_read(ddp: Any, reader: str) -> None:
+    """Wait for gathers under way. Runs no collective: a reader that one rank alone may call would wait forever.
+
+    Raises:
+        MisuseError: the optimizer is known to have stepped since the last gather.
+    """
+    pending = pending_groups(ddp)
+    if any(_has_stepped(group) for group in pending if group.param_gather_handle is None):
+        raise MisuseError(
+            f"{NOT_GATHERED}, and {reader} cannot gather them, as one rank alone may call it: call "
+            "megapatch.weight_sync.gathered_parameters(model) on all ranks before it"
+        )
+    _finish(group for group in pending if group.param_gather_handle is not None)
 
 
 def pending_groups(ddp: Any) -> list[Any]:
@@ -60,8 +72,40 @@ def pending_groups(ddp: Any) -> list[Any]:
         group
         for group in bucket_groups(ddp)
         if group.param_gather_handle is not None
-        or (not group.param_gather_dispatched and getattr(group, STEPPED, True))
+        or (not group.param_gather_dispatched and _has_stepped(group) is not False)
     ]
+
+
+def record_gathered(group: Any) -> None:
+    """Note that the parameters of a bucket group are gathered, or on their way."""
+    setattr(group, STEPPED, False)
+
+
+def record_step(ddp: Any) -> None:
+    """Note that the optimizer has stepped, and let the next forward pass gather whatever came before the step."""
+    if ddp.ddp_config.overlap_param_gather:
+        for group in bucket_groups(ddp):
+            if group.param_gather_handle is None:  # else its gather has begun since its own optimizer stepped
+                setattr(group, STEPPED, True)
+                group.param_gather_dispatched = False
+
+
+def _has_stepped(group: Any) -> bool | None:
+    """Return whether the optimizer has stepped since the last gather; None if nobody knows."""
+    optimizer = getattr(sys.modules.get(OPTIMIZER_MODULE), "DistributedOptimizer", None)
+    if not hasattr(getattr(optimizer, "step_with_ready_grads", None), RECORDS):
+        return None  # the patch was not applied, or was taken back
+    return getattr(group, STEPPED, None)
+
+
+def _finish(groups: Iterable[Any]) -> None:
+    import torch
+
+    with torch.no_grad():
+        for group in groups:
+            lasting = group.param_gather_dispatched or bool(_has_stepped(group))
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+            group.param_gather_dispatched = lasting
 
 
 def _why_not(ddp: Any, group: Any) -> str:
@@ -112,11 +156,12 @@ def _modules(model: Any) -> Iterator[Any]:
 
 def _owners(module: Any, ddp_class: type) -> list[Any]:
     """Return the DistributedDataParallel around a module that holds no reference to it."""
-    # Megatron's buffers set main_grad (0.12 to 0.19). So does Megatron-FSDP, which gathers its parameters itself.
+    # Megatron's buffers set main_grad (0.12 to 0.19). Megatron-FSDP, which gathers its parameters itself, sets
+    # it, too, or makes it a property of all parameters (0.12, 0.13).
     managed = (
         parameter
         for parameter in module.parameters()
-        if hasattr(parameter, "main_grad") and not hasattr(parameter, "get_main_grad")
+        if "main_grad" in vars(parameter) and not hasattr(parameter, "get_main_grad")
     )
     parameter = next(managed, None)
     if parameter is None:

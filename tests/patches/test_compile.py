@@ -12,6 +12,7 @@ from rigs.megatron import ADAM, BOTH, GRADS
 from torch._dynamo.testing import CompileCounter
 
 from megapatch.patches import PATCHES
+from megapatch.patches.megatron import gathered_when_read
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 STRICT_LOAD = "megatron.core.dist_checkpointing.validation:maybe_report_missing_and_unexpected_keys"
@@ -160,6 +161,8 @@ NOT_COMPILED = {
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+    # Nor gathers, and what reads a whole model for a file or a stream.
+    *(f"{site.module}:{path}" for site in gathered_when_read.PATCH.sites for path in site.paths),
     # Nor the building of a model, nor seeding, nor coroutines.
     *(
         f"{package}.{target}"

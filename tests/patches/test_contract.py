@@ -7,7 +7,7 @@ import importlib
 import tempfile
 
 import torch
-from rigs.megatron import BOTH, GRADS, quick_writer
+from rigs.megatron import BOTH, GRADS, attempt, quick_writer
 from rigs.slime import IMITATIONS, SlimeLoop
 from torch.distributed import checkpoint
 
@@ -31,6 +31,17 @@ def overwritten_checkpoint():
         for key in ("first", "second"):
             checkpoint.save({key: torch.ones(1)}, checkpoint_id=folder, no_dist=True)
             assert list(reader(folder).read_metadata().state_dict_metadata) == [key]
+
+
+def read_after_a_step():
+    """By a method that one rank may call alone, and that therefore asks for a gather."""
+    init_parallel()
+    model = tiny_gpt(**BOTH)
+    (ddp,) = model.chunks
+    model.train_step()
+    assert attempt(ddp.state_dict)[0] == "MisuseError"
+    assert ddp.sharded_state_dict()
+    assert ddp.state_dict()
 
 
 def one_call_after_two():
@@ -150,6 +161,7 @@ SHADOWED = Patch(
 SCENARIOS = {
     "megatron.forward-pre-hook": hooks_twice,
     "megatron.fresh-metadata": overwritten_checkpoint,
+    "megatron.gathered-when-read": read_after_a_step,
     "megatron.grad-ready-window": one_call_after_two,
     "megatron.nested-no-sync": no_sync_in_no_sync,
     "megatron.prepare-grads-once": prepare_and_step,

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from megapatch.testing import tiny_gpt
+from megapatch.testing._weights import global_name
 from rigs.megatron import ADAM
 
 PLAIN = {**ADAM, "lr": 0.1, "overlap_grad_reduce": True, "use_distributed_optimizer": True}
@@ -86,3 +87,15 @@ def no_collective():
         module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
         stack.enter_context(mock.patch.object(module, "dist_all_gather_func", fail))
         yield
+
+
+def export(chunks):
+    """An exporter: the tensors of unwrapped chunks, one by one, by global name."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            yield global_name(chunk, name), parameter.detach().clone()
+
+
+def whole(shards):
+    """Return the tensors of a sharded state dict, by key."""
+    return {key: leaf.data.detach().clone() for key, leaf in shards.items() if isinstance(leaf.data, torch.Tensor)}

@@ -10,6 +10,8 @@ PACKAGES = {
     "megatron-core": ("megatron.core", "megatron.training"),
     "megatron-bridge": ("megatron.bridge",),
     "nvidia-resiliency-ext": ("nvidia_resiliency_ext",),
+    "mbridge": ("mbridge",),
+    "mcore-bridge": ("mcore_bridge",),
     "nemo-rl": ("nemo_rl", "nemo"),
     "skyrl-train": ("skyrl_train",),
     "skyrl": ("skyrl",),

@@ -6,6 +6,7 @@ from ...patch import Patch
 from . import (
     forward_pre_hook,
     fresh_metadata,
+    gathered_when_read,
     grad_ready_window,
     nested_no_sync,
     prepare_grads_once,
@@ -18,6 +19,7 @@ from . import (
 PATCHES: tuple[Patch, ...] = (
     forward_pre_hook.PATCH,
     fresh_metadata.PATCH,
+    gathered_when_read.PATCH,
     grad_ready_window.PATCH,
     nested_no_sync.PATCH,
     prepare_grads_once.PATCH,

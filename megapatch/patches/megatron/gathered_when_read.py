@@ -1,0 +1,286 @@
+"""Whoever reads the parameters after an optimizer step reads those of that step.
+
+Symptom   with the distributed optimizer and overlap_param_gather, optimizer.step() leaves each data-parallel rank
+          with its own new shard of the parameters beside the others' old ones, until the next forward pass
+          gathers them. A checkpoint or an export in between is a mixture, silently: with two ranks half of it is
+          one step old. NeMo-RL's default configurations have the option on.
+Upstream  unfixed in 0.12 to 0.19 and on main. Megatron's own train() gathers before a save; all else is left to
+          callers. NVIDIA-NeMo/RL#4086 does it there; verl, ms-swift, AReaL and SkyRL do not.
+Seam      three kinds. (1) What all ranks call gathers first: save_checkpoint() of Megatron and Megatron-Bridge,
+          generate_state_dict(), DistributedDataParallel.sharded_state_dict(), and the exporters of
+          Megatron-Bridge, mbridge and mcore-bridge. Exporters are generators, often made before the step and read
+          after it, so they gather at their first `next`. (2) DistributedDataParallel's state_dict() and
+          state_dict_for_save_checkpoint(), and generate_state_dict() for the format "torch", may be called by one
+          rank alone, where a gather would hang: they raise MisuseError with what to call.
+          (3) DistributedOptimizer's step and the bucket groups' start_param_sync() record whether a gather is due.
+          Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
+          would be the last one, and the next forward pass would run on old shards.
+          Gathering in the step itself is not an option: avoiding that is what overlap_param_gather is for.
+Limits    whoever reads an unwrapped model's own state_dict(), sharded_state_dict() or parameters is not seen: call
+          `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. What that refuses to gather,
+          saves and exports refuse, too: with reuse_grad_buf_for_mxfp8_param_ag, from an offloaded buffer, and for
+          a layer-wise optimizer, there also before its first step. sharded_state_dict() and
+          generate_state_dict(), which a load calls, too, leave a layer-wise optimizer's parameters alone.
+Numbers   change where something was read before it was gathered, to those of a run without overlap_param_gather,
+          to the last bit. Those of training do not change.
+Cost      about 1 us a bucket group in a step. No gather in addition: the forward pass after a read finds nothing
+          left to gather. (With virtual pipeline stages and align_param_gather Megatron's schedule gathers at the
+          start of each call whatever came before, so there a read adds one.)
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
+from ..._mcore.param_gathers import (
+    OPTIMIZER_MODULE,
+    RECORDS,
+    STEPPED,
+    ddps_of,
+    gather_params,
+    record_gathered,
+    record_step,
+    refuse_stale_read,
+)
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, reads_in_order
+from .._gathered import gathered_at_first_next, gathered_before_call
+
+OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
+GATHERS = ("start_param_sync", "finish_param_sync", "disable_forward_pre_hook", "gathered_parameters")
+"""Names of which one is in the code of a reader that gathers."""
+CONVERSION = "megatron.bridge.models.conversion"
+LEGACY = "torch"
+"""The format of checkpoints for which one data-parallel rank alone collects the state."""
+
+
+# ------------------------------------------------------------------------ the optimizer: is a gather due?
+def diagnose_optimizer(module: ModuleType) -> Verdict:
+    """Read the real step: running it needs process groups and a model."""
+    if missing := missing_names(f"{OPTIMIZER}.__init__", "model_chunks"):
+        return lacking(missing)
+    step = inspect.unwrap(module.DistributedOptimizer.step_with_ready_grads)  # of torch.no_grad()
+    if not reads_in_order(step, "overlap_param_gather"):
+        return lacking([f"overlap_param_gather in {OPTIMIZER}.step_with_ready_grads"])
+    return Verdict(
+        NEEDED, "with overlap_param_gather a step leaves its parameters to be gathered, and no one knows"
+    )
+
+
+def record_birth(init: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for chunk in _overlapping_chunks(self):
+            for group in bucket_groups(chunk):
+                if not hasattr(group, STEPPED):
+                    record_gathered(group)  # nothing has stepped yet
+
+    return patched_init
+
+
+def record_steps(step_with_ready_grads: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step_with_ready_grads)
+    def patched_step_with_ready_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = step_with_ready_grads(self, *args, **kwargs)
+        for chunk in _overlapping_chunks(self):
+            record_step(chunk)
+        return result
+
+    setattr(patched_step_with_ready_grads, RECORDS, True)
+    return patched_step_with_ready_grads
+
+
+def _overlapping_chunks(optimizer: Any) -> list[Any]:
+    if getattr(optimizer.config, "optimizer_cuda_graph", False):
+        return []  # a replayed graph steps without running any code
+    # Chunks of Megatron-FSDP have no bucket groups.
+    return [chunk for chunk in optimizer.model_chunks if hasattr(chunk, "bucket_groups")]
+
+
+# ------------------------------------------------------------------------ DistributedDataParallel
+def diagnose_ddp(module: ModuleType) -> Verdict:
+    """Call the real readers on a stand-in, and see whether they gather."""
+    missing = [
+        *missing_names(f"{GROUP}.__init__", "param_gather_handle", "param_gather_dispatched"),
+        *missing_parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
+        *missing_names(f"{GROUP}.finish_grad_sync", "param_gather_dispatched"),
+        *missing_attributes(GROUP, "start_param_sync"),
+        *missing_attributes(DDP, "state_dict", "state_dict_for_save_checkpoint", "sharded_state_dict"),
+    ]
+    if missing:
+        return lacking(missing)
+    ddp = module.distributed_data_parallel.DistributedDataParallel
+    gathers: list[str] = []
+    try:
+        for reader in ("state_dict", "state_dict_for_save_checkpoint"):
+            unpatched(getattr(ddp, reader))(
+                _stand_in(lambda *args, reader=reader, **kwargs: gathers.append(reader))
+            )
+    except Exception as error:
+        return cannot_run("state_dict and state_dict_for_save_checkpoint", error)
+    if len(set(gathers)) == 2:
+        return Verdict(FIXED, "state_dict and state_dict_for_save_checkpoint gather the parameters")
+    return Verdict(NEEDED, "state_dict and state_dict_for_save_checkpoint read parameters that are not gathered")
+
+
+def _stand_in(gather: Callable[..., Any]) -> SimpleNamespace:
+    """Return just enough of a DistributedDataParallel whose parameters wait to be gathered, for its readers."""
+    methods = dict.fromkeys(GATHERS, gather)
+    group = SimpleNamespace(**methods, param_gather_handle=None, param_gather_dispatched=False)
+    module = SimpleNamespace(state_dict=lambda **kwargs: {}, state_dict_for_save_checkpoint=lambda **kwargs: {})
+    config = SimpleNamespace(overlap_param_gather=True, use_distributed_optimizer=True)
+    groups = {"bucket_groups": [group], "expert_parallel_bucket_groups": []}
+    return SimpleNamespace(**methods, **groups, module=module, ddp_config=config)
+
+
+def record_gathers(start_param_sync: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start_param_sync)
+    def patched_start_param_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = start_param_sync(self, *args, **kwargs)
+        if hasattr(self, STEPPED):
+            record_gathered(self)
+        return result
+
+    return patched_start_param_sync
+
+
+def refuse_stale(reader: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(reader)
+    def patched_reader(self: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_stale_read(self, f"{reader.__name__}()")
+        return reader(self, *args, **kwargs)
+
+    return patched_reader
+
+
+def gather_for_shards(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sharded_state_dict)
+    def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _gather_for_shards([self])
+        return sharded_state_dict(self, *args, **kwargs)
+
+    return patched_sharded_state_dict
+
+
+def _gather_for_shards(ddps: list[Any]) -> None:
+    """Gather, but for a layer-wise optimizer, which may not have stepped yet: a load asks for the shards, too."""
+    gather_params(ddp for ddp in ddps if ddp.ddp_config.use_distributed_optimizer)
+
+
+# ------------------------------------------------------------------------ functions that read a model
+def diagnose_reader(path: str, parameter: str, module: ModuleType) -> Verdict:
+    """Read a real function that reads the model it is given: does it gather before?"""
+    found, name = f"{module.__name__}:{path}", path.rpartition(".")[2]
+    if missing := missing_parameters(found, parameter):
+        return lacking(missing)
+    if len(missing_names(found, *GATHERS)) < len(GATHERS):
+        return Verdict(FIXED, f"{name}() gathers the parameters that it reads")
+    return Verdict(NEEDED, f"with overlap_param_gather {name}() reads parameters that are not gathered")
+
+
+def gather_first(parameter: str, reader: Callable[..., Any]) -> Callable[..., Any]:
+    return gathered_before_call(reader, _argument(reader, parameter))
+
+
+def gather_at_first_next(parameter: str, stream: Callable[..., Any]) -> Callable[..., Any]:
+    return gathered_at_first_next(stream, _argument(stream, parameter))
+
+
+def _argument(function: Callable[..., Any], parameter: str) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments[parameter]
+
+
+def gather_for_state(generate_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(generate_state_dict)
+
+    @functools.wraps(generate_state_dict)
+    def patched_generate_state_dict(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        ddps = ddps_of(given["model"])
+        if given["args"].ckpt_format == LEGACY:
+            for ddp in ddps:
+                refuse_stale_read(ddp, "generate_state_dict()")
+        else:
+            _gather_for_shards(ddps)
+        return generate_state_dict(*args, **kwargs)
+
+    return patched_generate_state_dict
+
+
+def diagnose_checkpointing(module: ModuleType) -> Verdict:
+    """Read both functions of Megatron's checkpointing."""
+    path = f"{module.__name__}:generate_state_dict"
+    missing = [*missing_parameters(path, "args", "model"), *missing_names(path, "ckpt_format")]
+    return lacking(missing) if missing else diagnose_reader("save_checkpoint", "model", module)
+
+
+def exporter(module: str, path: str, parameter: str) -> Site:
+    """Return the site of a generator function that streams the tensors of a model."""
+    return Site(
+        module=module,
+        diagnose=functools.partial(diagnose_reader, path, parameter),
+        replace={path: functools.partial(gather_at_first_next, parameter)},
+    )
+
+
+PATCH = Patch(
+    name="megatron.gathered-when-read",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/4086",
+    changes_numbers=True,
+    sites=(
+        Site(
+            module=OPTIMIZER_MODULE,
+            diagnose=diagnose_optimizer,
+            replace={
+                "DistributedOptimizer.__init__": record_birth,
+                "DistributedOptimizer.step_with_ready_grads": record_steps,
+            },
+        ),
+        Site(
+            module="megatron.core.distributed",
+            diagnose=diagnose_ddp,
+            replace={
+                "param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync": record_gathers,
+                "distributed_data_parallel.DistributedDataParallel.state_dict": refuse_stale,
+                "distributed_data_parallel.DistributedDataParallel.state_dict_for_save_checkpoint": refuse_stale,
+                "distributed_data_parallel.DistributedDataParallel.sharded_state_dict": gather_for_shards,
+            },
+        ),
+        Site(
+            module="megatron.training.checkpointing",
+            diagnose=diagnose_checkpointing,
+            replace={
+                "save_checkpoint": functools.partial(gather_first, "model"),
+                "generate_state_dict": gather_for_state,
+            },
+        ),
+        Site(
+            module="megatron.bridge.training.checkpointing",
+            diagnose=functools.partial(diagnose_reader, "save_checkpoint", "model"),
+            replace={"save_checkpoint": functools.partial(gather_first, "model")},
+        ),
+        exporter(
+            f"{CONVERSION}.model_bridge", "MegatronModelBridge.stream_weights_megatron_to_hf", "megatron_model"
+        ),
+        exporter(
+            f"{CONVERSION}.peft_bridge",
+            "MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
+            "megatron_model",
+        ),
+        exporter(
+            f"{CONVERSION}.quant_bridge",
+            "MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant",
+            "megatron_model",
+        ),
+        exporter("mbridge.core.bridge", "Bridge.export_weights", "models"),
+        exporter("mcore_bridge.bridge.gpt_bridge", "GPTBridge.export_weights", "mg_models"),
+    ),
+)

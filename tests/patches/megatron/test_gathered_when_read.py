@@ -1,0 +1,337 @@
+"""megatron.gathered-when-read in Megatron's own readers, and around the optimizer's step, at 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+from rigs.cells import run_cells
+from rigs.gathers import (
+    OVERLAP,
+    PLAIN,
+    Collectives,
+    export,
+    no_collective,
+    pair,
+    state_of,
+    unwrapped,
+    whole,
+    wrong,
+)
+from rigs.megatron import UNPATCHED, attempt, buckets, needs_training
+
+from megapatch import apply, restore
+from megapatch.patches._gathered import gathered_at_first_next
+from megapatch.testing import init_parallel, megatron_training_available, tiny_gpt
+from megapatch.weight_sync import gathered_parameters
+
+PATCH = "megatron.gathered-when-read"
+STEPS = 3
+MOE = {"experts": 4}
+LAYOUTS = {
+    "dp2 pp2": ({"pp": 2}, {}),
+    "dp2 pp2 vpp2": ({"pp": 2, "vpp": 2}, {}),
+    "dp2 tp2": ({"tp": 2}, {}),
+    "dp4 ep2": ({"ep": 2}, MOE),
+}
+ALIGNED = {"align_param_gather": True, "align_grad_reduce": True}
+streamed = gathered_at_first_next(export, lambda chunks: chunks)
+
+
+def read_sharded(model):
+    return whole(model.chunks[0].sharded_state_dict())
+
+
+def read_local(model):
+    return {name: tensor for name, tensor in model.chunks[0].state_dict().items() if tensor is not None}
+
+
+def read_state(model, ckpt_format="torch_dist"):
+    module = importlib.import_module("megatron.training.checkpointing")
+    args = SimpleNamespace(ckpt_format=ckpt_format, no_save_optim=True, no_save_rng=True)
+    chunks = [chunk.module for chunk in model.chunks]  # as save_checkpoint() passes them
+    return whole(module.generate_state_dict(args, chunks, None, None, None)["model"])
+
+
+# ------------------------------------------------------------------------------------------ what two ranks do
+def after_steps(read):
+    """By step: the fraction that is wrong of what a reader finds at once."""
+    plain, model = pair()
+    found = []
+    for step in range(STEPS):
+        plain.train_step(step)
+        model.train_step(step)
+        found.append(wrong(read(model), read(plain)))
+    return found
+
+
+def made_before_the_step():
+    """A stream, and one that is half read when the next step comes."""
+    plain, model = pair()
+    chunks = [unwrapped(chunk) for chunk in model.chunks]
+    found, expected = streamed(chunks), export([unwrapped(chunk) for chunk in plain.chunks])
+    plain.train_step()
+    model.train_step()
+    return wrong(dict(found), dict(expected))
+
+
+def gathers(reads, between=0, first=0, **options):
+    """Gathers of three steps and the forward pass after them, in buckets."""
+    plain, model = tiny_gpt(**{**PLAIN, **options}), tiny_gpt(**{**OVERLAP, **options})
+    expected = []
+    for step in range(STEPS):
+        plain.train_step(step)
+        expected.append(plain.parameters())
+    with Collectives().counted() as counted:
+        for _ in range(first):
+            gathered_parameters(model.chunks)
+        for step in range(STEPS):
+            model.zero_grad()
+            model.forward_backward(step)
+            for _ in range(between):
+                gathered_parameters(model.chunks)
+            model.optimizer.step()
+            for _ in range(reads):
+                gathered_parameters(model.chunks)
+                assert wrong(model.parameters(), expected[step]) == 0
+        model.forward_backward(forward_only=True)
+    assert wrong(model.parameters(), expected[-1]) == 0
+    return counted.gathers / buckets(model.chunks[0])
+
+
+def switch_hooks(ddp):
+    """What frameworks do around a save."""
+    ddp.disable_forward_pre_hook()
+    ddp.enable_forward_pre_hook()
+
+
+def hooks_switched_before_the_step():
+    """The fraction that is wrong in training, where that gather must not count for the step after it."""
+    plain, model = pair()
+    for step in range(2):
+        plain.train_step(step)
+        model.zero_grad()
+        model.forward_backward(step)
+        switch_hooks(model.chunks[0])
+        model.optimizer.step()
+    model.forward_backward(forward_only=True)
+    return wrong(model.parameters(), plain.parameters())
+
+
+def one_rank_alone(rank):
+    """Rank 0 reads what it cannot gather: refused once the optimizer has stepped, and not before or after."""
+    _, model = pair()
+    (ddp,) = model.chunks
+    found = {}
+
+    def read(moment):
+        with no_collective():
+            for name in ("state_dict", "state_dict_for_save_checkpoint"):
+                found[moment, name] = attempt(getattr(ddp, name))[0] if rank == 0 else None
+
+    read("before the first step")
+    model.train_step()
+    read("after it")
+    text = attempt(ddp.state_dict)[1]
+    gathered_parameters(ddp)
+    read("gathered")
+    model.train_step(1)
+    ddp.start_param_sync()
+    read("under way")
+    return found, text
+
+
+def mxfp8():
+    """Nothing to refuse before the first step: a load, or a first weight sync."""
+    model = tiny_gpt(**OVERLAP)
+    (ddp,) = model.chunks
+    if not hasattr(ddp.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"):
+        return ["no such option"]
+    found = []
+    for _ in range(2):
+        ddp.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
+        found.append(attempt(ddp.sharded_state_dict)[0])
+        ddp.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = False
+        model.train_step()
+    return found
+
+
+def activated_mid_run():
+    """Patched, taken back and patched again in the middle of a run: what is not known is gathered."""
+    plain, model = pair()
+    found = []
+    for step, switch in enumerate((None, restore, None, apply, None)):
+        if switch is not None:
+            switch()
+        plain.train_step(step)
+        model.zero_grad()
+        model.forward_backward(step)
+        gathered_parameters(model.chunks)
+        model.optimizer.step()
+        gathered_parameters(model.chunks)
+        found.append(wrong(model.parameters(), plain.parameters()))
+    return found
+
+
+def alike():
+    """What each rank takes to be done and pending, after each of many kinds of calls."""
+    _, model = pair()
+    found = [state_of(model)]
+    for step in range(2):
+        for call in (
+            model.zero_grad,
+            partial(model.forward_backward, step),
+            model.optimizer.step,
+            partial(gathered_parameters, model.chunks),
+            model.chunks[0].disable_forward_pre_hook,
+            model.chunks[0].enable_forward_pre_hook,
+        ):
+            call()
+            groups = [vars(group).get("_megapatch_stepped") for group in model.chunks[0].bucket_groups]
+            found.append((state_of(model), groups))
+    return found
+
+
+def readers():
+    yield "sharded_state_dict", partial(after_steps, read_sharded)
+    if megatron_training_available():
+        yield "generate_state_dict", partial(after_steps, read_state)
+
+
+def unpatched(rank, world_size):
+    init_parallel()
+    yield from readers()
+    yield "state_dict", partial(after_steps, read_local)
+    yield "hooks switched before the step", hooks_switched_before_the_step
+
+
+def patched(rank, world_size):
+    init_parallel()
+    yield from readers()
+    yield "made before the step", made_before_the_step
+    yield "hooks switched before the step", hooks_switched_before_the_step
+    for name, options in COUNTS.items():
+        yield name, partial(gathers, **options)
+    yield "one rank alone", partial(one_rank_alone, rank)
+    if megatron_training_available():
+        yield "legacy format", lambda: refused_in_legacy_format(rank)
+    yield "mxfp8", mxfp8
+    yield "alike", alike
+    yield "activated mid-run", activated_mid_run
+
+
+def refused_in_legacy_format(rank):
+    _, model = pair()
+    model.train_step()
+    with no_collective():
+        return attempt(read_state, model, "torch")
+
+
+COUNTS = {
+    "no read": {"reads": 0},
+    "a read a step": {"reads": 1},
+    "two reads a step": {"reads": 2},
+    "a read before the first step": {"reads": 1, "first": 1},
+    "reads before each step": {"reads": 0, "between": 1},
+    "reads around each step": {"reads": 1, "between": 1},
+    "aligned": {"reads": 1, **ALIGNED},
+    "without overlap_grad_reduce": {"reads": 1, "overlap_grad_reduce": False},
+}
+
+
+# ------------------------------------------------------------------------------------------ what four ranks do
+def in_layout(sizes, **options):
+    """By step: the fraction of a stream that is wrong without a gather, and with."""
+    plain, model = pair(layers=4, **options)
+    found = []
+    for step in range(STEPS):
+        plain.train_step(step)
+        model.train_step(step)
+        chunks, expected = ([unwrapped(chunk) for chunk in each.chunks] for each in (model, plain))
+        without = dict(export(chunks))
+        expected = dict(export(expected))
+        found.append((wrong(without, expected), wrong(dict(streamed(chunks)), expected)))
+    return found
+
+
+def in_layouts(rank, world_size):
+    for name, (sizes, options) in LAYOUTS.items():
+        init_parallel(**sizes)
+        yield name, partial(in_layout, sizes, **options)
+
+
+@pytest.fixture(scope="module")
+def without():
+    return run_cells(unpatched, 2, env=UNPATCHED)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_cells(patched, 2)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run_cells(in_layouts, 4)
+
+
+# ------------------------------------------------------------------------------------------ the tests
+@pytest.mark.parametrize("name", ["sharded_state_dict", pytest.param("generate_state_dict", marks=needs_training)])
+def test_megatrons_readers_give_the_parameters_of_a_run_without_overlap(without, ranks, name):
+    for before, after in zip(without, ranks, strict=True):
+        assert all(0.4 < fraction < 0.6 for fraction in before[name])
+        assert after[name] == [0] * STEPS
+
+
+def test_a_stream_gathers_at_its_first_next(ranks):
+    assert [found["made before the step"] for found in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_no_gather_is_added(ranks, name):
+    assert [found[name] for found in ranks] == [STEPS + 1] * 2
+
+
+def test_a_gather_between_backward_and_step_is_not_the_last_one(without, ranks):
+    """Megatron's own way to gather, at the wrong moment: without the patch training runs on old shards."""
+    assert all(found["hooks switched before the step"] > 0.4 for found in without)
+    assert [found["hooks switched before the step"] for found in ranks] == [0, 0]
+
+
+def test_a_reader_that_one_rank_may_call_alone_refuses(without, ranks):
+    assert all(0.4 < fraction < 0.6 for found in without for fraction in found["state_dict"])
+    found, text = ranks[0]["one rank alone"]
+    assert "call megapatch.weight_sync.gathered_parameters(model) on all ranks before it" in text
+    assert {moment for (moment, _), error in found.items() if error} == {"after it"}
+    assert {error for (moment, _), error in found.items() if moment == "after it"} == {"MisuseError"}
+
+
+@needs_training
+def test_a_legacy_state_refuses(ranks):
+    for found in ranks:
+        error, text = found["legacy format"]
+        assert error == "MisuseError"
+        assert "generate_state_dict() cannot gather them, as one rank alone may call it" in text
+
+
+def test_mxfp8_is_refused_only_after_a_step(ranks):
+    for found in ranks:
+        assert found["mxfp8"] in ([None, "MisuseError"], ["no such option"])
+
+
+def test_all_ranks_decide_alike(ranks):
+    assert ranks[0]["alike"] == ranks[1]["alike"]
+
+
+def test_activation_and_restoring_mid_run(ranks):
+    assert [found["activated mid-run"] for found in ranks] == [[0] * 5] * 2
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_streams_in_layouts(four, name):
+    for found in four:
+        for before, after in found[name]:
+            assert before > 0.2
+            assert after == 0
