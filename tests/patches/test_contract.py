@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import tempfile
+from types import SimpleNamespace
 
 import torch
 from rigs.megatron import BOTH, GRADS, attempt, quick_writer
@@ -109,6 +110,17 @@ def plan_twice():
         assert planned == [f"{key}/shard_0_1" for key in keys]
 
 
+def strides_in_metadata():
+    """As torch keeps them from 2.14 on."""
+    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    tensor = SimpleNamespace(dtype=torch.float32, strides=(1,))
+    metadata = SimpleNamespace(
+        state_dict_metadata={"key": module.TensorStorageMetadata(tensor, torch.Size([2]), [])}
+    )
+    strategy = object.__new__(module.TorchDistLoadShardedStrategy)
+    assert list(strategy.load_tensors_metadata("", metadata)) == ["key"]
+
+
 def train_twice():
     if megatron_training_available():
         init_parallel()
@@ -168,6 +180,7 @@ SCENARIOS = {
     "megatron.rerun-state-dict": idle_rerun_state,
     "megatron.rerun-transient-fault": fault_that_went_away,
     "megatron.save-plan-cache": plan_twice,
+    "megatron.strict-loads-with-new-torch": strides_in_metadata,
     "megatron.train-reentry": train_twice,
     "slime.train-reentry": two_rollouts,
 }

@@ -13,6 +13,7 @@ from . import (
     rerun_state_dict,
     rerun_transient_fault,
     save_plan_cache,
+    strict_loads_with_new_torch,
     train_reentry,
 )
 
@@ -26,5 +27,6 @@ PATCHES: tuple[Patch, ...] = (
     rerun_state_dict.PATCH,
     rerun_transient_fault.PATCH,
     save_plan_cache.PATCH,
+    strict_loads_with_new_torch.PATCH,
     train_reentry.PATCH,
 )

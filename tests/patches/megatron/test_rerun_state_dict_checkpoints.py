@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rigs.megatron import UNPATCHED, attempt, iterate, new_machine, quick_writer, rerun, rerun_data
+from rigs.megatron import attempt, iterate, new_machine, quick_writer, rerun, rerun_data
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, run_ranks
 
+PATCH = "megatron.rerun-state-dict"
+NEW_TORCH = "megatron.strict-loads-with-new-torch"  # without it torch 2.14 and later load at no other strictness
 KEY = "rerun_state_machine_state"
 FORMAT = "torch_dist"
 LENIENT = (
@@ -135,7 +137,7 @@ def checkpoints(rank, world_size, folder, older):
         machine.load_state_dict(loaded.state)
         found["loaded"] = machine.state.name, machine.current_iteration
         found["continued"] = iterate(machine, rerun_data(rank), faulty=rank == 1)
-    restore()
+    restore(PATCH)
     for strict in STRICTNESSES:
         found["idle, by Megatron alone", strict] = load(idle, *me, strict)
     apply()
@@ -156,9 +158,9 @@ def allow_enums():
 def saved(tmp_path_factory):
     """What each rank found, without the patch and with it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    unpatched = run_ranks(checkpoints, 2, f"{folder}/unpatched", None, env=UNPATCHED)
-    alone = {"MEGAPATCH_ONLY": "megatron.rerun-state-dict"}
-    patched = run_ranks(checkpoints, 2, f"{folder}/patched", f"{folder}/unpatched/idle", env=alone)
+    unpatched = run_ranks(checkpoints, 2, f"{folder}/unpatched", None, env={"MEGAPATCH_ONLY": NEW_TORCH})
+    with_it = {"MEGAPATCH_ONLY": f"{PATCH},{NEW_TORCH}"}
+    patched = run_ranks(checkpoints, 2, f"{folder}/patched", f"{folder}/unpatched/idle", env=with_it)
     if patched[0] is None:
         pytest.skip("the writer of megatron-core 0.12 does not work with this torch")
     return unpatched, patched
