@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 from rigs.megatron import BOTH, GRADS, attempt, quick_writer
 from rigs.slime import IMITATIONS, SlimeLoop
+from rigs.slime_actor import REFERENCE, Actor
 from torch.distributed import checkpoint
 
 from megapatch.patch import NEEDED, Patch, Site, Verdict
@@ -138,6 +139,13 @@ def two_rollouts():
     loop.train(1)
 
 
+def sync_with_reference():
+    """Of the imitation of slime."""
+    init_parallel()
+    pushed = Actor(tiny_gpt(layers=1)).update_weights()
+    assert not any((tensor == REFERENCE).all() for tensor in pushed)
+
+
 # ------------------------------------------------------------------------ a submodule that a function hides
 def has_finalize(module):
     """Its package has a function of the module's name, which `import a.b as module` would give."""
@@ -182,6 +190,7 @@ SCENARIOS = {
     "megatron.save-plan-cache": plan_twice,
     "megatron.strict-loads-with-new-torch": strides_in_metadata,
     "megatron.train-reentry": train_twice,
+    "slime.first-sync-pushes-actor": sync_with_reference,
     "slime.train-reentry": two_rollouts,
 }
 

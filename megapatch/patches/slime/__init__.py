@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ...patch import Patch
-from . import train_reentry
+from . import first_sync_pushes_actor, train_reentry
 
-PATCHES: tuple[Patch, ...] = (train_reentry.PATCH,)
+PATCHES: tuple[Patch, ...] = (train_reentry.PATCH, first_sync_pushes_actor.PATCH)

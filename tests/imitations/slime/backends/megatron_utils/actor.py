@@ -1,5 +1,66 @@
-"""Imitation of the module that holds train() and save() by name."""
+"""An imitation of slime's module of this name: it holds train() and save() by name, and its actor loads several
+models into one and pushes what is there.
+
+What the test rig puts into the real module, it puts in here: initialize_model_and_optimizer and load_checkpoint.
+"""
 
 from .model import save, train
 
-__all__ = ["save", "train"]
+__all__ = ["MegatronTrainRayActor", "save", "train"]
+
+initialize_model_and_optimizer = load_checkpoint = None
+
+
+class WeightUpdater:
+    def __init__(self, model):
+        self.model = model
+
+    def update_weights(self):
+        self._update_bucket_weights_from_distributed(named_params(self.model))
+
+
+class TensorBackuper:
+    def __init__(self, model):
+        self.model, self.backups = model, {}
+
+    def backup(self, tag):
+        self.backups[tag] = [(name, param.detach().clone()) for name, param in named_params(self.model)]
+
+    def restore(self, tag):
+        for (_, param), (_, kept) in zip(named_params(self.model), self.backups[tag], strict=True):
+            param.data.copy_(kept)
+
+
+def named_params(model):
+    return [each for chunk in model for each in chunk.named_parameters()]
+
+
+class MegatronTrainRayActor:
+    def init(self, args, role, with_ref=False, with_opd_teacher=False):
+        self.args = args
+        self.model, *_, loaded_rollout_id = initialize_model_and_optimizer(args, role)
+        self.weights_backuper = TensorBackuper(self.model)
+        self._active_model_tag = "actor"
+        self.weights_backuper.backup("actor")
+        if with_ref:
+            self.load_other_checkpoint("ref", args.ref_load)
+        self.weight_updater = WeightUpdater(self.model)
+        if self.args.offload_train:
+            self._switch_model("actor")
+            self.sleep()
+        return loaded_rollout_id + 1
+
+    def sleep(self):
+        pass
+
+    def _switch_model(self, target_tag):
+        self.weights_backuper.restore(target_tag)
+        self._active_model_tag = target_tag
+
+    def update_weights(self):
+        self.weight_updater.update_weights()
+
+    def load_other_checkpoint(self, model_tag, path):
+        load_checkpoint(self.model, None, None)
+        self.weights_backuper.backup(model_tag)
+        self._active_model_tag = model_tag

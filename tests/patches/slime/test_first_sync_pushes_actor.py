@@ -1,0 +1,112 @@
+"""The first weight sync pushes the actor's weights, with a reference model loaded after them."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from rigs.megatron import UNPATCHED
+from rigs.slime import FRAMEWORK, UTILS, find_slime
+from rigs.slime_actor import REFERENCE, Actor
+
+from megapatch.patches.slime.first_sync_pushes_actor import diagnose
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+CASES = {
+    "reference": {},
+    "no reference": {"with_ref": False},
+    "offloaded": {"offload_train": True},
+}
+
+
+def syncs(rank, world_size):
+    """By case: whose weights were pushed at the first and the second sync, and the switches seen by then."""
+    init_parallel()
+    found = {}
+    for case, options in CASES.items():
+        model = tiny_gpt(layers=2)
+        own = [param.detach().clone() for chunk in model.chunks for param in chunk.parameters()]
+        actor = Actor(model, **options)
+        seen = []
+        for _ in range(2):
+            if case != "offloaded":  # which reloads process groups first
+                seen.append(whose(actor.update_weights(), own))
+            else:
+                seen.append(whose(list(model.chunks[0].parameters()), own))
+        found[case] = (seen, list(actor.switches))
+    # what the model holds after a forward pass of the reference was interrupted
+    actor.args.offload_train = False
+    actor.actor._switch_model("ref")
+    found["interrupted"] = whose(actor.update_weights(), own)
+    return found
+
+
+def whose(tensors, own):
+    pairs = list(zip(tensors, own, strict=True))
+    if all(torch.equal(tensor, param) for tensor, param in pairs):
+        return "actor"
+    return "reference" if all((tensor == REFERENCE).all() for tensor, _ in pairs) else "neither"
+
+
+@pytest.mark.skipif(FRAMEWORK == "miles", reason="miles' actor takes other arguments, and needs no patch")
+def test_the_actors_weights_are_pushed():
+    (unpatched,) = run_ranks(syncs, 1, env=UNPATCHED, setup=find_slime)
+    (patched,) = run_ranks(syncs, 1, setup=find_slime)
+    same = {
+        "no reference": (["actor", "actor"], []),
+        "offloaded": (["actor", "actor"], ["actor"]),
+    }
+    assert unpatched == {**same, "reference": (["reference", "reference"], []), "interrupted": "reference"}
+    assert patched == {**same, "reference": (["actor", "actor"], ["actor"]), "interrupted": "actor"}
+
+
+def init_that_switches(self, args, with_ref):
+    if with_ref:
+        self.load_other_checkpoint("ref", args.ref_load)
+    if args.vocab_size is None:
+        args.vocab_size = 1
+    self._switch_model("actor")
+    if args.offload_train:
+        self.sleep()
+
+
+def init_that_switches_too_early(self, args, with_ref):
+    self._switch_model("actor")
+    if with_ref:
+        self.load_other_checkpoint("ref", args.ref_load)
+
+
+def verdicts(rank, world_size):
+    module = importlib.import_module(f"{UTILS}.actor")
+    actor = module.MegatronTrainRayActor
+    found = {"as it is": diagnose(module)}
+
+    def with_methods(name, **methods):
+        module.MegatronTrainRayActor = type(actor.__name__, (actor,), methods)
+        found[name] = diagnose(module)
+
+    with_methods("switches", init=init_that_switches)
+    with_methods("too early", init=init_that_switches_too_early)
+    with_methods("no switch", _switch_model=lambda self, other: None)
+    module.MegatronTrainRayActor = object
+    found["no loads"] = diagnose(module)
+    del module.MegatronTrainRayActor
+    found["no actor"] = diagnose(module)
+    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+
+
+def test_the_verdicts():
+    patched, unpatched = (run_ranks(verdicts, 1, env=env, setup=find_slime) for env in ({}, UNPATCHED))
+    assert patched == unpatched
+    (found,) = patched
+    kinds = {case: kind for case, (kind, _) in found.items()}
+    assert kinds == {
+        "as it is": "fixed" if FRAMEWORK == "miles" else "needed",
+        "switches": "fixed",
+        "too early": "needed",
+        "no switch": "unknown",
+        "no loads": "absent",
+        "no actor": "absent",
+    }
+    assert "parameter target_tag" in found["no switch"][1]
