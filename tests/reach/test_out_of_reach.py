@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from megapatch.reach._run import launch
-from megapatch.reach._run.out_of_reach import of_flags, of_process, of_ray_job, of_script, replaces
+from megapatch.reach._run.out_of_reach import drops, of_flags, of_process, of_ray_job, of_script, replaces
 from megapatch.reach._run.site.sitecustomize import HERE
 
 KEPT = {"PYTHONPATH": f"/new{os.pathsep}{HERE}"}
@@ -38,6 +38,29 @@ REPLACED = {"PYTHONPATH": "/root/Megatron-LM"}
 )
 def test_lines_that_replace_pythonpath(line, found):
     assert replaces(line, HERE) is found
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("env -i python train.py", True),
+        ("env -u PYTHONPATH python3 train.py", True),
+        ("exec /usr/bin/env -uPYTHONPATH A=1 bash train.sh", True),
+        ("env --unset=PYTHONPATH $PYTHON train.py", True),
+        ("env - PATH=$PATH python train.py", True),
+        ("env -i git status", False),
+        ("env -u X python train.py", False),
+        ("env A=1 python train.py", False),
+        ('env -i PYTHONPATH="$PYTHONPATH" python train.py', False),
+        ("python train.py -i", False),
+    ],
+)
+def test_lines_that_drop_pythonpath(line, found, monkeypatch, tmp_path):
+    (tmp_path / "git").write_bytes(b"\x7fELF")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert drops(line) is found
+    assert bool(of_process(line, KEPT, HERE)) is found
+    assert bool(of_script(line, "run.sh")) is found
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,8 @@ def test_a_megapatch_that_cannot_be_imported(project, copied, stranger, tmp_path
         shown = start(stranger, "-c", ASKED + PROGRAM, env=env)
         assert (shown.returncode, shown.stdout) == (
             0,
-            "asked for\n" * 2 + "hello you\n",
-        )  # once, by importlib and by ours
+            "asked for\nhello you\n",  # once; by ours, which stands in front again
+        )
         (line,) = shown.stderr.splitlines()
         assert line.endswith(f"nothing is patched in this process: megapatch cannot be imported there ({why}).")
     closed = start("sh", "-c", f'"{stranger}" -c "import greeter2" 2>&-; echo $?', env=env)
@@ -188,3 +188,21 @@ def test_a_ray_command_says_that_its_job_is_out_of_reach(tmp_path):
     assert shown.stdout == "submitted\n"
     assert shown.stderr.startswith("megapatch run: the job of this `ray job submit` is out of reach: the cluster")
     assert start(sys.executable, tmp_path / "ray", "job", "list", env=below()).stderr == ""
+
+
+LOADS_ITSELF = """
+import sys
+from importlib.machinery import PathFinder
+class LoadsItself:
+    def find_spec(name, path=None, target=None):
+        return PathFinder.find_spec(name, path, target) if name == "greeter" else None
+sys.meta_path.insert(0, LoadsItself)
+"""
+
+
+def test_behind_a_later_import_hook_the_next_import_brings_megapatch(project):
+    script = LOADS_ITSELF + PROGRAM + "import colorsys\nprint(greeter.greet('you'))"
+    shown = start(sys.executable, "-c", script, env=below(project))
+    assert (shown.stdout, shown.stderr) == ("hello you\nhello you!\n", "")
+    shown = start(sys.executable, "-c", LOADS_ITSELF + "import colorsys\n" + PROGRAM, env=below(project))
+    assert (shown.stdout, shown.stderr) == ("hello you!\n", "")

@@ -40,7 +40,7 @@ def of_process(command: object, environment: Mapping[str, str] | None, here: str
     if here not in path.split(os.pathsep) and (python or (path and any(map(_starts_others, programs)))):
         held = f"PYTHONPATH={path}" if path else "no PYTHONPATH"
         return [f"`{shown}` with {held}: {_OFF}"]
-    if replaces(text, here):
+    if replaces(text, here) or drops(text):
         return [f"`{shown}`, which replaces PYTHONPATH: {_OFF}"]
     if python:
         return [f"`{shown}`: {why}" for why in of_flags(text.split() if in_shell else words)]
@@ -78,7 +78,7 @@ def of_ray_job(command: Sequence[str], here: str) -> list[str]:
 def of_script(text: str, name: str) -> list[str]:
     """Find lines of a shell script that replace PYTHONPATH; the message calls the script `name`."""
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.lstrip()[:1] != "#"]
-    numbers = [str(number) for number, line in lines if replaces(line)]
+    numbers = [str(number) for number, line in lines if replaces(line) or drops(line)]
     if not numbers:
         return []
     where = f"{name} sets PYTHONPATH without $PYTHONPATH in it (line {', '.join(numbers)})"
@@ -96,6 +96,26 @@ def replaces(text: str, here: str = "$PYTHONPATH") -> bool:
         if whole and (loses or before.rstrip().endswith("unset")):
             return True
         before, name, after = after.partition("PYTHONPATH")
+    return False
+
+
+def drops(text: str) -> bool:
+    """Return whether `env` in a line of shell starts a Python, or what may start one, without PYTHONPATH."""
+    words = iter(text.split())
+    if not any(os.path.basename(word) == "env" for word in words):
+        return False
+    dropped = False
+    for word in words:
+        if word in ("-u", "--unset"):
+            dropped |= next(words, "") == "PYTHONPATH"
+        elif word in ("-", "--ignore-environment", "-uPYTHONPATH", "--unset=PYTHONPATH"):
+            dropped = True
+        elif word[:1] == "-":
+            dropped |= word[1:2] != "-" and "i" in word
+        elif word.startswith("PYTHONPATH="):
+            return False  # set again, and `replaces` judges how
+        elif "=" not in word:
+            return dropped and (is_python(word) or word[:1] == "$" or _starts_others(word))
     return False
 
 

@@ -37,11 +37,17 @@ class FirstTarget:
         self.bringing: set[int] = set()  # threads that import megapatch
         self.asking: set[int] = set()  # threads that have imported it and look for the target again
         self.failed = False
+        self.may_have_missed = False
 
     def find_spec(self, name: str, path=None, target=None):
         bringing = path is None and get_ident() in self.bringing
-        watched = name == "subprocess" or (name in self.targets and get_ident() not in self.asking)
-        if not (bringing or watched):
+        asked_again = get_ident() in self.asking
+        watched = name == "subprocess" or (name in self.targets and not asked_again)
+        if "megapatch" not in sys.modules and sys.meta_path[0] is not self:
+            # An import hook that came later (typeguard's, jaxtyping's) may have loaded targets by itself.
+            sys.meta_path[:] = [self, *(finder for finder in sys.meta_path if finder is not self)]
+            self.may_have_missed = True
+        if not (bringing or watched or (self.may_have_missed and not asked_again)):
             return None
         spec = self.ask_the_others(name, path, target, self.path if bringing else None)
         if spec is None and bringing:
@@ -51,7 +57,16 @@ class FirstTarget:
                 spec.loader = After(spec.loader, watch)
             else:
                 spec.loader = Before(spec.loader, lambda: self.find_with_megapatch(name, path, target))
+        elif spec is not None and spec.loader is not None and self.may_have_missed and not bringing:
+            spec.loader = After(spec.loader, lambda module: self.look_for_missed(name))
         return spec
+
+    def look_for_missed(self, name: str) -> None:
+        """Import megapatch if a target is loaded already; it patches what is."""
+        if self.may_have_missed:
+            self.may_have_missed = False
+            if not self.targets.isdisjoint(sys.modules):
+                self.bring_megapatch(name)
 
     def find_with_megapatch(self, name: str, path, target):
         """Import megapatch, then find the module again.
