@@ -17,7 +17,7 @@ def activate(*ignored: object, **also_ignored: object) -> None:
     ``--custom-megatron-init-path megapatch.activate``).
 
     Raises:
-        StrictError: with MEGAPATCH_STRICT, when a patch failed, was refused or overwritten.
+        StrictError: with MEGAPATCH_STRICT, when a patch failed, was refused, missed or overwritten.
     """
     this_process().activate()
 
@@ -28,7 +28,7 @@ def apply() -> None:
     For after `importlib.reload`, after `restore`, or when a module was half-imported before.
 
     Raises:
-        StrictError: with MEGAPATCH_STRICT, when a patch failed, was refused or overwritten.
+        StrictError: with MEGAPATCH_STRICT, when a patch failed, was refused, missed or overwritten.
     """
     this_process().apply()
 

@@ -74,6 +74,7 @@ class Status(enum.Enum):
 
     FAILED = "failed"
     OVERWRITTEN = "overwritten"
+    MISSED = "missed"
     REFUSED = "refused"
     UNSUPPORTED = "unsupported"
     PENDING = "pending"
@@ -83,7 +84,7 @@ class Status(enum.Enum):
     NOT_INSTALLED = "not-installed"
 
 
-NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.REFUSED)
+NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.MISSED, Status.REFUSED)
 """Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
 

@@ -130,7 +130,7 @@ def test_a_reloaded_module_gets_all_of_it_again(name):
     engine = engine_for(name)
     engine.activate()
     importlib.reload(target)
-    assert status_of(engine) == "pending"
+    assert status_of(engine) == "missed"
     engine.apply()
     assert status_of(engine) == "applied"
     assert target.Worker().greet() == "hello worker!"

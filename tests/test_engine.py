@@ -162,7 +162,7 @@ def test_a_reloaded_module_is_patched_again_by_apply(modules):
     engine.activate()
     importlib.reload(target)
     assert target.greet("you") == "hello you"
-    assert status_of(engine) == "pending"
+    assert status_of(engine) == "missed"
     engine.apply()
     assert target.greet("you") == "hello you!"
     assert target.Greeter().greet("you") == "hello you!"
@@ -178,7 +178,7 @@ def test_reloaded_code_is_told_from_what_others_put_around_the_old(modules):
     target.greet = functools.wraps(original)(lambda: original())
     assert status_of(engine) == "overwritten"
     importlib.reload(target)
-    assert status_of(engine) == "pending"
+    assert status_of(engine) == "missed"
     engine.apply()
     assert status_of(engine) == "applied"
 
@@ -192,23 +192,22 @@ def test_an_inherited_target_is_patched_again_where_its_class_was_reloaded(modul
     del target.Polite.greet
     assert status_of(engine) == "overwritten"
     importlib.reload(target)
-    assert status_of(engine) == "pending"
+    assert status_of(engine) == "missed"
     engine.apply()
     assert target.Polite().greet("you") == "hello you!"
     assert base.Greeter().greet("you") == "hello you"
 
 
-def test_a_module_that_was_imported_anew_is_patched_again_by_apply(modules):
+def test_a_module_that_is_deleted_and_imported_again_is_patched_again(modules):
     importlib.import_module(name := modules.write(TARGET))
     engine = make_engine(make_patch(name))
     engine.activate()
-    del sys.modules[name]
-    assert status_of(engine) == "applied"
-    target = importlib.import_module(name)
-    assert target.greet("you") == "hello you"
-    assert status_of(engine) == "pending"
-    engine.apply()
-    assert target.greet("you") == "hello you!"
+    for _ in range(3):
+        del sys.modules[name]
+        assert status_of(engine) == "applied"
+        target = importlib.import_module(name)
+        assert target.greet("you") == "hello you!"
+        assert status_of(engine) == "applied"
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,12 @@ def test_all_or_nothing_and_repaired(name, error, events, imported):
             patching.restore()
             assert original(module) == before
     assert k > 50
-    told = "pending" if error is KeyboardInterrupt else "failed"
-    assert met - {(False, "pending")} == {(True, "applied"), (False, told)} - {(False, "pending")}
+    expected = {(True, "applied")}
+    if error is not KeyboardInterrupt:
+        expected.add((False, "failed"))
+    if imported:  # an import that a fault ends is repeated instead, and patched
+        expected.add((False, "missed"))
+    assert met == expected
 
 
 def test_a_diagnosis_that_imports_another_target_installs_once(modules):

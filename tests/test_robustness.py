@@ -201,7 +201,8 @@ class Programs(RuleBasedStateMachine):
         assert shown.digest == make_report(self.engine.records).digest
         for one, record in zip(shown.patches, self.engine.records, strict=True):
             status, in_place = one.status.value, [target.partition(":")[2] for target in one.sites[0].targets]
-            assert status in ("applied", "pending", "disabled", "overwritten"), one.reason
+            assert status in ("applied", "pending", "missed", "disabled", "overwritten"), one.reason
+            assert status != "missed" or self.target()
             if status == "applied":
                 assert sorted(in_place) == sorted(record.site.paths)
                 for path in record.site.paths if self.target() else ():

@@ -21,6 +21,7 @@ from ..patch import NEEDS_ATTENTION, Patch, Status
 from ..patches import PATCHES
 from . import entry_points, holders, strict, watch
 from .install import check_current
+from .lookout import lookout
 from .record import Record, SiteRecord
 from .settings import DISABLE, STRICT, Settings, matching, unknown_name
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
+
+_TO_COME = (Status.PENDING, Status.MISSED)
 
 
 class Engine:
@@ -69,9 +72,13 @@ class Engine:
             first, self._active = not self._active, True
         if first:
             self._complain()
-        for record in self.records:
-            self._watch(record.site.module)
-        self._look()
+        lookout.call_when_missed(self._on_missed)
+        try:
+            for record in self.records:
+                self._watch(record.site.module)
+            self._look()
+        finally:  # also where Ctrl-C came between
+            self._expect_nothing_more(self.records)
         self._insist(self.records)
 
     def apply(self) -> None:
@@ -146,12 +153,24 @@ class Engine:
         here = [record for record in self._sites() if record.site.module == name]
         # A module that was half-loaded in our own thread gets no event of its own. Do not wait here: this thread
         # holds the import lock of `name`, and a thread that imports the other module may want it.
-        late = [record for record in self._sites() if record.status is Status.PENDING and record not in here]
+        late = [record for record in self._sites() if record.status in _TO_COME and record not in here]
         considered: list[tuple[SiteRecord, ModuleType | None]] = [(record, module) for record in here]
         considered += [(record, watch.loaded(record.site.module, wait=False)) for record in late]
         self._consider(considered, late)
         self._announce(name)
         self._insist([record for record in self.records if record in late or record.site.module == name])
+
+    def _on_missed(self) -> None:
+        """Patch what was imported behind another import hook. This thread holds an import lock: do not wait."""
+        for entry in self._entries():
+            if watch.loaded(entry.site.module, wait=False):
+                self._load(entry)
+        late = [(record, watch.loaded(record.site.module, wait=False)) for record in self._sites()]
+        late = [(record, module) for record, module in late if module is not None]
+        records = [record for record, _ in late]
+        self._consider(late, records)
+        self._announce()
+        self._insist(records)
 
     def _consider(
         self, found: Iterable[tuple[SiteRecord, ModuleType | None]], late: Collection[SiteRecord] = ()
@@ -164,7 +183,9 @@ class Engine:
         fresh: list[SiteRecord] = []
         try:
             for record, module in found:
-                if module is not None:
+                if module is None:
+                    self._expect_nothing_more([record])
+                else:
                     fresh.append(record)
                     if not record.consider(module, wait=record not in late):
                         fresh.pop()
@@ -178,6 +199,11 @@ class Engine:
                     record.abandon(error)
             if not isinstance(error, Exception):
                 raise
+
+    def _expect_nothing_more(self, records: Iterable[Record]) -> None:
+        """Have the report call a module that is loaded from now on, and not considered, missed."""
+        for record in records:
+            record.is_expected = record.site.module not in self._watched
 
     def _announce(self, loaded: str | None = None) -> None:
         """Log what was applied, once the outermost target is loaded: one line for a Megatron, whose modules import
@@ -239,7 +265,7 @@ class Engine:
         if not self.settings.strict or not bad:
             return
         for record in bad:
-            if record.status is not Status.OVERWRITTEN:  # that module has long been in use
+            if record.status not in (Status.OVERWRITTEN, Status.MISSED):  # that module has long been in use
                 strict.keep_out(record.site.module, _not_in_place([record]))
         raise StrictError(_not_in_place(bad))
 

@@ -27,7 +27,12 @@ _STATUS_OF_VERDICT = {
     VerdictKind.UNKNOWN: Status.REFUSED,
 }
 _NOT_IMPORTED = "not imported yet"
-_LOADED_SINCE = "loaded since, and not looked at; megapatch.apply() patches the new code"
+_MISSED = "loaded, and not patched: megapatch did not see its import; megapatch.apply() patches it"
+_UNPATCHED_AGAIN = (
+    "the module's own code is there again, as after a reload, and is not patched; megapatch.apply() patches it"
+)
+_INTERRUPTED = "interrupted; megapatch.apply() tries again"
+_RELOADS_KNOWN = 8  # whose replacements a holder may be left with; each takes about 5 KB
 _RESTORED = "restored in this process; megapatch.apply() installs it again"
 
 
@@ -51,6 +56,7 @@ class Record:
         self.lock = threading.RLock()
         self.status = Status.DISABLED if disabled else Status.PENDING
         self.reason = disabled or _NOT_IMPORTED
+        self.is_expected = True  # a loaded module is about to be considered, and so not missed
         self.traceback: str | None = None
 
     def set(self, status: Status, reason: str, trace: str | None = None) -> None:
@@ -81,17 +87,22 @@ class Record:
         with self.lock:
             if self.disabled == _RESTORED:
                 self.disabled = None
+                self.is_expected = True
                 self.set(Status.PENDING, _NOT_IMPORTED)
 
     def refresh(self) -> None:
-        """Bring the status up to date with the module: not there at all, being imported, loaded since."""
+        """Bring the status up to date with the module: not there at all, being imported, loaded unseen."""
         with self.lock:
-            if self.status not in (Status.PENDING, Status.NOT_INSTALLED):
+            if self.status not in (Status.PENDING, Status.NOT_INSTALLED, Status.MISSED):
                 return
             module = sys.modules.get(self.site.module)
-            if module is not None:
-                under_way = watch.half_loaded(module)
-                self.set(Status.PENDING, "its import is under way" if under_way else _LOADED_SINCE)
+            if watch.half_loaded(module):
+                self.set(Status.PENDING, "its import is under way")
+            elif module is not None and self.is_expected:
+                self.set(Status.PENDING, _NOT_IMPORTED)
+            elif module is not None:
+                known = self.status is Status.MISSED or self.reason == _INTERRUPTED
+                self.set(Status.MISSED, self.reason if known else _MISSED)
             elif _versions.find_module(self.site.module) is None:
                 self.set(Status.NOT_INSTALLED, "there is no such module to import")
             else:
@@ -129,6 +140,7 @@ class SiteRecord(Record):
             self.lock.release()
 
     def _consider(self, module: ModuleType) -> bool:
+        self.is_expected = False
         if self.disabled:
             return False
         if self._is_whole() and self._was_reloaded():
@@ -164,7 +176,7 @@ class SiteRecord(Record):
             change()
         except KeyboardInterrupt:
             self._rollback()
-            self.set(Status.PENDING, "interrupted; megapatch.apply() tries again")
+            self.set(Status.PENDING, _INTERRUPTED)
             raise
         except BaseException as error:  # a bug of ours must not break the user's import
             self.fail(error)
@@ -240,6 +252,7 @@ class SiteRecord(Record):
                 super().refresh()
             elif self._was_reloaded():
                 self._forget_reloaded()
+                self.set(Status.MISSED, _UNPATCHED_AGAIN)
             else:
                 self._note_overwritten()
 
@@ -257,9 +270,9 @@ class SiteRecord(Record):
         return bool(functions) and not kept and all(target.was_reloaded for target in functions)
 
     def _forget_reloaded(self) -> None:
-        self.installed, self._earlier = (), self._earlier + self.installed
+        self._earlier = self._earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
+        self.installed = ()
         self.phase = Phase.IDLE
-        self.set(Status.PENDING, _LOADED_SINCE)
 
     def _note_overwritten(self) -> None:
         if gone := self._gone():

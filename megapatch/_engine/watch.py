@@ -8,6 +8,7 @@ when no hook has said that the body is done.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from types import ModuleType
 
 import wrapt
+
+from .lookout import lookout
 
 
 def half_loaded(module: ModuleType | None) -> bool:
@@ -62,14 +65,20 @@ def _wait_for_importer(name: str) -> None:
 
 
 def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
-    """Call `on_loaded(module)` once the module `name` has been imported, if that is still to come.
+    """Call `on_loaded(module)` whenever the module `name` has been imported from now on.
 
     For a module that is loaded already nothing is called: ask `loaded` after registering. An exception of
     `on_loaded` fails the import; the next import calls it again.
     """
+    _register(name, on_loaded)
+    lookout.watch(name, functools.partial(_register, name, on_loaded))
+
+
+def _register(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
     registering: int | None = threading.get_ident()
 
     def hook(module: ModuleType) -> None:
+        lookout.registered.discard(name)
         # Fired at once, by our own registering: the module was there already, perhaps half-loaded.
         if threading.get_ident() == registering:
             return
@@ -78,8 +87,9 @@ def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
         except BaseException:
             if sys.modules.get(name) is module:
                 del sys.modules[name]  # as the import system is about to do: wrapt watches what is not there
-            watch(name, on_loaded)
+            _register(name, on_loaded)
             raise
 
+    lookout.registered.add(name)
     wrapt.register_post_import_hook(hook, name)
     registering = None

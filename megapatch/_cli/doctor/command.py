@@ -18,7 +18,7 @@ EXIT_CODES = """\
 exit codes:
   0  every patch that is needed is in place, or was switched off on purpose
   1  a patch that is needed, or may be, is not in place (failed, refused,
-     overwritten)
+     missed, overwritten)
   2  could not look: bad usage or environment, nothing to patch is installed, or
      it cannot be imported; or the file for --report exists already or cannot be
      written
