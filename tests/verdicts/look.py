@@ -30,10 +30,13 @@ def look(project):
     modules = dict.fromkeys(site.module for _, site in sites if project_of(site.module) == project)
     here = [module for module in modules if find_module(module)]
     errors = {}
-    for module in here:
+    for module in list(here):
         try:
             importlib.import_module(module)
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                here.remove(module)  # only the finder of stand-ins has it
+                continue
             errors[module] = f"{module} cannot be imported: {type(error).__name__}: {error}"
     cells = []
     for one in megapatch.report().patches:
@@ -51,6 +54,9 @@ def find(project):
     """From now on the project can be imported, without what it needs and no diagnosis asks for."""
     if project == "megatron-bridge":
         importlib.import_module("rigs.bridge").find_bridge()
+        importlib.import_module("rigs.exporters").find_conversions()
+    elif project in ("mbridge", "mcore-bridge"):
+        importlib.import_module("rigs.exporters").find_exporters()
     elif project in ("slime", "miles"):
         importlib.import_module("rigs.slime").find_slime()
     elif project in ("skyrl", "skyrl-train"):
