@@ -12,7 +12,8 @@ from rigs.megatron import ADAM, BOTH, GRADS
 from torch._dynamo.testing import CompileCounter
 
 from megapatch.patches import PATCHES
-from megapatch.patches.megatron import gathered_when_read
+from megapatch.patches.megatron import fresh_metadata, gathered_when_read, strict_loads_with_new_torch
+from megapatch.patches.slime import first_sync_pushes_actor
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 STRICT_LOAD = "megatron.core.dist_checkpointing.validation:maybe_report_missing_and_unexpected_keys"
@@ -161,8 +162,13 @@ NOT_COMPILED = {
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-    # Nor gathers, and what reads a whole model for a file or a stream.
-    *(f"{site.module}:{path}" for site in gathered_when_read.PATCH.sites for path in site.paths),
+    # Nor gathers, what reads a whole model for a file or a stream, and what reads the file.
+    *(
+        f"{site.module}:{path}"
+        for patch in (fresh_metadata, first_sync_pushes_actor, gathered_when_read, strict_loads_with_new_torch)
+        for site in patch.PATCH.sites
+        for path in site.paths
+    ),
     # Nor the building of a model, nor seeding, nor coroutines.
     *(
         f"{package}.{target}"
