@@ -78,6 +78,20 @@ def prepare_and_step():
     assert model.optimizer.step()[:2] == (True, norm)
 
 
+def reload_of_an_offloaded_parameter():
+    module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    parameter, held = torch.ones(1), torch.zeros(1)
+    optimizer = SimpleNamespace(
+        optimizer=SimpleNamespace(param_to_inner_param={parameter: held}),
+        ddp_config=SimpleNamespace(use_megatron_fsdp=False, use_custom_fsdp=False),
+        config=SimpleNamespace(
+            use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True
+        ),
+    )
+    module.DistributedOptimizer._copy_model_params_to_main_params(optimizer)
+    assert torch.equal(held, parameter)
+
+
 def idle_rerun_state():
     init_parallel()
     rerun = importlib.import_module("megatron.core.rerun_state_machine")
@@ -185,6 +199,7 @@ SCENARIOS = {
     "megatron.grad-ready-window": one_call_after_two,
     "megatron.nested-no-sync": no_sync_in_no_sync,
     "megatron.prepare-grads-once": prepare_and_step,
+    "megatron.reload-offloaded-params": reload_of_an_offloaded_parameter,
     "megatron.rerun-state-dict": idle_rerun_state,
     "megatron.rerun-transient-fault": fault_that_went_away,
     "megatron.save-plan-cache": plan_twice,

@@ -1,0 +1,113 @@
+"""Weights that are loaded without optimizer state reach the copies from which an offloaded optimizer steps.
+
+Symptom   with optimizer_cpu_offload, the first step after weights were loaded without optimizer state puts the
+          weights from before back into the model, silently: with a fresh model, random ones. With
+          use_precision_aware_optimizer that concerns parameters in fp32 only; in 0.12 all of them.
+Upstream  NVIDIA/Megatron-LM#5071 (open); in 0.12 to 0.19 and on main. NeMo-RL#2372 and Megatron-Bridge#4082 are
+          workarounds. reload_model_params() of the distributed optimizer updates nothing in 0.12, and from 0.13 on
+          only the fp32 copies of parameters in lower precision: neither the main parameters, which are in fp32
+          already, nor the copies of these.
+Seam      the class attribute DistributedOptimizer._copy_model_params_to_main_params, which reload_model_params()
+          calls. The original runs as for any other optimizer, and updates the main parameters; from these, each of
+          the HybridDeviceOptimizer's own copies is updated.
+Limits    the caller has to call optimizer.reload_model_params() after loading, as without offloading.
+          With --load-main-params-from-ckpt and use_precision_aware_optimizer the copies are those of the model's
+          parameters, as before.
+          Adam's state stays what it was. Without the distributed optimizer nothing is repaired: with
+          Float16OptimizerWithFloat16Params the first step ends with a KeyError (#4046).
+          Tried on CPU, with parameters that say they are on a GPU.
+Cost      one copy of each parameter for each call of reload_model_params(); nothing in a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
+from .._temporarily import temporarily_set
+
+MODULE = "megatron.core.optimizer.distrib_optimizer"
+HYBRID = "HybridDeviceOptimizer"
+INNER = "param_to_inner_param"
+"""What a HybridDeviceOptimizer steps, by its own parameters: the same, or a copy on the CPU or in fp32."""
+FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Let the real method reload one parameter in fp32, of which a made-up optimizer has a copy on the CPU."""
+    if not hasattr(module, HYBRID):
+        return Verdict(ABSENT, "this version does not offload the optimizer")
+    copy = f"{MODULE}:DistributedOptimizer._copy_model_params_to_main_params"
+    missing = [
+        *missing_names(copy, HYBRID),
+        *missing_names(f"{MODULE}:{HYBRID}._init_sub_optimizers", INNER),
+        *missing_attributes(f"{MODULE}:", "torch"),
+    ]
+    if missing:
+        return lacking(missing)
+    parameter, held = module.torch.ones(1), module.torch.zeros(1)
+    hybrid = object.__new__(module.HybridDeviceOptimizer)
+    vars(hybrid).update(
+        param_to_inner_param={parameter: held},
+        inner_param_to_orig_param={held: parameter},
+        gpu_params_map_cpu_copy={parameter: held},
+        cpu_copys_map_gpu_param={held: parameter},
+        param_to_fp32_param={},
+        param_groups=[{"params": [parameter]}],
+        param_update_in_fp32=True,
+        state={},
+    )
+    optimizer = SimpleNamespace(
+        optimizer=hybrid,
+        ddp_config=SimpleNamespace(**dict.fromkeys(FSDP, False)),
+        config=SimpleNamespace(
+            use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True
+        ),
+    )
+    try:
+        unpatched(module.DistributedOptimizer._copy_model_params_to_main_params)(optimizer)
+    except Exception as error:
+        return cannot_run("_copy_model_params_to_main_params()", error)
+    if held.item() == 1:
+        return Verdict(FIXED, "copies on the CPU are updated")
+    return Verdict(NEEDED, "copies on the CPU keep the weights from before they were reloaded")
+
+
+def reload_copies(copy_params: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(copy_params)
+    def patched_copy_model_params_to_main_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        hybrid = self.optimizer
+        copies = getattr(hybrid, INNER, None)
+        if copies is None:
+            return copy_params(self, *args, **kwargs)
+        if any(getattr(self.ddp_config, name, False) for name in FSDP):
+            result = copy_params(self, *args, **kwargs)  # it has no main parameters to update
+        else:
+            # Where it sees a HybridDeviceOptimizer it returns before it has updated any main parameter.
+            with temporarily_set(self, optimizer=None):
+                result = copy_params(self, *args, **kwargs)
+        for parameter, held in copies.items():
+            if held is not parameter:
+                held.data.copy_(parameter.data)
+        return result
+
+    return patched_copy_model_params_to_main_params
+
+
+PATCH = Patch(
+    name="megatron.reload-offloaded-params",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/5071",
+    changes_numbers=True,
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={"DistributedOptimizer._copy_model_params_to_main_params": reload_copies},
+        ),
+    ),
+)
