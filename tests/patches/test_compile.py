@@ -12,7 +12,12 @@ from rigs.megatron import ADAM, BOTH, GRADS
 from torch._dynamo.testing import CompileCounter
 
 from megapatch.patches import PATCHES
-from megapatch.patches.megatron import fresh_metadata, gathered_when_read, strict_loads_with_new_torch
+from megapatch.patches.megatron import (
+    fresh_metadata,
+    gathered_when_read,
+    reload_offloaded_params,
+    strict_loads_with_new_torch,
+)
 from megapatch.patches.slime import first_sync_pushes_actor
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
@@ -162,10 +167,16 @@ NOT_COMPILED = {
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-    # Nor gathers, what reads a whole model for a file or a stream, and what reads the file.
+    # Nor gathers, what reads a whole model for a file or a stream, and what reads the file or loads from it.
     *(
         f"{site.module}:{path}"
-        for patch in (fresh_metadata, first_sync_pushes_actor, gathered_when_read, strict_loads_with_new_torch)
+        for patch in (
+            fresh_metadata,
+            first_sync_pushes_actor,
+            gathered_when_read,
+            reload_offloaded_params,
+            strict_loads_with_new_torch,
+        )
         for site in patch.PATCH.sites
         for path in site.paths
     ),
