@@ -18,6 +18,7 @@ from megapatch.patches.megatron import (
     reload_offloaded_params,
     strict_loads_with_new_torch,
 )
+from megapatch.patches.skyrl import gathered_when_read as skyrl_gathered_when_read
 from megapatch.patches.slime import first_sync_pushes_actor
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
@@ -175,6 +176,7 @@ NOT_COMPILED = {
             first_sync_pushes_actor,
             gathered_when_read,
             reload_offloaded_params,
+            skyrl_gathered_when_read,
             strict_loads_with_new_torch,
         )
         for site in patch.PATCH.sites

@@ -6,6 +6,7 @@ from ...patch import Patch
 from . import (
     accumulate_forward_backward,
     async_trainer_resume,
+    gathered_when_read,
     grad_scale,
     pause_rollback,
     pipeline_seed,
@@ -15,6 +16,7 @@ from . import (
 PATCHES: tuple[Patch, ...] = (
     accumulate_forward_backward.PATCH,
     async_trainer_resume.PATCH,
+    gathered_when_read.PATCH,
     grad_scale.PATCH,
     pause_rollback.PATCH,
     pipeline_seed.PATCH,

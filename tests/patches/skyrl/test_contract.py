@@ -12,14 +12,17 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.gathers import OVERLAP, Collectives
 from rigs.skyrl import RELEASES, Release, find_skyrl, needs_skyrl
 from rigs.skyrl_engines import BroadcastFailed, Engines, trainer_for
+from rigs.skyrl_save import Saves
 from rigs.skyrl_worker import GPT, samples, worker_for
 
 from megapatch.patches.skyrl import (
     PATCHES,
     accumulate_forward_backward,
     async_trainer_resume,
+    gathered_when_read,
     grad_scale,
     pause_rollback,
     pipeline_seed,
@@ -102,9 +105,19 @@ def two_calls():
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
+def saved_after_a_step():
+    init_parallel()
+    model = tiny_gpt(**OVERLAP)
+    model.train_step(0)
+    with Collectives().counted() as collectives:
+        Saves(here())(model)
+    assert collectives.gathers
+
+
 SCENARIOS = {
     accumulate_forward_backward.PATCH: two_calls,
     async_trainer_resume.PATCH: failed_sync_in_train,
+    gathered_when_read.PATCH: saved_after_a_step,
     grad_scale.PATCH: scaled_loss,
     pause_rollback.PATCH: failed_pause,
     pipeline_seed.PATCH: second_stage,

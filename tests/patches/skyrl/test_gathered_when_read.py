@@ -1,0 +1,59 @@
+"""skyrl.gathered-when-read: SkyRL's own checkpoints right after a step, at two data-parallel ranks, compared with
+those of a model without overlap_param_gather."""
+
+from __future__ import annotations
+
+import pytest
+from rigs.gathers import Collectives, pair, wrong
+from rigs.megatron import UNPATCHED, buckets
+from rigs.skyrl import needs_skyrl, status_of
+from rigs.skyrl_save import Saves
+
+from megapatch.patches.skyrl.gathered_when_read import diagnose
+from megapatch.testing import init_parallel
+
+pytestmark = needs_skyrl
+
+STEPS = 3
+
+
+def saved(rank, world_size, release):
+    """By step: the fraction of the elements that is wrong; and the gathers that the forward passes make."""
+    init_parallel()
+    plain, model = pair()
+    save, found = Saves(release), []
+    with Collectives().counted() as collectives:
+        for step in range(STEPS):
+            plain.train_step(step)
+            model.train_step(step)
+            found.append(wrong(save(model), save(plain)))
+    return {
+        "wrong": found,
+        "gathers": (collectives.gathers, sum(buckets(chunk) for chunk in model.chunks)),
+        "status": status_of("skyrl.gathered-when-read"),
+        "verdict": diagnose(save.module).kind.value,
+    }
+
+
+@pytest.fixture(scope="module")
+def with_and_without(release):
+    return release.ranks(saved, 2, release), release.ranks(saved, 2, release, env=UNPATCHED)
+
+
+def test_a_checkpoint_holds_the_last_step(with_and_without):
+    for found in with_and_without[0]:
+        assert found["status"] == "applied"
+        assert found["verdict"] == "needed"
+        assert found["wrong"] == [0.0] * STEPS
+
+
+def test_without_the_patch_half_of_it_is_old(with_and_without):
+    for found in with_and_without[1]:
+        assert found["verdict"] == "needed"
+        assert all(fraction > 0.3 for fraction in found["wrong"])
+
+
+def test_a_save_gathers_in_place_of_the_next_forward_pass(with_and_without):
+    for found, plain in zip(*with_and_without, strict=True):
+        gathers, buckets_of_model = found["gathers"]
+        assert gathers - plain["gathers"][0] == buckets_of_model  # of the last save, which no forward pass follows
