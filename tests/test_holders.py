@@ -6,11 +6,14 @@ import functools
 import gc
 import importlib
 import sys
+import types
+from unittest import mock
 
 import pytest
 from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
+from megapatch._engine.target import ReplacedTarget
 from megapatch._reporting.report import make_report
 
 REGISTRY = """
@@ -125,7 +128,7 @@ def test_the_search_for_holders_triggers_no_lazy_attribute(modules, target):
 
 
 def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch):
-    other = importlib.import_module(modules.write(TARGET))
+    other = importlib.import_module(modules.write(TARGET + "alias = greet\n"))
     sweeps = []
     find = holders.find
     monkeypatch.setattr(
@@ -135,6 +138,57 @@ def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch)
     engine.activate()
     assert [len(originals) for originals in sweeps] == [2]
     assert sys.modules[other.__name__].greet("you") == "hello you!"
+
+
+@pytest.mark.parametrize("paths", [("greet",), ("Greeter.greet",)])
+def test_what_nobody_else_refers_to_is_not_searched_for(modules, monkeypatch, paths):
+    name = modules.write(TARGET)
+    searched = []
+    monkeypatch.setattr(holders, "find", lambda objects, declared: searched.extend(objects) or {})
+    engine = make_engine(make_patch(name, *paths))
+    engine.activate()
+    importlib.import_module(name)
+    assert status_of(engine) == "applied"
+    assert searched == []
+
+
+HELD = {
+    "alias": "alias = greet",
+    "dictionary": "table = {'greet': greet}",
+    "default": "def call(function=greet): return function('you')",
+    "closure": "def make(function): return lambda: function('you')\ncall = make(greet)",
+    "bound": "held = Greeter().greet",
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_what_something_refers_to_is_searched_for(modules, monkeypatch, how):
+    name = modules.write(f"{TARGET}\n{HELD[how]}\n")
+    searched = []
+    monkeypatch.setattr(holders, "find", lambda objects, declared: searched.extend(objects) or {})
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    engine.activate()
+    importlib.import_module(name)
+    assert len(searched) == 1
+
+
+def test_what_is_taken_after_it_was_found_is_searched_for(modules):
+    """By another thread, say, between the finding of the original and its replacement."""
+    name = modules.write(TARGET)
+    holder = types.ModuleType("megapatch_test_holder")
+    target = importlib.import_module(name)
+    engine = make_engine(make_patch(name), make_patch(name, "Greeter.greet", name="test.other"))
+    install = ReplacedTarget.install
+
+    def taken_first(self):
+        holder.taken = target.greet
+        install(self)
+
+    with mock.patch.dict(sys.modules, {holder.__name__: holder}):
+        with mock.patch.object(ReplacedTarget, "install", taken_first):
+            engine.activate()
+        assert holder.taken is target.greet
+        assert holder.taken("you") == "hello you!"
 
 
 def test_the_report_says_that_frozen_objects_hide_holders(target):

@@ -287,7 +287,7 @@ def _search(
     """Return what these have installed, and who holds the originals of that."""
     # In this order: another thread searches for what it installs meanwhile.
     seen = [(record, record.installed) for record in fresh]
-    originals = [target.original for _, installed in seen for target in installed if not target.inherited]
+    originals = [target.original for _, installed in seen for target in installed if target.may_be_held]
     return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
 
 

@@ -29,14 +29,28 @@ class ReplacedTarget:
         holders: other places that held the original and were given the replacement.
     """
 
-    __slots__ = ("attribute", "holders", "inherited", "module", "original", "parent", "replacement", "target")
+    __slots__ = (
+        "_references",
+        "_was_alone",
+        "attribute",
+        "holders",
+        "inherited",
+        "module",
+        "original",
+        "parent",
+        "replacement",
+        "target",
+    )
 
     def __init__(self, patch_name: str, module: ModuleType, path: str, make: Callable[..., Any]) -> None:
         self.module, self.target = module, f"{module.__name__}:{path}"
-        self.parent, self.attribute, self.original = self._find(self.module)
+        self.parent, self.attribute = self._find(self.module)[:2]
+        self._was_alone = _is_alone(self.parent, self.attribute)
+        self.original = self._find(self.module)[2]
         self.inherited = self.attribute not in vars(self.parent)
         self.holders: tuple[Holder, ...] = ()
         self.replacement = self._make_replacement(patch_name, make)
+        self._references = sys.getrefcount(self.original)
 
     def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
         """Return parent, attribute and value of what the module has now."""
@@ -70,6 +84,18 @@ class ReplacedTarget:
             return self._find(module)[2]
         except AttributeError:
             return None
+
+    @property
+    def may_be_held(self) -> bool:
+        """Whether something else may hold the original by value, and has to be looked for.
+
+        Nothing does if the parent held the only reference when the original was found, and as many were added
+        as taken away since then. Nobody else can get at it while the factory runs: the module is still being
+        imported, or other threads would have to import from it in those microseconds.
+        """
+        if self.inherited:
+            return False
+        return not self._was_alone or sys.getrefcount(self.original) >= self._references
 
     @property
     def is_current(self) -> bool:
@@ -145,6 +171,20 @@ class ReplacedTarget:
             setattr(self.parent, self.attribute, self.original)
 
 
+def _is_alone(parent: Any, attribute: str) -> bool:
+    """Return whether nothing but the parent's dictionary refers to the value of this attribute."""
+    names = vars(parent)
+    return attribute in names and sys.getrefcount(names[attribute]) == _REFERENCES_TO_ONE_THAT_IS_ALONE
+
+
+def _references_to_one_that_is_alone() -> int:
+    names = {"attribute": lambda: None}
+    return sys.getrefcount(names["attribute"])
+
+
+_REFERENCES_TO_ONE_THAT_IS_ALONE = _references_to_one_that_is_alone()
+
+
 class AddedTarget(ReplacedTarget):
     """A function where the class, or the module, had none of its own.
 
@@ -188,6 +228,7 @@ class RebuiltTarget(ReplacedTarget):
         self.module, self.target = sys.modules[target.partition(":")[0]], target
         self.parent, self.attribute, self.original = self._find(self.module)
         self.inherited, self.holders, self._make = False, (), make
+        self._was_alone = False
         shared = _shared_builds.get(target)
         if shared is None or shared.latest is not self.original:
             shared = _shared_builds[target] = _SharedBuild(self.original)

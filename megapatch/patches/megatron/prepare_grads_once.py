@@ -139,6 +139,9 @@ def _unscale_counts(optimizer: ModuleType) -> dict[str, int]:
         single.prepare_grads()
         unpatched(getattr(owner, method))(chain if owner is chained else single)
         counts[f"{owner.__name__}.{method}"] = unscale.times
+        # Each refers to itself through its method: until the next garbage collection that would hold the original,
+        # and have the engine search for its holders.
+        del single.prepare_grads, chain.prepare_grads
     return counts
 
 
