@@ -8,7 +8,8 @@ Upstream  NVIDIA-NeMo/RL#3660 added keep_train_buffers to prepare_for_lp_inferen
 Seam      the methods of the Megatron worker and of DTensor's: a MisuseError (a RuntimeError) that says what to do.
           prepare_for_lp_inference takes keep_train_buffers in releases that lack it, too.
 Limits    use_reference_model, which main's own controller needs in an open step, is refused only where weights and
-          gradients share a buffer (MXFP8 with overlap_param_gather); elsewhere gradients stay, as the tests show.
+          gradients share a buffer (MXFP8 with overlap_param_gather), and by nemo_rl.reference-model-rollback,
+          which replaces it; elsewhere gradients stay, as the tests show.
           DTensor's workers lose none when they offload, so only train() and save_checkpoint() are refused there.
 Cost      one look at an attribute a call.
 """
@@ -28,7 +29,7 @@ from .._ray_actors import actors_of
 from .._temporarily import temporarily_set
 from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, names_in, no_worker, takes
 
-LOGPROBS, REFERENCE = "prepare_for_lp_inference", "use_reference_model"
+LOGPROBS = "prepare_for_lp_inference"
 ALWAYS = {"save_checkpoint": "would leave out", "train": "would zero"}
 LOSING = {**ALWAYS, "offload_before_refit": "would free", "offload_after_refit": "would free"}
 """Methods, and what they do to the gradients of an open step. ALWAYS: in both workers; LOSING: in Megatron's."""
@@ -37,7 +38,7 @@ FIRST = "call finish_train_step() or abort_train_step() first"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Look at which of the real methods mention an open step."""
-    return _verdict(module, ACTOR, (LOGPROBS, *LOSING), (REFERENCE, "move_model"))
+    return _verdict(module, ACTOR, (LOGPROBS, *LOSING), ("move_model",))
 
 
 def diagnose_dtensor(module: ModuleType) -> Verdict:
@@ -103,17 +104,6 @@ def _freeing_nothing(worker: Any) -> contextlib.AbstractContextManager[None]:
     return temporarily_set(worker, move_model=to_gpu_alone, offload_optimizer_for_logprob=False)
 
 
-def where_gradients_stay(use_reference_model: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(use_reference_model)
-    def patched_use_reference_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        share_a_buffer = getattr(self, "_uses_mxfp8_overlap_shared_param_buffer", bool)
-        if is_open(self) and share_a_buffer():
-            raise MisuseError(f"{REFERENCE}() would overwrite the gradients of the open train step: {FIRST}")
-        return use_reference_model(self, *args, **kwargs)
-
-    return patched_use_reference_model
-
-
 PATCH = Patch(
     name="nemo_rl.open-step-guard",
     doc=__doc__,
@@ -124,7 +114,6 @@ PATCH = Patch(
             diagnose=diagnose,
             replace={
                 f"{WORKER}.{LOGPROBS}": keeping_gradients,
-                f"{WORKER}.{REFERENCE}": where_gradients_stay,
                 **{f"{WORKER}.{name}": functools.partial(refusing, name) for name in LOSING},
             },
             rebuild=actors_of(WORKER),

@@ -20,6 +20,7 @@ from megapatch.patches.nemo_rl import (
     forward_pre_hook_after_split,
     hooks_without_overlap,
     open_step_guard,
+    reference_model_rollback,
     split_train_step,
     split_train_step_dtensor,
     split_train_step_policy,
@@ -88,6 +89,15 @@ def there(module):
     return importlib.import_module(module) if _versions.find_module(module) else None
 
 
+def swap_that_raises():
+    one = worker()
+    name, own = next(iter(one.reference_state_dict.items()))
+    one.reference_state_dict[name] = own + 1
+    with contextlib.suppress(Interrupted), one.use_reference_model():
+        raise Interrupted
+    assert one.model.state_dict()[name].equal(own)
+
+
 def policy_of_slices():
     from rigs.nemo_policy import find_policies, policy_for
 
@@ -144,6 +154,7 @@ SCENARIOS = {
     forward_pre_hook_after_split.PATCH: hooks_after_a_step,
     abort_resets_rerun.PATCH: step_after_an_aborted_one,
     open_step_guard.PATCH: logprobs_in_a_step,
+    reference_model_rollback.PATCH: swap_that_raises,
     hooks_without_overlap.PATCH: hooks_of_a_model,
     sync_weights_version.PATCH: sync_with_version,
 }

@@ -6,10 +6,12 @@ packing), and an __init__ (the rig makes workers).
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -17,6 +19,14 @@ from nemo_rl.models.megatron.train import counts, next_token_logprobs
 from nemo_rl.utils.nsys import wrap_with_nvtx_name
 
 from .megatron_policy_worker import actor
+
+
+def get_cpu_state_dict(tensors, pin_memory=False):
+    return {name: torch.empty_like(_local(one), pin_memory=pin_memory).copy_(_local(one)) for name, one in tensors}
+
+
+def _local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class DTensorPolicyWorkerImpl:
@@ -77,6 +87,20 @@ class DTensorPolicyWorkerImpl:
         with torch.no_grad():
             found = self._logprobs(data)
         return BatchedDataDict(logprobs=torch.nn.functional.pad(found, (1, 0)))
+
+    @contextlib.contextmanager
+    def use_reference_model(self):
+        with torch.no_grad():
+            own = get_cpu_state_dict(self.model.state_dict().items(), pin_memory=True)
+            self._copy_in(self.reference_model_state_dict)
+            saved_sampling_params, self.sampling_params = self.sampling_params, None
+            yield
+            self.sampling_params = saved_sampling_params
+            self._copy_in(own)
+
+    def _copy_in(self, values):
+        for name, tensor in self.model.state_dict().items():
+            _local(tensor).copy_(values[name])
 
     def prepare_for_lp_inference(self):
         self.model.eval()

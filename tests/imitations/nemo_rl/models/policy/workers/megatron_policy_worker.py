@@ -163,7 +163,9 @@ class MegatronPolicyWorkerImpl:
         with torch.no_grad():
             own = {name: value.clone() for name, value in self._tensors().items()}
             self._copy_in(self.reference_state_dict)
+            saved_sampling_params, self.sampling_params = self.sampling_params, None
             yield
+            self.sampling_params = saved_sampling_params
             self._copy_in(own)
         if self.should_disable_forward_pre_hook:
             self.enable_forward_pre_hook()
