@@ -54,4 +54,5 @@ def report() -> Report:
     """
     from ._reporting.report import make_report  # most processes never ask
 
+    this_process().load_families()
     return make_report(this_process().records)

@@ -5,15 +5,29 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from pathlib import Path
 
 import pytest
 
-from megapatch.patches import PATCHES, megatron, nemo_rl, skyrl, slime
+from megapatch import patches
+from megapatch.patches import PATCHES
+from megapatch.patches._catalogue import CATALOGUE, of_family
 
 
-def test_the_order_is_that_of_the_families():
-    assert (*megatron.PATCHES, *nemo_rl.PATCHES, *skyrl.PATCHES, *slime.PATCHES) == PATCHES
+def test_the_catalogue_names_what_is_there():
+    for family, named in CATALOGUE.items():
+        there = {
+            patch.name: tuple(dict.fromkeys(site.module for site in patch.sites)) for patch in of_family(family)
+        }
+        assert list(named.items()) == list(there.items()), (
+            f"in megapatch/patches/__init__.py {family} has to be {there}"
+        )
     assert len({patch.name for patch in PATCHES}) == len(PATCHES)
+
+
+def test_every_package_of_patches_is_in_the_catalogue():
+    folder = Path(patches.__file__).parent
+    assert list(CATALOGUE) == sorted(path.parent.name for path in folder.glob("*/__init__.py"))
 
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)

@@ -12,6 +12,7 @@ import pytest
 from rigs.command import run
 
 from megapatch.patches import PATCHES
+from megapatch.patches._catalogue import CATALOGUE
 
 
 def test_importing_megapatch_imports_neither_torch_nor_megatron():
@@ -19,9 +20,24 @@ def test_importing_megapatch_imports_neither_torch_nor_megatron():
     assert run("-c", script).stdout == "[]\n"
 
 
+def test_no_family_is_imported_before_one_of_its_targets(tmp_path):
+    (tmp_path / "slime/backends/megatron_utils").mkdir(parents=True)
+    (tmp_path / "slime/backends/megatron_utils/model.py").write_text("")
+    script = (
+        "import megapatch, sys\n"
+        "def families(): return [name for name in sys.modules if name.count('.') == 2 and '.patches.' in name]\n"
+        "print(families()); import slime.backends.megatron_utils.model; print(families())"
+    )
+    before, after = run("-c", script, path=tmp_path).stdout.splitlines()
+    assert not any(f"'megapatch.patches.{family}'" in before for family in CATALOGUE)
+    assert "'megapatch.patches.slime'" in after
+    assert not any(f"'megapatch.patches.{family}'" in after for family in ("nemo_rl", "skyrl"))
+
+
 def test_what_needs_a_model_is_loaded_with_the_first_one():
     script = (
-        "import wrapt, sys; before = set(sys.modules); import megapatch; print(*sorted({*sys.modules} - before))"
+        "import wrapt, sys; before = set(sys.modules); import megapatch; megapatch.report(); "
+        "print(*sorted({*sys.modules} - before))"
     )
     loaded = run("-c", script).stdout.split()
     assert "megapatch.patches.nemo_rl.split_train_step" in loaded
@@ -93,10 +109,13 @@ def test_list_and_explain_as_json():
     assert listed["schema"] == 1
     assert [entry["name"] for entry in listed["patches"]] == [patch.name for patch in PATCHES]
     assert set(listed["patches"][0]) == {"name", "family", "summary", "upstream", "changes_numbers"}
-    explained = json.loads(run("explain", "--json", "slime.*").stdout)
+    explained = json.loads(run("explain", "--json", "slime.train-reentry").stdout)
     assert explained["schema"] == 1
     (entry,) = explained["patches"]
-    assert entry.items() >= {**next(each for each in listed["patches"] if each["family"] == "slime")}.items()
+    assert (
+        entry.items()
+        >= {**next(each for each in listed["patches"] if each["name"] == "slime.train-reentry")}.items()
+    )
     assert entry["sections"].keys() >= {"symptom", "upstream", "seam", "limits", "cost"}
     assert entry["sections"]["cost"] == (
         "once a call, a look at the config's hooks; nothing in a step, and no gather beyond slime's own."

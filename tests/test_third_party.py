@@ -55,7 +55,7 @@ def patches(modules, target):
 
 def make_engine(*own, **settings):
     chosen = Settings(**settings)
-    return Engine(own, chosen, third_party.entry_points(chosen))
+    return Engine(own, chosen, third_party.records(chosen))
 
 
 def told(engine):

@@ -26,7 +26,7 @@ def list_patches(markdown: bool, as_json: bool = False) -> int:
             numbers = "yes" if patch.changes_numbers else "no"
             terminal.write(f"| `{patch.name}` | {patch.summary} | <{patch.upstream}> | {numbers} |")
         return 0
-    this_process().load_third_parties()
+    this_process().load_all()
     patches = this_process().patches
     if as_json:
         _write_json([_summary(patch) for patch in patches])
@@ -39,7 +39,7 @@ def list_patches(markdown: bool, as_json: bool = False) -> int:
 
 def explain(names: Sequence[str], as_json: bool = False) -> int:
     """Print everything about the named patches, from their docstrings and sites."""
-    this_process().load_third_parties()
+    this_process().load_all()
     try:
         chosen = this_process().named(*names)
     except MegapatchError as error:

@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import MegapatchError, StrictError
 from ..patch import NEEDS_ATTENTION, Patch, Status
-from ..patches import PATCHES
-from . import entry_points, holders, strict, watch
+from . import entry_points, families, holders, strict, watch
 from .install import check_current
 from .lookout import lookout
-from .record import Record, SiteRecord
-from .settings import DISABLE, STRICT, Settings, matching, unknown_name
+from .record import Placeholder, Record, SiteRecord
+from .settings import Settings, matching, unknown_name
+from .wording import not_in_place, what_was_applied
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
@@ -38,7 +36,9 @@ _TO_COME = (Status.PENDING, Status.MISSED)
 class Engine:
     """The patches of one process and what became of them."""
 
-    def __init__(self, patches: Iterable[Patch], settings: Settings, found: Iterable[EntryPoint] = ()) -> None:
+    def __init__(
+        self, patches: Iterable[Patch], settings: Settings, placeholders: Iterable[Placeholder] = ()
+    ) -> None:
         self.settings = settings
         self.records: tuple[Record, ...] = ()
         self._changing_records = threading.Lock()
@@ -48,18 +48,18 @@ class Engine:
         self._complained: set[str] = set()
         self._applied: list[SiteRecord] = []  # and not announced yet
         for patch in patches:
-            self._add(patch)
-        for entry in found:
-            self.records += (entry_points.EntryPointRecord(entry, settings),)
+            self.records += self._records_of(patch, self.patches)
+        self.records += tuple(placeholders)
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """All patches in order; placeholders stand for those of third parties that are not loaded yet."""
+        """All patches in order; placeholders stand for those that are not loaded yet."""
         return tuple(dict.fromkeys(record.patch for record in self.records))
 
     def complaints(self) -> list[str]:
         """List what is wrong with the MEGAPATCH_* environment."""
-        more_to_come = any(record.status is Status.PENDING for record in self._entries())
+        unknown = [record for record in self._placeholders() if not record.names_are_known]
+        more_to_come = any(record.status is Status.PENDING for record in unknown)
         return self.settings.complaints([patch.name for patch in self.patches], more_to_come)
 
     def activate(self) -> None:
@@ -100,6 +100,7 @@ class Engine:
             RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
         """
         named = self.named(*names or "*")
+        self.load_families()  # so that restored ones stay away when their module is imported
         chosen = [record for record in self.records if record.patch.name in named]
         with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
             for record in chosen:
@@ -121,10 +122,18 @@ class Engine:
                 raise MegapatchError(unknown_name(name, known))
         return [patch for patch in known if any(matching(name, [patch]) for name in names)]
 
-    def load_third_parties(self) -> None:
-        """Load the patches of all entry points now, whether their targets are imported or not."""
-        for record in self._entries():
+    def load_families(self) -> None:
+        """Load all of megapatch's own patches now, whether their targets are imported or not."""
+        self._load_now(record for record in self._placeholders() if record.names_are_known)
+
+    def load_all(self) -> None:
+        """Load all patches now, those of entry points as well."""
+        self._load_now(self._placeholders())
+
+    def _load_now(self, placeholders: Iterable[Placeholder]) -> None:
+        for record in placeholders:
             self._load(record)
+        self._expect_nothing_more(record for record in self._sites() if record.status is Status.PENDING)
 
     def after_fork(self) -> None:
         """In a forked child, finish what other threads were doing, as they do not exist there."""
@@ -133,23 +142,23 @@ class Engine:
         undone = [record for record in self._sites() if record.after_fork()]
         self._consider((record, watch.loaded(record.site.module)) for record in undone)
 
-    def _entries(self) -> list[entry_points.EntryPointRecord]:
-        return [record for record in self.records if isinstance(record, entry_points.EntryPointRecord)]
+    def _placeholders(self) -> list[Placeholder]:
+        return [record for record in self.records if isinstance(record, Placeholder)]
 
     def _sites(self) -> list[SiteRecord]:
         return [record for record in self.records if isinstance(record, SiteRecord)]
 
     def _look(self) -> None:
-        for entry in self._entries():
-            if watch.loaded(entry.site.module):
-                self._load(entry)
+        for placeholder in self._placeholders():
+            if watch.loaded(placeholder.site.module):
+                self._load(placeholder)
         self._consider((record, watch.loaded(record.site.module)) for record in self._sites())
         self._announce()
 
     def _on_loaded(self, name: str, module: ModuleType) -> None:
-        for entry in self._entries():
-            if entry.site.module == name:
-                self._load(entry)
+        for placeholder in self._placeholders():
+            if placeholder.site.module == name:
+                self._load(placeholder)
         here = [record for record in self._sites() if record.site.module == name]
         # A module that was half-loaded in our own thread gets no event of its own. Do not wait here: this thread
         # holds the import lock of `name`, and a thread that imports the other module may want it.
@@ -162,9 +171,9 @@ class Engine:
 
     def _on_missed(self) -> None:
         """Patch what was imported behind another import hook. This thread holds an import lock: do not wait."""
-        for entry in self._entries():
-            if watch.loaded(entry.site.module, wait=False):
-                self._load(entry)
+        for placeholder in self._placeholders():
+            if watch.loaded(placeholder.site.module, wait=False):
+                self._load(placeholder)
         late = [(record, watch.loaded(record.site.module, wait=False)) for record in self._sites()]
         late = [(record, module) for record, module in late if module is not None]
         records = [record for record, _ in late]
@@ -215,20 +224,25 @@ class Engine:
         under_way = (watch.half_loaded(sys.modules.get(name)) for name in self._watched if name != loaded)
         if self._applied and not any(under_way):
             applied, self._applied = self._applied, []
-            log.info("%s", _what_was_applied(applied))
+            log.info("%s", what_was_applied(applied))
 
-    def _load(self, entry: entry_points.EntryPointRecord) -> None:
-        """Put an entry point's patches in the place of its record; a broken or switched-off one keeps its record.
+    def _load(self, placeholder: Placeholder) -> None:
+        """Put the patches that a placeholder stands for in its place; one that cannot be loaded stays.
 
-        No lock is held while it is imported. Of two threads that load it at once, the second changes nothing.
+        No lock is held while they are imported. Of two threads that load them at once, the second changes nothing.
         """
-        patches = entry.load()
+        patches = placeholder.load()
         with self._changing_records:
-            if not patches or entry not in self.records:
+            if not patches or placeholder not in self.records:
                 return
+            same = [r for r in self._placeholders() if r.source == placeholder.source]
+            position = self.records.index(same[0])
+            others = [record for record in self.records if record not in same]
+            added: tuple[Record, ...] = ()
             for patch in patches:
-                self._add(patch)
-            self.records = tuple(record for record in self.records if record is not entry)
+                known = [record.patch for record in (*others, *added)]
+                added += self._records_of(patch, known)
+            self.records = (*others[:position], *added, *others[position:])  # all at once: nobody finds half
         for patch in patches:
             for site in patch.sites:
                 self._watch(site.module)
@@ -241,17 +255,16 @@ class Engine:
                 self._complained.add(what)
                 log.warning("%s", complaint)
 
-    def _add(self, patch: Patch) -> None:
-        """Add a record for each site; of two patches with one name the first counts."""
-        others = [other for other in self.patches if other.name == patch.name]
-        if patch in others:
-            return
-        added = [SiteRecord(patch, site, self.settings.why_disabled(patch.name)) for site in patch.sites]
-        self.records += tuple(added)  # all at once: nobody finds half a patch
-        if others:
-            for record in added:
+    def _records_of(self, patch: Patch, known: Collection[Patch]) -> tuple[SiteRecord, ...]:
+        """Return a record for each site; of two patches with one name the first counts."""
+        if patch in known:
+            return ()
+        records = tuple(SiteRecord(patch, site, self.settings.why_disabled(patch.name)) for site in patch.sites)
+        if any(patch.name == other.name for other in known):
+            for record in records:
                 record.disabled = "another patch has the same name"
                 record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
+        return records
 
     def _watch(self, name: str) -> None:
         """Watch a module once; again only when that was interrupted."""
@@ -266,19 +279,8 @@ class Engine:
             return
         for record in bad:
             if record.status not in (Status.OVERWRITTEN, Status.MISSED):  # that module has long been in use
-                strict.keep_out(record.site.module, _not_in_place([record]))
-        raise StrictError(_not_in_place(bad))
-
-
-def _what_was_applied(records: Iterable[SiteRecord]) -> str:
-    """Name the patches that have just been applied, and where; the one line that a user looks for in a log."""
-    by_module: dict[str, list[str]] = {}
-    for record in records:
-        name = record.patch.name + " (changes numbers)" * record.patch.changes_numbers
-        by_module.setdefault(record.site.module, []).append(name)
-    return "megapatch applied " + "; ".join(
-        f"{', '.join(names)} to {module}" for module, names in by_module.items()
-    )
+                strict.keep_out(record.site.module, not_in_place([record]))
+        raise StrictError(not_in_place(bad))
 
 
 def _search(
@@ -291,19 +293,11 @@ def _search(
     return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
 
 
-def _not_in_place(records: Iterable[Record]) -> str:
-    return "; ".join(
-        f"{record.patch.name} is {record.status.value} at {record.site.module}: {record.reason} "
-        f"({STRICT} makes this an error; {DISABLE}={record.patch.name} does without the patch)"
-        for record in records
-    )
-
-
 @functools.cache
 def this_process() -> Engine:
     """Return the engine of this process: one, even if `import megapatch` fails at first and is repeated."""
     settings = Settings.from_environment()
-    engine = Engine(PATCHES, settings, entry_points.entry_points(settings))
+    engine = Engine((), settings, (*families.records(settings), *entry_points.records(settings)))
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=engine.after_fork)
     return engine

@@ -11,15 +11,15 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..patch import Patch, Site, Status, Verdict
-from .record import Record
+from ..patch import Patch, Site, Status
+from .record import Placeholder, never
 from .settings import Settings
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-    from types import ModuleType
 
 log = logging.getLogger("megapatch")
 
@@ -46,6 +46,12 @@ def entry_points(settings: Settings) -> list[EntryPoint]:
         return []
 
 
+def records(settings: Settings) -> Iterator[EntryPointRecord]:
+    """Return what stands for each entry point of the group."""
+    for entry in entry_points(settings):
+        yield EntryPointRecord(entry, settings)
+
+
 def _installed_or_named(path: list[str]) -> list[str]:
     """Keep the folders of a sys.path where metadata counts.
 
@@ -69,7 +75,7 @@ def _normalized(name: str | None) -> str:
     return re.sub("[^a-z0-9]+", "-", (name or "").lower())
 
 
-class EntryPointRecord(Record):
+class EntryPointRecord(Placeholder):
     """Stands for the patches of an entry point until they are loaded, or for good where that fails.
 
     In the report it is called ``third_party.`` and the distribution; MEGAPATCH_DISABLE knows it by that name.
@@ -81,13 +87,12 @@ class EntryPointRecord(Record):
             name=f"third_party.{_normalized(distribution)}",
             doc=f"Patches of {distribution}: {entry.value}, loaded with {entry.name}.",
             upstream="",
-            sites=(Site(module=entry.name, diagnose=_never),),
+            sites=(Site(module=entry.name, diagnose=never),),
         )
         super().__init__(patch, patch.sites[0], settings.switched_off(patch.name))
-        self.entry = entry
+        self.entry, self.source = entry, self
 
     def load(self) -> tuple[Patch, ...]:
-        """Load the entry point's patches; none, with the status saying why, where it is broken or switched off."""
         if self.status in (Status.DISABLED, Status.FAILED):
             return ()
         try:
@@ -101,10 +106,6 @@ class EntryPointRecord(Record):
             self.fail(error)
             return ()
         return patches
-
-
-def _never(module: ModuleType) -> Verdict:
-    raise NotImplementedError("this stands for patches that are not loaded, and has none to diagnose")
 
 
 def _mentions_group(folder: str) -> bool:

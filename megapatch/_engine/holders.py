@@ -4,8 +4,8 @@
 found in one sweep over `sys.modules`, dictionaries and classes when a site declares them. Only dictionaries are
 read, so that a module's lazy attributes are never triggered.
 
-The sweep takes some ten milliseconds once torch is loaded. A function that nobody else refers to is not looked for:
-see `ReplacedTarget.may_be_held`.
+The sweep takes some ten milliseconds once torch is loaded. A function that nobody else refers to is not looked
+for: see `ReplacedTarget.may_be_held`.
 """
 
 from __future__ import annotations

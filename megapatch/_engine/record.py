@@ -109,6 +109,26 @@ class Record:
                 self.set(Status.PENDING, _NOT_IMPORTED)
 
 
+class Placeholder(Record):
+    """Stands for a site, or for patches that nothing is known of, until these are loaded.
+
+    Attributes:
+        source: equal for the placeholders that go when the patches of one of them are loaded.
+        names_are_known: whether it has the name of a patch.
+    """
+
+    source: object
+    names_are_known = False
+
+    def load(self) -> tuple[Patch, ...]:
+        """Load the patches; none, with the status saying why, where that fails."""
+        raise NotImplementedError
+
+
+def never(module: ModuleType) -> Verdict:
+    raise NotImplementedError("this stands for patches that are not loaded, and has none to diagnose")
+
+
 class SiteRecord(Record):
     """One site of a patch, and what was installed there."""
 

@@ -31,6 +31,7 @@ def facts() -> Facts:
     for distribution, version in _versions.here().items():
         if _versions.PACKAGES[distribution] in sys.modules:
             found[distribution] = (version, "")
+    this_process().load_families()
     for record in this_process().records:
         if record.site.module in sys.modules:
             record.refresh()

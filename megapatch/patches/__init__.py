@@ -1,11 +1,18 @@
-"""The ordered list of all patches: a package for each family, a file for each patch.
+"""All patches: a package for each family, a file for each patch.
 
+A family's package is imported when one of the modules that its patches watch is; `_catalogue` names both.
 A module whose name begins with an underscore is shared by patches.
 """
 
 from __future__ import annotations
 
-from ..patch import Patch
-from . import megatron, nemo_rl, skyrl, slime
+from typing import Any
 
-PATCHES: tuple[Patch, ...] = (*megatron.PATCHES, *nemo_rl.PATCHES, *skyrl.PATCHES, *slime.PATCHES)
+from ._catalogue import CATALOGUE, of_family
+
+
+def __getattr__(name: str) -> Any:
+    """Return PATCHES, the patches of all families in order, which this imports."""
+    if name == "PATCHES":
+        return tuple(patch for family in CATALOGUE for patch in of_family(family))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

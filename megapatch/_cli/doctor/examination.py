@@ -78,7 +78,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         )
     else:
         reasons = _import_targets() if importing else {}
-        this_process().load_third_parties()
+        this_process().load_all()
         report, complaints = _with_reasons(_api.report(), reasons), this_process().complaints()
         problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
     sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]

@@ -1,0 +1,131 @@
+"""What each family's patches are called, and which modules they watch, for as long as they are not imported."""
+
+from __future__ import annotations
+
+import importlib
+
+from ..patch import Patch
+
+# By family and patch, in the order of the reports: the modules of its sites.
+CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
+    "megatron": {
+        "megatron.forward-pre-hook": ("megatron.core.distributed.distributed_data_parallel",),
+        "megatron.fresh-metadata": (
+            "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader",
+        ),
+        "megatron.gathered-when-read": (
+            "megatron.core.optimizer.distrib_optimizer",
+            "megatron.core.distributed",
+            "megatron.training.checkpointing",
+            "megatron.bridge.training.checkpointing",
+            "megatron.bridge.models.conversion.model_bridge",
+            "megatron.bridge.models.conversion.peft_bridge",
+            "megatron.bridge.models.conversion.quant_bridge",
+            "mbridge.core.bridge",
+            "mcore_bridge.bridge.gpt_bridge",
+        ),
+        "megatron.grad-ready-window": ("megatron.core",),
+        "megatron.nested-no-sync": ("megatron.core.distributed.distributed_data_parallel",),
+        "megatron.prepare-grads-once": ("megatron.core.optimizer",),
+        "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),
+        "megatron.rerun-state-dict": (
+            "megatron.core.rerun_state_machine",
+            "megatron.core.dist_checkpointing.validation",
+        ),
+        "megatron.rerun-transient-fault": ("megatron.core.rerun_state_machine",),
+        "megatron.save-plan-cache": (
+            "megatron.core.dist_checkpointing.strategies.torch",
+            "megatron.core.dist_checkpointing.strategies.fully_parallel",
+        ),
+        "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
+        "megatron.train-reentry": (
+            "megatron.training.training",
+            "megatron.bridge.training.train",
+        ),
+    },
+    "nemo_rl": {
+        "nemo_rl.abort-resets-rerun": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
+        "nemo_rl.forward-pre-hook-after-split": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
+        "nemo_rl.hooks-without-overlap": (
+            "megatron.bridge.training.setup",
+            "nemo.tron.setup",
+        ),
+        "nemo_rl.open-step-guard": (
+            "nemo_rl.models.policy.workers.megatron_policy_worker",
+            "nemo_rl.models.policy.workers.dtensor_policy_worker",
+            "nemo_rl.models.policy.workers.dtensor_policy_worker_v2",
+            "nemo_rl.models.policy.dtensor_policy_worker",
+            "nemo_rl.models.policy.dtensor_policy_worker_v2",
+        ),
+        "nemo_rl.reference-model-rollback": (
+            "nemo_rl.models.policy.workers.megatron_policy_worker",
+            "nemo_rl.models.policy.workers.dtensor_policy_worker",
+            "nemo_rl.models.policy.workers.dtensor_policy_worker_v2",
+            "nemo_rl.models.policy.dtensor_policy_worker",
+            "nemo_rl.models.policy.dtensor_policy_worker_v2",
+        ),
+        "nemo_rl.split-train-step": (
+            "nemo_rl.models.policy.workers.megatron_policy_worker",
+            "nemo_rl.models.policy.megatron_policy_worker",
+        ),
+        "nemo_rl.split-train-step-dtensor": (
+            "nemo_rl.models.policy.workers.dtensor_policy_worker",
+            "nemo_rl.models.policy.workers.dtensor_policy_worker_v2",
+            "nemo_rl.models.policy.dtensor_policy_worker",
+            "nemo_rl.models.policy.dtensor_policy_worker_v2",
+        ),
+        "nemo_rl.split-train-step-policy": (
+            "nemo_rl.models.policy.lm_policy",
+            "nemo_rl.models.policy.tq_policy",
+            "nemo_rl.data_plane.worker_mixin",
+        ),
+        "nemo_rl.sync-weights-version": ("nemo_rl.weight_sync.interfaces",),
+    },
+    "skyrl": {
+        "skyrl.accumulate-forward-backward": (
+            "skyrl_train.workers.megatron.megatron_worker",
+            "skyrl.backends.skyrl_train.workers.megatron.megatron_worker",
+        ),
+        "skyrl.async-trainer-resume": (
+            "skyrl_train.fully_async_trainer",
+            "skyrl.train.fully_async_trainer",
+        ),
+        "skyrl.gathered-when-read": (
+            "skyrl_train.distributed.megatron.megatron_strategy",
+            "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",
+        ),
+        "skyrl.grad-scale": (
+            "skyrl_train.workers.megatron.megatron_model_wrapper",
+            "skyrl.backends.skyrl_train.workers.megatron.megatron_model_wrapper",
+        ),
+        "skyrl.pause-rollback": (
+            "skyrl_train.inference_engines.inference_engine_client",
+            "skyrl.backends.skyrl_train.inference_engines.inference_engine_client",
+        ),
+        "skyrl.pipeline-seed": (
+            "skyrl_train.distributed.megatron.megatron_strategy",
+            "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",
+        ),
+        "skyrl.weight-sync-pause": (
+            "skyrl_train.workers.worker_dispatch",
+            "skyrl.backends.skyrl_train.workers.worker_dispatch",
+        ),
+    },
+    "slime": {
+        "slime.train-reentry": (
+            "slime.backends.megatron_utils.model",
+            "miles.backends.megatron_utils.model",
+        ),
+        "slime.first-sync-pushes-actor": (
+            "slime.backends.megatron_utils.actor",
+            "miles.backends.megatron_utils.actor",
+        ),
+    },
+}
+
+
+def of_family(family: str) -> tuple[Patch, ...]:
+    """Import a family's package, and return its patches in order."""
+    found: tuple[Patch, ...] = importlib.import_module(f"{__package__}.{family}").PATCHES
+    return found
