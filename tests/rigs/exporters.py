@@ -114,7 +114,8 @@ def stream(name, chunks):
 class _Unchanged:
     """A mapping of Bridge's: each parameter has one name and is not converted."""
 
-    is_grouped_export = False
+    is_grouped_export = is_expert = False
+    tp_size = ep_size = 1
 
     def __init__(self, name):
         self.name = name
@@ -125,7 +126,7 @@ class _Unchanged:
     megatron_to_hf_quant = megatron_to_hf
 
 
-def _tasks(module, chunks):
+def tasks_of(module, chunks):
     """Conversion tasks as Bridge makes them: they hold the parameters."""
     return [
         module.WeightConversionTask(
@@ -140,7 +141,7 @@ def _tasks(module, chunks):
     ]
 
 
-def _new_bridge(module):
+def new_bridge(module):
     class Bridge(module.MegatronModelBridge):
         provider_bridge = mapping_registry = None
 
@@ -148,24 +149,24 @@ def _new_bridge(module):
 
 
 def _of_bridge(module, chunks):
-    return _new_bridge(module).stream_weights_megatron_to_hf(
+    return new_bridge(module).stream_weights_megatron_to_hf(
         chunks,
         SimpleNamespace(),
         show_progress=False,
-        conversion_tasks=_tasks(module, chunks),
+        conversion_tasks=tasks_of(module, chunks),
         merge_adapter_weights=False,
     )
 
 
 def _of_quantizing_bridge(_, chunks):
     module = importlib.import_module(MODULES["Megatron-Bridge"])
-    return _new_bridge(module).stream_weights_megatron_to_hf_quant(
+    return new_bridge(module).stream_weights_megatron_to_hf_quant(
         chunks,
         SimpleNamespace(),
         lambda name: False,
         None,
         show_progress=False,
-        conversion_tasks=_tasks(module, chunks),
+        conversion_tasks=tasks_of(module, chunks),
     )
 
 

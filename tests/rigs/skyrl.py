@@ -99,10 +99,10 @@ class Release:
             config=settings, actor_module=chunks, actor_optimizer=optimizer, **others
         )
 
-    def ranks(self, function, world_size, *args, env=None, **options):
+    def ranks(self, function, world_size, *args, env=None, setup=None, **options):
         """Call run_ranks in processes that find this release."""
         env = {**(env or {}), "SKYRL_RELEASE": self.folder}
-        return run_ranks(function, world_size, *args, setup=find_skyrl, env=env, **options)
+        return run_ranks(function, world_size, *args, setup=setup or find_skyrl, env=env, **options)
 
 
 def _releases():

@@ -5,8 +5,8 @@ Symptom   with overlap_param_gather (SkyRL passes it on to Megatron), a checkpoi
           those of others, which are one step old.
 Upstream  in all releases of skyrl-train and skyrl, and on main. Megatron's own train() gathers before a save.
 Seam      MegatronStrategy.save_checkpoint() asks the unwrapped model for its state, out of the reach of
-          megatron.gathered-when-read, and so it gathers first. All ranks call it. save_hf_model() and the weight
-          extractors read through Megatron-Bridge (mbridge in skyrl-train 0.2.0), which that patch makes gather.
+          megatron.gathered-when-read, and so it gathers first. All ranks call it. save_hf_model() and weight syncs
+          read through Megatron-Bridge's exporter (mbridge's in skyrl-train 0.2.0), which that patch makes gather.
 Limits    AdapterStore, which swaps LoRA adapters, copies the buffers as they are, together with the optimizer's
           state: call `megapatch.weight_sync.gathered_parameters(model)` before swapping. What that refuses to
           gather, such as parameters in an offloaded buffer, save_checkpoint() refuses, too.
