@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
 from types import SimpleNamespace
@@ -59,6 +60,8 @@ def extractors_of(release, chunks):
         source = module.MegatronWeightSource(Bridge(), chunks, torch.float32)
         return {"source": lambda: _copied(source)}
     worker = importlib.import_module(f"{release.backend}.{MEGATRON_WORKER}")
+    if not extracts(release):
+        return {"broadcast": lambda: _broadcast(worker, chunks)}
     worker.broadcast_object_across_pp_ranks = lambda value: value  # there is one stage
 
     def extractor(bucketing):
@@ -84,6 +87,33 @@ def extractors_of(release, chunks):
 def extracts(release):
     """Whether the release has extractors; older ones read in the middle of the worker's broadcast."""
     return release.has("weight_sync/weight_extractor") or release.has("weight_sync/sources")
+
+
+def syncs_through_bridge(release):
+    return "export_hf_weights" in release.file("workers/megatron/megatron_worker").read_text() or extracts(release)
+
+
+def _broadcast(module, chunks):
+    """Call the broadcast of skyrl-train 0.3.0's own worker, and return what rank 0 sends to the engines."""
+    names, tensors = [], []
+
+    async def update_named_weights(request):
+        names.extend(request["names"])
+
+    worker = object.__new__(module.MegatronPolicyWorkerBase)
+    generator = SimpleNamespace(enable_prefix_caching=False, model_dtype="float32")
+    worker.cfg = SimpleNamespace(generator=generator)
+    worker.use_cuda_ipc, worker._model_update_group = False, None
+    worker.bridge, worker.actor_module = Bridge(), chunks
+    with (
+        mock.patch.object(torch.cuda, "current_device", return_value="cpu"),
+        mock.patch.object(torch.distributed, "broadcast", lambda tensor, *_, **__: tensors.append(tensor.clone())),
+    ):
+        client = SimpleNamespace(update_named_weights=update_named_weights)
+        asyncio.run(worker.broadcast_to_inference_engines(client))
+    sent = [dict(zip(names, tensors, strict=True))]
+    torch.distributed.broadcast_object_list(sent, 0)
+    return sent[0]
 
 
 def _copied(tensors):

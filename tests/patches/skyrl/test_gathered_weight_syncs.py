@@ -1,5 +1,5 @@
-"""What SkyRL's own extractors read for a weight sync right after a step, through Megatron-Bridge's own exporter,
-at two data-parallel ranks, compared with what they read of a model without overlap_param_gather."""
+"""What SkyRL's own extractors, or its broadcast, read for a weight sync right after a step, through
+Megatron-Bridge's own exporter, at two data-parallel ranks, compared with that without overlap_param_gather."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rigs.exporters import MODULES, installed
 from rigs.gathers import Collectives, pair, wrong
 from rigs.megatron import UNPATCHED, buckets
 from rigs.skyrl import RELEASES, needs_skyrl
-from rigs.skyrl_sync import extractors_of, extracts, find_skyrl_and_exporter
+from rigs.skyrl_sync import extractors_of, find_skyrl_and_exporter, syncs_through_bridge
 
 import megapatch
 from megapatch.testing import init_parallel
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 STEPS = 3
-WITH_EXTRACTORS = [release for release in RELEASES if extracts(release)]
+THROUGH_BRIDGE = [release for release in RELEASES if syncs_through_bridge(release)]
 
 
 def read(rank, world_size, release):
@@ -53,7 +53,7 @@ def exporter_status():
     return site.status.value
 
 
-@pytest.fixture(scope="module", params=WITH_EXTRACTORS, ids=lambda release: release.name)
+@pytest.fixture(scope="module", params=THROUGH_BRIDGE, ids=lambda release: release.name)
 def without_and_with(request):
     release, setup = request.param, find_skyrl_and_exporter
     without = release.ranks(read, 2, release, setup=setup, env=UNPATCHED)
