@@ -36,8 +36,8 @@ class Lookout:
     def watch(self, name: str, register: Callable[[], object]) -> None:
         """Call `register` whenever the module is about to be imported and no hook is registered for it."""
         self._register_again[name] = register
-        if self not in sys.meta_path:
-            sys.meta_path.insert(0, self)
+        if not sys.meta_path or sys.meta_path[0] is not self:
+            self._step_in_front()
 
     def call_when_missed(self, on_missed: Callable[[], object]) -> None:
         """Call `on_missed` after an import that follows one which may have gone unseen."""
@@ -55,10 +55,7 @@ class Lookout:
 
     def _ask_in_new_order(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
         """Step in front, and ask the others: importlib would skip those that come to stand where it has been."""
-        ours = [finder for finder in sys.meta_path if finder is self or _is_wrapts(finder)]
-        ours.sort(key=_is_wrapts)
-        # At once, as other threads are iterating over it.
-        sys.meta_path[:] = [*ours, *(finder for finder in sys.meta_path if finder not in ours)]
+        self._step_in_front()
         self._asking.add(threading.get_ident())
         try:
             for finder in sys.meta_path[1:]:
@@ -69,6 +66,11 @@ class Lookout:
         finally:
             self._asking.discard(threading.get_ident())
         return None
+
+    def _step_in_front(self) -> None:
+        wrapts = [finder for finder in sys.meta_path if _is_wrapts(finder)]
+        others = [finder for finder in sys.meta_path if finder is not self and not _is_wrapts(finder)]
+        sys.meta_path[:] = [self, *wrapts, *others]  # at once, as other threads are iterating over it
 
     def _look_again(self, module: ModuleType) -> None:
         if self._may_have_missed:
