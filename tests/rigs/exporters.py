@@ -77,7 +77,12 @@ def find_exporters():
         return Anything(name, (), {})
 
     sys.meta_path[:0] = [StandIns(NOT_THEIRS, make), BarePackages()]
-    sys.meta_path.append(StandIns(MISSING, make))
+    sys.meta_path.append(StandIns(filter(is_missing, MISSING), make))
+
+
+def is_missing(name):
+    """Whether it needs a stand-in, which would otherwise also answer for names of a half-loaded package."""
+    return find_module(name) is None
 
 
 class RealConversions:
@@ -102,7 +107,7 @@ class RealConversions:
 def find_conversions():
     """Make Bridge's exporters importable where `rigs.bridge.find_bridge` has put stand-ins."""
     sys.meta_path.insert(0, RealConversions())
-    missing = [name for name in MISSING if name != "triton"]  # Megatron takes what is there for the real one
+    missing = [name for name in filter(is_missing, MISSING) if name != "triton"]  # Megatron takes what is there for the real one
     sys.meta_path.append(StandIns(missing, lambda module, name: Anything(name, (), {})))
 
 
