@@ -107,7 +107,8 @@ class RealConversions:
 def find_conversions():
     """Make Bridge's exporters importable where `rigs.bridge.find_bridge` has put stand-ins."""
     sys.meta_path.insert(0, RealConversions())
-    missing = [name for name in filter(is_missing, MISSING) if name != "triton"]  # Megatron takes what is there for the real one
+    # Not triton: Megatron takes what is there for the real one.
+    missing = [name for name in filter(is_missing, MISSING) if name != "triton"]
     sys.meta_path.append(StandIns(missing, lambda module, name: Anything(name, (), {})))
 
 
