@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 __all__ = [
+    "AuditError",
     "ConfigError",
     "EmptyStepError",
     "InconsistentError",
@@ -43,6 +44,10 @@ class StrictError(MegapatchError):
 
 class InconsistentError(MegapatchError):
     """Processes that have to be patched alike are not; the message says which differ in what."""
+
+
+class AuditError(MegapatchError):
+    """MEGAPATCH_AUDIT=raise is set, and a rank has broken a rule of training; the message says which, and how."""
 
 
 class ConfigError(MegapatchError, ValueError):

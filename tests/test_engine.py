@@ -98,7 +98,7 @@ def test_a_thousand_calls_from_64_threads_change_a_target_once(modules):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     target = sys.modules[name]
     assert target.greet("you") == target.alias("you") == target.Greeter().greet("you") == "hello you!"
     assert status_of(engine) == "applied"
@@ -119,7 +119,7 @@ def test_restoring_and_applying_at_once_leaves_all_or_nothing(modules):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive()
     engine.apply()
     assert target.greet is target.alias is user.greet

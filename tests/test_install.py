@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import inspect
 import pickle
@@ -161,3 +162,66 @@ def test_restoring_an_unknown_name_is_an_error_that_helps():
     engine = make_engine(make_patch("nowhere"))
     with pytest.raises(MegapatchError, match=r"no patch is called 'test.laud'; did you mean test\.louder\?"):
         engine.restore("test.laud")
+
+
+def test_patches_on_one_target_are_restored_from_the_top_down(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    original = target.greet
+    engine = make_engine(make_patch(name, name="test.first"), make_patch(name, name="test.second"))
+    engine.activate()
+    assert target.greet("you") == "hello you!!"
+    with pytest.raises(RestoreError, match=r"greet cannot be restored: the patch test\.second was installed over"):
+        engine.restore("test.first")
+    assert [status_of(engine, position) for position in (0, 1)] == ["applied", "applied"]
+    engine.restore("test.second")
+    assert target.greet("you") == "hello you!"
+    engine.apply()
+    assert target.greet("you") == "hello you!!"
+    engine.restore()
+    assert target.greet is original
+    engine.apply()
+    assert target.greet("you") == "hello you!!"
+
+
+def test_what_is_put_beneath_sees_what_the_others_leave(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    importer = importlib.import_module(modules.write(f"from {name} import greet", stem="importer"))
+    original, seen = target.greet, []
+
+    def watched(greet):
+        @functools.wraps(greet)
+        def patched_greet(*args):
+            seen.append(greet(*args))
+            return seen[-1]
+
+        return patched_greet
+
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    engine.restore("test.louder")
+    engine.apply()
+    watcher = make_patch(name, name="audit.greetings", factory=watched)
+    engine.put_beneath([watcher])
+    assert importer.greet("you") == target.greet("you") == "hello you!"
+    assert seen == ["hello you"] * 2
+    assert [status_of(engine, position) for position in (0, 1)] == ["applied", "applied"]
+    assert not any(site.foreign for one in make_report(engine.records).patches for site in one.sites)
+    engine.restore()
+    assert target.greet("you") == importer.greet("you") == "hello you" and len(seen) == 4
+    engine.apply()
+    engine.take_away([watcher])
+    assert target.greet("you") == "hello you!" and len(seen) == 4
+    assert [patch.name for patch in engine.patches] == ["test.louder"]
+    engine.restore()
+    assert target.greet is importer.greet is original
+
+
+def test_what_a_user_restored_stays_away_when_something_is_put_beneath(modules):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name))
+    engine.activate()
+    engine.restore()
+    engine.put_beneath(
+        [make_patch(name, name="audit.greetings", factory=lambda greet: lambda *args: greet(*args))]
+    )
+    assert target.greet("you") == "hello you" and status_of(engine, 1) == "disabled"

@@ -183,7 +183,7 @@ import atexit, sys
 def at_exit():
     import megapatch
     import megatron.core.distributed.distributed_data_parallel
-    print(megapatch.report().patches[0].patch.family)
+    print(*{patch.patch.family for patch in megapatch.report().patches} & {"megatron"})
     megapatch.restore()
 
 atexit.register(at_exit)

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -47,6 +47,7 @@ class Engine:
         self._watched: set[str] = set()
         self._complained: set[str] = set()
         self._applied: list[SiteRecord] = []  # and not announced yet
+        self._beneath: tuple[Patch, ...] = ()
         for patch in patches:
             self.records += self._records_of(patch, self.patches)
         self.records += tuple(placeholders)
@@ -93,7 +94,9 @@ class Engine:
         self._insist(self.records)
 
     def restore(self, *names: str) -> None:
-        """Put back the originals of the named patches (names or globs; all without names) until `apply()`.
+        """Put back the originals of the named patches (names or globs) until `apply()`.
+
+        Without names, of all but those that were put beneath.
 
         Raises:
             MegapatchError: for an unknown name.
@@ -101,14 +104,58 @@ class Engine:
         """
         named = self.named(*names or "*")
         self.load_families()  # so that restored ones stay away when their module is imported
-        chosen = [record for record in self.records if record.patch.name in named]
+        kept = () if names else self._beneath
+        self._restore(
+            [record for record in self.records if record.patch.name in named and record.patch not in kept]
+        )
+
+    def _restore(self, chosen: Collection[Record]) -> None:
         with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
             for record in chosen:
                 locks.enter_context(record.lock)
-            for record in chosen:
-                check_current(record.installed)
-            for record in chosen:
+            going = [target for record in chosen for target in record.installed]
+            check_current(going, going)
+            for record in sorted(chosen, key=lambda record: record.installation, reverse=True):
                 record.restore()
+
+    def put_beneath(self, patches: Collection[Patch]) -> None:
+        """Add patches that see what is left once all others have had their say, whatever settings say of patches.
+
+        Those in place are taken off for a moment, so nothing of what they patch may run meanwhile.
+
+        Raises:
+            RestoreError: when someone else has patched on top of megapatch; nothing is changed then.
+        """
+        with self._lifted(), self._changing_records:
+            added = [SiteRecord(patch, site, None) for patch in patches for site in patch.sites]
+            self.records = (*added, *self.records)
+            self._beneath += tuple(patches)
+
+    def take_away(self, patches: Collection[Patch]) -> None:
+        """Undo `put_beneath`.
+
+        Raises:
+            RestoreError: when someone else has patched on top of megapatch; nothing is changed then.
+        """
+        with self._lifted(), self._changing_records:
+            self.records = tuple(record for record in self.records if record.patch not in patches)
+            self._beneath = tuple(patch for patch in self._beneath if patch not in patches)
+
+    @contextlib.contextmanager
+    def _lifted(self) -> Iterator[None]:
+        """Take off what is in place, and put it in again afterwards, in the order of the records."""
+        lifted = [record for record in self._sites() if record.installed]
+        self._restore(lifted)
+        try:
+            yield
+        finally:
+            for record in lifted:
+                record.allow_again()
+            if self._active:
+                for module in [record.site.module for record in self.records]:
+                    self._watch(module)
+                self._look()
+                self._expect_nothing_more(self.records)
 
     def named(self, *names: str) -> list[str]:
         """Return the names of the patches that these names or globs stand for.

@@ -8,7 +8,7 @@ uninstall   all targets of a site, or none
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -88,23 +88,37 @@ def _rebind_holder(target: ReplacedTarget, holder: holders.Holder, original: Any
     holder.swap(original, target.replacement)
 
 
-def check_current(targets: tuple[ReplacedTarget, ...]) -> None:
-    """Raise RestoreError, naming who, when someone else has replaced a target."""
+def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTarget] = ()) -> None:
+    """Raise RestoreError, naming who, when someone has replaced a target and stays.
+
+    Args:
+        targets: what is to be restored.
+        going: targets that are restored before; they may stand on top of these.
+    """
+    beneath = {id(target.replacement): target.original for target in going}
     for target in targets:
-        if not target.is_current:
-            raise RestoreError(
-                f"{target.target} cannot be restored: {target.overwritten_by()} was installed over megapatch's "
-                "replacement; undo that first"
-            )
+        top = target.current
+        while top is not target.replacement:
+            if id(top) not in beneath:
+                raise RestoreError(
+                    f"{target.target} cannot be restored: {target.name_of(top)} was installed over megapatch's "
+                    "replacement; undo that first"
+                )
+            top = beneath[id(top)]
 
 
-def rebind(targets: tuple[ReplacedTarget, ...], found: Mapping[int, list[holders.Holder]]) -> None:
-    """Give the replacements to the holders of the originals, as `holders.find` found them for a whole batch."""
+def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Holder]]) -> None:
+    """Give the replacements to the holders of the originals, as `holders.find` found them for a whole batch.
+
+    They go to `found` as holders of the replacement: another patch of the batch may have replaced that.
+    """
     for target in targets:
         if not target.inherited:  # a holder of the parent class's function means that one
             for holder in found.get(id(target.original), ()):
                 before, target.holders = target.holders, (*target.holders, holder)
-                if not holder.swap(target.original, target.replacement):
+                if holder.swap(target.original, target.replacement):
+                    found.setdefault(id(target.replacement), []).append(holder)
+                else:
                     target.holders = before
 
 

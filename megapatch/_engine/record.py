@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 
 from .. import _versions
@@ -33,6 +34,7 @@ _UNPATCHED_AGAIN = (
 )
 _INTERRUPTED = "interrupted; megapatch.apply() tries again"
 _RELOADS_KNOWN = 8  # whose replacements a holder may be left with; each takes about 5 KB
+_installations = itertools.count(1)
 _RESTORED = "restored in this process; megapatch.apply() installs it again"
 
 
@@ -46,9 +48,16 @@ class Phase(enum.Enum):
 
 
 class Record:
-    """A site of a patch with its status and why."""
+    """A site of a patch with its status and why.
+
+    Attributes:
+        installed: what was replaced there.
+        installation: how many sites were installed in this process when this one was; a later one may stand on top
+            of it, and is restored before it.
+    """
 
     installed: tuple[ReplacedTarget, ...] = ()
+    installation = 0
     verdict: Verdict | None = None
 
     def __init__(self, patch: Patch, site: Site, disabled: str | None) -> None:
@@ -171,7 +180,7 @@ class SiteRecord(Record):
             self._all_or_none(lambda: self._judge_and_install(module))
         return self.phase is Phase.INSTALLED
 
-    def rebind(self, installed: tuple[ReplacedTarget, ...], found: Mapping[int, list[Holder]]) -> bool:
+    def rebind(self, installed: tuple[ReplacedTarget, ...], found: dict[int, list[Holder]]) -> bool:
         """Give what `consider` has installed to the other holders of the originals, which were looked for since;
         only then is it applied. Returns whether it has become so.
 
@@ -214,14 +223,14 @@ class SiteRecord(Record):
             raise TypeError(f"diagnose returned {verdict!r}, not a Verdict")
         self.verdict = verdict
         if verdict.kind is VerdictKind.NEEDED:
-            self.phase = Phase.INSTALLING
+            self.phase, self.installation = Phase.INSTALLING, next(_installations)
             install(self.patch.name, module, self.site, self._note)
             self.phase = Phase.INSTALLED if self.installed else Phase.IDLE
         else:
             known = _versions.remark(self.site.module) if verdict.kind is VerdictKind.UNKNOWN else ""
             self.set(_STATUS_OF_VERDICT[verdict.kind], verdict.reason + known)
 
-    def _bind(self, found: Mapping[int, list[Holder]]) -> None:
+    def _bind(self, found: dict[int, list[Holder]]) -> None:
         rebind(self.installed, found)
         assert self.verdict is not None
         self.set(Status.APPLIED, self.verdict.reason)

@@ -3,6 +3,8 @@
 MEGAPATCH_DISABLE   comma-separated patch names or globs that stay off
 MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays off
 MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
+MEGAPATCH_AUDIT     1: megapatch.audit watches from the start; raise: what it finds is an error on all ranks
+MEGAPATCH_AUDIT_EVERY   optimizer steps between two of its comparisons of ranks
 MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
 """
 
@@ -16,7 +18,11 @@ from typing import NamedTuple
 DISABLE = "MEGAPATCH_DISABLE"
 ONLY = "MEGAPATCH_ONLY"
 STRICT = "MEGAPATCH_STRICT"
+AUDIT = "MEGAPATCH_AUDIT"
+EVERY = "MEGAPATCH_AUDIT_EVERY"
 NO_ENTRY_POINTS = "MEGAPATCH_NO_ENTRY_POINTS"
+
+RAISE = "raise"
 
 _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
 
@@ -44,6 +50,7 @@ class Settings(NamedTuple):
     only: tuple[str, ...] = ()
     strict_value: str = ""
     no_entry_points_value: str = ""
+    audit_value: str = ""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -53,7 +60,7 @@ class Settings(NamedTuple):
         def switch(variable: str) -> str:
             return environment.get(variable, "").strip().lower()
 
-        return cls(names(DISABLE), names(ONLY), switch(STRICT), switch(NO_ENTRY_POINTS))
+        return cls(names(DISABLE), names(ONLY), switch(STRICT), switch(NO_ENTRY_POINTS), switch(AUDIT))
 
     @property
     def strict(self) -> bool:
@@ -64,6 +71,11 @@ class Settings(NamedTuple):
     def no_entry_points(self) -> bool:
         """Whether patches of other distributions stay out. Also true for a value that means nothing."""
         return self.no_entry_points_value not in _OFF
+
+    @property
+    def audit(self) -> bool:
+        """Whether to watch what training does. Also true for a value that means nothing."""
+        return self.audit_value not in _OFF
 
     def switched_off(self, name: str) -> str | None:
         """Say why this name is explicitly off, or return None."""
@@ -86,11 +98,15 @@ class Settings(NamedTuple):
             more_to_come: whether other distributions have patches that are not loaded yet. A name that may be of
                 such a patch is not judged: it has a family, and not that of a known patch.
         """
-        switches = {STRICT: self.strict_value, NO_ENTRY_POINTS: self.no_entry_points_value}
+        switches = {
+            STRICT: self.strict_value,
+            NO_ENTRY_POINTS: self.no_entry_points_value,
+            AUDIT: self.audit_value,
+        }
         found = [
             f"{variable}={value} is neither 1 nor 0; it is taken for 1"
             for variable, value in switches.items()
-            if value not in (*_OFF, *_ON)
+            if value not in (*_OFF, *_ON, *((RAISE,) if variable == AUDIT else ()))
         ]
         known = list(known)
         families = {patch.partition(".")[0] for patch in known}

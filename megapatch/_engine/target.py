@@ -142,9 +142,15 @@ class ReplacedTarget:
 
     def overwritten_by(self) -> str:
         """Name who stands at the target instead of us."""
-        other = self.current
+        return self.name_of(self.current)
+
+    def name_of(self, other: Any) -> str:
+        """Name what was found at the target: the patch, if it is another one of megapatch's."""
         if other is None:
             return "nothing"
+        patch = getattr(other, MARK, None)  # functools.wraps copies ours to whatever wraps us
+        if patch not in (None, getattr(self.replacement, MARK, None)):
+            return f"the patch {patch}"
         return f"{getattr(other, '__module__', '?')}.{getattr(other, '__qualname__', repr(other))}"
 
     @property
