@@ -51,15 +51,15 @@ def patchers(site: Site, installed: Collection[ReplacedTarget], ours: Collection
 
 
 def _before(function: Any, parent: Any, ours: Collection[int]) -> Iterator[str]:
-    layers = list(_layers(function))
-    foreign = [layer for layer in layers if id(layer) not in ours and not _upstreams(layer, parent)]
+    layers = list(layers_of(function))
+    foreign = [layer for layer in layers if id(layer) not in ours and not is_upstreams(layer, parent)]
     for layer in foreign:
         yield f"{_who(layer)} has {'replaced' if layer is layers[-1] else 'wrapped'}"
 
 
 def _on_top(target: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
     """Yield the layers above our replacement, or in place of it; upstream's own lie below it."""
-    layers = list(_layers(target.current))
+    layers = list(layers_of(target.current))
     inside = next((number for number, layer in enumerate(layers) if layer is target.replacement), None)
     if inside is None and layers:
         yield f"{_who(layers[0])} has replaced"
@@ -68,7 +68,7 @@ def _on_top(target: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
             yield f"{_who(layer)} has wrapped"
 
 
-def _layers(function: Any) -> Iterator[Any]:
+def layers_of(function: Any) -> Iterator[Any]:
     """Yield the function and what it wraps, from the outside in."""
     seen: set[int] = set()
     while function is not None and id(function) not in seen:
@@ -77,8 +77,9 @@ def _layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", function.func if _is_partial(function) else None)
 
 
-def _upstreams(layer: Any, parent: Any) -> bool:
-    module, _ = _code_of(layer)
+def is_upstreams(layer: Any, parent: Any) -> bool:
+    """Return whether a layer of a function that is found in `parent`, a module or class, is not foreign."""
+    module, _ = code_of(layer)
     root = module.partition(".")[0]
     home = parent.__name__ if isinstance(parent, ModuleType) else parent.__module__
     return (
@@ -115,11 +116,11 @@ def _imports(module: ModuleType, package: str) -> bool:
 
 
 def _who(layer: Any) -> str:
-    module, line = _code_of(layer)
+    module, line = code_of(layer)
     return f"{module} ({line})" if line else module
 
 
-def _code_of(layer: Any) -> tuple[str, str]:
+def code_of(layer: Any) -> tuple[str, str]:
     """Return the module of a layer's own code and where the code begins; for an object, its class's module."""
     layer = getattr(layer, "_self_wrapper", layer)  # a wrapt proxy looks like what it wraps
     while _is_partial(layer) or type(layer) is MethodType:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
-from ..._engine.settings import DISABLE, NO_ENTRY_POINTS, ONLY, STRICT, Settings
+from ..._engine.settings import AUDIT, DISABLE, EVERY, NO_ENTRY_POINTS, ONLY, STRICT, Settings
 from ..._reporting import terminal
+from ..._reporting.others import patched_by_others
 from ..._reporting.report import Report
 from ...patch import NEEDS_ATTENTION, Status
 from ...reach._run.site.sitecustomize import TARGETS
@@ -26,6 +27,7 @@ class Examination(NamedTuple):
     Attributes:
         report: of all patches.
         packages: where each package that matters comes from.
+        others: (module, function of Megatron or torch that it has patched), besides megapatch.
         settings: each MEGAPATCH_* variable that is set, its value, and its effect.
         reach: each way into a process, and what it would do here.
         problems: in words, sites that need attention first.
@@ -34,6 +36,7 @@ class Examination(NamedTuple):
 
     report: Report
     packages: Sequence[origins.Package]
+    others: Sequence[tuple[str, str]]
     settings: Sequence[tuple[str, str, str]]
     reach: Mapping[str, str]
     problems: Sequence[str]
@@ -44,6 +47,7 @@ class Examination(NamedTuple):
         return {
             **self.report.to_dict(),
             "packages": [package._asdict() for package in self.packages],
+            "others": [{"module": module, "target": target} for module, target in self.others],
             "settings": [
                 dict(zip(("name", "value", "effect"), setting, strict=True)) for setting in self.settings
             ],
@@ -61,17 +65,25 @@ class Examination(NamedTuple):
         parts = [
             ["packages", *_rows(rows, columns)],
             ["patches", *self.report.table(columns)],
+            *self._others(columns),
             ["settings", *(_rows(settings, columns) or ["  none: no MEGAPATCH_* variable is set"])],
             ["ways in", *_rows(list(self.reach.items()), columns)],
             [f"digest {self.report.digest}"],
         ]
         return "\n\n".join("\n".join(part) for part in parts)
 
+    def _others(self, columns: int) -> list[list[str]]:
+        targets: dict[str, list[str]] = {}
+        for module, target in self.others:
+            targets.setdefault(module, []).append(target)
+        rows = [(module, ", ".join(names)) for module, names in targets.items()]
+        return [["patched by others", *_rows(rows, columns)]] if rows else []
+
 
 def examine(importing: bool, seconds: float | None) -> Examination:
     """Look at everything, as `doctor` does."""
     if importing and seconds is not None:
-        report, problems = probe.probe(_api.report(), seconds)
+        report, problems, others = probe.probe(_api.report(), seconds)
         complaints = this_process().settings.complaints(
             [patch.patch.name for patch in report.patches],
             more_to_come=any(patch.patch.family == "third_party" for patch in report.patches),
@@ -80,6 +92,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         reasons = _import_targets() if importing else {}
         this_process().load_all()
         report, complaints = _with_reasons(_api.report(), reasons), this_process().complaints()
+        others = patched_by_others()
         problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
     sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
     bad = [
@@ -93,17 +106,18 @@ def examine(importing: bool, seconds: float | None) -> Examination:
             "(pip install megatron-core), or run doctor in the environment that trains"
         )
     problems += [*complaints, *_unknown_settings(os.environ)]
-    others = _third_parties()
-    packages = origins.packages(others)
+    third_parties = _third_parties()
+    packages = origins.packages(third_parties)
     versions = {package.name: package.version or "of unknown version" for package in packages}
     return Examination(
         report=report,
         packages=packages,
+        others=others,
         settings=_settings(os.environ, report),
         reach=routes.routes(
             report,
             ray=versions.get("ray"),
-            third_parties=[f"{dist.name} {dist.version}" for dist in others],
+            third_parties=[f"{dist.name} {dist.version}" for dist in third_parties],
             entry_points_off=this_process().settings.no_entry_points,
         ),
         problems=[*bad, *problems],
@@ -154,6 +168,8 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
         if settings.strict
         else "off: what needs attention is a warning",
         NO_ENTRY_POINTS: f"patches of other distributions are {'not ' * settings.no_entry_points}looked for",
+        AUDIT: "training is watched" if settings.audit else "off: training is not watched",
+        EVERY: "optimizer steps between two comparisons of the ranks by the audit",
         TARGETS: "set by `megapatch run`, which this process is below",
     }
     return [(name, environment[name], effect) for name, effect in effects.items() if name in environment]
@@ -164,7 +180,7 @@ def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
     import difflib
 
     prefix = "MEGAPATCH_"
-    known = [name.removeprefix(prefix) for name in (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS)]
+    known = [name.removeprefix(prefix) for name in (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY)]
     found = []
     for name in sorted(environment):
         if name.startswith(prefix) and name != TARGETS and name.removeprefix(prefix) not in known:

@@ -32,6 +32,7 @@ def markdown(found: Examination) -> str:
             f"- {platform.python_implementation()} {sys.version}",
         ],
         ["## Packages", "", "| package | version | origin |", "| --- | --- | --- |", *packages],
+        ["## Patched by others", "", *([f"- {who}: `{target}`" for who, target in found.others] or ["Nothing."])],
         ["## Settings", "", *(settings or ["No MEGAPATCH_* variable is set."])],
         ["## Problems", "", *([f"- {problem}" for problem in found.problems] or ["None."])],
         ["## Patches", "", "````text", *found.report.table(_COLUMNS), "````"],

@@ -33,6 +33,11 @@ RELEVANT = (
     ("skyrl", "skyrl"),
     ("skyrl-train", "skyrl_train"),
     ("nemo-rl", "nemo_rl"),
+    ("verl", "verl"),
+    ("ms-swift", "swift.megatron"),
+    ("mcore-bridge", "mcore_bridge"),
+    ("areal", "areal"),
+    ("roll", "roll.distributed"),
     ("ray", "ray"),
 )
 """Distribution, and the package that shows where it is; doctor lists them in this order."""

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..._engine.engine import this_process
+from ..._reporting.others import patched_by_others
 from ..._reporting.report import PatchReport, Report, SiteReport
 from ...patch import Patch, Site, Status, Verdict
 
@@ -32,10 +33,12 @@ _CHILD = (
 class _Answer(NamedTuple):
     patches: list[dict[str, Any]]
     problem: str | None
+    others: Sequence[Sequence[str]] = ()
 
 
-def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
-    """Return the report with every pending site as a child process found it, and what could not be imported.
+def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str], list[tuple[str, str]]]:
+    """Return the report with every pending site as a child process found it, what could not be imported, and what
+    others have patched.
 
     Args:
         report: of this process.
@@ -45,7 +48,7 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
     names = set(known)
     before: dict[str, str] = {}  # what has to be imported first: the module that brings a third party's patch
     asked: set[str] = set()
-    problems = []
+    problems, others = [], set(patched_by_others())
     while todo := pending(known.values()) - asked:
         asked |= todo
         answers = _ask_all({name: [*filter(None, [before.get(name)]), name] for name in sorted(todo)}, seconds)
@@ -53,6 +56,7 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
             if answer.problem:
                 problems.append(f"{module} is installed but cannot be imported: {answer.problem}")
             _merge(known, module, answer)
+            others |= {(who, target) for who, target in answer.others}
             if not answer.problem:  # third-party patches, which only the child has loaded
                 known.update(
                     {
@@ -63,7 +67,7 @@ def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str]]:
                 )
             for name in pending(known.values()) - asked - todo:
                 before.setdefault(name, module)
-    return report._replace(patches=tuple(known.values())), problems
+    return report._replace(patches=tuple(known.values())), problems, sorted(others)
 
 
 def child(result: str, modules: str) -> None:
@@ -76,7 +80,8 @@ def child(result: str, modules: str) -> None:
     for name in modules.split(","):
         problem = import_target(name)
     with open(f"{result}.part", "w", encoding="utf-8") as file:
-        json.dump({"patches": report().to_dict()["patches"], "problem": problem}, file)
+        answer = {"patches": report().to_dict()["patches"], "problem": problem, "others": patched_by_others()}
+        json.dump(answer, file)
     os.replace(file.name, result)
     os._exit(0)  # nothing that was imported may crash or wait now
 
