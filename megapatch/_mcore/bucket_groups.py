@@ -7,11 +7,22 @@ its gradients are reduced, and `param_gather_handle` is set while the gather is 
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 MODULE = "megatron.core.distributed.distributed_data_parallel"
 DDP = f"{MODULE}:DistributedDataParallel"
 GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+
+LINE = "_megapatch_line"
+"""Attribute of a bucket group: where its turn to be reduced is decided, if that patch is in place."""
+
+
+def chunks_of(model: Any) -> list[Any] | None:
+    """Return the chunks of a model of Megatron's DistributedDataParallel, given one or a list; None for others."""
+    ddp = getattr(sys.modules.get(MODULE), "DistributedDataParallel", None)
+    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
+    return chunks if ddp is not None and chunks and all(isinstance(chunk, ddp) for chunk in chunks) else None
 
 
 def bucket_groups(ddp: Any) -> list[Any]:
@@ -75,6 +86,17 @@ def start_grad_reduces(ddp: Any) -> None:
             group.start_grad_sync()
 
 
+def begin_lines(ddp: Any) -> None:
+    """Begin a step in the lines that megatron.parameters-without-gradients has its bucket groups stand in."""
+    for line in lines_of(ddp):
+        line.begin()
+
+
+def lines_of(ddp: Any) -> list[Any]:
+    found = [getattr(group, LINE, None) for group in bucket_groups(ddp)]
+    return list(dict.fromkeys(line for line in found if line is not None))
+
+
 def settle_grad_reduces(ddp: Any) -> None:
     """Wait for gradient reduces that an interrupted backward pass left under way, and forget them.
 
@@ -94,4 +116,15 @@ def forget_interrupted_first_step(ddp: Any) -> None:
     """
     for group in bucket_groups(ddp):
         if getattr(group, "is_first_batch", False):
+            group.per_param_grad_ready_counts = {}
+
+
+def forget_partly_seen_first_step(ddp: Any) -> None:
+    """Let bucket groups learn again that have seen only some of their parameters in their first step.
+
+    Megatron (0.16 and later) asserts that all were seen; under python -O it would learn to reduce without the
+    others.
+    """
+    for group in bucket_groups(ddp):
+        if getattr(group, "is_first_batch", False) and len(group.per_param_grad_ready_counts) < len(group.params):
             group.per_param_grad_ready_counts = {}
