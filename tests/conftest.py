@@ -64,6 +64,25 @@ VARIABLES = {
         ("*/skyrl_train", "*/skyrl/backends"),
         "SkyRL's patches on each",
     ),
+    "AREAL_CHECKOUT": Variable("a checkout of AReaL", ("areal/engine",), "AReaL's patches on it"),
+    "AREAL_RELEASES": Variable(
+        "a folder of folders, into each of which a wheel of AReaL was installed, as by tox -e areal",
+        ("*/areal/engine",),
+        "AReaL's patches on each",
+    ),
+    "ROLL_CHECKOUT": Variable("a checkout of ROLL", ("roll/distributed",), "ROLL's patches on it"),
+    "SWIFT_CHECKOUT": Variable("a checkout of ms-swift", ("swift/megatron",), "ms-swift's patches on it"),
+    "SWIFT_RELEASES": Variable(
+        "a folder of folders, into each of which a wheel of ms-swift was installed, as by tox -e ms_swift",
+        ("*/swift/megatron",),
+        "ms-swift's patches on each",
+    ),
+    "VERL_CHECKOUT": Variable("a checkout of verl", ("verl/workers",), "verl's patches on it"),
+    "VERL_RELEASES": Variable(
+        "a folder of folders, into each of which a wheel of verl was installed, as by tox -e verl",
+        ("*/verl/workers",),
+        "verl's patches on each",
+    ),
 }
 
 

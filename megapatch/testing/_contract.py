@@ -26,7 +26,7 @@ from ._ranks import run_ranks
 Scenario = Callable[[], object]
 
 # The megapatch that is active in the processes is switched off: an installed patch would be applied twice.
-_ALONE = {"MEGAPATCH_DISABLE": "*", "MEGAPATCH_ONLY": "", "MEGAPATCH_STRICT": ""}
+_ALONE = {"MEGAPATCH_DISABLE": "*", "MEGAPATCH_ONLY": "", "MEGAPATCH_STRICT": "", "MEGAPATCH_AUDIT": ""}
 
 
 def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) -> None:

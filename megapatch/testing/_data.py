@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -61,7 +62,24 @@ def loss_function(mask: torch.Tensor, output: torch.Tensor, two_tuple: bool = Fa
     loss = (output.float() * mask).sum()
     tokens = mask.sum().to(torch.int)
     metrics = {"loss": torch.stack([loss.detach(), tokens.float()])}
+    tokens = _as_counted(tokens)
     return (loss / tokens, metrics) if two_tuple else (loss, tokens, metrics)
+
+
+def _as_counted(tokens: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens that this Megatron expects, given that of this rank's part of the sequences.
+
+    Up to 0.12 numbers are added up over data-parallel ranks only, and a loss function has to return the number of
+    the whole sequences. Where it does not, each context-parallel rank divides the gradients by its own number, and
+    their models drift apart.
+    """
+    from megatron.core import distributed, parallel_state
+
+    size = parallel_state.get_context_parallel_world_size()
+    if size > 1 and "with_context_parallel" not in inspect.getsource(distributed.finalize_model_grads):
+        tokens = tokens.clone()
+        torch.distributed.all_reduce(tokens, group=parallel_state.get_context_parallel_group())
+    return tokens
 
 
 def forward_step(
@@ -69,9 +87,17 @@ def forward_step(
 ) -> tuple[torch.Tensor, LossFunction]:
     """Take one microbatch and run the model on it: Megatron's forward step function."""
     tokens = next(data)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    inputs, labels = (_of_this_rank(part) for part in (tokens[:, :-1], tokens[:, 1:]))
     batch, seq = inputs.shape
     hidden_positions = torch.triu(torch.ones(seq, seq, dtype=torch.bool), 1)[None, None]
     positions = torch.arange(seq).expand(batch, -1)
     output = model(inputs, positions, hidden_positions, labels=labels)
     return output, partial(loss_function, loss_mask(labels, masked), two_tuple=two_tuple)
+
+
+def _of_this_rank(tokens: torch.Tensor) -> torch.Tensor:
+    """Return this context-parallel rank's part of each sequence."""
+    from megatron.core import parallel_state
+
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    return tokens.chunk(size, dim=1)[rank]

@@ -171,17 +171,31 @@ class TinyGPT:
         """Return float32 copies of this rank's main_grad by global name: the gradient that the optimizer sees.
 
         With fp16 it is multiplied by the loss scale. With the distributed optimizer only this rank's part of each
-        buffer is reduced.
+        buffer is reduced. Frozen parameters have none.
         """
-        return {name: parameter.main_grad.detach().float().clone() for name, parameter in self._named_parameters()}
+        return {
+            name: parameter.main_grad.detach().float().clone()
+            for name, parameter in self._named_parameters()
+            if parameter.requires_grad
+        }
+
+    @property
+    def has_tied_embeddings(self) -> bool:
+        """Whether the output layer uses the weights of the embedding."""
+        return bool(_gpt_of(self.chunks[0]).share_embeddings_and_output_weights)
 
     def _named_parameters(self) -> Iterator[tuple[str, Any]]:
         for chunk in self.chunks:
-            model = chunk.module
-            while not hasattr(model, "decoder"):  # DDP, Float16Module
-                model = model.module
+            model = _gpt_of(chunk)
             for name, parameter in model.named_parameters():
                 yield global_name(model, name), parameter
+
+
+def _gpt_of(chunk: Any) -> Any:
+    model = chunk.module
+    while not hasattr(model, "decoder"):  # DDP, Float16Module
+        model = model.module
+    return model
 
 
 def mean_loss(metrics: Sequence[dict[str, torch.Tensor]]) -> float:

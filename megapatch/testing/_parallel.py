@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+
+from .._mcore.process_groups import process_groups
 
 # Megatron leaves the process groups of a layout behind (NVIDIA/Megatron-LM#6902). With gloo each has threads and
 # sockets of its own: about 50 threads and 70 file descriptors a layout.
@@ -15,6 +18,7 @@ def init_parallel(
     vpp: int | None = None,
     ep: int = 1,
     cp: int = 1,
+    expert_tp: int | None = None,
     seed: int = 123,
     optimizer_instances: int = 1,
 ) -> None:
@@ -27,9 +31,10 @@ def init_parallel(
         pp: pipeline parallel size, in ranks.
         vpp: virtual pipeline stages per rank; None: no virtual stages.
         ep: expert parallel size, in ranks.
-        cp: context parallel size, in ranks. This makes the groups, but `tiny_gpt` cannot use them: its attention
-            on CPU takes whole sequences.
-        seed: of Megatron's random state.
+        cp: context parallel size, in ranks. `tiny_gpt` needs ``attention=False`` then: its attention on CPU takes
+            whole sequences.
+        expert_tp: tensor parallel size of experts, in ranks; None: that of the rest of the model.
+        seed: of Megatron's random state on the first pipeline stage.
         optimizer_instances: distributed optimizers that the data-parallel ranks are divided into, each of which
             has all of the optimizer state. The model's DistributedDataParallelConfig needs the same number as
             ``num_distributed_optimizer_instances``.
@@ -42,17 +47,20 @@ def init_parallel(
 
     destroy_parallel()
     _destroy_process_groups()
-    before = _process_groups()
+    before = process_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=cp,
         expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=expert_tp,
         num_distributed_optimizer_instances=optimizer_instances,
     )
-    _of_layout.extend(group for group in _process_groups() if group not in before)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    _of_layout.extend(group for group in process_groups() if group not in before)
+    # Stages differ by as much as in Megatron's own initialization.
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + 100 * stage)
 
 
 def destroy_parallel() -> None:
@@ -68,20 +76,15 @@ def destroy_parallel() -> None:
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None
 
 
-def _process_groups() -> list[Any]:
-    from torch.distributed import distributed_c10d
-
-    # Private, and the only list of all process groups: torch 1.13 to 2.15.
-    return list(distributed_c10d._world.pg_map)
-
-
 def _destroy_process_groups() -> None:
     """Destroy the groups of the last layout, once all ranks are done with it."""
     import torch
 
     if _of_layout:
         torch.distributed.barrier()
-    there = _process_groups()
+    there = process_groups()
     while _of_layout:
         if (group := _of_layout.pop()) in there:  # the caller may have destroyed it
             torch.distributed.destroy_process_group(group)
+    # A model's hooks refer to it and it to its groups, whose threads end with the last reference.
+    gc.collect()

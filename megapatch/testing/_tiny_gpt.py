@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatch
 from typing import Any, Literal
 
 import torch
 
 from ._model import TinyGPT
-from ._weights import set_weights
+from ._weights import global_name, set_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,6 +34,9 @@ def tiny_gpt(
     use_distributed_optimizer: bool = False,
     align_grad_reduce: bool = True,
     align_param_gather: bool = False,
+    tied_embeddings: bool = False,
+    attention: bool = True,
+    frozen: Sequence[str] = (),
     hooks: bool = True,
     config: Mapping[str, Any] | None = None,
     ddp: Mapping[str, Any] | None = None,
@@ -62,6 +66,10 @@ def tiny_gpt(
         align_grad_reduce: pipeline stages reduce together; matters only with overlap. Megatron's default is True,
             and False without virtual pipeline stages.
         align_param_gather: pipeline stages gather together; likewise.
+        tied_embeddings: the output layer uses the weights of the embedding, on another stage in a pipeline.
+        attention: layers have self-attention. Without it tokens do not see each other, which is what context
+            parallelism needs here.
+        frozen: patterns, as of ``fnmatch``, of global names of parameters that are not trained.
         hooks: set the model config's hooks as Megatron's train() does; train() itself wants them unset.
         config: more fields of TransformerConfig.
         ddp: more fields of DistributedDataParallelConfig.
@@ -111,7 +119,8 @@ def tiny_gpt(
     ddp_config = DistributedDataParallelConfig(**{**ddp_fields, **(ddp or {})})
     optimizer_config = OptimizerConfig(**{**optimizer_fields, **(optim or {})})
 
-    models = _models(model_config, vocab, seq)
+    models = _models(model_config, vocab, seq, tied_embeddings, attention)
+    _freeze(models, frozen)
     if dtype != "fp32":
         models = [Float16Module(model_config, model) for model in models]
     chunks = [
@@ -135,7 +144,7 @@ def tiny_gpt(
     return built
 
 
-def _models(config: Any, vocab: int, seq: int) -> list[Any]:
+def _models(config: Any, vocab: int, seq: int, tied_embeddings: bool, attention: bool) -> list[Any]:
     """Build this rank's GPTModels: one, or one per virtual pipeline stage."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
@@ -147,6 +156,8 @@ def _models(config: Any, vocab: int, seq: int) -> list[Any]:
     )
     virtual_stages = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    if not attention:
+        _leave_out_attention(layer.submodules)
     models = []
     for virtual_stage in range(virtual_stages or 1):
         extra = {}
@@ -162,13 +173,27 @@ def _models(config: Any, vocab: int, seq: int) -> list[Any]:
             seq,
             pre_process=stage == 0 and virtual_stage == 0,
             post_process=stage == stages - 1 and virtual_stage == (virtual_stages or 1) - 1,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=tied_embeddings,
             position_embedding_type="rope",
             **extra,
         )
         set_weights(model)
         models.append(model)
     return models
+
+
+def _leave_out_attention(layer: Any) -> None:
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    layer.input_layernorm = layer.self_attention = IdentityOp
+    layer.self_attn_bda = IdentityFuncOp
+
+
+def _freeze(models: list[Any], patterns: Sequence[str]) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if any(fnmatch(global_name(model, name), pattern) for pattern in patterns):
+                parameter.requires_grad_(False)
 
 
 def _sizes(layers: int, hidden: int, heads: int, experts: int | None) -> dict[str, Any]:
@@ -196,6 +221,7 @@ def _layout(dtype: torch.dtype) -> dict[str, Any]:
         virtual_pipeline_model_parallel_size=vpp,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         pipeline_dtype=dtype,
     )
     if vpp:

@@ -182,7 +182,7 @@ class MegatronLoop:
             "use-distributed-optimizer": ddp.use_distributed_optimizer,
             "no-align-grad-reduce": not model.align_grad_reduce,
             "no-align-param-gather": not model.align_param_gather,
-            "untie-embeddings-and-output-weights": True,
+            "untie-embeddings-and-output-weights": not model.has_tied_embeddings,
             "no-gradient-accumulation-fusion": True,
             "no-masked-softmax-fusion": True,
             "no-rope-fusion": True,

@@ -25,6 +25,8 @@ def global_name(model: Any, name: str) -> str:
         here = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
         return f"local_experts.{int(match[1]) + here * parallel_state.get_expert_model_parallel_rank()}."
 
+    if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
     name = re.sub(r"decoder\.layers\.(\d+)\.", layer, name)
     return re.sub(r"local_experts\.(\d+)\.", expert, name)
 
@@ -36,11 +38,16 @@ def set_weights(model: Any) -> None:
     """
     from megatron.core import parallel_state
 
-    tp, tp_rank = (
+    of_layers = (
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_rank(),
     )
+    of_experts = (
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
     for name, parameter in model.named_parameters():
+        tp, tp_rank = of_experts if "local_experts" in name else of_layers
         sharded = tp > 1 and getattr(parameter, "tensor_model_parallel", False)
         shape = list(parameter.shape)
         if sharded:

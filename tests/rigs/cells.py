@@ -41,13 +41,19 @@ class Outcome(NamedTuple):
     cell: Any
     value: Any = None
     failure: str | None = None
+    broken: tuple[str, ...] = ()  # names of rules, as the audit found them
 
 
 class Found:
     """The results of a rank, by cell. Asking for a cell that failed on any rank raises CellFailed."""
 
-    def __init__(self, values, failures, not_run):
+    def __init__(self, values, failures, not_run, broken):
         self.values, self.failures, self.not_run = values, failures, not_run
+        self.broken = broken  # by cell, the rules that the audit found broken
+
+    def __contains__(self, cell):
+        """Whether the job had the cell, or may have had it if it had run to its end."""
+        return cell in self.values or cell in self.failures or bool(self.not_run)
 
     def __getitem__(self, cell):
         __tracebackhide__ = True
@@ -63,7 +69,10 @@ def once(function, *args, **kwargs):
     return functools.cache(functools.partial(function, *args, **kwargs))
 
 
-def run_cells(job, world_size, *args, patience=10.0, **options):
+AUDITED = {"MEGAPATCH_AUDIT": "1", "MEGAPATCH_AUDIT_EVERY": "1"}
+
+
+def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=False, **options):
     """Run a job in ranks that yields (cell, function) pairs; return a `Found` for each rank.
 
     The functions are called one by one. After each, the ranks wait until all have ended it. If all have computed
@@ -72,12 +81,17 @@ def run_cells(job, world_size, *args, patience=10.0, **options):
 
     job, args   as for `run_ranks`
     patience    seconds that a rank whose cell raised waits for the others to end it
-    options     of `run_ranks`: timeout, setup, env
+    timeout     seconds for all cells; a busy machine takes several times as long as an idle one
+    audited     whether megapatch.audit watches all cells; one in which it finds anything fails, unless its name
+                says that it is without a patch
+    options     of `run_ranks`: setup, env
     """
     error = None
+    if audited:
+        options["env"] = {**options.get("env", {}), **AUDITED}
     with tempfile.TemporaryDirectory(prefix="megapatch-cells-") as folder:
         try:
-            run_ranks(_run, world_size, job, args, folder, patience, **options)
+            run_ranks(_run, world_size, job, args, folder, patience, audited, timeout=timeout, **options)
         except (RanksFailed, RanksTimedOut) as raised:
             error = raised
         ranks = [_outcomes(folder, rank) for rank in range(world_size)]
@@ -91,7 +105,15 @@ def run_cells(job, world_size, *args, patience=10.0, **options):
         cell = last[0].cell
         failures.setdefault(cell, f"the job failed after cell {cell!r}:\n{error}")
         not_run = f"not run: the ranks were left in different places by cell {cell!r}, or did not get past it"
-    return [Found({one.cell: one.value for one in outcomes}, failures, not_run) for outcomes in ranks]
+    return [
+        Found(
+            {one.cell: one.value for one in outcomes},
+            failures,
+            not_run,
+            {one.cell: one.broken for one in outcomes},
+        )
+        for outcomes in ranks
+    ]
 
 
 def _failure(cell, ranks, error):
@@ -110,14 +132,15 @@ def _failure(cell, ranks, error):
 UNFINISHED = "it did not finish"
 
 
-def _run(rank, world_size, job, args, folder, patience):
+def _run(rank, world_size, job, args, folder, patience, audited):
     store = torch.distributed.FileStore(f"{folder}/store", world_size)
     for number, (cell, compute) in enumerate(job(rank, world_size, *args)):
         path = f"{folder}/{rank}-{number:06d}"
         torch.save(Outcome(cell, failure=UNFINISHED), path)
         ending = "computed"
         try:
-            torch.save(Outcome(cell, compute()), path)
+            value = compute()
+            torch.save(Outcome(cell, value, broken=_broken(cell) if audited else ()), path)
         except BaseException as error:  # torch's CheckpointException is no Exception
             torch.save(Outcome(cell, failure=traceback.format_exc()), path)
             ending = _place(error)
@@ -125,6 +148,16 @@ def _run(rank, world_size, job, args, folder, patience):
         _go_on_together(
             store, [f"{number} {each}" for each in range(world_size)], rank, f"{cell!r}: {ending}", limit
         )
+
+
+def _broken(cell):
+    """Return the rules that the audit has found broken in a cell; raise for one that has its patches."""
+    from megapatch import audit
+
+    found = audit.findings()
+    audit.clear()
+    assert not found or "without" in str(cell), "\n".join(["the audit has found:", *map(str, found)])
+    return tuple(finding.invariant for finding in found)
 
 
 def _go_on_together(store, keys, rank, ending, limit):
