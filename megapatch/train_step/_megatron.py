@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._mcore.bucket_groups import (
-    MODULE,
+    begin_lines,
     bucket_groups,
     forget_interrupted_first_step,
+    forget_partly_seen_first_step,
     settle_grad_reduces,
     start_grad_reduces,
 )
@@ -28,12 +29,6 @@ from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_s
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
 from ._normalization import Normalization
-
-
-def chunks_of(model: Any) -> list[Any] | None:
-    ddp = getattr(sys.modules.get(MODULE), "DistributedDataParallel", None)
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    return chunks if ddp is not None and chunks and all(isinstance(chunk, ddp) for chunk in chunks) else None
 
 
 class MegatronBackend:
@@ -75,6 +70,8 @@ class MegatronBackend:
     def take_up(self) -> None:
         """Have bucket groups forget the reduce of the step in between; zero_grad_buffer() would zero gradients."""
         for chunk in self.chunks:
+            forget_partly_seen_first_step(chunk)
+            begin_lines(chunk)
             for group in bucket_groups(chunk):
                 group.reset()
 
@@ -124,9 +121,9 @@ class MegatronBackend:
             hooks["grad_sync_func"] = None
         if self.calls:  # the first one has gathered the parameters
             hooks["param_sync_func"] = None
-        for name in ("moe_grad_scale_func", "mtp_grad_scale_func"):  # from 0.19 on
-            if getattr(config, name, None) is not None:
-                hooks[name] = _times(getattr(config, name), others)
+        for name, scale in vars(config).items():  # moe_grad_scale_func and others, from 0.19 on
+            if name.endswith("_grad_scale_func") and scale is not None:
+                hooks[name] = _times(scale, others)
         before = {name: getattr(config, name) for name in hooks}
         self.finalize = config.finalize_model_grads_func
         try:
@@ -139,8 +136,12 @@ class MegatronBackend:
 
     def _scaling(self, scale: Callable[..., Any] | None, loss: float, others: float) -> Callable[..., Any]:
         def scaled(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            is_loss = tensor.requires_grad  # for the other losses Megatron asks with a constant
+            # For losses of the model's own (a router's, multi-token prediction's, from 0.19 on that of sparse
+            # attention's indexer) Megatron asks with a constant.
+            is_loss = tensor.requires_grad
             self.scaled += is_loss
+            if not is_loss:
+                self.normalization.check_other_losses("a loss of the model's own, which its schedule scales,")
             result = tensor if scale is None else scale(tensor, *args, **kwargs)
             weight = loss if is_loss else others
             result = result if weight == 1.0 else result * weight

@@ -21,21 +21,18 @@ class Normalization:
         self.calls_add_up = options.calls_add_up
         self.per_token = bool(config.calculate_per_token_loss)
         self.parallel = parallel
-        if (
-            self.expected_count is not None
-            and self.expected_microbatches is None
-            and self._has_other_losses(config)
-        ):
-            raise MisuseError(
-                "expected_count with a mixture of experts or multi-token prediction needs expected_microbatches, "
-                "about how many microbatches a rank has in a step: it weighs their losses"
-            )
+        if any(getattr(config, name, None) for name in ("num_moe_experts", "mtp_num_layers")):
+            self.check_other_losses("a mixture of experts or multi-token prediction")
         self.forget()
 
-    def _has_other_losses(self, config: Any) -> bool:
-        if self.per_token:  # Megatron multiplies them by tokens, as the loss
-            return False
-        return any(getattr(config, name, None) for name in ("num_moe_experts", "mtp_num_layers"))
+    def check_other_losses(self, what: str) -> None:
+        """Raise if there is nothing to weigh losses of the model's own by."""
+        # With per_token Megatron multiplies them by tokens, as the loss.
+        if self.expected_count is not None and self.expected_microbatches is None and not self.per_token:
+            raise MisuseError(
+                f"expected_count with {what} needs expected_microbatches, about how many microbatches a rank has "
+                "in a step: it weighs their losses"
+            )
 
     @property
     def by_tokens(self) -> bool:

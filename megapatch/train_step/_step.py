@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from .._mcore import bucket_groups
 from ..errors import MisuseError
 from . import _open_steps
 from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
@@ -284,7 +285,7 @@ class TrainStep:
 def _backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
     from . import _fsdp2, _megatron
 
-    if (chunks := _megatron.chunks_of(model)) is not None:
+    if (chunks := bucket_groups.chunks_of(model)) is not None:
         return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
     if (chunks := _fsdp2.chunks_of(model)) is not None:
         return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)

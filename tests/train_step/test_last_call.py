@@ -3,12 +3,11 @@ microbatch does; without that, the reduce waits for finish()."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
-from unittest import mock
 
 import pytest
 from rigs.cells import run_cells
+from rigs.grad_ready import Reduces
 from rigs.megatron import BOTH, GRADS, UNPATCHED
 from rigs.train_step import MEAN, MOE, in_pieces
 
@@ -24,38 +23,23 @@ LAYOUTS = {  # number of ranks, layout, options
 }
 
 
-def starts_by_step(options, last):
-    """Return, by step, how many bucket groups start their reduce before finish_grad_sync(), and how many in all.
+def reduces_by_step(options, last):
+    """Return, by step, how many bucket groups are reduced before finish_grad_sync(), and how many in all.
 
     Four steps, whose number of microbatches varies.
     """
     model = tiny_gpt(**options)
     step = TrainStep(model.chunks, model.optimizer)
-    return [_starts(model, step, cut, last) for cut in [(1, 1), (2, 1), (1, 2), (1, 1, 1)]]
+    return [_reduces(model, step, cut, last) for cut in [(1, 1), (2, 1), (1, 2), (1, 1, 1)]]
 
 
-def _starts(model, step, cut, last):
-    group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
-    finishing, started = [], []
-
-    def start(self, *args, **kwargs):
-        started.append(bool(finishing))
-        return real_start(self, *args, **kwargs)
-
-    def finish(self, *args, **kwargs):
-        finishing.append(self)
-        return real_finish(self, *args, **kwargs)
-
-    real_start, real_finish = group.start_grad_sync, group.finish_grad_sync
-    with (
-        mock.patch.object(group, "start_grad_sync", start),
-        mock.patch.object(group, "finish_grad_sync", finish),
-        step,
-    ):
+def _reduces(model, step, cut, last):
+    reduces = Reduces()
+    with reduces.counted(), step:
         in_pieces(step, model, 0, cut, MEAN, last=last)
-        in_backward = started.count(False)
+        in_backward = reduces.early
         step.finish()
-    return in_backward, len(started)
+    return in_backward, reduces.early + reduces.late
 
 
 def found_by(rank, world_size):
@@ -63,7 +47,7 @@ def found_by(rank, world_size):
         if ranks == world_size:
             init_parallel(**layout)
             for last in (True, False):
-                yield (name, last), partial(starts_by_step, options, last)
+                yield (name, last), partial(reduces_by_step, options, last)
 
 
 @pytest.fixture(scope="module", params=["with patches", "without"])

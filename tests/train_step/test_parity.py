@@ -5,15 +5,16 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from rigs.cells import once, run_cells
-from rigs.megatron import ADAM, BOTH, GRADS, UNPATCHED
-from rigs.train_step import MEAN, MOE, MTP, allow_sequence_parallel, in_pieces
+from rigs.layouts import CASES, NO_ATTENTION, NOT_KNOWN_HERE, PER_TOKEN, TOKENS, in_layouts, model_of
+from rigs.megatron import BOTH, GRADS, UNPATCHED
+from rigs.train_step import allow_sequence_parallel, in_pieces
 
-from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep
 
 STEPS = 3
@@ -21,52 +22,12 @@ CUTS = {"one call": (4,), "three": (1, 1, 2), "uneven": (1, 3), "three, the last
 # Interleaved stages take a multiple of their number.
 CUTS_OF_STAGES = {"one call": (8,), "three": (2, 2, 4), "uneven": (2, 6), "three, the last known": (2, 2, 4)}
 
-TOKENS = {"masked": True}  # (sum, tokens, metrics), with another number of tokens in each
-SHARDED = {**ADAM, "use_distributed_optimizer": True}
-FP16 = {"dtype": "fp16", "loss_scale": 2.0**12}
-INSTANCES = {"ddp": {"num_distributed_optimizer_instances": 2}}
-PER_TOKEN = {"per_token_loss": True}
-CASES = {  # number of ranks, layout, options, loss
-    "dp2, mean": (2, {}, {}, MEAN),
-    "dp2, each microbatch by its tokens": (2, {}, {}, TOKENS),
-    "dp2, tokens": (2, {}, PER_TOKEN, TOKENS),
-    "dp2, overlap": (2, {}, GRADS, TOKENS),
-    "dp2, tokens, overlap": (2, {}, {**GRADS, **PER_TOKEN}, TOKENS),
-    "dp2, distributed optimizer": (2, {}, SHARDED, MEAN),
-    "dp2, distributed optimizer, overlap": (2, {}, {**SHARDED, **GRADS}, TOKENS),
-    "dp2, distributed optimizer, both": (2, {}, BOTH, TOKENS),
-    "dp2, distributed optimizer, both, tokens": (2, {}, {**BOTH, **PER_TOKEN}, TOKENS),
-    "dp2, bf16": (2, {}, {"dtype": "bf16", **GRADS}, MEAN),
-    "dp2, fp16": (2, {}, {**FP16, **GRADS}, MEAN),
-    "dp2, fp16, tokens": (2, {}, {**FP16, **PER_TOKEN}, TOKENS),
-    "dp2, multi-token prediction": (2, {}, {**MTP, **GRADS}, MEAN),
-    "dp2, multi-token prediction, tokens": (2, {}, {**MTP, **PER_TOKEN}, TOKENS),
-    "pp2": (2, {"pp": 2}, {}, MEAN),
-    "pp2, tokens": (2, {"pp": 2}, {**GRADS, **PER_TOKEN}, TOKENS),
-    "tp2": (2, {"tp": 2}, GRADS, TOKENS),
-    "tp2, sequence parallel": (2, {"tp": 2}, {"config": {"sequence_parallel": True}}, MEAN),
-    "ep2": (2, {"ep": 2}, MOE, MEAN),
-    "ep2, tokens": (2, {"ep": 2}, {**MOE, **PER_TOKEN}, TOKENS),
-    "pp2 dp2, overlap": (4, {"pp": 2}, GRADS, TOKENS),
-    "pp2 dp2, both": (4, {"pp": 2}, BOTH, MEAN),
-    "pp2 vpp2 dp2, overlap": (4, {"pp": 2, "vpp": 2}, GRADS, MEAN),
-    "pp2 vpp2 dp2, both": (4, {"pp": 2, "vpp": 2}, BOTH, TOKENS),
-    "pp2 vpp2 dp2, both, aligned": (4, {"pp": 2, "vpp": 2}, {**BOTH, "align_param_gather": True}, TOKENS),
-    "tp2 pp2, tokens": (4, {"tp": 2, "pp": 2}, PER_TOKEN, TOKENS),
-    "dp4, two optimizer instances": (4, {"optimizer_instances": 2}, {**SHARDED, **GRADS, **INSTANCES}, TOKENS),
-    "dp4, two optimizer instances, tokens": (
-        4,
-        {"optimizer_instances": 2},
-        {**SHARDED, **GRADS, **INSTANCES, **PER_TOKEN},
-        TOKENS,
-    ),
-    "ep2 dp2, overlap": (4, {"ep": 2}, {**MOE, **GRADS}, MEAN),
-}
 COUNTS = {  # the sum of losses by tokens counted by the caller, against calculate_per_token_loss
     "dp2, count": (2, {}, {}),
     "dp2, count, overlap": (2, {}, GRADS),
     "dp2, count, both": (2, {}, BOTH),
     "dp2, count, with calculate_per_token_loss": (2, {}, PER_TOKEN),
+    "cp2, count": (2, {"cp": 2}, {**NO_ATTENTION, **GRADS}),
     "pp2 dp2, count": (4, {"pp": 2}, GRADS),
     "tp2 pp2, count": (4, {"tp": 2, "pp": 2}, {}),
 }
@@ -83,6 +44,8 @@ WITH_EACH = {
     "ep2",
     "ep2, tokens",
     "pp2 vpp2 dp2, both",
+    "dp4, two optimizer instances",
+    "cp2, tokens",
     "dp2, count, both",
     "dp2, count, with calculate_per_token_loss",
     "pp2 dp2, count",
@@ -110,24 +73,32 @@ def with_cuts(cases):
     ]
 
 
+class Counted(NamedTuple):
+    """Reduces of a step. Megatron's schedule for virtual stages starts some groups a second time, to no effect."""
+
+    starts: int
+    collectives: int
+
+
 class Reduces:
-    """Counts reduces of gradients, as bucket groups dispatch them, each once."""
+    """Counts reduces of gradients: starts of bucket groups, and the collectives that they make."""
 
     def __init__(self):
         self.module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
         self.group = self.module._ParamAndGradBucketGroup
 
     def during(self, function, *args):
-        dispatched, start, inside = [], self.group.start_grad_sync, []
+        started, collectives, start, inside = [], [], self.group.start_grad_sync, []
 
         def counted(original):
             def collective(*args, **kwargs):
-                dispatched.extend(inside[:1])
+                collectives.extend(inside)
                 return original(*args, **kwargs)
 
             return collective
 
         def starting(group, *args, **kwargs):
+            started.append(group)
             inside.append(group)
             try:
                 return start(group, *args, **kwargs)
@@ -142,7 +113,7 @@ class Reduces:
             ),
         ):
             result = function(*args)
-        return result, len(dispatched)
+        return result, Counted(len(started), len(collectives))
 
 
 def plain_step(model, count, loss, step):
@@ -176,53 +147,52 @@ def trained(model, take_step):
 def compared(rank, world_size, chosen):
     """Of the chosen (case, cut), the differences."""
     allow_sequence_parallel()
-    for name, (ranks, layout, options, loss) in CASES.items():
+    names = {name for name, _ in chosen}
+    for name, layout, options, loss in in_layouts(CASES, world_size, names):
         cuts = {cut: sizes for cut, sizes in cuts_of(layout).items() if (name, cut) in chosen}
-        if ranks == world_size and cuts:
-            init_parallel(**layout)
-            options = {"layers": 4 if layout.get("vpp") else 2, **options}
-            expected = once(one_call, options, sum(next(iter(cuts.values()))), loss)
-            for cut, sizes in cuts.items():
-                yield (name, cut), partial(cell, expected, options, sizes, loss, "known" in cut)
-    for name, (ranks, layout, options) in COUNTS.items():
+        make = partial(model_of, layout, options)
+        expected = once(one_call, make, sum(next(iter(cuts.values()))), loss)
+        for cut, sizes in cuts.items():
+            yield (name, cut), partial(cell, expected, make, sizes, loss, "known" in cut)
+    for name, layout, options in in_layouts(COUNTS, world_size, names):
         cuts = {cut: sizes for cut, sizes in CUTS.items() if (name, cut) in chosen}
-        if ranks == world_size and cuts:
-            init_parallel(**layout)
-            expected = once(one_call, {**options, **PER_TOKEN}, 4, TOKENS)
-            for cut, sizes in cuts.items():
-                yield (name, cut), partial(cell_of_count, expected, options, sizes, "known" in cut)
+        expected = once(one_call, partial(model_of, layout, {**options, **PER_TOKEN}), 4, TOKENS)
+        make = partial(model_of, layout, options)
+        for cut, sizes in cuts.items():
+            yield (name, cut), partial(cell_of_count, expected, make, sizes, "known" in cut)
 
 
-def cell(expected, options, sizes, loss, last):
+def cell(expected, make, sizes, loss, last):
     reference = expected()
-    model = tiny_gpt(**options)
+    model = make()
     train_step = TrainStep(model.chunks, model.optimizer)
     got = trained(model, partial(split_step, model, sizes, loss, last, train_step))
     return differences(got, reference)
 
 
-def cell_of_count(expected, options, sizes, last):
+def cell_of_count(expected, make, sizes, last):
     reference, _ = expected()
-    model = tiny_gpt(**options)
+    model = make()
     train_step = TrainStep(model.chunks, model.optimizer, expected_count=100)
     got, _ = trained(model, partial(split_step, model, sizes, None, last, train_step))
     return differences((got, {}), (reference, {}))
 
 
-def one_call(options, count, loss):
-    model = tiny_gpt(**options)
+def one_call(make, count, loss):
+    model = make()
     return trained(model, partial(plain_step, model, count, loss))
 
 
 def differences(got, expected):
-    """The largest of each kind, relative to the largest value of the tensor; and of reduces."""
+    """The largest of each kind, relative to the largest value of the tensor; and all of reduces."""
     (steps, last), (expected_steps, expected_last) = got, expected
-    found = {"norm": 0.0, "gradients": 0.0, "parameters": largest(last, expected_last), "reduces": 0}
+    found = {"norm": 0.0, "gradients": 0.0, "parameters": largest(last, expected_last), "reduces": []}
     for ours, theirs in zip(steps, expected_steps, strict=True):
         found["norm"] = max(found["norm"], abs(ours[0] - theirs[0]) / theirs[0])
         found["gradients"] = max(found["gradients"], largest(ours[1], theirs[1]))
         found["parameters"] = max(found["parameters"], largest(ours[2], theirs[2]))
-        found["reduces"] = max(found["reduces"], abs(ours[3] - theirs[3]))
+        if ours[3].collectives != theirs[3].collectives or ours[3].starts > theirs[3].starts:
+            found["reduces"].append((ours[3], theirs[3]))
     return found
 
 
@@ -240,8 +210,10 @@ def of_ranks(request):
         for item in request.session.items
         if item.path == request.path
     }
-    # Without patches, some of which repair what TrainStep avoids.
-    return {ranks: run_cells(compared, ranks, chosen, env=UNPATCHED, timeout=400) for ranks in (2, 4)}
+    # Without patches, some of which repair what TrainStep avoids; and the audit finds nothing in any step.
+    return {
+        ranks: run_cells(compared, ranks, chosen, audited=True, env=UNPATCHED, timeout=1000) for ranks in (2, 4)
+    }
 
 
 def tolerance(options):
@@ -254,12 +226,14 @@ def assert_same(found, options):
     assert found["norm"] <= limit
     assert found["gradients"] <= limit
     assert found["parameters"] <= limit
-    assert found["reduces"] == 0
+    assert found["reduces"] == []
 
 
 @pytest.mark.parametrize(("name", "cut"), with_cuts(CASES))
 def test_a_step_in_pieces_is_megatrons_step(of_ranks, name, cut):
     ranks, _, options, _ = CASES[name]
+    if (name, cut) not in of_ranks[ranks][0]:
+        pytest.skip(NOT_KNOWN_HERE)
     for found in of_ranks[ranks]:
         assert_same(found[name, cut], options)
 

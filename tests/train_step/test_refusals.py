@@ -6,9 +6,11 @@ import contextlib
 
 import pytest
 import torch
+from rigs.layouts import NOT_KNOWN_HERE, is_known_here, model_of
 from rigs.megatron import GRADS, Interrupted, attempt
 from rigs.train_step import MEAN, in_pieces
 
+from megapatch.errors import MisuseError
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep, refuse_while_open
@@ -87,10 +89,21 @@ def experts():
     return attempt(TrainStep, model.chunks, model.optimizer, expected_count=10)
 
 
+def indexer_loss():
+    """A loss of which TrainStep knows nothing until the schedule asks for its scale."""
+    options = {"indexer_loss": True}
+    if not is_known_here(options):
+        return None
+    model = model_of({}, options)
+    step = TrainStep(model.chunks, model.optimizer, expected_count=10)
+    with contextlib.suppress(MisuseError), step:
+        return attempt(in_pieces, step, model, 0, (1,))
+
+
 def found_by(rank, world_size):
     init_parallel()
     MODEL.append(tiny_gpt(**GRADS))
-    return {"others": other_misuses(), "no tokens": no_tokens(), "experts": experts()}
+    return {"others": other_misuses(), "no tokens": no_tokens(), "experts": experts(), "indexer": indexer_loss()}
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +155,12 @@ def test_a_count_with_experts_asks_for_what_their_losses_weigh(ranks):
         error, text = found["experts"]
         assert error == "MisuseError"
         assert "needs expected_microbatches" in text
+
+
+def test_so_does_one_with_a_loss_that_only_the_schedule_knows(ranks):
+    for found in ranks:
+        if found["indexer"] is None:
+            pytest.skip(NOT_KNOWN_HERE)
+        error, text = found["indexer"]
+        assert error == "MisuseError"
+        assert "a loss of the model's own, which its schedule scales, needs expected_microbatches" in text
