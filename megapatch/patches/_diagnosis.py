@@ -6,13 +6,50 @@ return what was expected and not found, in words; `lacking` makes a verdict of t
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import inspect
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from ..patch import UNKNOWN, Verdict, unpatched
+
+ASSERTIONS = (AssertionError, RuntimeError, ValueError)
+"""What an assertion raises, and what it raises where a fork has made an ordinary error of it."""
+
+
+class AnswersNone:
+    """An object of which every attribute that nobody knows here is None: forks read some of their own.
+
+    Not something that can be called or looked into: code which needs that is not the code that a patch knows.
+    """
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class StandIn(AnswersNone, SimpleNamespace):
+    """Just enough of an object for the code that a diagnosis runs."""
+
+
+def answering_none(kind: Any) -> Any:
+    """Return a subclass of one of upstream's classes, with None for the attributes that nobody knows here."""
+    return type(kind)(kind.__name__, (kind, AnswersNone), {"__module__": kind.__module__})
+
+
+def real_imports_but(package: str, instead: Callable[[], Any]) -> Callable[..., Any]:
+    """Return an `__import__` for upstream code: `instead()` for its own package; what a fork imports is real."""
+
+    def import_module(name: str, namespace: Any = None, scope: Any = None, names: Any = (), level: int = 0) -> Any:
+        if level or name.partition(".")[0] == package:
+            return instead()
+        return builtins.__import__(name, namespace, scope, names, level)
+
+    return import_module
 
 
 def lacking(missing: list[str]) -> Verdict:
@@ -27,10 +64,12 @@ def cannot_run(what: str, error: Exception) -> Verdict:
 
 def missing_names(path: str, *names: str) -> list[str]:
     """Return the names that the function's own code mentions neither as variable or attribute nor in a text."""
-    code = getattr(_resolve(path), "__code__", None)
+    function = _resolve(path)
+    code = getattr(function, "__code__", None)
     if code is None:
         return [path]
-    texts = [constant for constant in code.co_consts if isinstance(constant, str)]
+    documentation = getattr(function, "__doc__", None)  # it may tell of what is no longer there
+    texts = [text for text in code.co_consts if isinstance(text, str) and text != documentation]
     mentioned = {*code.co_names, *code.co_varnames, *code.co_freevars, *code.co_cellvars}
     return [
         f"{_in_words(name)} in {path}"

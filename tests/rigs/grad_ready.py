@@ -31,7 +31,8 @@ class Reduces:
         self.at_once = at_once
         self.finishing = False
         self.group = sys.modules["megatron.core.distributed.param_and_grad_buffer"]._ParamAndGradBucketGroup
-        self.start, self.finish = self.group.start_grad_sync, self.group.finish_grad_sync
+        self.ddp = sys.modules["megatron.core.distributed.distributed_data_parallel"].DistributedDataParallel
+        self.start, self.finish = self.group.start_grad_sync, self.ddp.finish_grad_sync
 
     @contextlib.contextmanager
     def counted(self):
@@ -44,12 +45,15 @@ class Reduces:
                 if self.at_once:
                     group.grad_reduce_handle.wait()
 
-        def finish(group, *args, **kwargs):
+        def finish(ddp, *args, **kwargs):
             self.finishing = True
-            self.finish(group, *args, **kwargs)
+            self.finish(ddp, *args, **kwargs)
             self.finishing = False
 
-        with mock.patch.multiple(self.group, start_grad_sync=start, finish_grad_sync=finish):
+        with (
+            mock.patch.object(self.group, "start_grad_sync", start),
+            mock.patch.object(self.ddp, "finish_grad_sync", finish),
+        ):
             yield
 
     def when(self, groups):

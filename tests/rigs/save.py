@@ -48,9 +48,15 @@ class Saves:
 
     def plan(self, parts, at_once=False):
         """Plan a save, and write it only if `at_once`."""
+        step = next(_steps)
+        path, request = self.plan_tree(tree(self.rank, parts, step), step, at_once)
+        return SimpleNamespace(path=path, step=step, parts=parts, request=request)
+
+    def plan_tree(self, tree, step=None, at_once=False):
+        """Plan a save of any state dict; return its path and what there is to be written."""
         from megatron.core import dist_checkpointing
 
-        step = next(_steps)
+        step = step or next(_steps)
         path = f"{self.folder}/{step}"
         if self.rank == 0:
             os.makedirs(path)
@@ -58,8 +64,7 @@ class Saves:
         kwargs = {"async_sharded_save": not at_once, "validate_access_integrity": False}
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
             kwargs["async_strategy"] = "mcore"
-        request = dist_checkpointing.save(tree(self.rank, parts, step), path, self.strategy, **kwargs)
-        return SimpleNamespace(path=path, step=step, parts=parts, request=request)
+        return path, dist_checkpointing.save(tree, path, self.strategy, **kwargs)
 
     def plan_often(self, parts, times=3):
         """Plan until the plan is validated; return the calls that it took."""

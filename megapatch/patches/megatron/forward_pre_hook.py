@@ -27,11 +27,20 @@ from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import (
+    ASSERTIONS,
+    StandIn,
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_parameters,
+)
+from ._step_of_a_stand_in import missing_in_finish
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Call the real methods on a stand-in with one submodule, where nothing is left to do."""
+    """Call the real methods on a stand-in with one submodule, and again, where nothing is left to do."""
     missing = [
         *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups", "use_forward_hook"),
         *missing_names(f"{DDP}.__init__", "remove_forward_pre_hook_handles"),
@@ -43,11 +52,21 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     ddp = module.DistributedDataParallel
+    disable, enable = unpatched(ddp.disable_forward_pre_hook), unpatched(ddp.enable_forward_pre_hook)
     try:
-        disable_again = _error(unpatched(ddp.disable_forward_pre_hook), _stand_in(hooked=False))
-        enable_again = _error(unpatched(ddp.enable_forward_pre_hook), _stand_in(hooked=True))
+        missing = missing_in_finish()
+        if _hooked_after(disable, _stand_in(hooked=True)):
+            missing += ["handles removed by disable_forward_pre_hook"]
+        if not _hooked_after(enable, _stand_in(hooked=False)):
+            missing += ["handles kept by enable_forward_pre_hook"]
+        disable_again, enable_again = (
+            _error(disable, _stand_in(hooked=False)),
+            _error(enable, _stand_in(hooked=True)),
+        )
     except Exception as error:
         return cannot_run("disable_forward_pre_hook and enable_forward_pre_hook", error)
+    if missing:
+        return lacking(missing)
     if disable_again or enable_again:
         return Verdict(
             NEEDED,
@@ -83,7 +102,7 @@ def enable_only_when_off(enable_forward_pre_hook: Callable[..., Any]) -> Callabl
     return patched_enable_forward_pre_hook
 
 
-def _stand_in(hooked: bool) -> SimpleNamespace:
+def _stand_in(hooked: bool) -> StandIn:
     """Return just enough of a DistributedDataParallel for the two methods, with its hooks on or off."""
     handle = SimpleNamespace(remove=lambda: None)
 
@@ -91,7 +110,7 @@ def _stand_in(hooked: bool) -> SimpleNamespace:
         register_forward_pre_hook = staticmethod(lambda hook: handle)
 
     submodule = Submodule()
-    return SimpleNamespace(
+    return StandIn(
         use_forward_hook=True,
         module=SimpleNamespace(modules=lambda: [submodule]),
         remove_forward_pre_hook_handles={submodule: handle} if hooked else {},
@@ -100,11 +119,16 @@ def _stand_in(hooked: bool) -> SimpleNamespace:
     )
 
 
-def _error(method: Callable[..., Any], stand_in: SimpleNamespace) -> str:
+def _hooked_after(method: Callable[..., Any], stand_in: StandIn) -> bool:
+    method(stand_in)
+    return bool(stand_in.remove_forward_pre_hook_handles)
+
+
+def _error(method: Callable[..., Any], stand_in: StandIn) -> str:
     """Say what the method raises where nothing is left to do; an empty text if it works."""
     try:
         method(stand_in)
-    except (KeyError, AssertionError) as error:
+    except (KeyError, *ASSERTIONS) as error:
         return f"raises {type(error).__name__}"
     return ""
 

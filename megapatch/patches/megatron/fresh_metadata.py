@@ -32,7 +32,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_names
+from .._diagnosis import AnswersNone, cannot_run, lacking, missing_names
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader"
@@ -81,7 +81,7 @@ def _reads_of_two(read_metadata: Any) -> int:
             reads.append(self)
             return object()
 
-    class StandIn(CountsReads): ...
+    class StandIn(CountsReads, AnswersNone): ...
 
     function = inspect.unwrap(read_metadata)
     # super() takes the class from its cell. The class's name is a global, by which the cache is reached.

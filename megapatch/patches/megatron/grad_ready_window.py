@@ -19,10 +19,11 @@ Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). 
 Limits    if you finished gradients in every call and start deferring them mid-run, the reduce has begun before
           anyone can know: the second call of that step raises MegapatchError.
           Finishing more than once a step is left to Megatron: with overlap it fails, or (from 0.18 on) silently
-          reduces only what the first call left. So are backward passes outside Megatron's schedules, and
-          gradients that are missing and not frozen (Megatron says so): ranks that differ in that, or in how they
-          split a step, would reduce in different orders.
+          reduces only what the first call left. So are backward passes outside Megatron's schedules. Gradients
+          that are missing and not frozen are the business of megatron.parameters-without-gradients.
           A held step has no overlap. To keep that of its last call, put the others in no_sync().
+          A run's first step is held: with virtual stages and a config.grad_sync_func its reduces come at its end,
+          and in another order than Megatron's.
 Numbers   change where a step was reduced before its last backward pass, to those of a run without overlap.
 Cost      about 5 us and 0.5 us a bucket group in a forward-backward call, 0.5 us a bucket group in finishing and
           zeroing together. Nothing in a forward or backward pass, and nothing per parameter where it can overlap.
@@ -33,14 +34,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
 from ...errors import MegapatchError
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 from ._around_train import ddp_chunks
+from ._step_of_a_stand_in import FINISH, events_of_step
 
 MODULE = "megatron.core"
 SCHEDULES = "pipeline_parallel.schedules"
@@ -48,8 +50,6 @@ GROUPS = "distributed.param_and_grad_buffer._ParamAndGradBucketGroup"
 NO_PIPELINING = "forward_backward_no_pipelining"
 PIPELINING = "forward_backward_pipelining_without_interleaving"
 INTERLEAVING = "forward_backward_pipelining_with_interleaving"
-
-FINISH = "finish_grad_sync()"
 
 FINISHED = "_megapatch_finished"
 """Attribute of a bucket group: whether this step's gradients are reduced."""
@@ -78,7 +78,7 @@ def diagnose(module: ModuleType) -> Verdict:
     group = module.distributed.param_and_grad_buffer._ParamAndGradBucketGroup
     try:
         usual, first, more, fewer = (
-            _events_of_step(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
+            events_of_step(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))
         )
     except Exception as error:
         return cannot_run("the bucket group's methods", error)
@@ -221,45 +221,6 @@ def _in_words(events: list[str]) -> str:
     words = [f"is reduced in {' and '.join(reduced)}"] if reduced else []
     words += [f"fails with {event}" for event in events if event.endswith("Error")]
     return " and ".join(words) or "is never reduced"
-
-
-def _events_of_step(group: Any, passes: int, learned: int) -> list[str]:
-    """Return when a stand-in that has learned `learned` passes (0: nothing yet) reduces in a step of `passes`."""
-    seen: list[str] = []
-    place = ""
-
-    def start_grad_sync(**ignored: Any) -> None:
-        seen.append(place)
-        stand_in.grad_reduce_handle = SimpleNamespace(wait=lambda: None)
-
-    stand_in = SimpleNamespace(
-        ddp_config=SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=1),
-        buckets=[],
-        params={"weight"},
-        param_to_bucket={"weight": None},
-        golden_per_param_grad_ready_counts={"weight": learned} if learned else {},
-        per_param_grad_ready_counts={},
-        is_last_microbatch=True,
-        is_first_batch=not learned,
-        grad_reduce_handle=None,
-        grad_reduce_finished=False,
-        start_grad_sync=start_grad_sync,
-        _copy_back_extra_main_grads=lambda: None,
-    )
-    try:
-        for number in range(passes):
-            place = f"pass {number + 1}"
-            unpatched(group.register_grad_ready)(stand_in, "weight")
-        place = FINISH
-        unpatched(group.finish_grad_sync)(stand_in)
-        unpatched(group.reset)(stand_in)
-    except AssertionError:
-        seen.append("AssertionError")
-    except AttributeError:  # under -O, which removes the assertion that there is something to wait for
-        if __debug__ or stand_in.grad_reduce_handle is not None:
-            raise
-        seen.append("AttributeError")
-    return seen
 
 
 PATCH = Patch(

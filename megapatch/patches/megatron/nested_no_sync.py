@@ -25,12 +25,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, bucket_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
+from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes, missing_names
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -87,8 +87,8 @@ def keep_outer_in_force(no_sync: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flags_when_nested(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:
     """Return whether each bucket group of a stand-in may reduce, in and after two nested uses."""
-    groups = [SimpleNamespace(is_last_microbatch=True) for _ in range(2)]
-    ddp = SimpleNamespace(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
+    groups = [StandIn(is_last_microbatch=True) for _ in range(2)]
+    ddp = StandIn(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
     seen = {}
 
     def look(place: str) -> None:

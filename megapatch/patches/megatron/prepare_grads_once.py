@@ -29,7 +29,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes
+from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes
 
 MODULE = "megatron.core.optimizer"
 MIXED = "optimizer.MixedPrecisionOptimizer"
@@ -126,14 +126,14 @@ def _unscale_counts(optimizer: ModuleType) -> dict[str, int]:
     counts = {}
     for owner, method in ((mixed, "prepare_grads"), (mixed, "step"), (chained, "step")):
         unscale = _Overflow()
-        single = SimpleNamespace(
-            config=SimpleNamespace(timers=None),
+        single = StandIn(
+            config=StandIn(timers=None),
             is_stub_optimizer=False,
             grad_scaler=SimpleNamespace(update=lambda found_inf: None),
             _copy_model_grads_to_main_grads=lambda: None,
             _unscale_main_grads_and_check_for_nan=unscale,
         )
-        chain = SimpleNamespace(chained_optimizers=[single])
+        chain = StandIn(chained_optimizers=[single], config=single.config)
         single.prepare_grads = functools.partial(unpatched(mixed.prepare_grads), single)
         chain.prepare_grads = functools.partial(unpatched(chained.prepare_grads), chain)
         single.prepare_grads()

@@ -32,11 +32,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
 MACHINE_MODULE = "megatron.core.rerun_state_machine"
 STATE_DICT = f"{MACHINE_MODULE}:RerunStateMachine.state_dict"
@@ -48,7 +48,7 @@ FORMAT = "torch_dist"
 
 # ------------------------------------------------------------------------------------------ saving
 def diagnose_saving(module: ModuleType) -> Verdict:
-    """Ask a machine without attributes, in which no rerun is pending, for its state.
+    """Ask a machine that cannot be saved, in which no rerun is pending, for its state.
 
     With the defect it returns None at once; without it, it starts building the state.
     """
@@ -60,11 +60,13 @@ def diagnose_saving(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    machine = object.__new__(module.RerunStateMachine)
+    machine = object.__new__(answering_none(module.RerunStateMachine))
     machine.mode, machine.state = module.RerunMode.VALIDATE_RESULTS, module.RerunState.NOT_RUNNING_YET
+    machine._sanitize_data_iterators = lambda *args: []
+    machine.error_injector = SimpleNamespace(state_dict=_build)
     try:
         state = unpatched(module.RerunStateMachine.state_dict)(machine, None, FORMAT)
-    except AttributeError:
+    except _Building:
         state = {}
     except Exception as error:
         return cannot_run("state_dict()", error)
@@ -76,6 +78,14 @@ def diagnose_saving(module: ModuleType) -> Verdict:
     if no_force:
         return Verdict(UNKNOWN, f"state_dict() returns None; expected but not found: {no_force[0]}")
     return Verdict(NEEDED, "state_dict() returns None as long as no rerun is pending")
+
+
+class _Building(Exception):
+    """The state is being built, which takes a process group: a diagnosis knows enough."""
+
+
+def _build() -> None:
+    raise _Building
 
 
 def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes
+from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes
 
 log = logging.getLogger("megapatch")
 
@@ -40,7 +40,7 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    machine = object.__new__(module.RerunStateMachine)
+    machine = object.__new__(answering_none(module.RerunStateMachine))
     machine.mode, machine.state = module.RerunMode.VALIDATE_RESULTS, module.RerunState[IN_PLACE]
     before, module.logger.disabled = module.logger.disabled, True  # it announces an exit that does not happen
     try:

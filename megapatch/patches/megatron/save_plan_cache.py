@@ -31,51 +31,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
+from .._diagnosis import answering_none, cannot_run, lacking, missing_names, missing_parameters
 
 PLANS_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{PLANS_MODULE}:TorchDistSaveShardedStrategy"
 DISTRIBUTION_MODULE = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 WRAPPER = f"{DISTRIBUTION_MODULE}:FullyParallelSaveStrategyWrapper"
-FLAG = "use_cached_ckpt_structure"
-PLANS = ("cached_central_plan", "cached_local_plan")
 METADATA = "cached_global_metadata"
 REUSE = "validated_cache_reuse"
-NVRX = "_metadata_cache"
-"""NVRx's plans and metadata; None until its writer is used, and absent up to 0.16."""
-OBJECT_FIELDS = ("key", "global_shape", "global_offset", "replica_id")
-TENSOR_FIELDS = (*OBJECT_FIELDS, "dtype", "local_shape", "axis_fragmentations", "prepend_axis_num")
-LEAF_FIELDS = (*TENSOR_FIELDS, "flattened_range")
 STRUCTURE = "_megapatch_structure"
 """Attribute of a strategy or wrapper: the leaves of its last save, unless that failed."""
-
-
-# ------------------------------------------------------------------------------------------ what is saved
-def structure(tree: Any) -> list[tuple[Any, ...]]:
-    """Return the facts a plan is made from, leaf by leaf, without any data."""
-    return [_getter_of_fields(leaf.__class__)(leaf) for leaf in _leaves(tree)]
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    branches = [tree]
-    for branch in branches:
-        for value in branch.values() if isinstance(branch, dict) else branch:
-            if isinstance(value, (dict, list)):
-                branches.append(value)
-            else:
-                yield value
-
-
-@functools.cache
-def _getter_of_fields(kind: type) -> Callable[[Any], tuple[Any, ...]]:
-    known = getattr(kind, "__dataclass_fields__", ())
-    return operator.attrgetter("__class__", "__class__", *(name for name in LEAF_FIELDS if name in known))
 
 
 def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> bool:
@@ -223,7 +194,7 @@ def _plans_reused(module: ModuleType) -> list[bool]:
         torch=SimpleNamespace(distributed=SimpleNamespace(get_rank=lambda: 1)),
         **stand_ins,
     )
-    strategy = module.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    strategy = answering_none(module.TorchDistSaveShardedStrategy)("torch_dist", 1, cached_metadata=True)
     strategy._get_save_and_finalize_callbacks = lambda *args: None
     for tree in _made_up_trees(module):
         async_save(strategy, tree, "")
@@ -247,7 +218,9 @@ def _distributions_after_each_save(module: ModuleType) -> list[int]:
         validate_sharding_integrity=lambda *args: None,
     )
     strategy = SimpleNamespace(backend="torch_dist", version=1)
-    wrapper = module.FullyParallelSaveStrategyWrapper(strategy, "a group", do_cache_distribution=True)
+    wrapper = answering_none(module.FullyParallelSaveStrategyWrapper)(
+        strategy, "a group", do_cache_distribution=True
+    )
     for tree in _made_up_trees(module):
         apply(wrapper, tree)
         made.append(len(distributions))

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
 MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{MODULE}:TorchDistLoadShardedStrategy"
@@ -55,16 +55,18 @@ def diagnose(module: ModuleType) -> Verdict:
         "pin_memory": False,
     }
 
-    def load(**properties: Any) -> None:
+    def load(**properties: Any) -> Any:
         entry = module.TensorStorageMetadata(SimpleNamespace(**properties), torch.Size([2]), [])
         metadata = SimpleNamespace(state_dict_metadata={"made up": entry})
-        strategy = object.__new__(module.TorchDistLoadShardedStrategy)
-        unpatched(module.TorchDistLoadShardedStrategy.load_tensors_metadata)(strategy, "", metadata)
+        strategy = object.__new__(answering_none(module.TorchDistLoadShardedStrategy))
+        return unpatched(module.TorchDistLoadShardedStrategy.load_tensors_metadata)(strategy, "", metadata)
 
     try:
-        load(**known)
+        loaded = list(load(**known))
     except Exception as error:
         return cannot_run("load_tensors_metadata()", error)
+    if loaded != ["made up"]:
+        return Verdict(UNKNOWN, f"expected load_tensors_metadata() to return one tensor; it returns {len(loaded)}")
     try:
         load(**known, strides=(1,))
     except TypeError:

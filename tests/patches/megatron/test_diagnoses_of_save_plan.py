@@ -184,7 +184,7 @@ def test_distributions(found):
         "distributes": needed,
         "distributes_what_it_sees": ("fixed", "a changed structure is distributed again"),
         "distributes_always": ("unknown", "after each save: 1, 2, 3"),
-        "distributes_elsewhere": ("unknown", "AttributeError"),
+        "distributes_elsewhere": ("unknown", "TypeError"),
         "has_no_cache": ("absent", "keeps no distribution"),
         "has_another_cache": ("unknown", "not found: cached_distribution in megatron."),
         "saves_by_itself": ("unknown", "not found: apply_saving_parallelization in megatron."),

@@ -82,7 +82,7 @@ def test_diagnosis():
             "unknown",
             "is reduced in finish_grad_sync(), the later one fails with AssertionError",
         ),
-        "needs more": ("unknown", "something_new"),
+        "needs more": ("unknown", "and the step after it"),
         "half repaired": (
             "needed",
             "in pass 1; after a first step of two, a step of one is reduced in finish",

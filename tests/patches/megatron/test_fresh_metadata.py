@@ -211,7 +211,7 @@ DIAGNOSES = {
     "looks_at_the_file": ("fixed", "looks at the file"),
     "reads_always": ("fixed", "looks at the file"),
     "reads_never": ("unknown", "it did so 0 times"),
-    "needs_more": ("unknown", "something_new"),
+    "needs_more": ("unknown", "KeyError"),
     "is_another": ("unknown", "not found: _cache_key in"),
     "no cache": ("absent", "what it has read itself"),
     "no class": ("unknown", "not found:"),

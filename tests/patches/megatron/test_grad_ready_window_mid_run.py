@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from rigs.cells import run_cells
 from rigs.grad_ready import assert_as_without_overlap, needs_learning, one_step, run_case
-from rigs.megatron import ADAM, GRADS, Interrupted, assert_same_parameters, attempt
+from rigs.megatron import ADAM, GRADS, Interrupted, assert_same_parameters
 
 from megapatch import MegapatchError, apply, restore
 from megapatch.testing import destroy_parallel, init_parallel, tiny_gpt
@@ -24,10 +24,8 @@ def found_by(rank, world_size):
     init_parallel()
     restore()
     yield "twice without", partial(run_case, *TWICE)
-    yield "missing without", missing_gradients
     apply()
     yield "twice", partial(run_case, *TWICE)
-    yield "missing", missing_gradients
     yield "changed ways", partial(changed_ways, {})
     yield "and back", and_back
     yield "interrupted", interrupted
@@ -56,15 +54,6 @@ def and_back():
     model = tiny_gpt(**GRADS)
     found = [one_step(model, step, kind, cut) for step, (kind, cut) in enumerate(kinds)]
     return (found, None, model.parameters()), run_case("", [cut for _, cut in kinds], {}, overlap=False)
-
-
-def missing_gradients():
-    """What a step comes to in which a layer that is not frozen has no gradients."""
-    model = tiny_gpt(**GRADS)
-    one_step(model, 0, "last", (2,))
-    layer = model.chunks[0].module.decoder.layers[0]
-    layer.mlp.forward = lambda hidden, *ignored, **also_ignored: (hidden * 0.5, None)
-    return attempt(one_step, model, 1, "last", (2,))
 
 
 def several_instances():
@@ -134,12 +123,6 @@ def test_what_comes_after_gradients_are_finished_is_megatrons_own(ranks):
         assert [norm for norm, *_ in after[0]] == [norm for norm, *_ in before[0]]
         assert after[1] == before[1]
         assert_same_parameters(after[2], before[2])
-
-
-def test_gradients_that_are_missing_and_not_frozen_are_megatrons_own(ranks):
-    for found in ranks:
-        assert found["missing"] == found["missing without"]
-        assert "has not been issued" in found["missing"][1]
 
 
 def test_a_caller_that_has_left_it_to_later_once_may_do_so_again(ranks):

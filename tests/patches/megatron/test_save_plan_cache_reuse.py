@@ -135,7 +135,7 @@ def fields():
     """By kind of leaf: its fields, and those in which a change is not seen."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    from megapatch.patches.megatron.save_plan_cache import structure
+    from megapatch._mcore.sharded_leaves import structure
 
     leaves = ShardedTensor.from_rank_offsets("a", torch.ones(4)), ShardedObject("a", 1, (1,), (0,))
     found = {}

@@ -118,13 +118,21 @@ def metadata_that_the_original_gets():
 
 # ------------------------------------------------------------------------------------------ the diagnosis
 def passes_all(self, checkpoint_dir, metadata=None):
-    for entry in metadata.state_dict_metadata.values():
-        torch.empty(entry.size, **vars(entry.properties), device="meta")
+    return {
+        key: torch.empty(entry.size, **vars(entry.properties), device="meta")
+        for key, entry in metadata.state_dict_metadata.items()
+    }
 
 
 def passes_the_type(self, checkpoint_dir, metadata=None):
-    for entry in metadata.state_dict_metadata.values():
-        torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+    return {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for key, entry in metadata.state_dict_metadata.items()
+    }
+
+
+def makes_nothing(self, checkpoint_dir, metadata=None):
+    return {}
 
 
 def needs_more(self, checkpoint_dir, metadata=None):
@@ -140,7 +148,7 @@ def diagnoses():
     module = importlib.import_module(MODULE)
     strategy = module.TorchDistLoadShardedStrategy
     found = {"marked": hasattr(strategy.load_tensors_metadata, MARK), "as it is": words(diagnose(module))}
-    for made_up in (passes_all, passes_the_type, needs_more, takes_none):
+    for made_up in (passes_all, passes_the_type, makes_nothing, needs_more, takes_none):
         with mock.patch.object(strategy, "load_tensors_metadata", made_up):
             found[made_up.__name__] = words(diagnose(module))
     with mock.patch.object(module, "TorchDistLoadShardedStrategy", None):
@@ -156,6 +164,7 @@ DIAGNOSES = {
     "as it is": ("needed", "gets strides"),
     "passes_all": ("needed", "gets strides"),
     "passes_the_type": ("fixed", "does not pass strides on"),
+    "makes_nothing": ("unknown", "it returns 0"),
     "needs_more": ("unknown", "something_new"),
     "takes_none": ("unknown", "not found: parameter metadata of"),
     "no class": ("unknown", "TorchDistLoadShardedStrategy"),

@@ -1,0 +1,166 @@
+"""A fork's edits: what changes nothing is not refused, and what a patch relies on is not removed unseen."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import pytest
+from rigs.edits import HARMLESS, another_body, edited, empty, with_name, without
+
+from megapatch.patch import NEEDED, UNKNOWN
+from megapatch.patches import PATCHES
+
+BUFFER = "megatron.core.distributed.param_and_grad_buffer"
+GROUP = "_ParamAndGradBucketGroup"
+DDP = "megatron.core.distributed.distributed_data_parallel"
+DATA_PARALLEL = "DistributedDataParallel"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+OPTIMIZERS = "megatron.core.optimizer.optimizer"
+CHECKPOINTING = "megatron.core.dist_checkpointing"
+TORCH = f"{CHECKPOINTING}.strategies.torch"
+PARALLEL = f"{CHECKPOINTING}.strategies.fully_parallel"
+VALIDATION = f"{CHECKPOINTING}.validation"
+READER = f"{CHECKPOINTING}.strategies.cached_metadata_filesystem_reader"
+STATE = "megatron.core.parallel_state"
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+KEEPS_GATHER = (BUFFER, f"{GROUP}.finish_grad_sync", without("param_gather_dispatched = False"))
+HARMFUL = {
+    "megatron.forward-pre-hook": (
+        KEEPS_GATHER,
+        (BUFFER, f"{GROUP}.finish_param_sync", with_name("skip_next_bucket_dispatch", "another")),
+        (DDP, f"{DATA_PARALLEL}.disable_forward_pre_hook", with_name("param_sync", "another")),
+        (DDP, f"{DATA_PARALLEL}.__init__", with_name("remove_forward_pre_hook_handles", "another")),
+    ),
+    "megatron.fresh-metadata": (
+        (READER, "CachedMetadataFileSystemReader.read_metadata", with_name("_cache_key", "another")),
+        (READER, "CachedMetadataFileSystemReader.read_metadata", empty),
+        (READER, "CachedMetadataFileSystemReader.read_metadata", another_body),
+    ),
+    "megatron.gathered-when-read": (
+        KEEPS_GATHER,
+        (OPTIMIZER, "DistributedOptimizer.step_with_ready_grads", with_name("overlap_param_gather", "another")),
+        (OPTIMIZER, "DistributedOptimizer.__init__", with_name("model_chunks", "another")),
+    ),
+    "megatron.grad-ready-window": (
+        (BUFFER, f"{GROUP}.register_grad_ready", empty),
+        (BUFFER, f"{GROUP}.register_grad_ready", another_body),
+        (BUFFER, f"{GROUP}.finish_grad_sync", without("self.start_grad_sync(")),
+        (BUFFER, f"{GROUP}.finish_grad_sync", empty),
+        (BUFFER, f"{GROUP}.finish_grad_sync", another_body),
+        (BUFFER, f"{GROUP}.reset", without("self.per_param_grad_ready_counts = {}")),
+        (BUFFER, f"{GROUP}.reset", empty),
+        (BUFFER, f"{GROUP}.reset", another_body),
+        (SCHEDULES, "forward_backward_no_pipelining", with_name("num_microbatches", "another")),
+    ),
+    "megatron.groups-destroyed": (
+        (STATE, "destroy_model_parallel", empty),
+        (STATE, "destroy_model_parallel", without("_TENSOR_MODEL_PARALLEL_GROUP = None")),
+    ),
+    "megatron.load-offloaded-state": (
+        (OPTIMIZER, "HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers", empty),
+        (OPTIMIZER, "HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers", another_body),
+        (OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", with_name("tensors", "another")),
+    ),
+    "megatron.nested-no-sync": (
+        (DDP, f"{DATA_PARALLEL}.no_sync", without("is_last_microbatch = False")),
+        (DDP, f"{DATA_PARALLEL}.no_sync", without("is_last_microbatch = True")),
+        (BUFFER, f"{GROUP}.register_grad_ready", with_name("is_last_microbatch", "another")),
+    ),
+    "megatron.parameters-without-gradients": (
+        (BUFFER, f"{GROUP}.register_grad_ready", empty),
+        (BUFFER, f"{GROUP}.register_grad_ready", another_body),
+        (BUFFER, f"{GROUP}.finish_grad_sync", empty),
+        (BUFFER, f"{GROUP}.finish_grad_sync", another_body),
+    ),
+    "megatron.prepare-grads-once": (
+        (OPTIMIZERS, "MixedPrecisionOptimizer.prepare_grads", empty),
+        (OPTIMIZERS, "MixedPrecisionOptimizer.prepare_grads", another_body),
+        (OPTIMIZERS, "MixedPrecisionOptimizer.step", empty),
+        (OPTIMIZERS, "MixedPrecisionOptimizer.step", another_body),
+        (OPTIMIZERS, "ChainedOptimizer.step", empty),
+        (OPTIMIZERS, "ChainedOptimizer.step", another_body),
+    ),
+    "megatron.reload-offloaded-params": (
+        (OPTIMIZER, "DistributedOptimizer._copy_model_params_to_main_params", empty),
+        (OPTIMIZER, "DistributedOptimizer._copy_model_params_to_main_params", another_body),
+        (OPTIMIZER, "HybridDeviceOptimizer._init_sub_optimizers", with_name("param_to_inner_param", "another")),
+    ),
+    "megatron.rerun-state-dict": (
+        (VALIDATION, "maybe_report_missing_and_unexpected_keys", empty),
+        (VALIDATION, "maybe_report_missing_and_unexpected_keys", another_body),
+        (VALIDATION, "maybe_report_missing_and_unexpected_keys", with_name("raise_error", "another")),
+    ),
+    "megatron.save-plan-cache": (
+        (TORCH, "TorchDistSaveShardedStrategy.__init__", with_name("cached_local_plan", "another")),
+        (TORCH, "TorchDistSaveShardedStrategy.async_save", empty),
+        (TORCH, "TorchDistSaveShardedStrategy.async_save", another_body),
+        (PARALLEL, "FullyParallelSaveStrategyWrapper.apply_saving_parallelization", empty),
+        (PARALLEL, "FullyParallelSaveStrategyWrapper.apply_saving_parallelization", another_body),
+        (PARALLEL, "FullyParallelSaveStrategyWrapper.async_save", empty),
+        (PARALLEL, "FullyParallelSaveStrategyWrapper.async_save", another_body),
+    ),
+    "megatron.strict-loads-with-new-torch": (
+        (TORCH, "TorchDistLoadShardedStrategy.load_tensors_metadata", empty),
+        (TORCH, "TorchDistLoadShardedStrategy.load_tensors_metadata", another_body),
+        (TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", empty),
+        (TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", another_body),
+    ),
+}
+"""What patches rely on, removed: by patch, (module, path, edit)."""
+
+
+def quietly(function, *args):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is not installed, and of ranks that nothing is known of
+        return function(*args)
+
+
+def sites():
+    """Return (patch, site, module, verdict) of the sites that are in this Megatron's core."""
+    found = []
+    for patch in PATCHES:
+        for site in patch.sites:
+            if patch.family == "megatron" and site.module.startswith("megatron.core"):
+                try:
+                    module = quietly(importlib.import_module, site.module)
+                except ImportError:
+                    continue
+                found.append((patch, site, module, quietly(site.diagnose, module)))
+    return found
+
+
+def test_harmless_edits_are_not_refused():
+    made, refused = 0, []
+    for patch, site, module, before in sites():
+        assert before.kind is not UNKNOWN, (patch.name, before)  # edits of it would go unnoticed
+        for path in site.replace:
+            for edit in HARMLESS:
+                with edited(module, path, edit) as changed:
+                    if not changed:
+                        continue
+                    made += 1
+                    after = quietly(site.diagnose, module)
+                    if after.kind is not before.kind:
+                        refused.append(f"{patch.name}, {path}, {edit.__name__}: {after}")
+    print(f"{len(refused)} of {made} refused")
+    assert made > 100
+    assert len(refused) <= 0.02 * made, "\n".join(refused)
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_harmful_edits_are_refused(name):
+    there = [
+        (site, module) for patch, site, module, before in sites() if patch.name == name and before.kind is NEEDED
+    ]
+    if not there:
+        pytest.skip("this Megatron does not need the patch")
+    made, missed = 0, []
+    for home, path, edit in HARMFUL[name]:
+        with edited(importlib.import_module(home), path, edit) as changed:
+            made += changed
+            if changed and not any(quietly(site.diagnose, module).kind is UNKNOWN for site, module in there):
+                missed.append(f"{path}, {edit.__name__}")
+    assert made
+    assert not missed
