@@ -20,8 +20,23 @@ from rigs.stand_ins import BRIDGE, Anything, StandIns
 
 CONVERSION = f"{BRIDGE}.models.conversion"
 DECORATORS = f"{BRIDGE}.models.decorators"
-BARE = (BRIDGE, f"{BRIDGE}.models", CONVERSION, "mbridge", "mcore_bridge", "mcore_bridge.bridge")
-NOT_THEIRS = f"{BRIDGE}.peft", "mcore_bridge.tuners"
+TUNERS = "mcore_bridge.tuners"
+BARE = (
+    BRIDGE,
+    f"{BRIDGE}.models",
+    CONVERSION,
+    "mbridge",
+    "mcore_bridge",
+    "mcore_bridge.bridge",
+    TUNERS,
+)
+NOT_THEIRS = (f"{BRIDGE}.peft",)
+# On import Megatron looks for what is installed, and would ask a stand-in for its version.
+BEFORE_STAND_INS = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.hybrid.hybrid_layer_specs",
+)
 MISSING = (
     "PIL",
     "accelerate",
@@ -70,14 +85,31 @@ class BarePackages:
 
 def find_exporters():
     """Make the exporters importable: the setup of a rank."""
-    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
-        importlib.import_module(f"megatron.core.models.gpt.{name}")
+    for name in BEFORE_STAND_INS:
+        if find_module(name):
+            importlib.import_module(name)
 
     def make(module, name):
         return Anything(name, (), {})
 
     sys.meta_path[:0] = [StandIns(NOT_THEIRS, make), BarePackages()]
-    sys.meta_path.append(StandIns(filter(is_missing, MISSING), make))
+    missing = list(filter(is_missing, (*MISSING, "transformer_engine")))
+    sys.meta_path.append(StandIns(missing, make))
+    if "peft" in missing:
+        importlib.import_module("peft").__version__ = "0.19.0"  # mcore-bridge asks
+    if find_module(TUNERS):
+        find_lora()
+
+
+def find_lora():
+    """Let mcore-bridge's package of tuners give what its own __init__, which patches peft, imports."""
+    importlib.import_module(TUNERS).__getattr__ = _of_tuners
+
+
+def _of_tuners(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(importlib.import_module(f"{TUNERS}.lora"), name)
 
 
 def is_missing(name):

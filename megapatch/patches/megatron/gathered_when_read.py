@@ -7,11 +7,14 @@ Symptom   with the distributed optimizer and overlap_param_gather, optimizer.ste
 Upstream  unfixed in 0.12 to 0.19 and on main. Megatron's own train() gathers before a save; all else is left to
           callers. NVIDIA-NeMo/RL#4086 does it there; verl, ms-swift, AReaL and SkyRL do not.
 Seam      three kinds. (1) What all ranks call gathers first: save_checkpoint() of Megatron and Megatron-Bridge,
-          generate_state_dict(), DistributedDataParallel.sharded_state_dict(), and the exporters of
-          Megatron-Bridge, mbridge and mcore-bridge. Exporters are generators, often made before the step and read
-          after it, so they gather at their first `next`. (2) DistributedDataParallel's state_dict() and
-          state_dict_for_save_checkpoint(), and generate_state_dict() for the format "torch", may be called by one
-          rank alone, where a gather would hang: they raise MisuseError with what to call.
+          generate_state_dict(), DistributedDataParallel.sharded_state_dict(), the refit of a separate model for
+          inference (megatron.core.resharding), and the exporters of Megatron-Bridge, mbridge and mcore-bridge.
+          Exporters are generators, often made before the step and read after it, so they gather at their first
+          `next`. mcore-bridge's LoRA layers gather before they are merged: merged with old adapters and, after an
+          export that gathers, unmerged with new ones, the base weights would be changed for good.
+          (2) DistributedDataParallel's state_dict() and state_dict_for_save_checkpoint(), and
+          generate_state_dict() for the format "torch", may be called by one rank alone, where a gather would hang:
+          they raise MisuseError with what to call.
           (3) DistributedOptimizer's step and the bucket groups' start_param_sync() record whether a gather is due.
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
@@ -33,7 +36,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
@@ -48,11 +51,21 @@ from ..._mcore.param_gathers import (
     refuse_stale_read,
 )
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, reads_in_order
-from .._gathered import gathered_at_first_next, gathered_before_call
+from .._diagnosis import (
+    StandIn,
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_parameters,
+    reads_in_order,
+)
+from .._gathered import GATHERS
+from ._readers import MERGE, diagnose_merge, diagnose_reader, exporter, gather_first
+from ._step_of_a_stand_in import missing_in_finish
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
-GATHERS = ("start_param_sync", "finish_param_sync", "disable_forward_pre_hook", "gathered_parameters")
+RESHARDING = "megatron.core.resharding.refit"
 """Names of which one is in the code of a reader that gathers."""
 CONVERSION = "megatron.bridge.models.conversion"
 LEGACY = "torch"
@@ -118,25 +131,30 @@ def diagnose_ddp(module: ModuleType) -> Verdict:
     ddp = module.distributed_data_parallel.DistributedDataParallel
     gathers: list[str] = []
     try:
+        missing = missing_in_finish()
         for reader in ("state_dict", "state_dict_for_save_checkpoint"):
-            unpatched(getattr(ddp, reader))(
-                _stand_in(lambda *args, reader=reader, **kwargs: gathers.append(reader))
-            )
+            stand_in = _stand_in(lambda *args, reader=reader, **kwargs: gathers.append(reader))
+            unpatched(getattr(ddp, reader))(stand_in)
+            missing += [] if stand_in.module.reads else [f"module.{reader} called by {reader}"]
     except Exception as error:
         return cannot_run("state_dict and state_dict_for_save_checkpoint", error)
+    if missing:
+        return lacking(missing)
     if len(set(gathers)) == 2:
         return Verdict(FIXED, "state_dict and state_dict_for_save_checkpoint gather the parameters")
     return Verdict(NEEDED, "state_dict and state_dict_for_save_checkpoint read parameters that are not gathered")
 
 
-def _stand_in(gather: Callable[..., Any]) -> SimpleNamespace:
+def _stand_in(gather: Callable[..., Any]) -> StandIn:
     """Return just enough of a DistributedDataParallel whose parameters wait to be gathered, for its readers."""
     methods = dict.fromkeys(GATHERS, gather)
-    group = SimpleNamespace(**methods, param_gather_handle=None, param_gather_dispatched=False)
-    module = SimpleNamespace(state_dict=lambda **kwargs: {}, state_dict_for_save_checkpoint=lambda **kwargs: {})
-    config = SimpleNamespace(overlap_param_gather=True, use_distributed_optimizer=True)
+    group = StandIn(**methods, param_gather_handle=None, param_gather_dispatched=False)
+    reads: list[Any] = []
+    names = ("state_dict", "state_dict_for_save_checkpoint")
+    module = StandIn(reads=reads, **dict.fromkeys(names, lambda **kwargs: reads.append(kwargs)))
+    config = StandIn(overlap_param_gather=True, use_distributed_optimizer=True)
     groups = {"bucket_groups": [group], "expert_parallel_bucket_groups": []}
-    return SimpleNamespace(**methods, **groups, module=module, ddp_config=config)
+    return StandIn(**methods, **groups, module=module, ddp_config=config)
 
 
 def record_gathers(start_param_sync: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,30 +191,7 @@ def _gather_for_shards(ddps: list[Any]) -> None:
     gather_params(ddp for ddp in ddps if ddp.ddp_config.use_distributed_optimizer)
 
 
-# ------------------------------------------------------------------------ functions that read a model
-def diagnose_reader(path: str, parameter: str, module: ModuleType) -> Verdict:
-    """Read a real function that reads the model it is given: does it gather before?"""
-    found, name = f"{module.__name__}:{path}", path.rpartition(".")[2]
-    if missing := missing_parameters(found, parameter):
-        return lacking(missing)
-    if len(missing_names(found, *GATHERS)) < len(GATHERS):
-        return Verdict(FIXED, f"{name}() gathers the parameters that it reads")
-    return Verdict(NEEDED, f"with overlap_param_gather {name}() reads parameters that are not gathered")
-
-
-def gather_first(parameter: str, reader: Callable[..., Any]) -> Callable[..., Any]:
-    return gathered_before_call(reader, _argument(reader, parameter))
-
-
-def gather_at_first_next(parameter: str, stream: Callable[..., Any]) -> Callable[..., Any]:
-    return gathered_at_first_next(stream, _argument(stream, parameter))
-
-
-def _argument(function: Callable[..., Any], parameter: str) -> Callable[..., Any]:
-    signature = inspect.signature(function)
-    return lambda *args, **kwargs: signature.bind(*args, **kwargs).arguments[parameter]
-
-
+# ------------------------------------------------------------------------ checkpoints
 def gather_for_state(generate_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(generate_state_dict)
 
@@ -219,15 +214,6 @@ def diagnose_checkpointing(module: ModuleType) -> Verdict:
     path = f"{module.__name__}:generate_state_dict"
     missing = [*missing_parameters(path, "args", "model"), *missing_names(path, "ckpt_format")]
     return lacking(missing) if missing else diagnose_reader("save_checkpoint", "model", module)
-
-
-def exporter(module: str, path: str, parameter: str) -> Site:
-    """Return the site of a generator function that streams the tensors of a model."""
-    return Site(
-        module=module,
-        diagnose=functools.partial(diagnose_reader, path, parameter),
-        replace={path: functools.partial(gather_at_first_next, parameter)},
-    )
 
 
 PATCH = Patch(
@@ -267,6 +253,11 @@ PATCH = Patch(
             diagnose=functools.partial(diagnose_reader, "save_checkpoint", "model"),
             replace={"save_checkpoint": functools.partial(gather_first, "model")},
         ),
+        Site(
+            module=RESHARDING,
+            diagnose=functools.partial(diagnose_reader, "reshard_model_weights", "src_model"),
+            replace={"reshard_model_weights": functools.partial(gather_first, "src_model")},
+        ),
         exporter(
             f"{CONVERSION}.model_bridge", "MegatronModelBridge.stream_weights_megatron_to_hf", "megatron_model"
         ),
@@ -282,5 +273,10 @@ PATCH = Patch(
         ),
         exporter("mbridge.core.bridge", "Bridge.export_weights", "models"),
         exporter("mcore_bridge.bridge.gpt_bridge", "GPTBridge.export_weights", "mg_models"),
+        Site(
+            module="mcore_bridge.tuners.lora",
+            diagnose=diagnose_merge,
+            replace={MERGE: functools.partial(gather_first, "self")},
+        ),
     ),
 )

@@ -24,11 +24,8 @@ from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_names, missing_parameters
-from .._gathered import gathered_before_call
+from .._gathered import GATHERS, gathered_before_call
 from .pipeline_seed import MODULES, STRATEGY
-
-GATHERS = ("start_param_sync", "finish_param_sync", "disable_forward_pre_hook", "gathered_parameters")
-"""Names of which one is in the code of a save that gathers."""
 
 
 def diagnose(module: ModuleType) -> Verdict:

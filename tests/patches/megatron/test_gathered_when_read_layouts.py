@@ -1,0 +1,55 @@
+"""Streams of parameters right after a step, gathered first, in layouts of four ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from rigs.cells import run_cells
+from rigs.gathers import export, pair, unwrapped, wrong
+
+from megapatch.patches._gathered import gathered_at_first_next
+from megapatch.testing import init_parallel
+
+STEPS = 3
+MOE = {"experts": 4}
+LAYOUTS = {
+    "dp2 pp2": ({"pp": 2}, {}),
+    "dp2 pp2 vpp2": ({"pp": 2, "vpp": 2}, {}),
+    "dp2 tp2": ({"tp": 2}, {}),
+    "dp4 ep2": ({"ep": 2}, MOE),
+}
+streamed = gathered_at_first_next(export, lambda chunks: chunks)
+
+
+def in_layout(sizes, **options):
+    """By step: the fraction of a stream that is wrong without a gather, and with."""
+    plain, model = pair(layers=4, **options)
+    found = []
+    for step in range(STEPS):
+        plain.train_step(step)
+        model.train_step(step)
+        chunks, expected = ([unwrapped(chunk) for chunk in each.chunks] for each in (model, plain))
+        without = dict(export(chunks))
+        expected = dict(export(expected))
+        found.append((wrong(without, expected), wrong(dict(streamed(chunks)), expected)))
+    return found
+
+
+def in_layouts(rank, world_size):
+    for name, (sizes, options) in LAYOUTS.items():
+        init_parallel(**sizes)
+        yield name, partial(in_layout, sizes, **options)
+
+
+@pytest.fixture(scope="module")
+def four():
+    return run_cells(in_layouts, 4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_streams_in_layouts(four, name):
+    for found in four:
+        for before, after in found[name]:
+            assert before > 0.2
+            assert after == 0
