@@ -1,0 +1,238 @@
+"""A step in which some parameters get no gradient is reduced in full, in the same order on every rank.
+
+Symptom   with overlap_grad_reduce a bucket group is reduced once all its parameters have a gradient. If one gets
+          none in a step (a vision tower on text, a value head, a multi-token prediction layer, an unused expert),
+          the step ends with "Communication call has not been issued for this bucket"; from 0.16 on the first such
+          step ends with a bare assertion in reset(), and under python -O Megatron learns to reduce without it.
+          With several instances of the distributed optimizer, up to 0.15 and later in a run, the group is never
+          reduced, silently. Where ranks differ in what they use, their collectives no longer match.
+Upstream  NVIDIA/Megatron-LM#1150 (open since 2024), #5643; 0.12 to 0.19 and main.
+Seam      start_grad_sync() of bucket groups: a group that is ready waits until those before it have started, in
+          one order for all ranks: that of the backward pass, by the model's order of parameters. What has not
+          started when DistributedDataParallel.finish_grad_sync() is called is started there, in that order, by
+          Megatron's own method. zero_grad_buffer() lets a group that has seen only some of its parameters learn
+          again in the next step. Starting the group at the end is not enough: the groups after it would have
+          started before it on this rank, and after it on a rank that had all gradients.
+          ROLL fills in the missing counts before Megatron asserts, which may stay.
+Limits    all ranks still have to call finish_grad_sync() in the same steps. A group that waits holds up the
+          overlap of those after it: set requires_grad to False, alike on all ranks, for what is never trained.
+          Chunks of virtual stages are put in order by config.no_sync_func, as Megatron's train() sets it; without
+          it, and in a first step that no zero_grad_buffer() precedes, each chunk has an order of its own. Such a
+          first step is Megatron's own where the chunk was made before the patch was applied.
+          With overlap_param_gather a module that is not called at all is left to Megatron, which asserts at its
+          next gather: call it, on anything, and do not use the result.
+Numbers   change where a bucket was silently not reduced, to those of a run without overlap.
+Cost      about 2 us a bucket group and step. Nothing in a forward pass, nothing per parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ..._mcore.bucket_groups import DDP, GROUP, LINE, begin_lines, forget_partly_seen_first_step, lines_of
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from .._diagnosis import cannot_run, lacking, missing_names
+from ._step_of_a_stand_in import FINISH, events_of_step
+
+MODULE = "megatron.core.distributed"
+
+CHUNKS = "_megapatch_chunks_in_line"
+"""Attribute of a chunk: with how many chunks, itself included, its bucket groups share their lines."""
+
+logger = logging.getLogger("megapatch")
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Run the real bucket group's methods with a parameter that gets no gradient, on a stand-in."""
+    missing = [
+        *missing_names(f"{GROUP}.__init__", "params", "grad_reduce_handle"),
+        *missing_names(f"{GROUP}.register_grad_ready", "start_grad_sync"),
+        *missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups"),
+        *missing_names(f"{DDP}.finish_grad_sync", "bucket_groups", "finish_grad_sync"),
+        *missing_names(f"{DDP}.zero_grad_buffer", "bucket_groups", "reset"),
+    ]
+    if missing:
+        return lacking(missing)
+    group = module.param_and_grad_buffer._ParamAndGradBucketGroup
+    try:
+        usual, unused = events_of_step(group, 1, 1), events_of_step(group, 1, 1, unused=True)
+    except Exception as error:
+        return cannot_run("the bucket group's methods", error)
+    if usual != ["pass 1"]:
+        return Verdict(
+            UNKNOWN, f"expected a bucket group to be reduced in the backward pass; found {usual or 'no reduce'}"
+        )
+    if unused == [FINISH]:
+        return Verdict(FIXED, "a bucket group that lacks a gradient is reduced at the end of the step")
+    if len(unused) == 1 and unused[0].endswith("Error"):
+        return Verdict(
+            NEEDED, "a bucket group that lacks a gradient is not reduced, and the step ends with an error"
+        )
+    return Verdict(UNKNOWN, f"expected a bucket group that lacks a gradient not to be reduced; found {unused}")
+
+
+class Line:
+    """The bucket groups that share a communicator, in the order in which every rank reduces them."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        self.groups = groups
+        self.places = {group: place for place, group in enumerate(groups)}
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self.next = 0
+        self.started: set[Any] = set()
+        self.waiting: dict[Any, Callable[[], Any]] = {}
+
+    def start(self, group: Any, start: Callable[[], Any]) -> None:
+        """Start the reduce of a group now, or as soon as those before it have started."""
+        if group in self.started:
+            # finish_grad_sync() starts a group that is in its first step once more, which has no effect except
+            # with several instances of the distributed optimizer, where nothing remembers the first start.
+            if not getattr(group, "is_first_batch", False):
+                start()
+            return
+        self.waiting[group] = start
+        if self.places[group] < self.next:
+            self._start(group)
+        while self.next < len(self.groups) and self._may_pass(self.groups[self.next]):
+            self.next += 1
+
+    def _may_pass(self, group: Any) -> bool:
+        if group in self.waiting:
+            self._start(group)
+        # A frozen parameter never gets a gradient, on any rank: its group is left to the end of the step.
+        return group in self.started or _is_partly_frozen(group)
+
+    def _start(self, group: Any) -> None:
+        self.started.add(group)
+        self.waiting.pop(group)()
+
+    def finish(self, arguments: dict[str, Any]) -> None:
+        """Start all groups that have not started: in their order, those with frozen parameters last."""
+        left = [group for group in self.groups if group not in self.started]
+        for group in sorted(left, key=_is_partly_frozen):
+            if group not in self.started:  # it may have waited for one that has started here
+                group.start_grad_sync(**arguments)
+        _report(left)
+
+
+def start_in_line(start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start_grad_sync)
+    def patched_start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        line = getattr(self, LINE, None)
+        if line is None or not self.ddp_config.overlap_grad_reduce:
+            return start_grad_sync(self, *args, **kwargs)
+        return line.start(self, functools.partial(start_grad_sync, self, *args, **kwargs))
+
+    return patched_start_grad_sync
+
+
+def start_all_at_the_end(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(finish_grad_sync)
+    def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.ddp_config.overlap_grad_reduce:
+            force = kwargs.get("force_all_reduce", args[0] if args else False)  # from 0.16 on
+            for line in lines_of(self):
+                if len(line.started) < len(line.groups):
+                    line.finish({"force_all_reduce": force} if force else {})
+        return finish_grad_sync(self, *args, **kwargs)
+
+    return patched_finish_grad_sync
+
+
+def line_up_at_birth(init: Callable[..., None]) -> Callable[..., None]:
+    """Frameworks that zero gradients at the end of a step, as ROLL does, begin their first step without it."""
+
+    @functools.wraps(init)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.ddp_config.overlap_grad_reduce:
+            _line_up(self)
+
+    return patched_init
+
+
+def begin_in_line(zero_grad_buffer: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(zero_grad_buffer)
+    def patched_zero_grad_buffer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.ddp_config.overlap_grad_reduce:
+            _line_up(self)
+            begin_lines(self)
+            forget_partly_seen_first_step(self)
+        return zero_grad_buffer(self, *args, **kwargs)
+
+    return patched_zero_grad_buffer
+
+
+def _line_up(ddp: Any) -> None:
+    chunks = _chunks_of_model(ddp)
+    if getattr(ddp, CHUNKS, 0) == len(chunks):
+        return
+    for kind in ("bucket_groups", "expert_parallel_bucket_groups"):  # they reduce over other process groups
+        # The last virtual stage is the first in the backward pass.
+        line = Line([group for chunk in reversed(chunks) for group in _as_in_backward(chunk, kind)])
+        for group in line.groups:
+            setattr(group, LINE, line)
+    for chunk in chunks:
+        setattr(chunk, CHUNKS, len(chunks))
+
+
+def _chunks_of_model(ddp: Any) -> list[Any]:
+    no_sync = ddp.config.no_sync_func
+    chunks = [getattr(function, "__self__", None) for function in no_sync] if isinstance(no_sync, list) else []
+    return chunks if ddp in chunks and all(isinstance(chunk, type(ddp)) for chunk in chunks) else [ddp]
+
+
+def _as_in_backward(ddp: Any, kind: str) -> list[Any]:
+    """Sort bucket groups by when their last gradient comes if parameters are used in the order of the model."""
+    order = {param: index for index, param in enumerate(ddp.module.parameters())}
+    return sorted(getattr(ddp, kind), key=lambda group: -min(order[param] for param in group.params))
+
+
+def _is_partly_frozen(group: Any) -> bool:
+    return not all(param.requires_grad for param in group.params)
+
+
+def _report(groups: list[Any]) -> None:
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    missing = [len(_without_gradient(group)) for group in groups]
+    if any(missing):
+        logger.debug(
+            "%d parameters got no gradient in this step: %d bucket groups were reduced at its end, with what they "
+            "had (megatron.parameters-without-gradients)",
+            sum(missing),
+            sum(map(bool, missing)),
+        )
+
+
+def _without_gradient(group: Any) -> list[Any]:
+    seen = getattr(group, "per_param_grad_ready_counts", None)
+    seen = group.params_with_grad if seen is None else seen  # up to 0.15
+    return [param for param in group.params if param.requires_grad and param not in seen]
+
+
+PATCH = Patch(
+    name="megatron.parameters-without-gradients",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/issues/1150",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={
+                "param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync": start_in_line,
+                "distributed_data_parallel.DistributedDataParallel.__init__": line_up_at_birth,
+                "distributed_data_parallel.DistributedDataParallel.finish_grad_sync": start_all_at_the_end,
+                "distributed_data_parallel.DistributedDataParallel.zero_grad_buffer": begin_in_line,
+            },
+        ),
+    ),
+    changes_numbers=True,
+)

@@ -1,0 +1,65 @@
+"""Gradients can be finalized with TorchFullyShardedDataParallel, as with the other kinds of data parallelism.
+
+Symptom   with --use-torch-fsdp2 the first step ends with "TypeError: _BaseDataParallel.finish_grad_sync() got an
+          unexpected keyword argument 'force_all_reduce'".
+Upstream  NVIDIA/Megatron-LM#4953; in 0.16 to 0.18, repaired in 0.19.
+Seam      the class attribute TorchFullyShardedDataParallel.finish_grad_sync, which is inherited and takes no
+          arguments: the keyword ends here.
+Limits    tried on CPU with the real class around a layer, not with a whole model.
+Cost      nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
+
+MODULE = "megatron.core.distributed"
+FSDP2 = "TorchFullyShardedDataParallel"
+FINALIZE = f"{MODULE}.finalize_model_grads:finalize_model_grads"
+KEYWORD = "force_all_reduce"
+
+
+def diagnose(package: ModuleType) -> Verdict:
+    """Call the real method, which has nothing to do, as Megatron's finalize_model_grads() does."""
+    if not hasattr(package, FSDP2):
+        return Verdict(ABSENT, "this version has no TorchFullyShardedDataParallel")
+    if missing := [
+        *missing_names(FINALIZE, "finish_grad_sync"),
+        *missing_attributes(f"{MODULE}:{FSDP2}", "finish_grad_sync"),
+    ]:
+        return lacking(missing)
+    if missing_names(FINALIZE, KEYWORD):
+        return Verdict(ABSENT, f"gradients are finalized without {KEYWORD}")
+    fsdp2 = object.__new__(package.TorchFullyShardedDataParallel)
+    finish_grad_sync = unpatched(package.TorchFullyShardedDataParallel.finish_grad_sync)
+    try:
+        finish_grad_sync(fsdp2)
+    except Exception as error:
+        return cannot_run("finish_grad_sync()", error)
+    try:
+        finish_grad_sync(fsdp2, **{KEYWORD: False})
+    except TypeError:
+        return Verdict(NEEDED, f"finish_grad_sync() does not take the {KEYWORD} that it gets")
+    return Verdict(FIXED, f"finish_grad_sync() takes {KEYWORD}")
+
+
+def take_force_all_reduce(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(finish_grad_sync)
+    def patched_finish_grad_sync(self: Any, *args: Any, force_all_reduce: Any = False, **kwargs: Any) -> Any:
+        return finish_grad_sync(self, *args, **kwargs)
+
+    return patched_finish_grad_sync
+
+
+PATCH = Patch(
+    name="megatron.torch-fsdp2-finalize",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/4953",
+    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{FSDP2}.finish_grad_sync": take_force_all_reduce}),),
+)

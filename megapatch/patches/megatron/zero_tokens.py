@@ -1,0 +1,109 @@
+"""A microbatch in which no token counts has a loss of 0 instead of NaN.
+
+Symptom   a microbatch whose loss mask is all zeros (a filtered rollout, a slice of padding) makes the gradient of
+          the whole step NaN: check_for_nan_in_grad raises, with fp16 the step is skipped as an overflow, and in
+          bf16 without the check all parameters become NaN.
+Upstream  the schedules divide the loss by its number of tokens; up to 0.14. From 0.15 on by 1 at least.
+Seam      schedules.forward_step, whose forward step function returns the loss function that is wrapped: of what
+          that returns, a number of tokens of 0 becomes 1.
+Limits    with calculate_per_token_loss nothing is changed: Megatron divides by the step's number of tokens there,
+          and not at all if that is 0. A loss function that divides by the number of tokens itself, as one that
+          returns two values does, has to see to it itself. With overlap_moe_expert_parallel_comm (0.14) the
+          schedules do not come by here.
+Cost      a small kernel for each microbatch, without synchronization.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_parameters
+from ._schedules import MODULE, PACKAGE, one_microbatch
+
+FORWARD_STEP = f"{MODULE}:forward_step"
+
+
+def diagnose(package: ModuleType) -> Verdict:
+    """Let the real code take the loss of a microbatch without tokens."""
+    missing = [
+        *missing_attributes(f"{MODULE}:", "torch"),
+        *missing_parameters(
+            FORWARD_STEP,
+            "forward_step_func",
+            "data_iterator",
+            "model",
+            "num_microbatches",
+            "input_tensor",
+            "forward_data_store",
+            "config",
+        ),
+    ]
+    if missing:
+        return lacking(missing)
+    try:
+        loss = one_microbatch(package.schedules, num_tokens=0, cp_size=1).loss
+    except Exception as error:
+        return cannot_run("the loss of a microbatch", error)
+    if math.isnan(loss):
+        return Verdict(NEEDED, "a microbatch without tokens has a loss of NaN")
+    if loss == 0:
+        return Verdict(FIXED, "a microbatch without tokens has a loss of 0")
+    return Verdict(UNKNOWN, f"expected a microbatch without tokens to have a loss of NaN or 0; found {loss}")
+
+
+def count_one_token_at_least(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward_step)
+    def patched_forward_step(
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: Any,
+        input_tensor: Any,
+        forward_data_store: Any,
+        config: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        function = forward_step_func if config.calculate_per_token_loss else _with_tokens(forward_step_func)
+        return forward_step(
+            function,
+            data_iterator,
+            model,
+            num_microbatches,
+            input_tensor,
+            forward_data_store,
+            config,
+            *args,
+            **kwargs,
+        )
+
+    return patched_forward_step
+
+
+def _with_tokens(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_step_with_tokens(*args: Any, **kwargs: Any) -> Any:
+        output, loss_function = forward_step_func(*args, **kwargs)
+
+        def loss_with_tokens(*args: Any, **kwargs: Any) -> Any:
+            found = loss_function(*args, **kwargs)
+            if kwargs.get("non_loss_data") or len(found) != 3:
+                return found
+            loss, num_tokens, metrics = found
+            return loss, num_tokens.clamp(min=1) if hasattr(num_tokens, "clamp") else max(num_tokens, 1), metrics
+
+        return output, loss_with_tokens
+
+    return forward_step_with_tokens
+
+
+PATCH = Patch(
+    name="megatron.zero-tokens",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/commit/1aef9f8eff",
+    sites=(Site(module=PACKAGE, diagnose=diagnose, replace={"schedules.forward_step": count_one_token_at_least}),),
+)

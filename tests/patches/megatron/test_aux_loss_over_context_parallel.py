@@ -1,0 +1,114 @@
+"""megatron.aux-loss-over-context-parallel: two context parallel ranks, compared with two that have the whole data.
+
+Attention is left out: on CPU it takes whole sequences.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import pytest
+from rigs.cells import run_cells
+from rigs.megatron import UNPATCHED
+from rigs.save import minor
+
+from megapatch.testing import init_parallel, tiny_gpt
+
+COEFFICIENT = 0.1
+LOSSES = {
+    "aux_loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT},
+    "z_loss": {"moe_z_loss_coeff": COEFFICIENT},
+}
+ROUTER = "router.weight"
+
+
+def own_gradients(config, dtype, **options):
+    """The gradients of the routers that are those of MoE's own losses: with a coefficient, less without."""
+    found = []
+    for used in (config, {}):
+        model = tiny_gpt(experts=2, attention=False, dtype=dtype, config=used, **options)
+        model.zero_grad()
+        model.forward_backward(microbatches=same_on_all_ranks(model))
+        scale = float(model.optimizer.get_loss_scale())
+        found.append({name: value / scale for name, value in model.gradients().items() if name.endswith(ROUTER)})
+    with_losses, without = found
+    assert with_losses
+    return {name: value - without[name] for name, value in with_losses.items()}
+
+
+def same_on_all_ranks(model):
+    """Two microbatches of one sample: sequences of one sample are chunks of the same order with all layouts."""
+    import torch
+
+    random = torch.Generator().manual_seed(3)
+    return [torch.randint(model.vocab, (1, model.seq + 1), generator=random) for _ in range(2)]
+
+
+def ratios(expected, config, dtype="fp32", **options):
+    """How large the gradients with context parallel are, compared with those without; and which way they point."""
+    found = own_gradients(config, dtype, **options)
+    answer = []
+    for name, value in expected.items():
+        ratio = (found[name].norm() / value.norm()).item()
+        direction = (found[name] * value).sum() / found[name].norm() / value.norm()
+        answer.append((ratio, direction.item()))
+    return answer
+
+
+def job(rank, world_size):
+    init_parallel()
+    expected = {name: own_gradients(config, "fp32") for name, config in LOSSES.items()}
+    yield "data parallel", functools.partial(ratios, expected["aux_loss"], LOSSES["aux_loss"])
+    init_parallel(cp=2)
+    for name, config in LOSSES.items():
+        yield name, functools.partial(ratios, expected[name], config)
+    yield "fp16", functools.partial(ratios, expected["aux_loss"], LOSSES["aux_loss"], "fp16")
+    yield "scale", held_scale
+
+
+def held_scale():
+    """The scale that the last schedule has left behind."""
+    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    return routers.MoEAuxLossAutoScaler.main_loss_backward_scale.item()
+
+
+@pytest.fixture(scope="module")
+def unpatched():
+    return run_cells(job, 2, env=UNPATCHED)
+
+
+@pytest.fixture(scope="module")
+def patched():
+    return run_cells(job, 2)
+
+
+def assert_all(ratios, expected, rel=1e-4):
+    assert ratios
+    for ratio, direction in ratios:
+        assert ratio == pytest.approx(expected, rel=rel)
+        assert direction == pytest.approx(1.0, abs=rel)
+
+
+@pytest.mark.skipif(minor() > 15, reason="repaired in 0.16")
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_the_patch_two_ranks_halve_the_losses(unpatched, name):
+    for found in unpatched:
+        assert_all(found[name], 0.5)
+        assert_all(found["data parallel"], 1.0)
+
+
+@pytest.mark.parametrize("name", ["data parallel", *LOSSES])
+def test_losses_weigh_as_much_as_without_context_parallel(patched, name):
+    for found in patched:
+        assert_all(found[name], 1.0)
+
+
+def test_with_a_loss_scale(patched):
+    for found in patched:
+        assert_all(found["fp16"], 1.0, rel=0.05)
+
+
+@pytest.mark.skipif(minor() > 15, reason="repaired in 0.16")
+def test_the_scale_that_the_schedule_has_set_stays(unpatched, patched):
+    assert [found["scale"] for found in patched] == [found["scale"] for found in unpatched]

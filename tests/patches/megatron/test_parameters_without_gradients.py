@@ -1,0 +1,219 @@
+"""Steps in which some parameters get no gradient, on some ranks or on all: reduced in full, in one order.
+
+A layer whose output is not used gets none. The reference is the same run without overlap, where Megatron
+reduces everything at the end of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from rigs.cells import run_cells
+from rigs.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
+from rigs.megatron import Log, assert_same_parameters, attempt
+from rigs.train_step import MEAN, in_pieces
+
+from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.train_step import TrainStep
+
+PATCH = "megatron.parameters-without-gradients"
+STEPS = 5
+LAYERS = 4
+UNUSED = {  # the layers that data-parallel rank `rank` does not use in a step
+    "never": lambda rank, step: {1},
+    "on one rank only": lambda rank, step: {2} if rank == 1 and step in (1, 3) else set(),
+    "in turns": lambda rank, step: {(rank + step) % LAYERS},
+    "from the second step on": lambda rank, step: {1} if step else set(),
+    "in the first step": lambda rank, step: {(3, 0)[rank % 2]} if step == 0 else set(),
+    "always": lambda rank, step: set(),
+}
+LAYOUTS = {  # number of ranks, layout, options with overlap, options without
+    "dp2": (2, {}, GRADS, {}),
+    "dp2, both": (2, {}, BOTH, SHARDED),
+    "dp4, two instances": (4, TWO_INSTANCES, INSTANCES, {**INSTANCES, "overlap_grad_reduce": False}),
+    "pp2 dp2": (4, {"pp": 2}, {**GRADS, "align_grad_reduce": False}, {}),
+    "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2}, {**GRADS, "align_grad_reduce": False}, {}),
+    "pp2 vpp2 dp2, aligned": (4, {"pp": 2, "vpp": 2}, GRADS, {}),
+}
+
+
+def not_using(model, layers):
+    """Run the layers of these numbers, from 0 on, but pass on what they were given."""
+    stack = contextlib.ExitStack()
+    for chunk in model.chunks:
+        for layer in chunk.module.decoder.layers:
+            if layer.layer_number - 1 in layers:
+                stack.enter_context(mock.patch.object(layer, "forward", partial(_pass_on, layer.forward)))
+    return stack
+
+
+def _pass_on(forward, hidden_states, *args, **kwargs):
+    with torch.no_grad():
+        forward(hidden_states, *args, **kwargs)
+    return hidden_states, None
+
+
+def trained(options, case, cut=None, last=False):
+    """By step: the gradient norm, and the parameters at the end. With a cut, in pieces of a TrainStep."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    model = tiny_gpt(**{**options, "layers": LAYERS, "lr": 0.1})
+    step = TrainStep(model.chunks, model.optimizer)
+    norms = []
+    for number in range(STEPS):
+        with not_using(model, UNUSED[case](rank, number)):
+            if cut is None:
+                norms.append(model.train_step(number, num_microbatches=4, **MEAN).grad_norm)
+                continue
+            with step:
+                in_pieces(step, model, number, cut, MEAN, last=last)
+                norms.append(step.finish().grad_norm)
+    model.gather_parameters()
+    return norms, model.parameters()
+
+
+def trained_zeroing_last(options):
+    """The same of the case "in turns" as ROLL makes its steps: gradients are zeroed after each."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    model = tiny_gpt(**{**options, "layers": LAYERS, "lr": 0.1})
+    norms = []
+    for number in range(STEPS):
+        with not_using(model, UNUSED["in turns"](rank, number)):
+            model.forward_backward(number, num_microbatches=4, **MEAN)
+        norms.append(float(model.optimizer.step()[1]))
+        model.zero_grad()
+    return norms, model.parameters()
+
+
+def found_by(rank, world_size, chosen):
+    for name, (ranks, layout, overlapping, plain) in LAYOUTS.items():
+        if ranks != world_size or name not in chosen:
+            continue
+        init_parallel(**layout)
+        for case in UNUSED:
+            yield (name, case), partial(pair, overlapping, plain, case)
+        if not layout.get("vpp"):
+            for last in (False, True):
+                yield (name, "in turns", last), partial(pair, overlapping, plain, "in turns", (1, 3), last)
+    if world_size == 2:
+        init_parallel()
+        yield "zeroed at the end", lambda: (trained_zeroing_last(GRADS), trained({}, "in turns"))
+        yield "said", said
+        yield "overlap", partial(early_starts, "on one rank only")
+
+
+def pair(overlapping, plain, case, cut=None, last=False):
+    return trained(overlapping, case, cut, last), trained(plain, case)
+
+
+def said():
+    log = Log()
+    logging.getLogger("megapatch").setLevel(logging.DEBUG)
+    trained(GRADS, "never")
+    return [text for text in log.texts if PATCH in text]
+
+
+def early_starts(case):
+    """Return, by step, how many bucket groups are being reduced before finish_grad_sync(); and their number."""
+    model = tiny_gpt(layers=LAYERS, **GRADS)
+    (chunk,) = model.chunks
+    finish, found = chunk.finish_grad_sync, []
+
+    def finished(*args, **kwargs):
+        found.append(sum(group.grad_reduce_handle is not None for group in chunk.bucket_groups))
+        return finish(*args, **kwargs)
+
+    chunk.finish_grad_sync = finished
+    for number in range(STEPS):
+        model.zero_grad()
+        with not_using(model, UNUSED[case](torch.distributed.get_rank(), number)):
+            model.forward_backward(number, num_microbatches=2)
+    return found, len(chunk.bucket_groups)
+
+
+@pytest.fixture(scope="module")
+def of_ranks(request):
+    """Return a function of the number of ranks that returns what each of them found, of the layouts wanted."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {item.callspec.params["name"] for item in items}
+    return functools.cache(lambda ranks: run_cells(found_by, ranks, chosen, timeout=300))
+
+
+def layouts(*, vpp):
+    """The layouts as parameters of tests; with every Megatron only the first, with the newest all."""
+    return [
+        pytest.param(name, marks=() if name == "dp2" else pytest.mark.thorough)
+        for name, (ranks, layout, *_) in LAYOUTS.items()
+        if vpp or not layout.get("vpp")
+    ]
+
+
+@pytest.mark.parametrize("case", UNUSED)
+@pytest.mark.parametrize("name", layouts(vpp=True))
+def test_every_step_is_as_without_overlap(of_ranks, name, case):
+    for found in of_ranks(LAYOUTS[name][0]):
+        assert_same(*found[name, case])
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", layouts(vpp=False))
+def test_in_pieces_of_a_train_step(of_ranks, name, last):
+    for found in of_ranks(LAYOUTS[name][0]):
+        assert_same(*found[name, "in turns", last])
+
+
+def test_a_first_step_that_nothing_zeroes_before(of_ranks):
+    for found in of_ranks(2):
+        assert_same(*found["zeroed at the end"])
+
+
+def assert_same(got, expected):
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert_same_parameters(got[1], expected[1])
+
+
+def test_it_says_at_debug_how_many(of_ranks):
+    for found in of_ranks(2):
+        assert len(found["said"]) == STEPS
+        assert "12 parameters got no gradient in this step" in found["said"][0]
+
+
+def test_groups_before_the_one_that_waits_overlap_as_ever(of_ranks):
+    full, part = (found["overlap"] for found in of_ranks(2))
+    early, groups = full
+    # The first step is Megatron's for learning, from 0.16 on; in the third and fifth, all have their gradients.
+    assert early[2] == early[4] == groups
+    assert 0 < part[0][3] < groups
+
+
+def without(rank, world_size):
+    init_parallel()
+    yield "never", partial(attempt, trained, GRADS, "never")
+
+
+def test_without_the_patch_the_step_ends_with_an_error():
+    for found in run_cells(without, 2, env={"MEGAPATCH_DISABLE": PATCH}):
+        error, _ = found["never"]
+        assert error == "AssertionError"
+
+
+def silently(rank, world_size):
+    init_parallel(**TWO_INSTANCES)
+    yield "instances", partial(pair, *LAYOUTS["dp4, two instances"][2:], "from the second step on")
+
+
+@pytest.mark.thorough
+def test_without_the_patch_several_instances_leave_gradients_unreduced_and_nobody_says_so():
+    for found in run_cells(silently, 4, env={"MEGAPATCH_DISABLE": PATCH}):
+        (norms, _), (expected, _) = found["instances"]
+        assert norms[0] == pytest.approx(expected[0], rel=1e-5)
+        assert all(abs(norm / right - 1) > 0.01 for norm, right in zip(norms[1:], expected[1:], strict=True))

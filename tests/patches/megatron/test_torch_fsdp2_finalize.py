@@ -1,0 +1,127 @@
+"""megatron.torch-fsdp2-finalize: the real class around a layer, at 2 ranks, with a mesh on CPU."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from rigs.cells import run_cells
+from rigs.megatron import UNPATCHED, attempt
+from rigs.save import minor
+from torch.distributed.device_mesh import DeviceMesh
+
+from megapatch.testing import init_parallel, tiny_gpt
+
+CPU_MESH = SimpleNamespace(from_group=lambda group, device: DeviceMesh.from_group(group, "cpu"))
+
+
+def finalized(rank):
+    """The error of finalize_model_grads(), and the gradient of the sum over inputs of 1 and of 2."""
+    from megatron.core.distributed import finalize_model_grads
+
+    module = importlib.import_module("megatron.core.distributed.torch_fully_sharded_data_parallel")
+    model = tiny_gpt()
+    layer = torch.nn.Linear(4, 2)
+    with mock.patch.object(module, "DeviceMesh", CPU_MESH):
+        fsdp2 = module.TorchFullyShardedDataParallel(model.config, model.ddp_config, layer)
+    fsdp2(torch.full((1, 4), rank + 1.0)).sum().backward()
+    _, error = attempt(finalize_model_grads, [fsdp2])
+    return error, layer.weight.grad.full_tensor().tolist()
+
+
+def job(rank, world_size):
+    init_parallel()
+    yield "finalized", lambda: finalized(rank)
+    yield "diagnoses", diagnoses
+
+
+# ------------------------------------------------------------------------------------------ the diagnosis
+def finalize_with(model, force_all_reduce=False):
+    model.finish_grad_sync(force_all_reduce=force_all_reduce)
+
+
+def finalize_without(model):
+    model.finish_grad_sync()
+
+
+def finalize_nothing(model): ...
+
+
+def takes_it(self, force_all_reduce=False): ...
+
+
+def takes_nothing(self): ...
+
+
+def raises(self, force_all_reduce=False):
+    raise RuntimeError("no")
+
+
+def diagnoses():
+    from megapatch.patches.megatron.torch_fsdp2_finalize import FSDP2, diagnose
+
+    package = importlib.import_module("megatron.core.distributed")
+    finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    found = {"as it is": words(diagnose(package))}
+    for finalize in (finalize_with, finalize_without, finalize_nothing):
+        for finish in (takes_it, takes_nothing, raises):
+            made_up = type(FSDP2, (), {"finish_grad_sync": finish})
+            with (
+                mock.patch.object(finalizing, "finalize_model_grads", finalize),
+                mock.patch.object(package, FSDP2, made_up),
+            ):
+                found[finalize.__name__, finish.__name__] = words(diagnose(package))
+    fsdp2 = getattr(package, FSDP2)
+    delattr(package, FSDP2)
+    found["no class"] = words(diagnose(package))
+    setattr(package, FSDP2, fsdp2)
+    return found
+
+
+def words(verdict):
+    return verdict.kind.value, verdict.reason
+
+
+DIAGNOSES = {
+    ("finalize_with", "takes_it"): ("fixed", "takes force_all_reduce"),
+    ("finalize_with", "takes_nothing"): ("needed", "does not take the force_all_reduce"),
+    ("finalize_with", "raises"): ("unknown", "RuntimeError: no"),
+    ("finalize_without", "takes_nothing"): ("absent", "without force_all_reduce"),
+    ("finalize_nothing", "takes_nothing"): ("unknown", "not found: finish_grad_sync"),
+    "no class": ("absent", "no TorchFullyShardedDataParallel"),
+}
+
+
+# ------------------------------------------------------------------------------------------ the checks
+@pytest.fixture(scope="module")
+def unpatched():
+    return run_cells(job, 2, env=UNPATCHED)
+
+
+@pytest.fixture(scope="module")
+def patched():
+    return run_cells(job, 2)
+
+
+@pytest.mark.skipif(minor() not in (16, 17, 18), reason="0.16 to 0.18 have the defect")
+def test_without_the_patch_gradients_cannot_be_finalized(unpatched):
+    for found in unpatched:
+        assert "unexpected keyword argument 'force_all_reduce'" in found["finalized"][0]
+
+
+def test_gradients_are_finalized(patched):
+    for found in patched:
+        assert found["finalized"] == (None, [[1.5] * 4] * 2)
+
+
+def test_diagnosis(unpatched, patched):
+    before, found = unpatched[0]["diagnoses"], patched[0]["diagnoses"]
+    assert before == found  # a second look, through the patch, gives the same answers
+    expected = "absent" if minor() < 16 else "needed" if minor() < 19 else "fixed"
+    assert found["as it is"][0] == expected
+    for case, (kind, text) in DIAGNOSES.items():
+        assert found[case][0] == kind, (case, found[case])
+        assert text in found[case][1], (case, found[case])
