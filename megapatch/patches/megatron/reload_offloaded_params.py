@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
+from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_names
 from .._temporarily import temporarily_set
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -50,7 +50,7 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     parameter, held = module.torch.ones(1), module.torch.zeros(1)
-    hybrid = object.__new__(module.HybridDeviceOptimizer)
+    hybrid = object.__new__(answering_none(module.HybridDeviceOptimizer))
     vars(hybrid).update(
         param_to_inner_param={parameter: held},
         inner_param_to_orig_param={held: parameter},
@@ -61,12 +61,10 @@ def diagnose(module: ModuleType) -> Verdict:
         param_update_in_fp32=True,
         state={},
     )
-    optimizer = SimpleNamespace(
+    optimizer = StandIn(
         optimizer=hybrid,
-        ddp_config=SimpleNamespace(**dict.fromkeys(FSDP, False)),
-        config=SimpleNamespace(
-            use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True
-        ),
+        ddp_config=StandIn(**dict.fromkeys(FSDP, False)),
+        config=StandIn(use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True),
     )
     try:
         unpatched(module.DistributedOptimizer._copy_model_params_to_main_params)(optimizer)

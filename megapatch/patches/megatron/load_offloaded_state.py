@@ -1,0 +1,174 @@
+"""Optimizer state that is loaded reaches the copies, and the step count, from which an offloaded optimizer steps.
+
+Symptom   with optimizer_cpu_offload, loading optimizer state ends with a KeyError that shows a parameter or says
+          'step', unless use_precision_aware_optimizer is on, too. Where it loads, as in buckets (dp_reshardable),
+          training continues from weights rounded to the model's precision and from the step count of before,
+          silently: in a new process from step 1, with Adam's averages of many steps.
+Upstream  SkyRL#1403 is a workaround; in 0.12 to 0.19. Main at d98e8a64 has the first KeyError repaired, and loads
+          buckets silently as above.
+Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers, whose original now finds
+          parameters in fp32 among those that it updates, and
+          DistributedOptimizer._set_main_param_and_optimizer_states, whose original gets what a format leaves out,
+          and the right step. Nothing that SkyRL replaces is replaced here.
+Limits    Up to 0.15 buckets cannot be saved: an assertion ends that. In 0.14 and 0.16 torch may refuse to read the
+          classes of optimizers in a checkpoint: pass them to torch.serialization.add_safe_globals().
+          Tried on CPU, with parameters that say they are on a GPU.
+Cost      one more copy of the main parameters while optimizer state is loaded; nothing in a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import (
+    StandIn,
+    answering_none,
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_parameters,
+)
+from .._temporarily import temporarily_set
+
+MODULE = "megatron.core.optimizer.distrib_optimizer"
+HYBRID = "HybridDeviceOptimizer"
+SYNC = "_sync_hdo_state_to_sub_optimizers"
+SET = "_set_main_param_and_optimizer_states"
+LOAD_BUCKETS = ("load_parameter_state_from_dp_reshardable", "load_parameter_state_from_fs_bucket_space")
+RELIED_ON = ("param_to_inner_param", "param_to_fp32_param", "param_update_in_fp32")
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Let the real methods load the state of one parameter in fp32, of which a made-up optimizer has a copy."""
+    if not hasattr(module, HYBRID):
+        return Verdict(ABSENT, "this version does not offload the optimizer")
+    load = next((name for name in LOAD_BUCKETS if hasattr(module.DistributedOptimizer, name)), LOAD_BUCKETS[0])
+    missing = [
+        *missing_attributes(f"{MODULE}:", "torch"),
+        *missing_attributes(f"{MODULE}:DistributedOptimizer", load),
+        *missing_names(f"{MODULE}:DistributedOptimizer.{SET}", "model_param_group_index_map", "param_groups"),
+        *missing_parameters(f"{MODULE}:DistributedOptimizer.{SET}", "model_param", "tensors"),
+        *missing_names(f"{MODULE}:{HYBRID}.{SYNC}", "_update_fp32_params_by_new_state"),
+        *missing_names(f"{MODULE}:{HYBRID}._update_fp32_params_by_new_state", *RELIED_ON[1:], "master_param"),
+        *missing_names(f"{MODULE}:{HYBRID}._init_sub_optimizers", *RELIED_ON[:2]),
+        *missing_names(f"{MODULE}:DistributedOptimizer.load_state_dict", "step"),
+    ]
+    if missing:
+        return lacking(missing)
+    try:
+        reached = _copy_after_sync(module)
+    except KeyError:
+        return Verdict(NEEDED, "loading state raises KeyError for parameters that are in fp32 already")
+    except Exception as error:
+        return cannot_run(f"{SYNC}()", error)
+    if not reached:
+        return Verdict(NEEDED, "copies of parameters that are in fp32 already keep the weights from before a load")
+    try:
+        synchronized = _synchronizes(module, load)
+    except Exception as error:
+        return cannot_run(f"{load}()", error)
+    if not synchronized:
+        return Verdict(NEEDED, f"{load}() does not update the copies, and takes over the step count of before")
+    return Verdict(FIXED, "what is loaded reaches the copies")
+
+
+def _copy_after_sync(module: ModuleType) -> bool:
+    parameter, held = module.torch.ones(1), module.torch.zeros(1)
+    hybrid = object.__new__(answering_none(module.HybridDeviceOptimizer))
+    vars(hybrid).update(
+        param_to_inner_param={parameter: held},
+        inner_param_to_orig_param={held: parameter},
+        gpu_params_map_cpu_copy={parameter: held},
+        cpu_copys_map_gpu_param={held: parameter},
+        param_to_fp32_param={},
+        fp32_param_to_orig_param={},
+        param_groups=[{"params": [parameter]}],
+        param_update_in_fp32=True,
+        defaults={"cpu_optimizer_cls": SimpleNamespace},
+        state={parameter: {"master_param": module.torch.ones(1)}},
+        cpu_optimizers=[SimpleNamespace(param_groups=[{"params": [held]}], state={})],
+        gpu_optimizer=None,
+    )
+    unpatched(module.HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers)(hybrid)
+    return bool(held.item() == 1)
+
+
+def _synchronizes(module: ModuleType, load: str) -> bool:
+    """Return whether loading buckets, of which there are none, ends with what updates the copies."""
+    calls: list[str] = []
+    hybrid = object.__new__(answering_none(module.HybridDeviceOptimizer))
+    vars(hybrid).update({SYNC: lambda: calls.append(SYNC), "state": {}, "param_groups": []})
+    sizes: dict[str, Any] = {"per_bucket_numel": [], "per_bucket_numel_unpadded": []}
+    optimizer = StandIn(optimizer=hybrid, gbuf_ranges=[], buffers=[], **sizes)
+    unpatched(getattr(module.DistributedOptimizer, load))(optimizer, dict(sizes))
+    return bool(calls)
+
+
+def update_copies_in_fp32(sync: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sync)
+    def patched_sync_hdo_state_to_sub_optimizers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fp32 = self.param_to_fp32_param
+        native = {
+            parameter: held for parameter, held in self.param_to_inner_param.items() if parameter not in fp32
+        }
+        if not native or not self.param_update_in_fp32:
+            return sync(self, *args, **kwargs)
+        states = [(self.state[parameter], parameter) for parameter in native if self.state.get(parameter)]
+        for state, parameter in states:
+            state["master_param"] = parameter  # it was loaded: into the model, or by the distributed optimizer
+        try:
+            with temporarily_set(self, param_to_fp32_param={**native, **fp32}):
+                return sync(self, *args, **kwargs)
+        finally:
+            for state, parameter in states:
+                state["master_param"] = native[parameter]  # as after a step
+
+    return patched_sync_hdo_state_to_sub_optimizers
+
+
+def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(set_tensors)
+    def patched_set_main_param_and_optimizer_states(
+        self: Any, model_param: Any, tensors: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not hasattr(self.optimizer, SYNC):
+            return set_tensors(self, model_param, tensors, *args, **kwargs)
+        group, index = self.model_param_group_index_map[model_param]
+        parameter = self.optimizer.param_groups[group]["params"][index]
+        # The original sets all that is in the state. Most formats leave out what they can do without; buckets hold
+        # the step count that was there when loading began, and load_state_dict() has set the right one since.
+        own = {
+            key: tensors["param"] if key == "master_param" else value
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        step = {"step": own["step"]} if "step" in own else {}
+        result = set_tensors(self, model_param, {**own, **tensors, **step}, *args, **kwargs)
+        held = self.optimizer.param_to_inner_param[parameter]
+        if held is not parameter:
+            held.data.copy_(tensors["param"])
+        return result
+
+    return patched_set_main_param_and_optimizer_states
+
+
+PATCH = Patch(
+    name="megatron.load-offloaded-state",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1403",
+    changes_numbers=True,
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={
+                f"{HYBRID}.{SYNC}": update_copies_in_fp32,
+                f"DistributedOptimizer.{SET}": set_all_but_the_step,
+            },
+        ),
+    ),
+)

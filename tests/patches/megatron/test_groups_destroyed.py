@@ -1,0 +1,166 @@
+"""megatron.groups-destroyed: the process groups of layouts that were taken down, at 2 ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from pathlib import Path
+from unittest import mock
+
+import torch
+from rigs.cells import run_cells
+from rigs.megatron import UNPATCHED
+
+from megapatch._mcore.process_groups import process_groups
+from megapatch.patches.megatron.groups_destroyed import diagnose
+from megapatch.testing import run_ranks
+
+CYCLES = 4
+
+
+def initialize(**sizes):
+    state = importlib.import_module("megatron.core.parallel_state")
+    state.initialize_model_parallel(**sizes)
+    return state
+
+
+def resources():
+    return len(process_groups()), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def cycles():
+    """Groups, threads and file descriptors after each initialization, of layouts that take turns."""
+    found = []
+    for cycle in range(CYCLES):
+        state = initialize(tensor_model_parallel_size=1 + cycle % 2)
+        torch.distributed.all_reduce(torch.ones(1), group=state.get_data_parallel_group())
+        found.append(resources())
+        state.destroy_model_parallel()
+    return found
+
+
+def works(group):
+    ones = torch.ones(1)
+    torch.distributed.all_reduce(ones, group=group)
+    return ones.item() == group.size()
+
+
+def kept_by_one(rank):
+    """Rank 0 keeps a group of the last layout, and a user has one of its own: which work after the next one."""
+    own = torch.distributed.new_group([0, 1])
+    state = initialize()
+    of_layout = state.get_data_parallel_group()
+    kept = {"model": of_layout} if rank == 0 else None
+    name = of_layout.group_name
+    state.destroy_model_parallel()
+    before = len(process_groups())
+    del of_layout
+    initialize().destroy_model_parallel()
+    there = {group.group_name: group for group in process_groups()}
+    found = works(own), works(there[name]), len(there) - before
+    del kept, there
+    initialize().destroy_model_parallel()
+    later = len(process_groups()) - before
+    torch.distributed.destroy_process_group(own)
+    return *found, later
+
+
+def other_calls():
+    """A layout that fails, one that is not taken down, and one that is taken down twice."""
+    state, errors = initialize(), []
+    count = len(process_groups())
+    for sizes in ({"tensor_model_parallel_size": 3}, {}):
+        try:
+            initialize(**sizes)
+        except (AssertionError, RuntimeError) as error:
+            errors.append(type(error).__name__)
+        assert works(state.get_data_parallel_group())
+    state.destroy_model_parallel()
+    state.destroy_model_parallel()
+    assert works(initialize().get_data_parallel_group())
+    assert len(process_groups()) == count
+    state.destroy_model_parallel()
+    return len(errors)
+
+
+def other_world(rank):
+    """The default group is destroyed in between, and all others with it."""
+    initialize().destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    store = torch.distributed.FileStore(str(Path(os.environ["STORE"])), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    state = initialize()
+    return works(state.get_data_parallel_group())
+
+
+def job(rank, world_size):
+    yield "cycles", cycles
+    if not UNPATCHED.items() <= os.environ.items():
+        yield "kept by one", functools.partial(kept_by_one, rank)
+        yield "other calls", other_calls
+        yield "other world", functools.partial(other_world, rank)
+
+
+def test_a_process_does_not_grow():
+    for found in run_cells(job, 2, env=UNPATCHED):
+        groups, threads, files = zip(*found["cycles"], strict=True)
+        assert groups[-1] >= groups[0] + 14 * (CYCLES - 1)
+        assert threads[-1] > threads[0]
+        assert files[-1] > files[0]
+
+
+def test_groups_that_nothing_refers_to_are_destroyed(tmp_path):
+    for found in run_cells(job, 2, env={"STORE": str(tmp_path / "store")}):
+        groups, threads, files = zip(*found["cycles"], strict=True)
+        for counted in (groups, threads, files):
+            assert counted[2:] == counted[:2]  # the layouts take turns
+        own_works, kept_works, more, later = found["kept by one"]
+        assert own_works
+        assert kept_works
+        assert (more, later) == (1, 0)  # the one that rank 0 has kept, and then let go
+        assert found["other calls"] == 2
+        assert found["other world"]
+
+
+def verdicts(rank, world_size):
+    module = importlib.import_module("megatron.core.parallel_state")
+    found = {"as it is": diagnose(module)}
+
+    def forgets_nothing():
+        return module._TENSOR_MODEL_PARALLEL_GROUP
+
+    def needs_more():
+        return module._TENSOR_MODEL_PARALLEL_GROUP.something_new
+
+    repaired = {}
+    exec(REPAIRED, vars(module), repaired)
+    made_up = (forgets_nothing, needs_more, repaired["destroys_all"])
+    for function in made_up:
+        with mock.patch.object(module, "destroy_model_parallel", function):
+            found[function.__name__] = diagnose(module)
+    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+
+
+REPAIRED = """
+def destroys_all():
+    global _TENSOR_MODEL_PARALLEL_GROUP
+    torch.distributed.destroy_process_group(_TENSOR_MODEL_PARALLEL_GROUP)
+    _TENSOR_MODEL_PARALLEL_GROUP = None
+"""
+
+
+def test_diagnosis():
+    unpatched, patched = run_ranks(verdicts, 1, env=UNPATCHED), run_ranks(verdicts, 1)
+    assert patched == unpatched
+    found = patched[0]
+    assert found["as it is"] == (
+        "needed",
+        "destroy_model_parallel() forgets the process groups and leaves them in place",
+    )
+    assert {case: kind for case, (kind, _) in found.items()} == {
+        "as it is": "needed",
+        "forgets_nothing": "unknown",
+        "needs_more": "unknown",
+        "destroys_all": "fixed",
+    }
