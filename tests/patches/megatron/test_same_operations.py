@@ -1,0 +1,113 @@
+"""With patches in place, ordinary steps make the same collectives in the same order, and read as few values."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from rigs.cells import run_cells
+from rigs.layouts import CASES, NOT_KNOWN_HERE, in_layouts, model_of
+from rigs.megatron import BOTH, GRADS, UNPATCHED
+from rigs.operations import HOST_READ, Operations
+from rigs.train_step import allow_sequence_parallel
+
+import megapatch
+from megapatch.patch import Status
+from megapatch.testing import MegatronLoop, megatron_training_available
+
+pytestmark = pytest.mark.thorough
+
+STEPS = 5
+LOOPS = {  # Megatron's own train(): number of ranks, layout, options
+    "train(), dp2": (2, {}, GRADS),
+    "train(), dp2, both": (2, {}, BOTH),
+    "train(), pp2 dp2, both": (4, {"pp": 2}, BOTH),
+}
+
+
+def of_steps(layout, options, loss, around=None):
+    model = model_of(layout, options)
+    found = []
+    for step in range(STEPS):
+        with Operations() as operations, around or contextlib.nullcontext():
+            model.train_step(step, num_microbatches=2, **loss)
+        found.append(operations.found)
+    return found
+
+
+def of_loop(layout, options):
+    loop = MegatronLoop(model_of(layout, {**options, "hooks": False}), num_microbatches=2)
+    with Operations() as operations:
+        loop.train(STEPS)
+    return [operations.found]
+
+
+def with_one_more():
+    """Change finish_grad_sync() as a bad patch might."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    def finish_grad_sync(self, *args, **kwargs):
+        torch.distributed.all_reduce(torch.zeros(1))
+        return original(self, *args, **kwargs)
+
+    original = DistributedDataParallel.finish_grad_sync
+    return mock.patch.object(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
+
+
+def listed(rank, world_size):
+    importlib.import_module("megatron.core.pipeline_parallel")  # a step that did it would list a diagnosis
+    allow_sequence_parallel()
+    for name, layout, options, loss in in_layouts(CASES, world_size):
+        yield name, partial(of_steps, layout, options, loss)
+        if name == "dp2, overlap":
+            yield "one more", partial(of_steps, layout, options, loss, with_one_more())
+    for name, layout, options in in_layouts(LOOPS if megatron_training_available() else {}, world_size):
+        yield name, partial(of_loop, layout, options)
+    yield "applied", applied
+
+
+def applied():
+    return [entry.patch.name for entry in megapatch.report().patches if entry.status is Status.APPLIED]
+
+
+@pytest.fixture(scope="module")
+def of_ranks():
+    """By number of ranks, what each rank listed: (patched, unpatched)."""
+    return {
+        ranks: (run_cells(listed, ranks, timeout=800), run_cells(listed, ranks, env=UNPATCHED, timeout=800))
+        for ranks in (2, 4)
+    }
+
+
+@pytest.mark.parametrize("name", [*CASES, *LOOPS])
+def test_ordinary_steps_make_the_same_collectives_and_host_reads(of_ranks, name):
+    if name in LOOPS and not megatron_training_available():
+        pytest.skip("this megatron-core has no megatron.training")
+    ranks = {**CASES, **LOOPS}[name][0]
+    if name not in of_ranks[ranks][0][0]:
+        pytest.skip(NOT_KNOWN_HERE)
+    for patched, unpatched in zip(*of_ranks[ranks], strict=True):
+        first, *others = zip(patched[name], unpatched[name], strict=True)
+        if "vpp" in name:  # megatron.grad-ready-window leaves the reduces of the first step to its end
+            first = [sorted(operations, key=repr) for operations in first]
+        for ours, megatrons in (first, *others):
+            assert ours == megatrons
+        kinds = {operation for step in patched[name] for operation, *_ in step}
+        assert HOST_READ in kinds
+        assert len(kinds) > 1
+
+
+def test_the_runs_differ_in_their_patches(of_ranks):
+    for patched, unpatched in zip(*of_ranks[2], strict=True):
+        assert patched["applied"]
+        assert not unpatched["applied"]
+
+
+def test_a_collective_too_many_is_seen(of_ranks):
+    for found in of_ranks[2][1]:
+        more, usual = found["one more"], found["dp2, overlap"]
+        assert [len(step) for step in more] == [len(step) + 1 for step in usual]
