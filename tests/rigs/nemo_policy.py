@@ -24,8 +24,7 @@ from rigs.nemo_rl_steps import LOSSES, SIZE
 
 TQ_POLICY = Path(CHECKOUT or IMITATIONS, "nemo_rl/models/policy/tq_policy.py")
 OF_MAIN = TQ_POLICY.exists() and "def begin_train_step" in TQ_POLICY.read_text()
-# Those that can train in slices: main has them in TQPolicy alone, without us.
-POLICIES = (() if OF_MAIN else ("Policy",)) + (("TQPolicy",) if TQ_POLICY.exists() else ())
+POLICIES = ("Policy", "TQPolicy") if TQ_POLICY.exists() else ("Policy",)
 not_main = pytest.mark.skipif(OF_MAIN, reason="main has it")
 AXES = ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
 PARTITION = "train"
@@ -76,6 +75,7 @@ def policy_for(model, name="Policy", settings=None):
     packing = {"algorithm": "modified_first_fit_decreasing", "sequence_length_pad_multiple": 1}
     policy.sequence_packing_args = {**keys, **packing}
     tracker = importlib.import_module("nemo_rl.utils.flops_tracker").FLOPTracker
+    policy.debug_payload_metrics = False  # main's
     policy.flops_tracker = tracker("tiny", flops_formula=lambda one: float(one.gbs * one.enc_seq_len))
     if tq:
         noop = importlib.import_module("nemo_rl.data_plane.adapters.noop")

@@ -67,6 +67,10 @@ def has_own_split_step(shape):
     return "def begin_train_step" in _worker_source() if CHECKOUT else shape == "main"
 
 
+def has_refit_of_local_shards():
+    return not CHECKOUT or "def nccl_reshard_refit" in _worker_source()
+
+
 def find_nemo_rl(real=()):
     """Make NeMo-RL importable, with the packages in `real` not replaced by stand-ins: the setup of a rank."""
     sys.path.insert(0, CHECKOUT or str(IMITATIONS))

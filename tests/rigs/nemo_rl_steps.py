@@ -49,13 +49,17 @@ def whole(worker, step, loss):
     return worker.train(samples(worker, step), loss, gbs=SIZE * worker.dp_size)
 
 
-def in_slices(sizes, prepare=lambda data: data, between=lambda worker: None):
-    """Return a function that takes a step in slices; `between` is called with the worker after each."""
+def in_slices(sizes, prepare=lambda data: data, between=lambda worker: None, tells=False):
+    """Return a function that takes a step in slices; `between` is called with the worker after each.
+
+    tells   whether the worker is told which slice is the last
+    """
 
     def split(worker, step, loss):
         worker.begin_train_step(loss, gbs=SIZE * worker.dp_size)
-        for data in slices(worker, step, sizes):
-            assert worker.train_microbatch(prepare(data)) is None
+        for index, data in enumerate(slices(worker, step, sizes)):
+            last = {"last": True} if tells and index == len(sizes) - 1 else {}
+            assert worker.train_microbatch(prepare(data), **last) is None
             between(worker)
         return worker.finish_train_step()
 

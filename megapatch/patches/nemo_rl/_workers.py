@@ -63,12 +63,12 @@ def has_own_split_step(worker: type) -> bool:
     return has_own(worker, "begin_train_step")
 
 
-def names_in(worker: type, method: str) -> set[str]:
-    """Return the attributes and globals that a method's own code mentions.
+def names_in(owner: type | ModuleType, function: str) -> set[str]:
+    """Return the attributes and globals that the code of a class's method or a module's function mentions.
 
     Looks into closures: that is where NeMo-RL's decorators keep the function, without a ``__wrapped__``.
     """
-    return {name for code in _codes(vars(worker).get(method)) for name in code.co_names}
+    return {name for code in _codes(vars(owner).get(function)) for name in code.co_names}
 
 
 def takes(method: Any, parameter: str) -> bool:

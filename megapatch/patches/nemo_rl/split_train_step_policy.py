@@ -2,24 +2,26 @@
 
 Symptom   AttributeError: an asynchronous controller drives a Policy (a TQPolicy where there is a data plane), and
           these have only train(); nobody calls what `nemo_rl.split-train-step` gives their workers.
-Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 for TQPolicy, and in no release up to v0.7.0;
-          prepare_logprobs_from_meta is of a draft of #2700, prepare_for_lp_inference(keep_train_buffers) of #3660.
+Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 for TQPolicy, never for Policy, and in no release up to
+          v0.7.0; prepare_logprobs_from_meta is of a draft of #2700, prepare_for_lp_inference(keep_train_buffers)
+          of #3660.
 Seam      adds to both classes begin_train_step, finish_train_step and abort_train_step, and a method to train on
           part of the batch: train_microbatches(data) to Policy, which is to train_microbatches_from_meta(meta) as
           train() is to train_from_meta(); the data plane's workers get the entry points that main's TQPolicy
           calls. Metrics are of one worker for each data-parallel rank, by the worker group's own
           output_is_replicated, as in train(). prepare_for_lp_inference() passes keep_train_buffers on if it is
-          true.
-Limits    v0.6.0 and v0.7.0. Unless sequences are packed or batched dynamically, the data of a call must have the
-          same number of whole microbatches for each data-parallel rank. As on main, finish_train_step() returns no
-          theoretical_tflops, and an exception closes only the step of the worker that raised it: call
-          abort_train_step().
+          true, where main does so itself.
+Limits    v0.6.0, v0.7.0 and main, whose own workers do not take train_microbatches(last=True). Unless sequences
+          are packed or batched dynamically, the data of a call must have the same number of whole microbatches
+          for each data-parallel rank. As on main, finish_train_step() returns no theoretical_tflops, and an
+          exception closes only the step of the worker that raised it: call abort_train_step().
 Cost      none where nobody calls these.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -51,8 +53,6 @@ def diagnose_policy(module: ModuleType) -> Verdict:
     found = _settled(module, POLICY, "begin_train_step")
     if found is not None:
         return found
-    if not missing_parameters(f"{path}.prepare_for_lp_inference", "keep_train_buffers"):
-        return Verdict(FIXED, f"this NeMo-RL has its split train step in {TQ_POLICY}, not in {POLICY}")
     missing = missing_parameters(f"{path}.train", "data", "loss_fn", "gbs", "mbs")
     if not missing and missing_parameters(f"{path}.train", "timer"):
         return Verdict(UNSUPPORTED, "train() takes no timer: up to v0.5.0 NeMo-RL trains with a fork of Megatron")
@@ -118,12 +118,15 @@ def _settled(module: ModuleType, name: str, method: str) -> Verdict | None:
 
 
 def keeping_train_buffers(prepare_for_lp_inference: Callable[..., None]) -> Callable[..., None]:
-    """Pass keep_train_buffers on to the workers, which the original never does."""
+    """Pass keep_train_buffers on to the workers, which the original never does before NeMo-RL main."""
+    takes_it = "keep_train_buffers" in inspect.signature(prepare_for_lp_inference).parameters
 
     @functools.wraps(prepare_for_lp_inference)
     def patched_prepare_for_lp_inference(
         self: Any, keep_train_buffers: bool = False, *args: Any, **kwargs: Any
     ) -> None:
+        if takes_it:
+            return prepare_for_lp_inference(self, keep_train_buffers, *args, **kwargs)
         if not keep_train_buffers:
             return prepare_for_lp_inference(self, *args, **kwargs)
         self.run_all_workers_single_data("prepare_for_lp_inference", keep_train_buffers=True)

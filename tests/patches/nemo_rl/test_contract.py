@@ -9,7 +9,10 @@ import importlib
 from types import SimpleNamespace
 
 import pytest
-from rigs.megatron import BOTH, Interrupted
+from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
+from patches.nemo_rl.test_split_after_exceptions import failing_in_loss
+from rigs.gathers import OVERLAP
+from rigs.megatron import BOTH, Interrupted, attempt
 from rigs.nemo_dtensor import SECOND, WORKERS, find_workers
 from rigs.nemo_rl import GPT, SHAPES, batch, nll_loss, worker_for
 
@@ -18,6 +21,7 @@ from megapatch.patches.nemo_rl import (
     PATCHES,
     abort_resets_rerun,
     forward_pre_hook_after_split,
+    gathered_when_read,
     hooks_without_overlap,
     open_step_guard,
     reference_model_rollback,
@@ -25,6 +29,7 @@ from megapatch.patches.nemo_rl import (
     split_train_step_dtensor,
     split_train_step_policy,
     sync_weights_version,
+    train_after_exception,
 )
 from megapatch.testing import check_contract, init_parallel, run_ranks, tiny_gpt
 
@@ -117,6 +122,28 @@ def dtensor_worker():
             object.__new__(module.DTensorPolicyWorkerImpl).finish_train_step()
 
 
+def train_again():
+    init_parallel()
+    worker = worker_for(tiny_gpt(**GPT))
+    loss = nll_loss()
+    with failing_in_loss(worker, loss):
+        assert attempt(worker.train, batch(0, 4), loss)[0] == "Interrupted"
+    worker.train(batch(0, 4), nll_loss())
+    timer = importlib.import_module("nemo_rl.utils.timer").Timer()
+    for _ in range(2):
+        timer.start("train")
+
+
+def refit_after_a_step():
+    init_parallel()
+    worker = refitting_worker(OVERLAP)
+    if not hasattr(worker, "nccl_reshard_refit"):
+        return
+    worker.train(batch(0, 4), nll_loss())
+    sent_by(worker)
+    assert all(group.param_gather_dispatched for group in worker.model.bucket_groups)
+
+
 def hooks_of_a_model():
     init_parallel()
     model = tiny_gpt(hooks=False)
@@ -155,8 +182,10 @@ SCENARIOS = {
     abort_resets_rerun.PATCH: step_after_an_aborted_one,
     open_step_guard.PATCH: logprobs_in_a_step,
     reference_model_rollback.PATCH: swap_that_raises,
+    gathered_when_read.PATCH: refit_after_a_step,
     hooks_without_overlap.PATCH: hooks_of_a_model,
     sync_weights_version.PATCH: sync_with_version,
+    train_after_exception.PATCH: train_again,
 }
 
 

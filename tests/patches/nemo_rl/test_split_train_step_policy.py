@@ -145,6 +145,12 @@ def test_without_the_patch_policies_train_whole_batches():
     assert calls == [("prepare_for_lp_inference", {})]
 
 
+@pytest.mark.skipif(not OF_MAIN, reason="of main, which has it in TQPolicy")
+def test_without_the_patch_mains_policy_trains_whole_batches():
+    ((found, _),) = run_ranks(lacked, 1, setup=find_policies, env={"MEGAPATCH_DISABLE": "*"})
+    assert found["Policy"] == []
+
+
 # ---------------------------------------------------------------- code that is like NeMo-RL's and yet another
 TWINS = '["context_parallel", "tensor_parallel", "pipeline_parallel"]'
 INIT = """
@@ -173,7 +179,12 @@ CASES = {
     "as known": ("policy", policy(), "needed", "only train()"),
     "to 0.5": ("policy", policy(TRAIN.replace(", timer=None", "")), "unsupported", "a fork"),
     "own": ("policy", f"{policy()}\nPolicy.begin_train_step = lambda self: 0", "fixed", "has begin_train_step"),
-    "main": ("policy", policy(before=BEFORE.replace("*args", "keep_train_buffers=False")), "fixed", "TQPolicy"),
+    "main": (
+        "policy",
+        policy(before=BEFORE.replace("*args", "keep_train_buffers=False")),
+        "needed",
+        "only train()",
+    ),
     "an axis more": (
         "policy",
         policy(TRAIN.replace("[", '["expert_parallel", ')),

@@ -54,6 +54,8 @@ def called(rank, world_size):
                 yield (name, section), lambda new=new, which={section: settings}: given(new(which))
             yield (name, "error"), lambda new=new: after_an_error(new(), rank)
             yield (name, "default sizes"), lambda new=new: sizes_of(new())
+            if not OF_MAIN:
+                yield (name, "last"), lambda new=new: told_last(new())
         if not OF_MAIN:
             yield "buffers", lambda: told_to_keep(new_policy())
         if "TQPolicy" in POLICIES and not OF_MAIN:
@@ -85,6 +87,19 @@ def given(policy):
     for one in sliced(policy, data, (8,)):
         train_slice(policy)(one)
     return [[_content(call) for _, call in handle.calls] for handle in policy.worker_group._workers]
+
+
+def told_last(policy):
+    """What the workers get besides data, of two slices."""
+    told, worker = [], policy.worker_group.mine
+    worker.train_microbatch = lambda data, **more: told.append(more)
+    first, second = sliced(policy, samples(policy, 0, SIZE), (4, 4))
+    policy.begin_train_step(loss())
+    train_slice(policy)(first)
+    train_slice(policy)(second, last=True)
+    del worker.train_microbatch
+    policy.abort_train_step()
+    return told
 
 
 def _content(call):
@@ -248,3 +263,9 @@ def test_log_probabilities_are_refreshed_as_asked(calls):
                     else:
                         torch.testing.assert_close(one, row)
         assert not torch.equal(expected[0][0], expected[1][0])
+
+
+@not_main
+@pytest.mark.parametrize("name", POLICIES)
+def test_workers_are_told_which_data_are_the_last(calls, name):
+    assert [found[name, "last"] for found in calls] == [[{}, {"last": True}]] * 2

@@ -9,10 +9,10 @@ def begin_train_step_presharded(self: Any, loss_fn: Any, gbs: int | None = None,
     self.begin_train_step(loss_fn=loss_fn, gbs=gbs, mbs=mbs)
 
 
-def train_microbatch_presharded(self: Any, meta: Any) -> None:
+def train_microbatch_presharded(self: Any, meta: Any, last: bool = False) -> None:
     """Fetch this data-parallel rank's samples and train on them."""
     data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
-    self.train_microbatch(data=data)
+    self.train_microbatch(data=data, **({"last": True} if last else {}))  # NeMo-RL's own does not take it
 
 
 def finish_train_step_presharded(self: Any) -> dict[str, Any]:

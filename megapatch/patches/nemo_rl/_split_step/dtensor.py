@@ -42,7 +42,7 @@ class DTensorSplitStep(SplitStep):
     metrics: dict[str, list[Any]] = field(default_factory=dict)
     empty_batch: Any = None
 
-    def train(self, worker: Any, data: Any) -> None:
+    def train(self, worker: Any, data: Any, last: bool) -> None:
         sequences, tokens = valid_counts(data)
         count = self.count_of(sequences, tokens)
         bins = _bins(worker, data)

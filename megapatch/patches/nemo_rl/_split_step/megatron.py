@@ -56,7 +56,7 @@ class MegatronSplitStep(SplitStep):
     microbatches: int = 0
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
-    def train(self, worker: Any, data: Any) -> None:
+    def train(self, worker: Any, data: Any, last: bool) -> None:
         nemo = _worker_module(worker)
         sequences, tokens = valid_counts(data)
         self.sequences += sequences
@@ -80,7 +80,12 @@ class MegatronSplitStep(SplitStep):
             "global_valid_seqs": expected_count,
             "global_valid_toks": expected_count,
         }
-        with self.step.accumulate(num_microbatches, self.count_of(sequences, tokens)):
+        if last:  # there is nothing to divide by in a step in which nothing counts: see _step()
+            (total,) = sum_over_ranks(
+                nemo.parallel_state.get_data_parallel_group(), self.count_of(self.sequences, self.tokens)
+            )
+            last = total > 0
+        with self.step.accumulate(num_microbatches, self.count_of(sequences, tokens), last):
             machine = nemo.get_rerun_state_machine()
             while machine.should_run_forward_backward(iterator):
                 losses = nemo.megatron_forward_backward(**_accepted(nemo.megatron_forward_backward, arguments))

@@ -37,19 +37,24 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
         self.flops_tracker.reset()
 
 
-def train_microbatches(self: Any, data: Any, timer: Any = None) -> None:
+def train_microbatches(self: Any, data: Any, timer: Any = None, last: bool = False) -> None:
     """Run forward and backward on part of the step's data.
 
     It is sharded over data parallel as train() shards a batch, and each rank makes any number of microbatches of
     it.
+
+    Args:
+        data: what train() takes.
+        timer: as for train().
+        last: whether these are the step's last data: their backward passes then overlap with the reduce.
     """
     with _timed(timer, "policy_training/sharding_data"):
         shards = _sharded(self, data)
     _track(self, [shard["input_lengths"].tolist() for shard in shards])
-    _call_workers(self, "train_microbatch", timer, data=shards)
+    _call_workers(self, "train_microbatch", timer, data=shards, **_common(last))
 
 
-def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> None:
+def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None, last: bool = False) -> None:
     """Do what train_microbatches() does, with samples that workers fetch from the data plane."""
     nemo = sys.modules[TQ_MODULE]
     self._stamp_pad_seqlen(meta)
@@ -64,15 +69,15 @@ def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> Non
             dynamic_batching_args=dynamic,
         )
     _track(self, [list(shard.sequence_lengths) for shard in metas])
-    _call_workers(self, "train_microbatch_presharded", timer, meta=metas)
+    _call_workers(self, "train_microbatch_presharded", timer, meta=metas, **_common(last))
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
     """Step the optimizer, and return what train() would for the data of all calls in one batch."""
     answers = _call_workers(self, _worker_method(self, "finish_train_step"))
     result = {"loss": answers[0]["global_loss"], "grad_norm": answers[0]["grad_norm"]}
-    if "moe_metrics" in answers[0]:
-        result["moe_metrics"] = answers[0]["moe_metrics"]
+    optional = ("moe_metrics", "mtp_metrics", "draft_grad_norm")
+    result.update((name, answers[0][name]) for name in optional if name in answers[0])
     metrics: dict[str, list[Any]] = {}
     for answer in answers:
         for name, values in answer["all_mb_metrics"].items():
@@ -125,6 +130,10 @@ def _call_workers(policy: Any, method: str, timer: Any = None, **arguments: Any)
         )
     found: list[Any] = group.get_all_worker_results(futures)
     return found
+
+
+def _common(last: bool) -> dict[str, Any]:
+    return {"common_kwargs": {"last": True}} if last else {}  # NeMo-RL's own workers do not take it
 
 
 def _worker_method(policy: Any, method: str) -> str:

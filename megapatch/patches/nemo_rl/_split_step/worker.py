@@ -19,20 +19,23 @@ from .._workers import STATE, is_open
 from .loss_metrics import by_tokens
 
 
-def train_microbatch(self: Any, data: Any) -> None:
+def train_microbatch(self: Any, data: Any, last: bool = False) -> None:
     """Run forward and backward on part of the step's data, in any number of microbatches.
 
     An exception ends the step, with gradients zeroed; abort_train_step() after that does nothing.
 
     Args:
         data: what train() takes, of this data-parallel rank.
+        last: whether these are the step's last data, on all ranks alike. With overlap_grad_reduce the reduce then
+            overlaps with the backward passes, from the second such step on; without this it waits for
+            finish_train_step(). NeMo-RL's own methods do not have it. No effect on DTensor workers.
 
     Raises:
-        MisuseError: (a RuntimeError) no step is open, or the data does not fit the step.
+        MisuseError: (a RuntimeError) no step is open, its last data came, or the data does not fit the step.
     """
     split = open_split_of(self)
     with _aborting(self):
-        split.train(self, data)
+        split.train(self, data, last)
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
@@ -80,7 +83,7 @@ class SplitStep:
     sequences: float = 0.0
     tokens: float = 0.0
 
-    def train(self, worker: Any, data: Any) -> None:
+    def train(self, worker: Any, data: Any, last: bool) -> None:
         raise NotImplementedError
 
     def finish(self, worker: Any) -> dict[str, Any]:

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 
 class Timer:
-    """A worker has one, and its times are not looked at."""
+    """As NeMo-RL's, it refuses to start what is running."""
+
+    def __init__(self):
+        self._start_times = {}
+
+    def start(self, label, should_log=True):
+        if label in self._start_times:
+            raise ValueError(f"Timer {label!r} is already running")
+        self._start_times[label] = time.perf_counter()
+
+    def stop(self, label, should_log=True):
+        return time.perf_counter() - self._start_times.pop(label)

@@ -26,6 +26,7 @@ from nemo_rl.models.megatron.train import (
     megatron_forward_backward,
 )
 from nemo_rl.utils.nsys import wrap_with_nvtx_name
+from nemo_rl.weight_sync import xferdtensor
 
 from . import split_step
 
@@ -106,6 +107,14 @@ class MegatronPolicyWorkerImpl:
             wrap_with_nvtx_name(f"megatron_policy_worker/{method.__name__}")(method)
             for method in split_step.METHODS
         )
+
+        @torch.no_grad()
+        def nccl_reshard_refit(self, kv_scales=None):
+            for layer in self.nccl_reshard_refit_info["layer_names"]:
+                for param in self.nccl_reshard_refit_info["per_layer_params"][layer]:
+                    view = self.hf_to_local_param_map.get(param["name"]).base
+                    sent = xferdtensor.DTensorRef(local_tensor=view, global_shape=param["global_shape"])
+                    xferdtensor.xferdtensor(sent)
 
         def prepare_for_lp_inference(self, keep_train_buffers=False):
             self._prepare_for_lp_inference(keep_train_buffers)

@@ -1,0 +1,106 @@
+"""After an exception in a call of NeMo-RL's worker, the next call is that of a fresh worker.
+
+Symptom   an exception in train() of a Megatron worker (a loss that raises, out of memory, a bad batch), caught by
+          the caller, and then the next train(): "UnboundLocalError: losses_reduced", because Megatron's rerun
+          machine takes its first pass for the end of the interrupted step; with overlap_grad_reduce, the rest of
+          the interrupted reduce. On main also "Timer 'train' is already running", for good: train(),
+          get_logprobs() and, on DTensor's first worker, more methods start and stop a timer without `finally`.
+Upstream  NeMo-RL v0.6.0 and v0.7.0 (the step), main at 7ea279abf (both); no issue is known.
+Seam      megatron_forward_backward(), through which every pass of the Megatron policy and value workers goes:
+          after an exception, unfinished reduces are waited for and forgotten, the rerun machine is rewound to its
+          state before the step, and the config's hooks are what they were before the call. Timer.start(): a timer
+          that is running is started again, with a WARNING.
+Limits    the step itself is lost: train() zeroes its gradients when it begins. All ranks must have had the
+          exception, in the same pass. After one in train(eval_mode=True) with overlap_param_gather, forward
+          pre-hooks stay off (from v0.7.0 on): call worker.enable_forward_pre_hook().
+          An exception between two passes that leaves the machine inside its step is not seen.
+Cost      nothing in a call that does not raise, but five attributes that are read.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ..._mcore.bucket_groups import chunks_of, forget_interrupted_first_step, settle_grad_reduces
+from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
+from ._workers import names_in
+
+TRAIN, TIMER = "nemo_rl.models.megatron.train", "nemo_rl.utils.timer"
+FORWARD_BACKWARD = "megatron_forward_backward"
+HOOKS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
+
+logger = logging.getLogger("megapatch")
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Look whether the real function, or one within it, mentions the rerun machine."""
+    if missing := missing_parameters(f"{TRAIN}:{FORWARD_BACKWARD}", "model"):
+        return lacking(missing)
+    if any("rerun" in name.lower() for name in names_in(module, FORWARD_BACKWARD)):
+        return Verdict(UNKNOWN, f"expected {FORWARD_BACKWARD}() to leave the rerun machine alone; it mentions it")
+    return Verdict(NEEDED, f"{FORWARD_BACKWARD}() leaves the rerun machine inside a step that raised")
+
+
+def diagnose_timer(module: ModuleType) -> Verdict:
+    """Start a real timer twice."""
+    if missing := missing_names(f"{TIMER}:Timer.start", "_start_times"):
+        return lacking(missing)
+    try:
+        timer, start = module.Timer(), unpatched(module.Timer.start)
+        start(timer, "megapatch")
+    except Exception as error:
+        return cannot_run("Timer.start()", error)
+    try:
+        start(timer, "megapatch")
+    except ValueError:
+        return Verdict(NEEDED, "a timer that a call has left running can never be started again")
+    return Verdict(FIXED, "a timer that is running can be started again")
+
+
+def with_a_clean_end(megatron_forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(megatron_forward_backward)
+    def patched_megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        chunks = chunks_of(model) or []
+        before = {name: getattr(chunks[0].config, name) for name in HOOKS} if chunks else {}
+        try:
+            return megatron_forward_backward(model, *args, **kwargs)
+        except BaseException:
+            for chunk in chunks:
+                settle_grad_reduces(chunk)
+                forget_interrupted_first_step(chunk)
+            for name, hook in before.items():
+                setattr(chunks[0].config, name, hook)
+            if (machine := machine_of_this_process()) is not None:
+                rewind_interrupted_step(machine)
+            raise
+
+    return patched_megatron_forward_backward
+
+
+def also_when_running(start: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(start)
+    def patched_start(self: Any, label: str, *args: Any, **kwargs: Any) -> Any:
+        if self._start_times.pop(label, None) is not None:
+            logger.warning(
+                "timer %r was still running, probably since a call that raised: it is started again", label
+            )
+        return start(self, label, *args, **kwargs)
+
+    return patched_start
+
+
+PATCH = Patch(
+    name="nemo_rl.train-after-exception",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
+    sites=(
+        Site(module=TRAIN, diagnose=diagnose, replace={FORWARD_BACKWARD: with_a_clean_end}),
+        Site(module=TIMER, diagnose=diagnose_timer, replace={"Timer.start": also_when_running}),
+    ),
+)

@@ -1,0 +1,101 @@
+"""What NeMo-RL's own refits and the swap of its reference model read right after a step, through Megatron-Bridge's
+own exporter: with megatron.gathered-when-read the parameters of that step, without it half of them old."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from rigs.exporters import find_conversions, installed, new_bridge, tasks_of
+from rigs.gathers import OVERLAP, PLAIN, Collectives, wrong
+from rigs.megatron import buckets
+from rigs.nemo_rl import GPT, batch, find_nemo_rl, needs_nemo_rl, nll_loss, worker_for
+from rigs.stand_ins import Anything, StandIns
+
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+pytestmark = [
+    needs_nemo_rl,
+    pytest.mark.skipif(not installed("Megatron-Bridge"), reason="Megatron-Bridge is not installed"),
+]
+
+SIZE, STEPS = 4, 3
+SCALES = "nemo_rl.models.generation.vllm.quantization.fp8_train_utils"  # its package asks for vLLM
+
+
+def find_nemo_rl_and_exporter():
+    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
+        importlib.import_module(f"megatron.core.models.gpt.{name}")
+    find_nemo_rl()
+    find_conversions()
+    sys.meta_path.append(StandIns(["vllm"], lambda module, name: Anything(name, (), {})))
+    sys.modules[SCALES] = ModuleType(SCALES)
+    sys.modules[SCALES].get_vllm_qkv_scale_names = None  # without an FP8 cache it is not called
+
+
+class Bridge:
+    """What the worker calls of Bridge's AutoBridge, which would ask Hugging Face for the model's kind."""
+
+    def export_hf_weights(self, model, show_progress, conversion_tasks):
+        module = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
+        return new_bridge(module).stream_weights_megatron_to_hf(
+            model,
+            SimpleNamespace(),
+            show_progress=show_progress,
+            conversion_tasks=tasks_of(module, model),
+            merge_adapter_weights=False,
+        )
+
+
+def worker_of(options):
+    worker = worker_for(tiny_gpt(**{**GPT, **options, "ddp": GPT["ddp"]}))
+    worker.model.config.share_embeddings_and_output_weights = False  # Bridge's configs have it
+    worker.megatron_bridge, worker.refit_conversion_tasks = Bridge(), None
+    return worker
+
+
+def refit(worker):
+    """What generation gets: streams, collective refits and checkpoint engines all read through this method."""
+    return {name: tensor.clone() for name, tensor in worker._iter_params_with_optional_kv_scales()}
+
+
+def swapped(worker):
+    """The policy's parameters after the reference model was swapped in and out."""
+    with worker.use_reference_model():
+        pass
+    return {name: parameter.detach().clone() for name, parameter in worker.model.module.named_parameters()}
+
+
+def read(rank, world_size, reader):
+    """Return which fraction of what is read is wrong, by step, and the gathers, for each bucket group."""
+    init_parallel()
+    with contextlib.redirect_stdout(None):
+        plain, overlap = worker_of(PLAIN), worker_of(OVERLAP)
+        fractions = []
+        with Collectives().counted() as counted:
+            for step in range(STEPS):
+                for worker in (plain, overlap):
+                    worker.train(batch(step, SIZE), nll_loss(), gbs=SIZE * worker.dp_size)
+                fractions.append(wrong(reader(overlap), reader(plain)))
+            overlap.get_logprobs(data=batch(STEPS, SIZE))
+    return fractions, counted.gathers / buckets(overlap.model)
+
+
+def of_ranks(reader, **env):
+    return run_ranks(read, 2, reader, setup=find_nemo_rl_and_exporter, timeout=300, env=env)
+
+
+def test_a_refit_reads_the_last_step():
+    without = of_ranks(refit, MEGAPATCH_DISABLE="megatron.gathered-when-read")
+    for (old, gathers_without), (fractions, gathers) in zip(without, of_ranks(refit), strict=True):
+        assert all(0.4 < fraction < 0.6 for fraction in old)
+        assert fractions == [0.0] * STEPS
+        assert gathers == gathers_without  # the forward pass after a refit does not gather again
+
+
+def test_a_swap_of_the_reference_model_leaves_the_last_step():
+    for fractions, _ in of_ranks(swapped):
+        assert fractions == [0.0] * STEPS

@@ -1,0 +1,97 @@
+"""nemo_rl.train-after-exception: after a call that raised, the next one is that of a fresh worker."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from unittest import mock
+
+import pytest
+from patches.nemo_rl.test_split_after_exceptions import failing_in_iterator, failing_in_loss
+from rigs.megatron import Interrupted, Log, attempt
+from rigs.nemo_rl import SHAPES, batch, find_nemo_rl, nll_loss
+from rigs.nemo_rl_steps import LAYOUTS, SIZE, differences, trained_gpt, whole
+
+from megapatch.testing import init_parallel, run_ranks
+
+PATCH = "nemo_rl.train-after-exception"
+
+
+def failing_in_backward(worker, loss):
+    """Raise when the first layer is differentiated in the last microbatch, with reduces under way."""
+    layer, passes = worker.model.module.decoder.layers[0], []
+
+    def hook(*ignored):
+        passes.append(1)
+        if len(passes) == 4:
+            raise Interrupted
+
+    handle = layer.register_full_backward_hook(hook)
+    stack = contextlib.ExitStack()
+    stack.callback(handle.remove)
+    return stack
+
+
+FAULTS = {"loss": failing_in_loss, "iterator": failing_in_iterator, "backward": failing_in_backward}
+
+
+def interrupted(fault):
+    def before(worker):
+        loss = nll_loss()
+        with FAULTS[fault](worker, loss):
+            error, _ = attempt(worker.train, batch(7, SIZE), loss, gbs=SIZE * worker.dp_size)
+        assert error == "Interrupted"
+
+    return before
+
+
+def compared(rank, world_size):
+    found = {}
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        for layout in ("dp2, overlap", "dp2, distributed optimizer, both"):
+            _, options = LAYOUTS[layout]
+            expected = trained_gpt(options, "nll", whole)
+            for fault in FAULTS:
+                got = trained_gpt(options, "nll", whole, before=interrupted(fault))
+                found[layout, fault] = differences(got, expected)
+                found[layout, fault].pop("keys")
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_next_train_is_that_of_a_fresh_worker(shape):
+    for found in run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}):
+        assert len(found) == 6
+        worst = {where: max(one.values()) for where, one in found.items()}
+        assert {where: value for where, value in worst.items() if value > 1e-5} == {}
+
+
+def fails(rank, world_size):
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        return attempt(trained_gpt, {}, "nll", whole, before=interrupted("loss"))[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_the_patch_it_fails(shape):
+    env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": PATCH}
+    for error in run_ranks(fails, 2, setup=find_nemo_rl, timeout=300, env=env):
+        assert error in ("UnboundLocalError", "ValueError")
+
+
+def timed_twice(rank, world_size):
+    log = Log()
+    logging.getLogger("megapatch").setLevel(logging.WARNING)
+    timer = importlib.import_module("nemo_rl.utils.timer").Timer()
+    with contextlib.redirect_stdout(None), mock.patch("time.perf_counter", iter([1.0, 5.0, 7.0]).__next__):
+        timer.start("train")
+        timer.start("train")
+        return timer.stop("train"), log.texts
+
+
+def test_a_timer_that_was_left_running_is_started_again():
+    ((elapsed, texts),) = run_ranks(timed_twice, 1, setup=find_nemo_rl)
+    assert elapsed == 2.0
+    assert [text for text in texts if "timer 'train' was still running" in text]
