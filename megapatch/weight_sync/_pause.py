@@ -127,7 +127,7 @@ class paused_generation:
 
     async def _exit(self, error: BaseException | None, attempt: Callable[[_Call], Awaitable[_Outcome]]) -> None:
         if error is not None:
-            _log_failed_sync(error)
+            log_failed_sync(error)
         if self._to_resume and self._resume is not None:
             await _resume_once(self._resume, error, attempt)
 
@@ -151,7 +151,7 @@ async def resumed_on_failure(client: object) -> AsyncIterator[None]:
     try:
         yield
     except BaseException as error:
-        _log_failed_sync(error)
+        log_failed_sync(error)
         if getattr(client, EVENT, None) is None or is_paused(client):
             await _resume_once(getattr(client, RESUME), error, _attempt)
         raise
@@ -273,7 +273,7 @@ def _warn(client: object, why: str) -> None:
         )
 
 
-def _log_failed_sync(error: BaseException) -> None:
+def log_failed_sync(error: BaseException) -> None:
     log.error(
         "a weight sync failed (%s: %s): engines may hold a mixture of old and new weights until one succeeds",
         type(error).__name__,

@@ -21,15 +21,13 @@ from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_names, missing_parameters
+from .._pipeline_seed import STAGE, seed_offset
 
 MODULES = (
     "skyrl_train.distributed.megatron.megatron_strategy",
     "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",
 )
 STRATEGY = "MegatronStrategy"
-STAGE = "get_pipeline_model_parallel_rank"
-PIPELINE_SEED_OFFSET = 100
-"""Added for each pipeline stage, as in megatron.training.initialize._set_random_seed."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -50,11 +48,7 @@ def diagnose(module: ModuleType) -> Verdict:
 def offset_seed_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(set_seed)
     def patched_set_seed(self: Any, seed: int, *args: Any, **kwargs: Any) -> None:
-        from megatron.core import parallel_state
-
-        initialized = parallel_state.model_parallel_is_initialized()
-        stage = parallel_state.get_pipeline_model_parallel_rank() if initialized else 0
-        set_seed(self, seed + PIPELINE_SEED_OFFSET * stage, *args, **kwargs)
+        set_seed(self, seed + seed_offset(), *args, **kwargs)
 
     return patched_set_seed
 

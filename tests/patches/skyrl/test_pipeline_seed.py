@@ -50,13 +50,16 @@ MODEL_PARALLEL = []
 def prepare():
     from megatron.core import parallel_state, tensor_parallel
 
+    restore()  # megapatch's replacement could not be, below another one
     initialize = parallel_state.initialize_model_parallel
 
+    @functools.wraps(initialize)
     def accepting(*args, pipeline_model_parallel_split_rank=None, **kwargs):
         """What skyrl-train 0.2.0 passes was there up to megatron-core 0.13."""
         initialize(*args, **kwargs)
 
     parallel_state.initialize_model_parallel = accepting
+    apply()
     seed_all = tensor_parallel.model_parallel_cuda_manual_seed
 
     @functools.wraps(seed_all)

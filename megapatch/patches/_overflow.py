@@ -1,0 +1,60 @@
+"""What patches share that let a framework train on after an fp16 overflow."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from ._temporarily import temporarily_set
+
+OVERFLOW = (False, None, None)
+"""What Megatron's optimizers return when they have found an overflow and not stepped."""
+
+COUNT = "megapatch_skipped_steps"
+"""Attribute of a framework's trainer: the optimizer steps that were skipped so far."""
+
+log = logging.getLogger("megapatch")
+
+
+@contextlib.contextmanager
+def overflow_answered(optimizer: Any, answer: tuple[Any, ...]) -> Iterator[list[Any]]:
+    """Let optimizer.step() return `answer` where it found an overflow. Yields a list that gets each such step."""
+    step, overflows = optimizer.step, []
+
+    def answered() -> Any:
+        found = step()
+        if tuple(found) != OVERFLOW:
+            return found
+        overflows.append(found)
+        return answer
+
+    with temporarily_set(optimizer, step=answered):
+        yield overflows
+
+
+def count_overflow(trainer: Any) -> None:
+    """Count a skipped step in the trainer's COUNT, and log on rank 0 that it was, and the new loss scale."""
+    import torch
+
+    count = getattr(trainer, COUNT, 0) + 1
+    setattr(trainer, COUNT, count)
+
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        return
+    optimizer = trainer.optimizer
+    scale = float(optimizer.get_loss_scale())
+    if scale <= (getattr(optimizer.config, "min_loss_scale", None) or 0.0):
+        log.error(
+            "fp16 gradients overflow at the smallest loss scale, %g: the optimizer step was skipped, and so will "
+            "be all others until gradients are finite (%d so far)",
+            scale,
+            count,
+        )
+    else:
+        log.warning(
+            "fp16 gradients overflowed: the optimizer step was skipped; the loss scale is now %g (%d so far)",
+            scale,
+            count,
+        )

@@ -1,0 +1,121 @@
+"""verl skips the step of an fp16 overflow, as Megatron does, and trains on.
+
+Symptom   with fp16, "NotImplementedError: Megatron optimizer step failed. This should not happen" ends the job at
+          the first gradient that overflows, at a loss scale of 32768 to begin with. Megatron's optimizer has
+          answered (False, None, None): it took no step, and the next one has a smaller loss scale.
+Upstream  verl-project/verl#5369 (open); in 0.6.1 to 0.9.1 and on main. verl's FSDP engine skips such a step.
+Seam      class attributes of MegatronEngine. optimizer_step() is the original, to which an optimizer that answers
+          so says that it has stepped, with a gradient norm of infinity; that is what verl's FSDP engine reports.
+          lr_scheduler_step() leaves the learning rate where it is if all steps since the last call were skipped.
+          train_batch() adds the metric "skipped_steps", 1 or 0: over the mini-batches of an update its mean says
+          how many of them were skipped. MegatronEngine inherits train_batch(); it gets one of its own.
+          A WARNING on rank 0 has the new loss scale, `engine.megapatch_skipped_steps` the count.
+Limits    steps whose gradients overflow at every loss scale are skipped forever, as in Megatron's own train(): an
+          ERROR says so at the smallest. Another answer of the optimizer than (False, None, None) fails
+          as before. Not the older MegatronPPOActor and MegatronPPOCritic of 0.6.1 and 0.7.1.
+Cost      in a step of fp16, one more metric; otherwise a comparison.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
+from .._overflow import COUNT, OVERFLOW, count_overflow, overflow_answered
+from .._temporarily import temporarily_set
+
+MODULE = "verl.workers.engine.megatron.transformer_impl"
+ENGINE = "MegatronEngine"
+METRIC = "skipped_steps"
+_TAKEN, _SKIPPED = "_megapatch_steps_taken", "_megapatch_steps_skipped"
+"""Attributes of an engine: how many steps since the last call of its scheduler."""
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Call the real method with an optimizer that has found an overflow."""
+    engine = getattr(module, ENGINE, None)
+    if engine is None:
+        return Verdict(ABSENT, f"this version has no {ENGINE}")
+    path = f"{module.__name__}:{ENGINE}"
+    missing = [
+        *missing_parameters(f"{path}.train_batch", "data"),
+        *missing_names(f"{path}.train_batch", "optimizer_step", "metrics", "is_mp_src_rank_with_outputs"),
+        *missing_names(f"{path}.lr_scheduler_step", "lr_scheduler", "step"),
+    ]
+    if missing:
+        return lacking(missing)
+    optimizer = SimpleNamespace(step=lambda: OVERFLOW)
+    try:
+        unpatched(engine.optimizer_step)(SimpleNamespace(optimizer=optimizer))
+    except NotImplementedError:
+        return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
+    except AttributeError as error:
+        return cannot_run("optimizer_step", error)
+    except Exception as error:
+        return Verdict(UNKNOWN, f"expected optimizer_step() to raise NotImplementedError; it raises {error!r}")
+    return Verdict(FIXED, "optimizer_step() accepts that Megatron took no step")
+
+
+def accept_overflow(optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(optimizer_step)
+    def patched_optimizer_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with overflow_answered(self.optimizer, (True, math.inf, None)) as skipped:
+            norm = optimizer_step(self, *args, **kwargs)
+        _add(self, _SKIPPED if skipped else _TAKEN, 1)
+        if skipped:
+            count_overflow(self)
+        return norm
+
+    return patched_optimizer_step
+
+
+def stay_without_steps(lr_scheduler_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(lr_scheduler_step)
+    def patched_lr_scheduler_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        taken, skipped = vars(self).pop(_TAKEN, 0), vars(self).pop(_SKIPPED, 0)
+        if taken or not skipped:
+            return lr_scheduler_step(self, *args, **kwargs)
+        with temporarily_set(self.lr_scheduler, step=lambda *ignored, **also_ignored: None):
+            return lr_scheduler_step(self, *args, **kwargs)
+
+    return patched_lr_scheduler_step
+
+
+def add_metric(train_batch: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train_batch)
+    def patched_train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = getattr(self, COUNT, 0)
+        output = train_batch(self, *args, **kwargs)
+        if self.optimizer.config.fp16 and self.is_mp_src_rank_with_outputs():
+            # A list, as of what a loss function returns for each microbatch.
+            output["metrics"][METRIC] = [float(getattr(self, COUNT, 0) - before)]
+        return output
+
+    return patched_train_batch
+
+
+def _add(engine: Any, name: str, value: int) -> None:
+    setattr(engine, name, getattr(engine, name, 0) + value)
+
+
+PATCH = Patch(
+    name="verl.overflow-is-skipped",
+    doc=__doc__,
+    upstream="https://github.com/verl-project/verl/pull/5369",
+    sites=(
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={
+                f"{ENGINE}.optimizer_step": accept_overflow,
+                f"{ENGINE}.lr_scheduler_step": stay_without_steps,
+                f"{ENGINE}.train_batch": add_metric,
+            },
+        ),
+    ),
+)

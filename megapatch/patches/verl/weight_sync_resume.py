@@ -1,0 +1,84 @@
+"""A failed weight sync does not leave verl's rollout replicas aborted, asleep or without a KV cache.
+
+Symptom   CheckpointEngineManager.update_weights() aborts all requests, takes the replicas' KV caches away, and
+          gives both back at its end, outside of any `finally`. After an exception in between, such as of a
+          transfer, a trainer that survives has replicas that never answer again.
+Upstream  not reported; in 0.7.1 to 0.9.1 and on main. 0.6.1 has no such manager.
+Seam      the class attribute, a coroutine behind verl's own @auto_await, which looks at the frame that calls it:
+          the replacement is made by that decorator, too. While it runs, the replicas' own methods note what was
+          begun. After an exception all calls under way are awaited, and each replica gets back what it has lost:
+          first its KV cache (in 0.7.1 it is woken up), then its requests. What the original has tried to give
+          back itself is not tried again.
+Limits    after a failed sync replicas may hold a mixture of old and new weights, or differ from each other, and an
+          ERROR says so: sync again before using samples. The process group of a failed transfer is left as it is.
+          A replica whose KV cache cannot be given back is not asked to generate. Two syncs at the same time, which
+          verl does not make, would note each other's calls. Nothing is done for the backend "naive", where
+          trainer and replicas share their GPUs and the workers do all.
+Cost      nothing that could be measured beside a weight sync.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...weight_sync._pause import resumed_on_failure
+from .._diagnosis import missing_attributes
+from ._replica_calls import ReplicaCalls
+
+MODULE = "verl.checkpoint_engine.base"
+MANAGER = "CheckpointEngineManager"
+UPDATE = "update_weights"
+LAST = ("resume_generation", "resume_generation_replicas")
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real coroutine: running it needs Ray and engines."""
+    update = getattr(getattr(module, MANAGER, None), UPDATE, None)
+    if update is None:
+        return Verdict(ABSENT, f"this version has no {MANAGER}.{UPDATE}()")
+    coroutine = inspect.unwrap(unpatched(update))
+    if not inspect.iscoroutinefunction(coroutine) or missing_attributes(f"{module.__name__}:", "auto_await"):
+        return Verdict(UNKNOWN, f"expected {UPDATE}() to be a coroutine behind @auto_await")
+    resumes = sum(map(LAST.__contains__, _names(coroutine.__code__)))
+    if resumes == 1:
+        return Verdict(NEEDED, f"after an exception {UPDATE}() does not resume the replicas")
+    if resumes > 1:  # a `finally` has the call twice: with an exception, and without
+        return Verdict(FIXED, f"{UPDATE}() resumes the replicas even after a failure")
+    return Verdict(UNKNOWN, f"expected {UPDATE}() to resume the replicas' generation; found no such call")
+
+
+def _names(code: CodeType) -> Iterator[Any]:
+    """Yield what the instructions name, of comprehensions too, which Python up to 3.11 makes functions of."""
+    for instruction in dis.get_instructions(code):
+        if isinstance(instruction.argval, CodeType):
+            yield from _names(instruction.argval)
+        else:
+            yield instruction.argval
+
+
+def resume_after_failure(update_weights: Callable[..., Any]) -> Callable[..., Any]:
+    coroutine = inspect.unwrap(update_weights)
+    auto_await = coroutine.__globals__["auto_await"]
+
+    @functools.wraps(coroutine)
+    async def patched_update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with ReplicaCalls(self.replicas) as calls:
+            async with resumed_on_failure(calls):
+                return await coroutine(self, *args, **kwargs)
+
+    replacement: Callable[..., Any] = functools.wraps(update_weights)(auto_await(patched_update_weights))
+    return replacement
+
+
+PATCH = Patch(
+    name="verl.weight-sync-resume",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{MANAGER}.{UPDATE}": resume_after_failure}),),
+)

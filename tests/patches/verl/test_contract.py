@@ -1,0 +1,83 @@
+"""verl's patches keep the contract on its own code: the newest release."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from unittest import mock
+
+import torch
+from rigs.gathers import Collectives
+from rigs.verl import BOTH, ENGINES, GRADS, batch_of, engine_of, find_reloadable_verl, loss, needs_verl, train
+from rigs.verl_reads import copy, save, shards
+from rigs.verl_runs import register
+from rigs.verl_sync import Plan, blocking, sync
+
+from megapatch.patches.verl import (
+    PATCHES,
+    gathered_when_read,
+    overflow_is_skipped,
+    pipeline_seed,
+    training_hooks,
+    weight_sync_resume,
+)
+from megapatch.testing import check_contract, run_ranks
+
+pytestmark = needs_verl
+
+
+def read_after_a_step():
+    engine = engine_of(overlap=BOTH)
+    for read in (copy, save, shards):
+        train(engine, 0)
+        with Collectives().counted() as collectives:
+            read(engine)
+        assert collectives.gathers
+
+
+def skipped_step():
+    engine = engine_of(dtype="float16")
+    engine.optimizer.step = lambda: (False, None, None)
+    with engine.train_mode():
+        assert engine.train_batch(batch_of(0), loss())["metrics"]["skipped_steps"] == [1.0]
+    engine.lr_scheduler_step()
+    assert engine.lr_scheduler.num_steps == 0
+
+
+def second_stage():
+    module = importlib.import_module("verl.workers.engine.megatron.utils")
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    stage = {"model_parallel_is_initialized": lambda: True, "get_pipeline_model_parallel_rank": lambda: 1}
+    with (
+        mock.patch.multiple(parallel_state, **stage),
+        mock.patch("megatron.core.tensor_parallel.model_parallel_cuda_manual_seed"),
+    ):
+        module.set_random_seed(42)
+    assert torch.initial_seed() == 142
+
+
+def second_call():
+    register(engine_of(overlap=GRADS))
+
+
+def failed_sync():
+    found = sync(Plan("transfer"), blocking)
+    assert found["serving"] == found["cache"] == [True, True]
+
+
+SCENARIOS = {
+    gathered_when_read.PATCH: read_after_a_step,
+    overflow_is_skipped.PATCH: skipped_step,
+    pipeline_seed.PATCH: second_stage,
+    training_hooks.PATCH: second_call,
+    weight_sync_resume.PATCH: failed_sync,
+}
+
+
+def test_the_contract_is_kept(monkeypatch):
+    monkeypatch.setenv("VERL_RELEASE", ENGINES[-1].folder)
+    monkeypatch.setattr(
+        "megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_reloadable_verl)
+    )
+    assert SCENARIOS.keys() == set(PATCHES)
+    check_contract(SCENARIOS)
