@@ -1,0 +1,134 @@
+"""ms-swift skips the step of an fp16 overflow, as Megatron does, and trains on.
+
+Symptom   with fp16 training ends in its first step with "found NaN in local grad norm for bucket #0 in backward
+          pass" (or "found Inf"): the loss scale begins at 2**32, gradients overflow until it is small enough, and
+          ms-swift always checks gradients for NaN. Without that check it would end with "TypeError: must be real
+          number, not NoneType": for an overflow Megatron's optimizer answers (False, None, None), and ms-swift
+          makes a tensor of that norm.
+Upstream  not reported for ms-swift; in 4.0.4 to 4.6.0. verl-project/verl#5369 is verl's. Megatron's own arguments
+          switch the check off when the loss scale is dynamic.
+Seam      wrap_model(), rebound in the trainer: what it returns does not check gradients if there is a dynamic loss
+          scale, which ms-swift's fp16 always has. And the class attribute train_step(): an overflow's norm is
+          infinite, and a WARNING on rank 0 has the new loss scale; `trainer.megapatch_skipped_steps` counts. The
+          trainer itself leaves the learning rate where it is after a step that was not taken.
+Limits    with fp16 a NaN that no smaller loss scale mends is skipped forever, as in Megatron's own train(): an
+          ERROR says so at the smallest. bf16 and fp32 are checked as before.
+Cost      once a model, and a comparison in a step.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import AnswersNone, cannot_run, lacking, missing_names, missing_parameters
+from .._overflow import count_overflow, overflow_answered
+
+WRAP_MODULE = "swift.megatron.utils.megatron_lm_utils"
+WRAP = "wrap_model"
+CHECK = "check_for_nan_in_grad"
+TRAINER_MODULE = "swift.megatron.trainers.base"
+STEP = "BaseMegatronTrainer.train_step"
+REDUCE = "reduce_max_stat_across_model_parallel_group"
+
+
+# ------------------------------------------------------------------------------------------ the check
+def diagnose_check(module: ModuleType) -> Verdict:
+    """Read the real function: running it takes a GPU."""
+    path = f"{module.__name__}:{WRAP}"
+    missing = [*missing_parameters(path, "args", "models"), *missing_names(path, "ddp_config", "fp16")]
+    if missing:
+        return lacking(missing)
+    if missing_names(path, CHECK):
+        return Verdict(FIXED, f"{WRAP}() leaves {CHECK} off")
+    # kwargs["check_for_nan_in_grad"] = True
+    found = list(dis.get_instructions(inspect.unwrap(unpatched(getattr(module, WRAP)))))
+    place = next(index for index, one in enumerate(found) if one.argval == CHECK)
+    if any(one.argval is True for one in found[max(place - 3, 0) : place]):
+        return Verdict(NEEDED, f"{WRAP}() checks gradients for NaN whatever the loss scale is")
+    return Verdict(UNKNOWN, f"expected {WRAP}() to set {CHECK} to True")
+
+
+def leave_overflows_to_the_optimizer(wrap_model: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrap_model)
+    def patched_wrap_model(args: Any, *others: Any, **kwargs: Any) -> Any:
+        models = wrap_model(args, *others, **kwargs)
+        if args.fp16:
+            for model in models:
+                if hasattr(model, "ddp_config"):
+                    setattr(model.ddp_config, CHECK, False)
+        return models
+
+    return patched_wrap_model
+
+
+# ------------------------------------------------------------------------------------------ the step
+def diagnose_step(module: ModuleType) -> Verdict:
+    """Read the real step, and call what it gives an overflow's norm to, without torch."""
+    path = f"{module.__name__}:{STEP}"
+    if missing := missing_names(path, "optimizer", "step", REDUCE):
+        return lacking(missing)
+    try:
+        _without_torch(unpatched(getattr(module, REDUCE)))(None)
+    except TypeError:
+        return Verdict(NEEDED, "an fp16 overflow, whose gradient norm is None, ends the job")
+    except Exception as error:
+        return cannot_run(REDUCE, error)
+    return Verdict(FIXED, f"{REDUCE}() accepts None")
+
+
+class _Torch(AnswersNone):
+    """Just enough of torch to make a tensor of numbers, and of Megatron's parallel state."""
+
+    def __init__(self) -> None:
+        self.float32 = self.float = self.int = None
+        self.cuda = self.distributed = self.ReduceOp = self
+
+    def tensor(self, values: list[Any], **ignored: Any) -> Any:
+        return _Tensor(float(values[0]))
+
+    def __call__(self, *ignored: Any, **also_ignored: Any) -> None: ...
+
+    current_device = all_reduce = get_model_parallel_group = __call__
+
+
+class _Tensor:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def item(self) -> float:
+        return self.value
+
+
+def _without_torch(function: Any) -> Callable[..., Any]:
+    names = {**function.__globals__, "torch": _Torch(), "mpu": _Torch(), "get_current_device": _Torch()}
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+
+
+def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train_step)
+    def patched_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with overflow_answered(self.optimizer, (False, math.inf, None)) as skipped:
+            result = train_step(self, *args, **kwargs)
+        if skipped:
+            count_overflow(self)
+        return result
+
+    return patched_train_step
+
+
+PATCH = Patch(
+    name="ms_swift.overflow-is-skipped",
+    doc=__doc__,
+    upstream="https://github.com/verl-project/verl/issues/5369",
+    sites=(
+        Site(module=WRAP_MODULE, diagnose=diagnose_check, replace={WRAP: leave_overflows_to_the_optimizer}),
+        Site(module=TRAINER_MODULE, diagnose=diagnose_step, replace={STEP: accept_overflow}),
+    ),
+)

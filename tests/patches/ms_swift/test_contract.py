@@ -1,0 +1,37 @@
+"""ms-swift's patches keep the contract on its own code: the newest release."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from rigs.ms_swift import GRADS, RELEASES, find_swift, needs_swift, train, trainer_of
+
+from megapatch.patches.ms_swift import PATCHES, overflow_is_skipped, train_reentry
+from megapatch.testing import check_contract, run_ranks
+
+pytestmark = needs_swift
+
+
+def skipped_step():
+    trainer = trainer_of(dtype="fp16")
+    trainer.setup_model_training()
+    train(trainer, 0)
+    assert trainer._train_metrics["grad_norm"] == math.inf
+    assert trainer.opt_param_scheduler.num_steps == 0
+
+
+def second_setup():
+    trainer = trainer_of(overlap=GRADS)
+    trainer.setup_model_training()
+    trainer.setup_model_training()
+
+
+SCENARIOS = {overflow_is_skipped.PATCH: skipped_step, train_reentry.PATCH: second_setup}
+
+
+def test_the_contract_is_kept(monkeypatch):
+    monkeypatch.setenv("SWIFT_RELEASE", RELEASES[-1].folder)
+    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_swift))
+    assert SCENARIOS.keys() == set(PATCHES)
+    check_contract(SCENARIOS)
