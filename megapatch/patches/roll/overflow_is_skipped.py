@@ -1,0 +1,80 @@
+"""ROLL skips the step of an fp16 overflow, as Megatron does, and trains on.
+
+Symptom   with fp16, "NotImplementedError: megatron optimizer step failed!" ends the job at the first gradient
+          that overflows; before that the check for NaN in gradients, which ROLL leaves on, does. Megatron's
+          optimizer has answered (False, None, None): it took no step, and the next one has a smaller loss scale.
+Upstream  not reported for ROLL; in 0.3.0 and on main at 8eb27cc2. verl-project/verl#5369 is verl's.
+Seam      the class attribute MegatronTrainStrategy.train_step(). It runs with an optimizer that answers an
+          overflow with success and an infinite gradient norm, and with a scheduler that stays where it is after
+          one. With fp16 gradients are not checked for NaN before the optimizer does. The metric "skipped_steps"
+          of the worker is 1 or 0; a WARNING on rank 0 has the new loss scale, `strategy.megapatch_skipped_steps`
+          the count.
+Limits    steps whose gradients overflow at every loss scale are skipped forever, as in Megatron's own train(): an
+          ERROR says so at the smallest. bf16 and fp32 are checked as before, and another failure of the optimizer
+          fails as before.
+Cost      in a step of fp16, one more metric; otherwise a comparison.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
+from .._diagnosis import lacking, missing_names
+from .._overflow import count_overflow, overflow_answered
+from .._temporarily import temporarily_set
+
+MODULE = "roll.distributed.strategy.megatron_strategy"
+STRATEGY = "MegatronTrainStrategy"
+METRIC = "skipped_steps"
+
+
+def diagnose(module: ModuleType) -> Verdict:
+    """Read the real method: running it takes a model."""
+    if not hasattr(module, STRATEGY):
+        return Verdict(ABSENT, f"this version has no {STRATEGY}")
+    path = f"{module.__name__}:{STRATEGY}"
+    missing = [
+        *missing_names(f"{path}.train_step", "optimizer", "step", "scheduler"),
+        *missing_names(f"{path}.initialize", "models_wrapped", "megatron_train_args", "fp16"),
+    ]
+    if missing:
+        return lacking(missing)
+    if missing_names(f"{path}.train_step", "NotImplementedError"):
+        return Verdict(FIXED, "train_step() accepts that Megatron took no step")
+    return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
+
+
+def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(train_step)
+    def patched_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.megatron_train_args.fp16:
+            return train_step(self, *args, **kwargs)
+        for chunk in self.models_wrapped:
+            chunk.ddp_config.check_for_nan_in_grad = False
+        step = self.scheduler.step
+        with overflow_answered(self.optimizer, (True, math.inf, None)) as skipped:
+
+            def stay_if_skipped(*args: Any, **kwargs: Any) -> Any:
+                return None if skipped else step(*args, **kwargs)
+
+            with temporarily_set(self.scheduler, step=stay_if_skipped):
+                metrics = train_step(self, *args, **kwargs)
+        metrics[f"{self.worker_config.name}/{METRIC}"] = float(bool(skipped))
+        if skipped:
+            count_overflow(self)
+        return metrics
+
+    return patched_train_step
+
+
+PATCH = Patch(
+    name="roll.overflow-is-skipped",
+    doc=__doc__,
+    upstream="https://github.com/verl-project/verl/issues/5369",
+    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{STRATEGY}.train_step": accept_overflow}),),
+)

@@ -1,0 +1,1 @@
+"""An imitation of what megapatch patches of ROLL, with its defects, around the real Megatron."""

@@ -1,0 +1,74 @@
+"""AReaL's patches keep the contract on its own code: the newest release."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from unittest import mock
+
+import torch
+from rigs.areal import BOTH, ENGINE, GRADS, RELEASES, engine_of, find_areal, needs_areal, train
+from rigs.areal_updates import Servers, checkpoint, update
+from rigs.gathers import Collectives
+from rigs.megatron import attempt
+
+from megapatch.patches.areal import PATCHES, aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
+from megapatch.testing import check_contract, run_ranks
+
+pytestmark = needs_areal
+
+
+def scaled_by_megatron():
+    engine, found = engine_of(GRADS, dtype="float16"), []
+    config = importlib.import_module(ENGINE).get_model_config(engine.model[0])
+    engine.forward_backward_batch = lambda *ignored, **also_ignored: found.append(config.grad_scale_func)
+    engine.optimizer.step = lambda: (True, 0.0, None)
+    train(engine, 0)
+    assert found != [None]
+    assert config.grad_scale_func is None
+
+
+def read_after_a_step():
+    engine = engine_of(BOTH)
+    for read in (
+        lambda engine: update(engine, Servers()),
+        lambda engine: update(engine, Servers(), "disk"),
+        checkpoint,
+    ):
+        train(engine, 0)
+        with Collectives().counted() as collectives:
+            read(engine)
+        assert collectives.gathers
+
+
+def second_stage():
+    module, found = importlib.import_module(ENGINE), []
+    with (
+        mock.patch.object(module.tensor_parallel, "model_parallel_cuda_manual_seed", found.append),
+        mock.patch.object(module.mpu, "get_pipeline_model_parallel_rank", return_value=1),
+        mock.patch.object(module.MegatronEngine, "initialize"),
+    ):
+        engine_of()
+    assert found == [0, 100]
+
+
+def failed_update():
+    engine, servers = engine_of(GRADS), Servers("update")
+    with mock.patch("torch.distributed.barrier"):
+        assert attempt(update, engine, servers) == ("ConnectionError", "update")
+    assert servers.calls == ["pause", "update", "continue"][: None if torch.distributed.get_rank() == 0 else 0]
+
+
+SCENARIOS = {
+    aux_loss_scale.PATCH: scaled_by_megatron,
+    gathered_when_read.PATCH: read_after_a_step,
+    pipeline_seed.PATCH: second_stage,
+    weight_sync_resume.PATCH: failed_update,
+}
+
+
+def test_the_contract_is_kept(monkeypatch):
+    monkeypatch.setenv("AREAL_RELEASE", RELEASES[-1].folder)
+    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_areal))
+    assert SCENARIOS.keys() == set(PATCHES)
+    check_contract(SCENARIOS)

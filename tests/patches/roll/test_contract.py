@@ -1,0 +1,35 @@
+"""ROLL's patches keep the contract."""
+
+from __future__ import annotations
+
+import functools
+
+from rigs.roll import find_roll, strategy_of, train
+from rigs.roll_runs import set_scale
+
+from megapatch.patches.roll import PATCHES, grad_scale, overflow_is_skipped
+from megapatch.testing import check_contract, init_parallel, run_ranks
+
+
+def hook():
+    init_parallel()
+    strategy = strategy_of()
+    assert strategy.model.config.grad_scale_func is not None
+
+
+def skipped_step():
+    init_parallel()
+    strategy = strategy_of()
+    strategy.optimizer.step = lambda: (False, None, None)
+    set_scale(strategy, 1.0)
+    assert train(strategy, 0)["actor/skipped_steps"] == 1.0
+    assert strategy.scheduler.steps == 0
+
+
+SCENARIOS = {grad_scale.PATCH: hook, overflow_is_skipped.PATCH: skipped_step}
+
+
+def test_the_contract_is_kept(monkeypatch):
+    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_roll))
+    assert SCENARIOS.keys() == set(PATCHES)
+    check_contract(SCENARIOS)
