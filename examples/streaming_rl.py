@@ -90,10 +90,9 @@ class Run:
 class Generation:
     """The generation side as the pump sees it. No request is in progress while it is paused."""
 
-    def __init__(self, sampler, run, max_staleness):
-        self.sampler, self.run, self.max_staleness = sampler, run, max_staleness
+    def __init__(self, sampler, run):
+        self.sampler, self.run = sampler, run
         self.free, self.paused = asyncio.Lock(), False
-        self.permits, self.permitted = asyncio.Semaphore(0), 0
 
     async def pause_generation(self):
         await self.free.acquire()
@@ -108,12 +107,7 @@ class Generation:
         self.sampler.call("load", self.run.trainer.weights())
 
     async def set_weight_version(self, version):
-        """Permit rollouts for the next step, and for `max_staleness` more steps ahead of training."""
         await asyncio.to_thread(self.sampler.call, "set_weight_version", version)
-        permitted = GROUPS * (version + 1 + self.max_staleness) + self.run.evicted
-        for _ in range(permitted - self.permitted):
-            self.permits.release()
-        self.permitted = permitted
 
     async def sample(self, prompt, seed):
         async with self.free:
@@ -123,22 +117,21 @@ class Generation:
 async def roll_out(pump, generation, buffer, numbers, latency):
     """Roll out one prompt group after the other. Its samples arrive in the buffer one by one."""
     while True:
-        await generation.permits.acquire()
-        await pump.rollouts_permitted()
         number = next(numbers)
-        chance = random.Random(number)  # the n-th rollout is the same in each run, up to the weights
-        prompt, seed = chance.randrange(VOCAB), chance.getrandbits(32)
-        version, samples = await generation.sample(prompt, seed)
-        difficulty = chance.lognormvariate(0, SPREAD)
-        durations = [latency * difficulty * chance.lognormvariate(0, SPREAD) for _ in samples]
+        async with pump.rollout(number):
+            chance = random.Random(number)  # the n-th rollout is the same in each run, up to the weights
+            prompt, seed = chance.randrange(VOCAB), chance.getrandbits(32)
+            version, samples = await generation.sample(prompt, seed)
+            difficulty = chance.lognormvariate(0, SPREAD)
+            durations = [latency * difficulty * chance.lognormvariate(0, SPREAD) for _ in samples]
+            tag = {"group_id": number, "weight_version": version}
+            places = zip(range(SAMPLES), samples, durations, strict=True)
+            await asyncio.gather(*(arrive(buffer, tag, *place) for place in places))
 
-        async def arrive(place, sample, seconds, tag):
-            await asyncio.sleep(seconds)
-            await buffer.put((tag["group_id"], place), tag, sample)
 
-        tag = {"group_id": number, "weight_version": version}
-        places = zip(range(SAMPLES), samples, durations, strict=True)
-        await asyncio.gather(*(arrive(*place, tag) for place in places))
+async def arrive(buffer, tag, place, sample, seconds):
+    await asyncio.sleep(seconds)
+    await buffer.put((tag["group_id"], place), tag, sample)
 
 
 async def complete(tasks, when):
@@ -156,7 +149,7 @@ async def complete(tasks, when):
 async def train(name, trainer, sampler, steps, max_staleness, latency):
     """Train for `steps` optimizer steps with one rollout worker per group of a step."""
     run, buffer = Run(name, trainer, steps), RolloutBuffer()
-    generation = Generation(sampler, run, max_staleness)
+    generation = Generation(sampler, run)
     config = StreamingConfig(
         generations_per_prompt=SAMPLES,
         target_prompt_groups_per_step=GROUPS,

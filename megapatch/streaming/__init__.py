@@ -14,8 +14,9 @@ from ._config import StreamingConfig
 from ._generation import Generation, Synchronizer
 from ._pump import TrainPump
 from ._reporter import Logger, ScalarWriter
-from ._sampler import Backlog, Group, Samples, StalenessSampler
+from ._sampler import StalenessSampler
 from ._step_trainer import StepTrainer
+from ._tags import Backlog, Group, Samples, Updates
 from ._trainer import Trainer
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "Synchronizer",
     "TrainPump",
     "Trainer",
+    "Updates",
 ]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 from ..errors import ConfigError
+
+Policy: TypeAlias = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
+POLICIES: tuple[str, ...] = get_args(Policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +26,20 @@ class StreamingConfig:
         train_global_batch_size: samples of an optimizer step. By default all samples of the step, which then has
             one optimizer step.
         max_staleness: versions (optimizer steps) that a group may be behind; 0 is on-policy.
+        pick: which group is trained on next, and how many rollouts begin ahead of training; docs/streaming.md says
+            how each policy biases the training data.
+            "weight_fifo": the oldest weights first. A place is kept for each rollout in flight that would be too
+            old after the optimizer step, so no rollout that `TrainPump.rollout` has begun is lost.
+            "in_order": as their rollouts began.
+            "ready_first": as they become ready. Rollouts that are too old when they end are evicted.
+            "windowed": the newest weights first, and no bound on rollouts ahead; many of them are evicted.
         max_microbatches_in_flight: prompt groups that the trainer works on or that wait for it; with 2 the next
             group is prepared during training on the current one.
         refresh_policy_logprobs: passed to the trainer's ``prepare_logprobs()`` for each group, which is called if
             this or the next field is set.
         refresh_reference_logprobs: passed to it as well.
+        orphan_timeout: seconds without a new sample after which a prompt group that is not complete is dropped,
+            unless its `TrainPump.rollout` is running: its worker may have died. None: never.
         rollout_timeout: seconds that the pump waits for one more eligible prompt group; None: as long as the
             buffer is open.
 
@@ -39,9 +52,11 @@ class StreamingConfig:
     target_prompt_groups_per_step: int = None  # type: ignore[assignment]  # set below
     train_global_batch_size: int = None  # type: ignore[assignment]
     max_staleness: int = 0
+    pick: Policy = "weight_fifo"
     max_microbatches_in_flight: int = 2
     refresh_policy_logprobs: bool = False
     refresh_reference_logprobs: bool = False
+    orphan_timeout: float | None = 3600.0
     rollout_timeout: float | None = None
 
     def __post_init__(self) -> None:
@@ -54,13 +69,16 @@ class StreamingConfig:
         self._default("train_global_batch_size", self._samples_per_step)
         self._check_whole("train_global_batch_size", 1)
         self._check_whole("max_staleness", 0)
+        if self.pick not in POLICIES:
+            raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
         self._check_whole("max_microbatches_in_flight", 1)
         for field in ("refresh_policy_logprobs", "refresh_reference_logprobs"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
-        timeout = self.rollout_timeout
-        if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):
-            raise ConfigError("rollout_timeout", timeout, "a number of seconds above 0, or None")
+        for field in ("orphan_timeout", "rollout_timeout"):
+            timeout = getattr(self, field)
+            if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):
+                raise ConfigError(field, timeout, "a number of seconds above 0, or None")
         self._check_batch_size()
 
     @property

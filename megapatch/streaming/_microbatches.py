@@ -32,6 +32,12 @@ class MicrobatchQueue:
     async def wait_until_empty(self) -> None:
         await self._wait_for_fewer_than(1)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """The failure of a call that was not raised."""
+        failures = [failure_of(task) for task in self.tasks if task.done()]
+        return next((failure for failure in failures if failure is not None), None)
+
     async def stop(self) -> list[BaseException]:
         """Make no more calls, wait for the running one, and return failures that were not raised."""
         self._stopped = True

@@ -14,19 +14,21 @@ from ._buffer import Buffer
 from ._calls import SequentialCalls, perform, wait_out
 from ._config import StreamingConfig
 from ._microbatches import MicrobatchQueue
-from ._sampler import Group, StalenessSampler
+from ._rollouts import Rollouts
 from ._supply import NothingLeft, Supply
+from ._tags import Group
 from ._timer import Timer
 from ._trainer import Trainer
 
 
 @dataclass(frozen=True)
 class StepTaken:
-    """The result of finish_train_step(), the groups trained on, and how many were evicted meanwhile."""
+    """The result of finish_train_step(), the groups trained on, and how many were dropped meanwhile."""
 
     result: Any
     groups: list[Group]
     evicted: int
+    expired: int
 
 
 class OptimizerSteps:
@@ -40,22 +42,24 @@ class OptimizerSteps:
         compute_advantages: Callable[[Any], Any] | None,
         calls: SequentialCalls,
         timer: Timer,
+        rollouts: Rollouts,
         version: int,
     ) -> None:
         self.version = version
         self.is_open = False
         self._config, self._trainer, self._compute_advantages = config, trainer, compute_advantages
         self._calls, self._timer = calls, timer
-        sampler = StalenessSampler(config.max_staleness, config.generations_per_prompt)
-        self._supply = Supply(buffer, sampler, config.rollout_timeout)
+        self._rollouts = rollouts
+        self._supply = Supply(buffer, config, rollouts, version)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megapatch-advantages")
         self._claimed: list[Group] = []  # for the step that is open or has failed
+        self._computed: dict[Group, Any] = {}  # advantages of groups that were not trained on yet
         self._trained: list[Group] = []  # but not cleared yet
 
     async def take(self, needed: int) -> StepTaken:
         """Take one step. It begins when `needed` groups are eligible."""
         queue = MicrobatchQueue(self._calls, self._trainer, self._config.max_microbatches_in_flight)
-        evicted = self._supply.evicted
+        evicted, expired = self._supply.evicted, self._supply.expired
         try:
             for _ in range(self._config.prompt_groups_per_optimizer_step):
                 with self._timer.phase("wait_for_trainer"):
@@ -73,9 +77,14 @@ class OptimizerSteps:
             groups = list(self._claimed)
             result = await wait_out(self._finish())
         except BaseException as error:
-            await wait_out(self._undo(queue, error))
-            raise
-        return StepTaken(result, groups, self._supply.evicted - evicted)
+            first = queue.failure if isinstance(error, Exception) else None  # a cancellation is raised in any case
+            if first is None or first is error:
+                await wait_out(self._undo(queue, error))
+                raise
+            tell_besides("the pump failed, too", error, first)
+            await wait_out(self._undo(queue, first))
+            raise first from first.__cause__  # and not in the context of what came later
+        return StepTaken(result, groups, self._supply.evicted - evicted, self._supply.expired - expired)
 
     async def recover(self) -> None:
         """Finish what a failed step has left undone."""
@@ -84,7 +93,8 @@ class OptimizerSteps:
         await self._clear()
 
     async def _next_group(self, needed: int, queue: MicrobatchQueue, evicted_before: int) -> Group:
-        found = await self._supply.next_group(self.version, needed, queue)
+        places = self._config.prompt_groups_per_optimizer_step - len(self._claimed)
+        found = await self._supply.next_group(self.version, needed, places, queue)
         if isinstance(found, NothingLeft):
             raise EmptyStepError(
                 found.why,
@@ -104,6 +114,9 @@ class OptimizerSteps:
             except MisuseError:  # it belongs to somebody else, so it is not ours to give back
                 self._claimed.remove(group)
                 raise
+        is_computed = group in self._computed  # by a step that failed: once is enough, it may change data in place
+        if is_computed:
+            data = self._computed[group]
         if self._config.refreshes_logprobs:
             prepare = self._calls(
                 self._trainer,
@@ -113,10 +126,15 @@ class OptimizerSteps:
                 refresh_reference_logprobs=self._config.refresh_reference_logprobs,
             )
             data = await wait_out(prepare)
-        if self._compute_advantages is not None:
+        if self._compute_advantages is not None and not is_computed:
             with self._timer.phase("compute_advantages"):
-                data = await wait_out(perform(self._compute_advantages, data, thread=self._thread))
+                data = await wait_out(self._computed_advantages(self._compute_advantages, group, data))
         return data
+
+    async def _computed_advantages(self, compute: Callable[[Any], Any], group: Group, data: Any) -> Any:
+        """Compute and keep them here, where a cancellation of the step does not lose them."""
+        self._computed[group] = computed = await perform(compute, data, thread=self._thread)
+        return computed
 
     async def _finish(self) -> Any:
         result = await self._calls(self._trainer, "finish_train_step")
@@ -124,13 +142,21 @@ class OptimizerSteps:
         self.is_open = False
         self.version += 1
         self._trained, self._claimed = self._claimed, []
+        self._rollouts.trained(self._trained)
+        oldest = self.version - self._config.max_staleness
+        self._computed = {
+            group: data
+            for group, data in self._computed.items()
+            if group not in self._trained and (group.weight_version or 0) >= oldest
+        }
         with self._timer.phase("clear"):
             await self._clear()
         return result
 
     async def _undo(self, queue: MicrobatchQueue, error: BaseException) -> None:
         for failure in await queue.stop():
-            tell_besides("train_microbatch() failed", failure, error)
+            if failure is not error:
+                tell_besides("train_microbatch() failed", failure, error)
         await self._attempt(self._abort, error)
         await self._attempt(self._give_back, error)
 

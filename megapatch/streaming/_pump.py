@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any, TextIO
 
-from ..errors import MisuseError
+from ..errors import ConfigError, MisuseError
 from ._buffer import Buffer
 from ._calls import SequentialCalls, wait_out
 from ._config import StreamingConfig
 from ._generation import Generation, Synchronizer
 from ._optimizer_step import OptimizerSteps, StepTaken
 from ._reporter import Logger, Reporter, ScalarWriter
+from ._rollouts import Rollouts
 from ._synced_weights import SyncedWeights
 from ._timer import Timer
 from ._trainer import Trainer
@@ -50,7 +52,9 @@ class TrainPump:
         generation: paused during a sync, as by `megapatch.weight_sync.paused_generation`, and given the version of
             the synced weights if it has ``set_weight_version(version)``.
         compute_advantages: gets a group's data, after log-probs were refreshed, and returns the data to train on.
-            A plain function runs in a thread.
+            A plain function runs in a thread. It is called once for a group, also if a step fails and the group is
+            trained on by a later one, so it may change the data in place; with refreshed log-probs,
+            ``prepare_logprobs()`` gets its result then.
         logger: gets metrics under the prefixes "train" (the result of finish_train_step()), "streaming" and
             "timing/train" (seconds), with the version as the step. A plain one runs in the event loop.
         terminal: a stream such as sys.stderr, which shows a progress line if it is a terminal.
@@ -58,6 +62,7 @@ class TrainPump:
             loading a checkpoint, call sync_weights() first.
 
     Raises:
+        ConfigError: the buffer's ``max_prompt_groups`` is less than the groups of a step.
         MisuseError: a part lacks a method, or `version` is not a whole number from 0 on. Methods raise it (a
             RuntimeError) when they are called at a wrong moment.
     """
@@ -83,8 +88,11 @@ class TrainPump:
         self._config = config
         self._timer = Timer()
         calls = SequentialCalls(self._timer)
-        self._steps = OptimizerSteps(config, trainer, buffer, compute_advantages, calls, self._timer, version)
         self._weights = SyncedWeights(synchronizer, generation, calls)
+        self._rollouts = Rollouts(config, self._weights, version, _capacity_of(buffer, config))
+        self._steps = OptimizerSteps(
+            config, trainer, buffer, compute_advantages, calls, self._timer, self._rollouts, version
+        )
         self._reporter = Reporter(logger, terminal)
         self._version_of_step = version  # with which this step began: that of the last sync
         self._in_use: str | None = None
@@ -100,9 +108,28 @@ class TrainPump:
         return self._weights.admitted.is_set()
 
     async def rollouts_permitted(self) -> None:
-        """Wait until `admitted` is true. Call it before each rollout."""
-        while not self.admitted:  # another sync may have begun before it was our turn
-            await self._weights.admitted.wait()
+        """Wait until `admitted` is true.
+
+        Nothing bounds the rollouts that begin after this; those that are too old when they end are evicted, mostly
+        long ones. `rollout` bounds them.
+        """
+        await self._weights.permitted()
+
+    def rollout(self, group_id: Hashable) -> AbstractAsyncContextManager[None]:
+        """Return an asynchronous context in which a prompt group is rolled out and put into the buffer.
+
+            async with pump.rollout(group_id):
+                ...
+
+        It begins when weights are not being synced, and the group can still be trained on: there are never more
+        groups that have begun and are not trained on yet than ``max_staleness + 1`` optimizer steps take, nor more
+        than the buffer's ``max_prompt_groups``. A group that leaves no samples in the buffer, and one that leaves
+        its context with an exception, is replaced by another.
+
+        Args:
+            group_id: as in the samples' tags. Several contexts of the same group count once.
+        """
+        return self._rollouts.rollout(group_id)
 
     async def run(self, num_steps: int) -> None:
         """Call `step` `num_steps` times.
@@ -128,7 +155,10 @@ class TrainPump:
         with self._using("step()"):
             self._timer.take()  # drop the seconds of a failed step
             await wait_out(self._steps.recover())
-            while (taken := self.version - self._version_of_step) < self._config.optimizer_steps_per_step:
+            if not self.admitted and self._has_optimizer_steps_left:
+                await self._sync()  # one by hand has failed: no rollout would begin, and none come
+            while self._has_optimizer_steps_left:
+                taken = self.version - self._version_of_step
                 with self._timer.phase("optimizer_step"):
                     done = await self._steps.take(1 if taken else self._config.min_prompt_groups_per_batch)
                 await self._report(done)
@@ -138,7 +168,7 @@ class TrainPump:
         """Pause generation, sync weights, pass their version to generation, resume it, and admit rollouts.
 
         The next step() is a whole step, even if a failed one had optimizer steps left. After a failure, rollouts
-        are not admitted until a sync has succeeded.
+        are not admitted until a sync has succeeded; the next step() begins with one.
 
         Raises:
             MisuseError: another call of this pump is running, or a train step is open.
@@ -148,12 +178,20 @@ class TrainPump:
             self._timer.take()
             await self._sync()
 
+    @property
+    def _has_optimizer_steps_left(self) -> bool:
+        return self.version - self._version_of_step < self._config.optimizer_steps_per_step
+
     async def _sync(self) -> None:
         if self._steps.is_open:
             raise MisuseError(
                 "sync_weights(): a train step is open because its abort failed; step() aborts it again"
             )
-        await self._weights.sync(self.version)
+        try:
+            await self._weights.sync(self.version)
+        finally:
+            if self.admitted:  # also where a cancellation is raised after a sync
+                self._rollouts.synced()
         self._version_of_step = self.version
         await self._reporter.log_metrics(self._timer.take(), self.version, "timing/train")
 
@@ -164,8 +202,10 @@ class TrainPump:
             "prompt_groups": len(done.groups),
             "samples": sum(len(group.keys) for group in done.groups),
             "evicted_prompt_groups": done.evicted,
+            "expired_prompt_groups": done.expired,
             "max_lag": max(lags),
             "mean_lag": sum(lags) / len(lags),
+            **self._rollouts.take_metrics(),
         }
         for metrics, prefix in (
             (done.result, "train"),
@@ -190,6 +230,15 @@ class TrainPump:
             yield
         finally:
             self._in_use = None
+
+
+def _capacity_of(buffer: Any, config: StreamingConfig) -> int | None:
+    capacity = getattr(buffer, "max_prompt_groups", None)
+    if not isinstance(capacity, int):  # a Ray actor's handle, or a proxy, has methods alone
+        return None
+    if capacity < (needed := config.target_prompt_groups_per_step):
+        raise ConfigError("max_prompt_groups", capacity, f"target_prompt_groups_per_step ({needed}) or more")
+    return capacity
 
 
 def _methods_of(protocol: type) -> list[str]:

@@ -10,8 +10,12 @@ from typing import Any
 
 from ._buffer import Buffer
 from ._calls import failure_of, perform, wait_out
+from ._config import StreamingConfig
+from ._groups import Groups
 from ._microbatches import MicrobatchQueue
-from ._sampler import Backlog, Group, StalenessSampler
+from ._orphans import Orphans
+from ._rollouts import Rollouts
+from ._tags import Backlog, Group, Updates, read_tag
 
 log = logging.getLogger("megapatch")
 
@@ -28,50 +32,77 @@ class NothingLeft:
 
 
 class Supply:
-    """A buffer read through a sampler.
+    """The groups of a buffer, in the order of the configured policy."""
 
-    Args:
-        timeout: seconds to wait for one more eligible group; None: as long as the buffer is open.
-    """
-
-    def __init__(self, buffer: Buffer, sampler: StalenessSampler, timeout: float | None) -> None:
-        self._buffer, self._sampler, self._timeout = buffer, sampler, timeout
-        self._eligible: list[Group] = []
+    def __init__(self, buffer: Buffer, config: StreamingConfig, rollouts: Rollouts, version: int) -> None:
+        self._buffer, self._rollouts, self._timeout = buffer, rollouts, config.rollout_timeout
+        self._groups = Groups(
+            config.max_staleness, config.generations_per_prompt, version, config.pick, rollouts.number_of
+        )
         self._looked_at: tuple[int, int] | None = None  # the changes and the version for which they were found
-        self.evicted = 0  # prompt groups, so far
+        self._position = -1  # of the buffer's updates
+        self._picks = config.pick
+        self._warned = False
+        self._orphans = Orphans(config.orphan_timeout)
+        self.evicted = self.expired = 0  # prompt groups, so far
 
-    async def next_group(self, version: int, needed: int, queue: MicrobatchQueue) -> Group | NothingLeft:
+    async def next_group(
+        self, version: int, needed: int, places: int, queue: MicrobatchQueue
+    ) -> Group | NothingLeft:
         """Wait for `needed` eligible groups and return the first; clear groups that are too old.
 
         Raises the exception of a microbatch call of the queue that fails meanwhile.
+
+        Args:
+            version: of the trainer's weights.
+            needed: eligible groups without which none is returned.
+            places: groups that the optimizer step still takes.
         """
         clock = asyncio.get_running_loop().time
         begun, most, warned = clock(), 0, False
         while True:
             queue.reap()
+            self._rollouts.news.clear()
             seen = await self._look(version)
-            if len(self._eligible) >= needed:
-                return self._eligible[0]
-            if len(self._eligible) > most:
-                begun, most = clock(), len(self._eligible)
+            eligible = self._groups.ready
+            group = self._groups.pick() if eligible >= needed else None
+            if group is not None and not self._rollouts.have_to_come_before(group, places):
+                return group
+            if eligible > most:
+                begun, most = clock(), eligible
             waited = clock() - begun
             if self._timeout is not None and waited >= self._timeout:
                 why = f"none came for {self._timeout:g} seconds (rollout_timeout)"
-                return NothingLeft(why, await self._backlog(version))
+                return NothingLeft(why, self._groups.backlog())
             if waited >= PATIENCE and not warned:
                 warned = True
-                backlog = await self._backlog(version)
-                log.warning("no prompt group to train on for %d seconds. Waiting: %s", waited, backlog)
-            limits = [limit for limit in (self._timeout, None if warned else PATIENCE) if limit is not None]
-            if not await self._wait_for_change(seen, queue, min(limits) - waited if limits else None):
-                return NothingLeft("no more will come: the buffer is closed", await self._backlog(version))
+                # step() has synced weights before it waits, so this is not for want of permission.
+                waiting = "; ".join(filter(None, (str(self._groups.backlog()), str(self._rollouts))))
+                log.warning(
+                    "no prompt group to train on for %d seconds, though rollouts may begin. Waiting: %s",
+                    waited,
+                    waiting,
+                )
+            deadlines = (self._timeout, None if warned else PATIENCE)
+            limits = [limit - waited for limit in deadlines if limit is not None]
+            limits += self._orphans.seconds_to_the_next_look(self._groups, clock())
+            if not await self._wait_for_change(seen, queue, min(limits, default=None)):
+                if group is not None:
+                    return group  # what it had to wait for will not come
+                return NothingLeft("no more will come: the buffer is closed", self._groups.backlog())
 
     async def claim(self, group: Group) -> Any:
-        self._eligible.remove(group)
-        return await wait_out(perform(self._buffer.claim, group))
+        self._groups.drop_group(group)
+        self._rollouts.claimed(group)
+        try:
+            return await wait_out(perform(self._buffer.claim, group))
+        except BaseException:
+            self._position = -1
+            raise
 
     async def give_back(self, groups: Sequence[Group]) -> None:
-        self._looked_at = None  # a claim that failed may have changed nothing in the buffer
+        self._looked_at, self._position = None, -1  # a claim that failed may have changed nothing in the buffer
+        self._rollouts.given_back(groups)
         await perform(self._buffer.give_back, groups)
 
     async def clear(self, groups: Sequence[Group]) -> None:
@@ -79,23 +110,72 @@ class Supply:
 
     async def _look(self, version: int) -> int:
         """Read all tags if they or the version have changed since the last look; return the number of changes."""
+        ended = self._rollouts.look_begins()
         seen: int = await perform(self._buffer.changes)  # before samples(): a change in between is not missed
         if self._looked_at != (seen, version):
             self._looked_at = None
-            self._eligible, too_old = self._sampler.sort_out(await perform(self._buffer.samples), version)
-            if too_old:
+            await self._read()
+            if too_old := self._groups.evict(version):
+                position, self._position = self._position, -1
                 await self.clear(too_old)
-                self.evicted += len(too_old)
+                self._position = position
+                self._count_evicted(too_old)
             self._looked_at = seen, version
+        if orphans := self._orphans.found_in(self._groups, self._rollouts.runs, asyncio.get_running_loop().time()):
+            await self._expire(orphans)
+        self._rollouts.look_ended(ended, self._groups)
         return seen
 
-    async def _backlog(self, version: int) -> Backlog:
-        return self._sampler.backlog(await perform(self._buffer.samples), version)
+    async def _read(self) -> None:
+        seen, self._position = self._position, -1  # if anything fails from here on, all is read again
+        updates = await self._updates_since(seen)
+        if updates.is_complete:
+            self._groups.reset()
+        for key, number, tag in updates.samples:
+            if tag is None:
+                self._groups.drop(key)
+            else:
+                self._groups.add(key, number, read_tag(key, tag))
+        self._position = updates.position
+
+    async def _updates_since(self, seen: int) -> Updates:
+        if (updates := getattr(self._buffer, "updates", None)) is not None:
+            found: Updates = await perform(updates, seen)
+            return found
+        samples = await perform(self._buffer.samples)
+        return Updates(-1, True, [(key, number, tag) for number, (key, tag) in enumerate(samples.items())])
+
+    async def _expire(self, orphans: list[Group]) -> None:
+        self._looked_at, self._position = None, -1  # the next look finds what is left
+        await self.clear(orphans)
+        self.expired += len(orphans)
+        self._rollouts.expired(orphans)
+        for group in orphans:
+            self._groups.drop_group(group)
+        log.warning(
+            "%d prompt groups got no more samples for a long time (orphan_timeout) and were dropped; their "
+            "workers may have died. The first is %r",
+            len(orphans),
+            orphans[0].group_id,
+        )
+
+    def _count_evicted(self, groups: list[Group]) -> None:
+        self.evicted += len(groups)
+        self._rollouts.evicted(groups)
+        if not self._warned and self._picks != "windowed":
+            self._warned = True
+            log.warning(
+                "a prompt group was too old before it could be trained on and was dropped; further ones are only "
+                "counted (evicted_prompt_groups). Mostly long rollouts are dropped, so training sees too many "
+                "short ones. Begin rollouts with `async with pump.rollout(group_id)`, and see docs/streaming.md "
+                "on `pick`"
+            )
 
     async def _wait_for_change(self, seen: int, queue: MicrobatchQueue, seconds: float | None) -> bool:
         """Return True after a change or when the time is over, False if no change will come."""
         change = asyncio.ensure_future(perform(self._buffer.wait_for_change, seen))
         change.add_done_callback(failure_of)  # so that asyncio does not report a failure nobody has asked for
+        news = asyncio.ensure_future(self._rollouts.news.wait())
         clock = asyncio.get_running_loop().time
         begun = clock()
         try:
@@ -103,10 +183,11 @@ class Supply:
                 queue.reap()
                 left = None if seconds is None else max(0.0, seconds - (clock() - begun))
                 done, _ = await asyncio.wait(
-                    {change, *queue.tasks}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                    {change, news, *queue.tasks}, timeout=left, return_when=asyncio.FIRST_COMPLETED
                 )
-                if not done:
+                if not done or (news.done() and not change.done()):
                     return True
             return bool(change.result())
         finally:
             change.cancel()
+            news.cancel()

@@ -28,6 +28,11 @@ class SyncedWeights:
         self.admitted.set()
         self._warned = self._left_paused = False
 
+    async def permitted(self) -> None:
+        """Wait until the gate is open."""
+        while not self.admitted.is_set():  # another sync may have begun before it was our turn
+            await self.admitted.wait()
+
     async def sync(self, version: int) -> None:
         """Sync weights, and raise whatever pausing, syncing or resuming raises.
 
@@ -42,6 +47,10 @@ class SyncedWeights:
         if self._left_paused:  # by an earlier sync, whose resume failed
             try:
                 await wait_out(perform(getattr(self._generation, RESUME)))
+            except Exception as failure:
+                if cancelled is not None:
+                    raise cancelled from failure
+                raise
             finally:
                 self._left_paused = is_paused(self._generation)
         self.admitted.set()
@@ -49,12 +58,18 @@ class SyncedWeights:
             raise cancelled
 
     async def _sync_while_paused(self, version: int) -> BaseException | None:
-        async with paused_generation(self._generation):
-            task = asyncio.ensure_future(self._sync_and_stamp(version))
-            cancelled = await outlast(task)
-            if cancelled is not None and failure_of(task) is not None:
-                raise_cancelled(cancelled, task)
-            task.result()
+        cancelled: BaseException | None = None
+        try:
+            async with paused_generation(self._generation):
+                task = asyncio.ensure_future(self._sync_and_stamp(version))
+                cancelled = await outlast(task)
+                if cancelled is not None and failure_of(task) is not None:
+                    raise_cancelled(cancelled, task)
+                task.result()
+        except BaseException as failure:
+            if cancelled is not None and failure is not cancelled:  # the resume has failed
+                raise cancelled from failure
+            raise
         return cancelled
 
     async def _sync_and_stamp(self, version: int) -> None:

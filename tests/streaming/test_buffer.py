@@ -67,13 +67,44 @@ def test_a_sample_is_committed_where_its_tag_does_not_say():
     run(main())
 
 
-def test_a_key_that_was_cleared_can_come_again():
+def test_a_key_that_was_trained_on_can_come_again_from_newer_weights():
     async def main():
         buffer = await filled()
         buffer.claim(B)
         buffer.clear([B])
-        await buffer.put(2, tag("b"), "again")
+        await buffer.put(2, {**tag("b"), "weight_version": 1}, "again")
         assert 2 in buffer.samples() and buffer.claim(B) == ["again"]
+
+    run(main())
+
+
+def test_a_late_duplicate_of_what_was_trained_on_is_ignored():
+    async def main():
+        buffer = await filled(max_prompt_groups=3, remembered_versions=2)
+        buffer.claim(B)
+        buffer.clear([B])
+        await buffer.put(2, tag("b"), "late")
+        await buffer.put(2, tag("b", committed=False) | {"weight_version": None}, "late, and half")
+        assert list(buffer.samples()) == [0, 1] and buffer.late_duplicates == 2
+        for version in (1, 2, 3):  # after which nobody could train on it
+            group = Group(version, (version * 10,), version)
+            await buffer.put(version * 10, {"group_id": version, "weight_version": version}, None)
+            buffer.claim(group)
+            buffer.clear([group])
+        await buffer.put(2, tag("b"), "very late")
+        assert 2 in buffer.samples() and len(buffer._trained) == 3
+
+    run(main())
+
+
+def test_what_was_cleared_without_a_claim_can_come_again():
+    """Its worker had died, say, and another one does it."""
+
+    async def main():
+        buffer = await filled()
+        buffer.clear([B])
+        await buffer.put(2, tag("b"), "again")
+        assert buffer.claim(B) == ["again"]
 
     run(main())
 
@@ -179,18 +210,29 @@ def test_waiting_for_a_change():
     run(main())
 
 
-def test_a_full_buffer_holds_back_other_groups_until_some_are_cleared():
+def test_a_full_buffer_holds_back_other_groups_until_one_is_claimed():
     async def main():
         buffer = await filled(max_prompt_groups=2)
         await buffer.put(3, tag("b"), None)  # goes on with one that is in
         putting = asyncio.ensure_future(buffer.put(4, tag("c"), None))
         await asyncio.sleep(1)
-        buffer.claim(A)
+        buffer.claim(Group("a", (0,), 0))
         await asyncio.sleep(1)
-        assert not putting.done()
-        buffer.clear([A])
+        assert not putting.done()  # the other half of that group waits
+        buffer.claim(Group("a", (1,), 0))
         await putting
         assert list(buffer.samples()) == [2, 3, 4]
+        buffer.give_back([A])  # which may be one too many, for a while
+        putting = asyncio.ensure_future(buffer.put(5, tag("d"), None))
+        await asyncio.sleep(1)
+        buffer.clear([A])
+        await asyncio.sleep(1)
+        assert not putting.done()
+        buffer.clear([B])
+        await asyncio.sleep(1)
+        assert not putting.done()  # b had two samples
+        buffer.clear([Group("b", (3,), 0)])
+        await putting
 
     run(main())
 

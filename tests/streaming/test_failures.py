@@ -10,7 +10,7 @@ import pytest
 from rigs.streaming import Fault, World, failing_after, raised, run
 
 from megapatch import MegapatchError
-from megapatch.streaming import EmptyStepError
+from megapatch.streaming import EmptyStepError, StreamingConfig, TrainPump
 
 CALLS = ["changes", "samples", "claim", "prepare", "begin", "microbatch", "finish", "clear"]
 PLACES = [f"{when} {call}" for call in CALLS for when in ("before", "after")]
@@ -235,5 +235,120 @@ def test_an_empty_step_can_be_tried_again():
         await world.put("b")
         await pump.step()
         assert world.trained == [["a", "b"]]
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ which is the first
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_a_microbatch_that_failed_first_is_raised_and_the_later_failure_is_a_note():
+    async def main():
+        world = World({"before microbatch": failing_after(10)})
+        await world.put("a")
+        await world.put("b")
+
+        async def late():
+            world.plan["before claim"] = later
+
+        async def later():
+            await asyncio.sleep(50)
+            raise KeyError("b is gone")
+
+        world.plan["after begin"] = late
+        error = await raised(world.pump(target_prompt_groups_per_step=2).step())
+        assert isinstance(error, Fault) and str(error) == "the reason"
+        assert error.__notes__ == ["the pump failed, too: KeyError: 'b is gone'"]
+        assert world.called() == ["claim a", "begin", "abort", "give_back a b"]
+
+    run(main())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+def test_a_microbatch_that_failed_later_is_a_note():
+    async def main():
+        world = World({"before microbatch": failing_after(10)})
+        await world.put("a")
+        await world.put("b")
+
+        async def late():
+            world.plan["before claim"] = "raise"
+
+        world.plan["after begin"] = late
+        error = await raised(world.pump(target_prompt_groups_per_step=2).step())
+        assert str(error) == "before claim"
+        assert error.__notes__ == ["train_microbatch() failed: Fault: the reason"]
+
+    run(main())
+
+
+def test_a_cancellation_is_raised_also_after_a_microbatch_failed():
+    async def main():
+        world = World({"before microbatch": failing_after(10)})
+        await world.put("a")
+        await world.put("b")
+
+        async def late():
+            world.plan["before claim"] = lambda: asyncio.sleep(50)
+
+        world.plan["after begin"] = late
+        task = asyncio.ensure_future(raised(world.pump(target_prompt_groups_per_step=2).step()))
+        await asyncio.sleep(20)
+        task.cancel()
+        assert isinstance(await task, asyncio.CancelledError)
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ once for a group
+@pytest.mark.parametrize("place", ["before microbatch", "before finish", "after abort", "before advantages end"])
+@pytest.mark.parametrize("deed", DEEDS)
+@pytest.mark.parametrize("refresh", [False, True])
+def test_advantages_that_change_data_in_place_are_computed_once(place, deed, refresh):
+    async def main():
+        world = World({place: deed})
+        if place == "after abort":
+            world.plan["before microbatch"] = "raise"
+        rewards = {"a": [5], "b": [7]}
+        trained = []
+
+        async def advantages(data):
+            data[0] *= 10
+            if (await world.point("before advantages end")) is None:
+                return data
+
+        class Rewarding(type(world.buffer)):
+            def claim(self, group):
+                super().claim(group)
+                return rewards[group.group_id]
+
+        class Trainer:
+            def __getattr__(self, name):
+                return getattr(world, name)
+
+            async def train_microbatch(self, data):
+                trained.append(data[0])
+                await world.point("before microbatch")
+
+            async def prepare_logprobs(self, data, **which):
+                return data
+
+        world.buffer = Rewarding()
+        for name in "ab":
+            await world.put(name)
+        config = StreamingConfig(
+            generations_per_prompt=1, target_prompt_groups_per_step=2, refresh_policy_logprobs=refresh
+        )
+        pump = TrainPump(config, Trainer(), world, world, world, compute_advantages=advantages)
+        world.victim = asyncio.ensure_future(raised(pump.step()))
+        assert await world.victim
+        failed = (place, deed) == ("before advantages end", "raise")  # whoever fails in the middle undoes it
+        if failed:
+            rewards["a"][0] = 5
+        trained.clear()
+        if pump.version == 0:
+            await pump.step()
+            assert trained == [50, 70]
+        assert rewards == {"a": [50], "b": [70]}
+        assert not pump._steps._computed
 
     run(main())

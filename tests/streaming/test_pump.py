@@ -161,7 +161,7 @@ def test_a_group_is_picked_when_the_trainer_has_room_for_it():
 
     async def main():
         world = World({"before microbatch": lambda: asyncio.sleep(100)})
-        pump = world.pump(target_prompt_groups_per_step=4, max_staleness=5, version=5)
+        pump = world.pump(target_prompt_groups_per_step=4, max_staleness=5, version=5, pick="windowed")
         for name in "abc":
             await world.put(name, version=1)
         task = asyncio.ensure_future(pump.step())

@@ -4,6 +4,7 @@ trained on beyond its lag. What is true is written down apart from the pump, whe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import random
@@ -164,10 +165,11 @@ class Generation:
         self.version = version
         await self.chaos.maybe("after stamp")
 
-    async def work(self, pump, buffer, groups):
+    async def work(self, pump, buffer, groups, announced):
         while (number := next(self.numbers)) < groups:
-            for place in range(SAMPLES):
-                await self.sample(pump, buffer, number, place)
+            async with pump.rollout(number) if announced else contextlib.nullcontext():
+                for place in range(SAMPLES):
+                    await self.sample(pump, buffer, number, place)
 
     async def sample(self, pump, buffer, number, place):
         if not pump.admitted:
@@ -192,13 +194,13 @@ async def cancel_now_and_then(chaos, steps):
             steps[-1].cancel()
 
 
-async def soak(groups, seed, faults, **settings):
+async def soak(groups, seed, faults, announced=False, **settings):
     chaos = Chaos(seed, faults)
     ledger = Ledger(settings.get("max_staleness", 0))
     trainer, buffer, generation = Trainer(ledger, chaos), Buffer(ledger, chaos), Generation(ledger, chaos)
     config = StreamingConfig(generations_per_prompt=SAMPLES, refresh_policy_logprobs=True, **settings)
     pump = TrainPump(config, trainer, buffer, generation, generation)
-    workers = [asyncio.ensure_future(generation.work(pump, buffer.inner, groups)) for _ in range(12)]
+    workers = [asyncio.ensure_future(generation.work(pump, buffer.inner, groups, announced)) for _ in range(12)]
     steps = []
     cancelling = asyncio.ensure_future(cancel_now_and_then(chaos, steps)) if faults else None
     all_in = asyncio.gather(*workers)
@@ -239,7 +241,7 @@ def _without_its_log(caplog):
     caplog.set_level(logging.CRITICAL, logger="megapatch")
 
 
-FAULTY = SELDOM | {"begin", "prepare", "microbatch", "changes", "samples", "claim", "clear"}
+FAULTY = SELDOM | {"begin", "prepare", "microbatch", "changes", "updates", "claim", "clear"}
 
 
 def test_ten_thousand_groups():
@@ -263,3 +265,11 @@ def test_strictly_on_policy_nothing_is_trained_on_late():
     ledger, _ = run(soak(1000, seed=4, faults=0.001, target_prompt_groups_per_step=3))
     assert set(ledger.lags) == {0}
     assert ledger.evicted and ledger.trained
+
+
+@pytest.mark.parametrize("pick", ["weight_fifo", "in_order"])
+def test_no_rollout_that_was_announced_is_evicted(pick):
+    settings = {"target_prompt_groups_per_step": 4, "train_global_batch_size": 2 * SAMPLES, "pick": pick}
+    ledger, chaos = run(soak(500, seed=5, faults=0.005, announced=True, max_staleness=3, **settings))
+    assert not ledger.evicted and len(ledger.trained) > 900
+    assert len(ledger.lags) == len(ledger.trained) and max(ledger.lags) > 0 and len(chaos.faults) > 20

@@ -63,15 +63,15 @@ def test_a_wait_of_ten_minutes_is_told_once(caplog):
     async def main():
         world = World()
         await world.put("half", expected_num_samples=2)
-        task = asyncio.ensure_future(world.pump().step())
+        task = asyncio.ensure_future(world.pump(orphan_timeout=None).step())
         await puts(world, 59, range(10), committed=False)
         assert not caplog.records
         await puts(world, 1000, range(10), committed=False)
         (record,) = caplog.records
         assert (record.name, record.levelno) == ("megapatch", logging.WARNING)
         assert record.getMessage() == (
-            "no prompt group to train on for 600 seconds. Waiting: 11 samples in 11 prompt groups, of which 0 "
-            "eligible, 1 incomplete, 10 not committed, 0 too old, 0 from the future"
+            "no prompt group to train on for 600 seconds, though rollouts may begin. Waiting: 11 samples in "
+            "11 prompt groups, of which 0 eligible, 1 incomplete, 10 not committed, 0 too old, 0 from the future"
         )
         await world.put("a")
         await task

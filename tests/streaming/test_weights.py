@@ -80,6 +80,29 @@ def test_a_sync_by_hand_makes_up_for_one_that_failed():
     run(main())
 
 
+def test_a_step_after_a_sync_by_hand_that_failed_syncs_first():
+    """Nobody may begin a rollout before, so it would wait for ever."""
+
+    async def main():
+        world = World({"before sync": "raise"})
+        pump = world.pump()
+
+        async def generate():
+            await pump.rollouts_permitted()
+            await world.put("a")
+
+        assert isinstance(await raised(pump.sync_weights()), Fault)
+        world.calls.clear()
+        rollouts = asyncio.ensure_future(generate())
+        await asyncio.wait_for(pump.step(), 10)
+        assert world.called()[:4] == ["pause", "sync 0", "stamp 0", "resume"]
+        assert world.trained == [["a"]]
+        assert pump.version == 1
+        await rollouts
+
+    run(main())
+
+
 def test_generation_without_set_weight_version_is_told_of_once(caplog):
     async def main():
         class Generation:
@@ -234,5 +257,25 @@ def test_who_is_let_in_when_the_gate_has_shut_again_waits_on():
         assert not waiting.done()
         await pump.sync_weights()
         assert await waiting
+
+    run(main())
+
+
+@pytest.mark.parametrize("left_paused", [False, True])
+def test_a_cancellation_is_delivered_where_the_resume_fails(left_paused):
+    async def main():
+        world = Recording({"before resume": "raise"})
+        pump = world.pump()
+        if left_paused:
+            assert isinstance(await raised(pump.sync_weights()), Fault)
+            world.plan["before resume"] = "raise"
+        world.plan["before sync"] = lambda: asyncio.sleep(10)
+        error = await cancelled_after(1, pump.sync_weights())
+        assert isinstance(error, asyncio.CancelledError)
+        assert isinstance(error.__cause__, Fault) and str(error.__cause__) == "before resume"
+        assert not pump.admitted
+        world.plan.clear()
+        await pump.sync_weights()
+        assert pump.admitted and not world.generation_paused_event.is_set()
 
     run(main())

@@ -1,0 +1,240 @@
+"""An index of samples by prompt group: each change costs the same, however many samples there are."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ._tags import Backlog, Group, Tag
+
+_Entry: TypeAlias = "tuple[Any, int, int, _Record]"
+
+
+@dataclass(eq=False)
+class _Record:
+    """The samples of a group, and a summary of their tags."""
+
+    group_id: Hashable
+    samples: dict[Hashable, tuple[int, Tag]] = field(default_factory=dict)  # with their number of arrival
+    expected: int = 0
+    uncommitted: int = 0
+    oldest: int | None = None
+    newest: int | None = None
+    serial: int = -1  # of the heap's entry that counts; -1: none does
+
+    def include(self, arrival: int, key: Hashable, tag: Tag, generations_per_prompt: int) -> None:
+        self.samples[key] = arrival, tag
+        expected = tag.expected or generations_per_prompt
+        if expected > self.expected:
+            self.expected = expected
+        if not tag.committed:
+            self.uncommitted += 1
+        if (version := tag.version) is not None:
+            if self.oldest is None or version < self.oldest:
+                self.oldest = version
+            if self.newest is None or version > self.newest:
+                self.newest = version
+
+    @property
+    def is_settled(self) -> bool:
+        return not self.uncommitted and len(self.samples) >= self.expected
+
+    @property
+    def first(self) -> int:
+        return min(arrival for arrival, _ in self.samples.values())
+
+    @property
+    def last(self) -> int:
+        return max(arrival for arrival, _ in self.samples.values())
+
+    def as_group(self) -> Group:
+        keys = sorted(self.samples, key=lambda key: self.samples[key][0])
+        return Group(self.group_id, tuple(keys), self.oldest)
+
+
+class Groups:
+    """Prompt groups by what can be done with them at a version of the trainer's weights.
+
+    Adding or dropping a sample takes constant time (and a logarithm where a group becomes complete), `pick` looks
+    at one heap per version, and `evict` only at what it returns.
+
+    Args:
+        max_staleness: versions that a group may be behind.
+        generations_per_prompt: samples of a group whose tags do not say how many it has.
+        version: of the trainer's weights.
+        pick: a policy, as `StreamingConfig.pick`.
+        number_of: the place of a group in the order in which rollouts began, for the policy "in_order".
+    """
+
+    def __init__(
+        self,
+        max_staleness: int,
+        generations_per_prompt: int,
+        version: int,
+        pick: str = "windowed",
+        number_of: Callable[[Hashable], float] = lambda group_id: float("inf"),
+    ) -> None:
+        self._max_staleness, self._generations = max_staleness, generations_per_prompt
+        self._by_version = pick in ("windowed", "weight_fifo")
+        self._next_heap: Callable[[Iterable[int]], int] = max if pick == "windowed" else min
+        self._rank: Callable[[_Record], float] = {
+            "in_order": lambda record: number_of(record.group_id),
+            "ready_first": lambda record: record.last,
+        }.get(pick, lambda record: 0)
+        self.version = version
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        self._records: dict[Hashable, _Record] = {}
+        self._group_of: dict[Hashable, _Record] = {}
+        self._settled: dict[
+            int, dict[Hashable, _Record]
+        ] = {}  # by the oldest version: complete, or more than that
+        self._future: dict[int, dict[Hashable, _Record]] = {}  # by the newest version, which the trainer lacks
+        self._heaps: dict[int, list[_Entry]] = {}  # entries of groups that have left stay until they are on top
+        self._serials = itertools.count()
+        self.ready = 0
+
+    def __contains__(self, group_id: Hashable) -> bool:
+        return group_id in self._records
+
+    def add(self, key: Hashable, arrival: int, tag: Tag) -> None:
+        """Add a sample, or replace it."""
+        if key in self._group_of:
+            self.drop(key)
+        record = self._records.get(tag.group_id)
+        if record is None:
+            record = self._records[tag.group_id] = _Record(tag.group_id)
+        elif record.is_settled:
+            self._unsettle(record)
+        self._group_of[key] = record
+        record.include(arrival, key, tag, self._generations)
+        if record.is_settled:
+            self._settle(record)
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a sample, if it is there."""
+        record = self._group_of.pop(key, None)
+        if record is None:
+            return
+        if record.is_settled:
+            self._unsettle(record)
+        del record.samples[key]
+        if not record.samples:
+            del self._records[record.group_id]
+            return
+        rest, record.samples = record.samples, {}
+        record.expected, record.uncommitted, record.oldest, record.newest = 0, 0, None, None
+        for other, (arrival, tag) in rest.items():
+            record.include(arrival, other, tag, self._generations)
+        if record.is_settled:
+            self._settle(record)
+
+    def drop_group(self, group: Group) -> None:
+        """Forget the samples of a group."""
+        record = self._records.get(group.group_id)
+        if (
+            record is None
+            or len(record.samples) != len(group.keys)
+            or any(k not in record.samples for k in group.keys)
+        ):
+            for key in group.keys:
+                self.drop(key)
+        else:
+            self._drop_record(record)
+
+    def evict(self, version: int) -> list[Group]:
+        """Go on to a version; return the groups that are complete, committed and too old, and forget them."""
+        self.version = version
+        for newest in [newest for newest in self._future if newest <= version]:
+            for record in self._future.pop(newest).values():
+                self._push(record)
+        stale = [oldest for oldest in self._settled if version - oldest > self._max_staleness]
+        records = sorted((r for oldest in stale for r in self._settled[oldest].values()), key=lambda r: r.first)
+        groups = [record.as_group() for record in records]
+        for record in records:
+            self._drop_record(record)
+        if self._by_version:
+            for oldest in [oldest for oldest in self._heaps if version - oldest > self._max_staleness]:
+                del self._heaps[oldest]
+        return groups
+
+    def pick(self) -> Group | None:
+        """Return the group to train on next, or None."""
+        while self._heaps:
+            version = self._next_heap(self._heaps)
+            heap = self._heaps[version]
+            while heap and heap[0][3].serial != heap[0][2]:
+                heapq.heappop(heap)
+            if heap:
+                return heap[0][3].as_group()
+            del self._heaps[version]
+        return None
+
+    def all_ready(self) -> list[Group]:
+        """Return all groups that can be trained on, in order of arrival."""
+        records = (record for record in self._records.values() if record.serial >= 0)
+        return [record.as_group() for record in sorted(records, key=lambda record: record.first)]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are groups that are not ready."""
+        return len(self._records) > self.ready
+
+    def unsettled(self) -> Iterator[Group]:
+        """Return the groups that cannot be trained on as they are: incomplete, not committed, or too large."""
+        for record in self._records.values():
+            if record.uncommitted or len(record.samples) != record.expected:
+                yield record.as_group()
+
+    def backlog(self) -> Backlog:
+        """Count the groups, and those that cannot be trained on by reason."""
+        reasons = [self._reasons(record) for record in self._records.values()]
+        counts = [sum(column) for column in zip(*reasons, strict=True)] or [0] * 4
+        return Backlog(len(self._group_of), len(reasons), sum(not any(each) for each in reasons), *counts)
+
+    def _reasons(self, record: _Record) -> tuple[bool, bool, bool, bool]:
+        return (
+            len(record.samples) != record.expected,
+            bool(record.uncommitted),
+            record.oldest is not None and self.version - record.oldest > self._max_staleness,
+            record.newest is not None and record.newest > self.version,
+        )
+
+    def _settle(self, record: _Record) -> None:
+        assert record.oldest is not None and record.newest is not None  # committed samples have a version
+        self._settled.setdefault(record.oldest, {})[record.group_id] = record
+        if len(record.samples) > record.expected or self.version - record.oldest > self._max_staleness:
+            return
+        if record.newest > self.version:
+            self._future.setdefault(record.newest, {})[record.group_id] = record
+        else:
+            self._push(record)
+
+    def _push(self, record: _Record) -> None:
+        assert record.oldest is not None
+        record.serial = next(self._serials)
+        heap = self._heaps.setdefault(record.oldest if self._by_version else 0, [])
+        heapq.heappush(heap, (self._rank(record), record.first, record.serial, record))
+        self.ready += 1
+
+    def _unsettle(self, record: _Record) -> None:
+        for version, buckets in ((record.oldest, self._settled), (record.newest, self._future)):
+            bucket = buckets.get(version, {})  # type: ignore[arg-type]
+            bucket.pop(record.group_id, None)
+            if not bucket:
+                buckets.pop(version, None)  # type: ignore[arg-type]
+        if record.serial >= 0:
+            record.serial = -1
+            self.ready -= 1
+
+    def _drop_record(self, record: _Record) -> None:
+        if record.is_settled:
+            self._unsettle(record)
+        del self._records[record.group_id]
+        for key in record.samples:
+            del self._group_of[key]

@@ -1,0 +1,235 @@
+"""Rollouts that have begun: how many may, and which of them training has to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Sequence
+from dataclasses import dataclass
+
+from ._config import StreamingConfig
+from ._groups import Groups
+from ._synced_weights import SyncedWeights
+from ._tags import Group
+
+
+@dataclass(eq=False)
+class _Rollout:
+    """A prompt group that was announced, until it was trained on or is given up."""
+
+    version: int  # of the weights that it began with
+    number: int  # in the order in which rollouts began
+    begun: float
+    running: int = 0  # contexts that are open: a group may be rolled out in parts
+    ended: float | None = None
+    claimed: bool = False
+
+
+class Rollouts:
+    """Admits rollouts that can still be trained on, and keeps their durations.
+
+    Rollouts that have begun, from the first on, are never more than those of the optimizer steps up to
+    `max_staleness` after that of the weights: AReaL's bound. So those that began with weights up to a version fit
+    into the optimizer steps in which they are not too old, unless newer ones take their places. "weight_fifo"
+    keeps these, and "in_order" never picks a newer one.
+
+    Args:
+        capacity: prompt groups that the buffer holds; None: no limit.
+        version: of the trainer's weights, and of generation's.
+    """
+
+    def __init__(
+        self, config: StreamingConfig, weights: SyncedWeights, version: int, capacity: int | None
+    ) -> None:
+        self._config, self._weights, self._capacity = config, weights, capacity
+        self._trainer_version = self._generation_version = version
+        self._rollouts: dict[Hashable, _Rollout] = {}
+        self._in_flight: dict[Hashable, _Rollout] = {}  # which a look may not have found yet, as they began
+        self._in_flight_of: Counter[int] = Counter()  # by version
+        self._ended: list[tuple[Hashable, _Rollout]] = []  # of those in flight
+        self._claimed = 0  # of all that were announced
+        self._begun = self._reported = self._waiting = 0
+        self._room = asyncio.Event()  # set once, to wake those who wait now; the next ones get a new event
+        self.news = (
+            asyncio.Event()
+        )  # set when a rollout ends: one that leaves no samples does not change the buffer
+        self._seconds: dict[str, list[float]] = {"": [], "trained_": [], "evicted_": []}
+
+    @contextlib.asynccontextmanager
+    async def rollout(self, group_id: Hashable) -> AsyncIterator[None]:
+        rollout = await self._begin(group_id)
+        try:
+            yield
+        except BaseException:
+            self._end(group_id, rollout)
+            if not rollout.running and not rollout.claimed:
+                self._forget(group_id, rollout)
+            raise
+        self._end(group_id, rollout)
+
+    def number_of(self, group_id: Hashable) -> float:
+        """Return the group's place in the order in which rollouts began; those that nobody announced are last."""
+        rollout = self._rollouts.get(group_id)
+        return math.inf if rollout is None else rollout.number
+
+    def have_to_come_before(self, group: Group, places: int) -> bool:
+        """Return whether training on this group now would take the place of a rollout in flight.
+
+        Args:
+            group: one that is ready.
+            places: groups that the open optimizer step still takes.
+        """
+        if self._config.pick == "in_order":
+            return any(rollout.number < self.number_of(group.group_id) for rollout in self._first_in_flight())
+        if self._config.pick != "weight_fifo":
+            return False
+        older = 0  # in flight, and to be trained on in the `places` up to their last optimizer step
+        for version in sorted(self._in_flight_of):
+            if group.weight_version is None or version >= group.weight_version:
+                break
+            steps = version + self._config.max_staleness - self._trainer_version  # after the open one
+            if steps < 0:
+                continue  # too old already
+            older += self._in_flight_of[version]
+            if older >= places + steps * self._config.prompt_groups_per_optimizer_step:
+                return True
+        return False
+
+    def runs(self, group_id: Hashable) -> bool:
+        return group_id in self._in_flight
+
+    def claimed(self, group: Group) -> None:
+        if (rollout := self._rollouts.get(group.group_id)) is not None:
+            self._claimed += not rollout.claimed
+            rollout.claimed = True
+            self._land(group.group_id)
+            if self._capacity is not None:
+                self._tell_of_room()
+
+    def given_back(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if (rollout := self._rollouts.get(group.group_id)) is not None:
+                self._claimed -= rollout.claimed
+                rollout.claimed = False
+
+    def trained(self, groups: Sequence[Group]) -> None:
+        """Count an optimizer step."""
+        self._trainer_version += 1
+        self._finish(groups, "trained_")
+
+    def evicted(self, groups: Sequence[Group]) -> None:
+        self._finish(groups, "evicted_")
+
+    def expired(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if (rollout := self._rollouts.get(group.group_id)) is not None:
+                self._forget(group.group_id, rollout)
+
+    def synced(self) -> None:
+        """Generation has the trainer's weights."""
+        self._generation_version = self._trainer_version
+        self._tell_of_room()
+
+    def look_begins(self) -> int:
+        """Return what `look_ended` gets after a look at the buffer that begins now."""
+        return len(self._ended)
+
+    def look_ended(self, ended: int, groups: Groups) -> None:
+        """Take note of a look: rollouts that had ended before are in the groups now, or nowhere (a filter)."""
+        for group_id, rollout in self._ended[:ended]:
+            if self._in_flight.get(group_id) is rollout and not rollout.running:
+                self._land(group_id)
+        del self._ended[:ended]
+        if not self._waiting:
+            return
+        for group_id, rollout in list(self._rollouts.items()):
+            if group_id not in self._in_flight and not rollout.claimed and group_id not in groups:
+                self._forget(group_id, rollout)
+
+    def __str__(self) -> str:
+        now = asyncio.get_running_loop().time()
+        ages = [now - rollout.begun for rollout in self._in_flight.values()]
+        return f"{len(ages)} rollouts in flight, the oldest for {max(ages):.0f} s" if ages else ""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call; none where no rollout was announced."""
+        begun, self._reported = self._begun - self._reported, self._begun
+        metrics: dict[str, float] = {"rollouts_begun": begun} if self._begun else {}
+        for kind, seconds in self._seconds.items():
+            if seconds:
+                metrics[f"{kind}rollout_seconds"] = sum(seconds) / len(seconds)
+                metrics[f"{kind}rollout_seconds_p90"] = sorted(seconds)[math.ceil(0.9 * len(seconds)) - 1]
+                seconds.clear()
+        return metrics
+
+    async def _begin(self, group_id: Hashable) -> _Rollout:
+        while True:
+            await self._weights.permitted()
+            if (rollout := self._rollouts.get(group_id)) is not None and not rollout.claimed:
+                break  # another part of one that has its place
+            if self._has_room:
+                rollout = _Rollout(self._generation_version, self._begun, asyncio.get_running_loop().time())
+                self._begun += 1
+                self._rollouts[group_id] = rollout
+                break
+            self._waiting += 1
+            self.news.set()  # there may be dropped ones
+            try:
+                await self._room.wait()
+            finally:
+                self._waiting -= 1
+        if group_id not in self._in_flight:
+            self._in_flight[group_id] = rollout
+            self._in_flight_of[rollout.version] += 1
+        rollout.running += 1
+        return rollout
+
+    @property
+    def _has_room(self) -> bool:
+        if self._config.pick == "windowed":
+            return True
+        begun = len(self._rollouts)
+        if self._capacity is not None and begun - self._claimed >= self._capacity:
+            return False  # the last of these would wait in put(), maybe for one that nothing is trained on without
+        ahead = self._config.max_staleness + self._generation_version + 1 - self._trainer_version
+        return begun < ahead * self._config.prompt_groups_per_optimizer_step
+
+    def _first_in_flight(self) -> list[_Rollout]:
+        return [next(iter(self._in_flight.values()))] if self._in_flight else []
+
+    def _end(self, group_id: Hashable, rollout: _Rollout) -> None:
+        rollout.running -= 1
+        if rollout.running:
+            return
+        rollout.ended = asyncio.get_running_loop().time()
+        self._seconds[""].append(rollout.ended - rollout.begun)
+        if self._in_flight.get(group_id) is rollout:
+            self._ended.append((group_id, rollout))
+        self.news.set()
+
+    def _land(self, group_id: Hashable) -> None:
+        if (rollout := self._in_flight.pop(group_id, None)) is not None:
+            self._in_flight_of[rollout.version] -= 1
+            if not self._in_flight_of[rollout.version]:
+                del self._in_flight_of[rollout.version]
+
+    def _finish(self, groups: Sequence[Group], kind: str) -> None:
+        now = asyncio.get_running_loop().time()
+        for group in groups:
+            if (rollout := self._rollouts.get(group.group_id)) is not None:
+                ended = now if rollout.ended is None else rollout.ended
+                self._seconds[kind].append(ended - rollout.begun)
+                self._forget(group.group_id, rollout)
+
+    def _forget(self, group_id: Hashable, rollout: _Rollout) -> None:
+        if self._rollouts.get(group_id) is rollout:
+            self._land(group_id)
+            self._claimed -= rollout.claimed
+            del self._rollouts[group_id]
+            self._tell_of_room()
+
+    def _tell_of_room(self) -> None:
+        self._room.set()
+        self._room = asyncio.Event()

@@ -1,0 +1,114 @@
+"""Samples' tags, and what they say of prompt groups."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import MisuseError
+
+Samples = Mapping[Hashable, Mapping[str, Any]]
+"""The tags of samples by sample key, in order of arrival; `StalenessSampler` lists a tag's fields."""
+
+
+class Updates(NamedTuple):
+    """The changes in a buffer since its pump last asked.
+
+    Attributes:
+        position: what the pump passes when it asks again.
+        is_complete: whether these are all samples, and not only those that have changed.
+        samples: key, number of arrival and tag of samples; no tag means that the sample is claimed or gone. A
+            sample that is given back has the number that it had before.
+    """
+
+    position: int
+    is_complete: bool
+    samples: Sequence[tuple[Hashable, int, Mapping[str, Any] | None]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt.
+
+    Attributes:
+        group_id: identifies the prompt group.
+        keys: the keys of its samples, in order of arrival.
+        weight_version: the oldest of the samples' versions; None if none has a version yet.
+    """
+
+    group_id: Hashable
+    keys: tuple[Hashable, ...]
+    weight_version: int | None
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """The contents of a buffer, and why groups cannot be trained on. One group may have several reasons.
+
+    Attributes:
+        samples: samples that are not claimed. All other fields count their prompt groups.
+        groups: all groups.
+        eligible: groups that can be trained on.
+        incomplete: groups with fewer samples, or more, than expected.
+        uncommitted: groups with a sample that is not committed.
+        too_old: groups that are more than ``max_staleness`` versions behind.
+        from_the_future: groups with a sample that is newer than the trainer's weights.
+    """
+
+    samples: int
+    groups: int
+    eligible: int
+    incomplete: int
+    uncommitted: int
+    too_old: int
+    from_the_future: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples in {self.groups} prompt groups, of which {self.eligible} eligible, "
+            f"{self.incomplete} incomplete, {self.uncommitted} not committed, {self.too_old} too old, "
+            f"{self.from_the_future} from the future"
+        )
+
+
+class Tag(NamedTuple):
+    """A tag, checked."""
+
+    group_id: Hashable
+    committed: bool
+    version: int | None
+    expected: int | None
+
+
+def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
+    """Check a tag; raise MisuseError if the sampler cannot use it."""
+    group_id, committed = tag.get("group_id"), bool(tag.get("committed", True))
+    version, expected = tag.get("weight_version"), tag.get("expected_num_samples")
+    if type(version) is not int:  # a call costs as much as all the rest, for each sample
+        version = _whole(key, tag, "weight_version")
+    if expected is not None:
+        expected = _whole(key, tag, "expected_num_samples")
+    if group_id is None:
+        raise MisuseError(f"sample {key!r} has no group_id in its tag; expected the one of its prompt")
+    try:
+        hash(group_id)
+    except TypeError:
+        raise MisuseError(f"sample {key!r} has group_id={group_id!r} in its tag, which is not hashable") from None
+    if committed and version is None:
+        raise MisuseError(
+            f"sample {key!r} is committed and has no weight_version in its tag; expected the version of the "
+            "weights that it was sampled from"
+        )
+    return Tag(group_id, committed, version, expected)
+
+
+def _whole(key: Hashable, tag: Mapping[str, Any], name: str) -> int | None:
+    value = tag.get(name)
+    if type(value) is int or value is None:
+        return value
+    try:
+        return operator.index(value)  # numpy's integers, too: they would wrap around
+    except TypeError:
+        raise MisuseError(f"sample {key!r} has {name}={value!r} in its tag; expected a whole number") from None

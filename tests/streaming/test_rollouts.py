@@ -1,0 +1,361 @@
+"""Rollouts begin as far ahead as they can still be trained on, and none that was begun is lost by waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from rigs.streaming import World, cancelled_after, failing_after, raised, run
+
+from megapatch.streaming import EmptyStepError, RolloutBuffer
+
+
+class Rollouts:
+    """Rollouts of a pump that end when a test says so, and write down when they begin."""
+
+    def __init__(self, world, pump):
+        self.world, self.pump, self.begun, self.ends, self.tasks = world, pump, [], {}, {}
+
+    def begin(self, *groups):
+        for group in groups:
+            self.ends[group] = asyncio.get_running_loop().create_future()
+            self.tasks[group] = asyncio.ensure_future(self.roll_out(group))
+
+    async def roll_out(self, group):
+        async with self.pump.rollout(group):
+            self.begun.append(group)
+            version = self.world.generation_version
+            if await self.ends[group] != "dropped":
+                await self.world.put(group, version=version)
+
+    async def end(self, *groups, how="put"):
+        for group in groups:
+            self.ends[group].set_result(how)
+        await asyncio.sleep(1)
+
+
+async def begun(world=None, groups="abcdefgh", **settings):
+    world = world or World()
+    pump = world.pump(**{"target_prompt_groups_per_step": 2, **settings})
+    rollouts = Rollouts(world, pump)
+    rollouts.begin(*groups)
+    await asyncio.sleep(1)
+    return world, pump, rollouts
+
+
+# ------------------------------------------------------------------------------------------ how many
+@pytest.mark.parametrize(("max_staleness", "first"), [(0, "ab"), (1, "abcd"), (2, "abcdef")])
+@pytest.mark.parametrize("pick", ["weight_fifo", "in_order", "ready_first"])
+def test_as_many_begin_as_can_be_trained_on(max_staleness, first, pick):
+    async def main():
+        world, pump, rollouts = await begun(max_staleness=max_staleness, pick=pick)
+        assert "".join(rollouts.begun) == first
+        await rollouts.end("a", "b")
+        assert "".join(rollouts.begun) == first  # what waits in the buffer counts, too
+        await pump.step()
+        await asyncio.sleep(1)
+        assert "".join(rollouts.begun) == "abcdefgh"[: len(first) + 2]
+        assert world.trained == [["a", "b"]]
+
+    run(main())
+
+
+def test_windowed_has_no_bound():
+    async def main():
+        _, _, rollouts = await begun(pick="windowed")
+        assert "".join(rollouts.begun) == "abcdefgh"
+
+    run(main())
+
+
+def test_the_bound_is_of_optimizer_steps():
+    async def main():
+        settings = {"target_prompt_groups_per_step": 4, "train_global_batch_size": 2, "max_staleness": 1}
+        world, pump, rollouts = await begun(**settings)
+        assert "".join(rollouts.begun) == "abcd"
+        await rollouts.end(*"abcd")
+        await pump.step()
+        await asyncio.sleep(1)
+        assert world.trained == [["a", "b"], ["c", "d"]] and "".join(rollouts.begun) == "abcdefgh"
+
+    run(main())
+
+
+def test_a_pump_that_begins_at_a_later_version_has_the_same_bound():
+    async def main():
+        _, _, rollouts = await begun(max_staleness=1, version=7)
+        assert "".join(rollouts.begun) == "abcd"
+
+    run(main())
+
+
+def test_no_more_begin_than_a_buffer_holds():
+    """The last would wait in put(), and training for it."""
+
+    async def main():
+        world = World()
+        world.max_prompt_groups = 3
+        _, _, rollouts = await begun(world, max_staleness=3)
+        assert "".join(rollouts.begun) == "abc"
+
+    run(main())
+
+
+def test_none_begins_while_weights_are_synced():
+    async def main():
+        _, pump, rollouts = await begun(World({"before sync": lambda: asyncio.sleep(100)}), groups="")
+        syncing = asyncio.ensure_future(pump.sync_weights())
+        await asyncio.sleep(1)
+        rollouts.begin("a")
+        await asyncio.sleep(98)
+        assert not rollouts.begun
+        await syncing
+        await asyncio.sleep(1)
+        assert rollouts.begun == ["a"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled", "is dropped"])
+def test_another_begins_for_one_that_comes_to_nothing(how):
+    async def main():
+        _, pump, rollouts = await begun()
+        stepping = asyncio.ensure_future(pump.step())
+        await asyncio.sleep(1)
+        if how == "fails":
+            rollouts.ends["a"].set_exception(KeyError())
+        elif how == "is cancelled":
+            rollouts.tasks["a"].cancel()
+        else:
+            rollouts.ends["a"].set_result("dropped")
+        await asyncio.sleep(1)
+        assert "".join(rollouts.begun) == "abc"
+        await rollouts.end("b", "c")
+        await stepping
+        rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
+
+    run(main())
+
+
+def test_a_group_in_parts_counts_once():
+    async def main():
+        world = World()
+        pump = world.pump(generations_per_prompt=3)
+
+        async def part(number):
+            async with pump.rollout("a"):
+                await asyncio.sleep(number)
+                await world.buffer.put(number, {"group_id": "a", "weight_version": 0}, str(number))
+
+        await asyncio.gather(pump.step(), *(part(number) for number in (1, 2, 3)))
+        assert world.trained == [["1", "2", "3"]]
+
+    run(main())
+
+
+def test_one_that_waits_to_begin_can_be_cancelled():
+    async def main():
+        _, pump, rollouts = await begun(groups="abc")
+        rollouts.tasks["c"].cancel()
+        await rollouts.end("a", "b")
+        await pump.step()
+        rollouts.begin("d", "e", "f")
+        await asyncio.sleep(1)
+        assert "".join(rollouts.begun) == "abde"
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ which first
+@pytest.mark.parametrize(
+    ("pick", "trained"),
+    [
+        ("weight_fifo", ["db", "ac", "fe"]),  # a and c have to be in the second step, or never
+        ("in_order", ["ab", "cd", "ef"]),
+        ("ready_first", ["db", "fe"]),
+        ("windowed", ["db", "fe"]),
+    ],
+)
+def test_what_is_slow(pick, trained):
+    async def main():
+        world, pump, rollouts = await begun(groups="abcd", max_staleness=1, pick=pick)
+        training = asyncio.ensure_future(raised(pump.run(3)))
+        await rollouts.end("d")
+        await rollouts.end("b")
+        rollouts.begin("e", "f")
+        await asyncio.sleep(1)
+        if pick != "in_order":
+            await rollouts.end("f")
+        for slow in "eac" if pick == "ready_first" or pick == "windowed" else "ace":
+            await rollouts.end(slow)
+        if pick == "in_order":
+            await rollouts.end("f")
+        world.buffer.close()
+        await training
+        assert ["".join(step) for step in world.trained] == trained
+
+    run(main())
+
+
+def test_a_slow_one_is_not_waited_for_before_it_has_to_be():
+    async def main():
+        world, pump, rollouts = await begun(groups="abcd", max_staleness=1)
+        await rollouts.end("b", "c", "d")
+        await pump.step()
+        assert world.trained == [["b", "c"]]
+        rollouts.begin("e")
+        await asyncio.sleep(1)
+        await rollouts.end("e")
+        stepping = asyncio.ensure_future(pump.step())
+        await asyncio.sleep(100)
+        assert world.called("claim")[-1] == "claim d"  # the other place is kept for a
+        await rollouts.end("a")
+        await stepping
+        assert world.trained[1] == ["d", "a"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("ending", ["fails", "is dropped", "never ends"])
+def test_a_place_is_not_kept_for_one_that_does_not_come(ending):
+    async def main():
+        world, pump, rollouts = await begun(groups="ab")
+        await rollouts.end("b")
+        stepping = asyncio.ensure_future(raised(pump.step()))
+        await asyncio.sleep(1)
+        rollouts.begin("c")
+        await asyncio.sleep(1)
+        if ending == "never ends":
+            rollouts.tasks["a"].cancel()  # its user decides
+        elif ending == "fails":
+            rollouts.ends["a"].set_exception(KeyError())
+        else:
+            await rollouts.end("a", how="dropped")
+        await asyncio.sleep(1)
+        await rollouts.end("c")
+        assert await stepping is None
+        assert world.trained == [["b", "c"]]
+        await asyncio.wait(rollouts.tasks.values())
+        rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
+
+    run(main())
+
+
+def test_a_closed_buffer_keeps_no_place():
+    async def main():
+        world, pump, _ = await begun(groups="a", pick="in_order")
+        await world.put("b")
+        await world.put("c")
+        stepping = asyncio.ensure_future(pump.step())
+        await asyncio.sleep(1)
+        assert not world.called("claim")
+        world.buffer.close()
+        await stepping
+        assert world.trained == [["b", "c"]]
+
+    run(main())
+
+
+def test_a_wait_for_one_in_flight_is_told(caplog):
+    async def main():
+        _, pump, _ = await begun(groups="a", rollout_timeout=700)
+        error = await raised(pump.step())
+        assert isinstance(error, EmptyStepError)
+        assert "1 rollouts in flight, the oldest for 601 s" in caplog.text
+
+    run(main())
+
+
+@pytest.mark.parametrize("place", ["before microbatch", "after claim", "before finish"])
+def test_groups_of_a_failed_step_keep_their_places(place):
+    async def main():
+        world, pump, rollouts = await begun(max_staleness=1)
+        world.plan[place] = failing_after(5)
+        await rollouts.end("a", "b")
+        assert await raised(pump.step())
+        assert "".join(rollouts.begun) == "abcd"
+        world.plan.clear()
+        await pump.step()
+        await asyncio.sleep(1)
+        assert world.trained == [["a", "b"]] and "".join(rollouts.begun) == "abcdef"
+
+    run(main())
+
+
+def test_a_cancelled_step_leaves_rollouts_alone():
+    async def main():
+        world, pump, rollouts = await begun()
+        assert isinstance(await cancelled_after(3, pump.step(), times=1), asyncio.CancelledError)
+        await rollouts.end("a", "b")
+        await pump.step()
+        assert world.trained == [["a", "b"]]
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ what is reported
+class Logger:
+    def __init__(self):
+        self.logged = []
+
+    def log_metrics(self, metrics, step, prefix):
+        if prefix == "streaming":
+            self.logged.append(metrics)
+
+
+def test_durations_are_logged():
+    async def main():
+        logger = Logger()
+        _, pump, rollouts = await begun(
+            groups="abcde", max_staleness=1, pick="ready_first", logger=logger, target_prompt_groups_per_step=1
+        )
+        await rollouts.end("b")
+        await pump.step()  # b: 1 s
+        await asyncio.sleep(7)
+        await rollouts.end("c")
+        await pump.step()
+        await rollouts.end("a")  # is too old now
+        await rollouts.end("d")
+        await pump.step()
+        first, second, third = ({key: m[key] for key in m if "rollout" in key} for m in logger.logged)
+        assert first == {
+            "rollouts_begun": 2,
+            "rollout_seconds": 1,
+            "rollout_seconds_p90": 1,
+            "trained_rollout_seconds": 1,
+            "trained_rollout_seconds_p90": 1,
+        }
+        assert second["rollouts_begun"] == 1 and second["rollout_seconds"] == second["trained_rollout_seconds"]
+        assert third["evicted_rollout_seconds"] > third["trained_rollout_seconds"]
+
+    run(main())
+
+
+def test_the_first_eviction_is_a_warning(caplog):
+    async def main():
+        world = World()
+        pump = world.pump(version=3)
+        await world.put("old", version=1)
+        await world.put("older", version=0)
+        await world.put("new", version=3)
+        await pump.step()
+        (record,) = caplog.records
+        assert record.levelno == logging.WARNING and "training sees too many short ones" in record.getMessage()
+        assert "pump.rollout(group_id)" in record.getMessage()
+
+    run(main())
+
+
+def test_a_capacity_that_is_no_number_is_none():
+    async def main():
+        world = World()
+        world.max_prompt_groups = world.changes  # as a Ray actor's handle has
+        _, _, rollouts = await begun(world)
+        assert "".join(rollouts.begun) == "ab"
+
+    run(main())
+
+
+def test_a_buffer_of_this_process_shows_its_capacity():
+    assert RolloutBuffer(7).max_prompt_groups == 7
