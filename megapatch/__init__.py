@@ -22,7 +22,7 @@ from .errors import InconsistentError, MegapatchError, MisuseError, RestoreError
 from .patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Status, Verdict, unpatched
 
 if TYPE_CHECKING:
-    from . import errors, patch, patches, reach, streaming, testing, train_step, weight_sync
+    from . import audit, errors, patch, patches, reach, streaming, testing, train_step, weight_sync
     from ._reporting.agreement import assert_consistent
     from ._reporting.report import Report
     from .train_step import TrainStep
@@ -48,6 +48,7 @@ __all__ = [
     "activate",
     "apply",
     "assert_consistent",
+    "audit",
     "errors",
     "patch",
     "patches",
@@ -67,7 +68,7 @@ _PLACES = {
     "TrainStep": ".train_step",
     "assert_consistent": "._reporting.agreement",
 }
-_SUBPACKAGES = ("reach", "streaming", "testing", "train_step", "weight_sync")
+_SUBPACKAGES = ("audit", "reach", "streaming", "testing", "train_step", "weight_sync")
 
 
 def __getattr__(name: str) -> Any:

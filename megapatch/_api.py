@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ._engine.engine import this_process
+from ._engine.settings import RAISE
 
 if TYPE_CHECKING:
     from ._reporting.report import Report
@@ -19,7 +20,12 @@ def activate(*ignored: object, **also_ignored: object) -> None:
     Raises:
         StrictError: with MEGAPATCH_STRICT, when a patch failed, was refused, missed or overwritten.
     """
-    this_process().activate()
+    engine = this_process()
+    if engine.settings.audit:
+        from .audit import start  # off, it costs nothing
+
+        start(raises=engine.settings.audit_value == RAISE)
+    engine.activate()
 
 
 def apply() -> None:
@@ -37,7 +43,8 @@ def restore(*names: str) -> None:
     """Put back the identical original objects of the named patches, until `apply()`.
 
     Args:
-        *names: patch names or globs such as ``"megatron.*"``; without any, all patches.
+        *names: patch names or globs such as ``"megatron.*"``; without any, all patches. The audit stays, see
+            `megapatch.audit.stop`.
 
     Raises:
         MegapatchError: for a name that stands for no patch.

@@ -167,22 +167,30 @@ def _add_explain(commands: Any) -> None:
 
 
 def _add_run(commands: Any) -> None:
+    from .._engine.settings import AUDIT
     from ..reach._run.launch import launch
 
     command = _command(
         commands,
         "run",
         help="run a command; every Python below it activates megapatch when it imports a target",
-        usage="%(prog)s [-h] -- COMMAND ...",
+        usage="%(prog)s [-h] [--audit] -- COMMAND ...",
         description="Run any command so that every Python process below it imports megapatch when,\n"
         "and only when, it imports one of the modules that megapatch patches. The command\n"
         "replaces this process.",
         epilog="exit codes: those of COMMAND, or\n  2    bad usage\n  126  COMMAND cannot be started\n"
         "  127  there is no such command\n",
     )
+    command.add_argument(
+        "--audit",
+        action="store_true",
+        help="watch what training does, and log steps that break Megatron's rules: sets MEGAPATCH_AUDIT=1",
+    )
     command.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
 
     def run(options: argparse.Namespace) -> int:
+        if options.audit:
+            os.environ.setdefault(AUDIT, "1")
         return launch(options.words[1:] if options.words[:1] == ["--"] else options.words)
 
     command.set_defaults(run=run)

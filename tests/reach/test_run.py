@@ -121,3 +121,11 @@ def test_torchrun_with_a_real_megatron(project):
         "rank 1 applied",
     ]
     assert "megapatch run" not in shown.stderr
+
+
+def test_audit_is_set_for_the_command():
+    inner = [sys.executable, "-c", "import os; print(os.environ['MEGAPATCH_AUDIT'])"]
+    command = [sys.executable, "-m", "megapatch", "run", "--audit", "--", *inner]
+    for given, expected in ({}, "1"), ({"MEGAPATCH_AUDIT": "raise"}, "raise"):
+        ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **given}, check=True)
+        assert ran.stdout.strip() == expected

@@ -1,0 +1,72 @@
+"""What the audit adds to a step, relative to the same step without it.
+
+    python benchmarks/audit.py [--rounds 40]
+
+Two ranks on CPU. Three kinds of step take turns, one after the other, in the same processes: without the audit,
+with it, and with it and a comparison of the ranks. Two models of one size do each kind, as equal models already
+differ by some percent. Prints by how much a step takes longer with a comparison in 50 steps, and with one in every
+step, and exits with 1 if it is more than is promised. Needs megapatch, torch and megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+from train_step import MICRO_BATCH_SIZE, SIZE
+
+from megapatch import audit
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+MOST = {50: 0.01, 1: 0.05}  # of a step, by how many steps lie between two comparisons
+NEVER = 10**9
+OFF, WATCHED, COMPARED = "without the audit", "watched", "compared"
+
+
+def measure(rank, world_size, rounds):
+    """Return by kind the seconds of each step, and how many findings there were."""
+    init_parallel()
+    options = {"lr": 1e-3, "overlap_grad_reduce": True, "ddp": {"bucket_size": 200_000}, **SIZE}
+    models = {True: [], False: []}
+    for audited in (False, True, True, False):  # a model keeps the hooks that it was wrapped with
+        (audit.start if audited else audit.stop)()
+        models[audited].append(tiny_gpt(**options))
+    batches = models[True][0].microbatches(0, 1, micro_batch_size=MICRO_BATCH_SIZE)
+    found = {kind: [] for kind in (OFF, WATCHED, COMPARED)}
+    for _ in range(rounds):
+        for number in (0, 1):
+            for kind, seconds in found.items():
+                audit.stop()
+                if kind != OFF:
+                    audit.start(every=1 if kind == COMPARED else NEVER)
+                model = models[kind != OFF][number]
+                torch.distributed.barrier()
+                start = time.perf_counter()
+                model.train_step(microbatches=batches)
+                torch.distributed.barrier()
+                seconds.append(time.perf_counter() - start)
+    return {kind: seconds[12:] for kind, seconds in found.items()}, len(audit.findings())  # without the first ones
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=40, help="steps of each kind, by each of two models")
+    options = parser.parse_args()
+    seconds, findings = run_ranks(measure, 2, options.rounds, timeout=3600)[0]
+    off, watched, compared = (statistics.median(seconds[kind]) for kind in (OFF, WATCHED, COMPARED))
+    print(f"a step without the audit: {off * 1e3:.1f} ms")
+    too_much = findings > 0
+    for every, most in MOST.items():
+        added = (watched + (compared - watched) / every) / off - 1
+        too_much |= added > most
+        print(f"ranks compared every {every:>2} steps: {added:+.2%} (at most {most:.0%})")
+    return int(too_much)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

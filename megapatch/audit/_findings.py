@@ -1,0 +1,157 @@
+"""What was found: each broken invariant once, with how often it was seen since."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+from ..errors import AuditError
+from ._invariants import INVARIANTS
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+log = logging.getLogger("megapatch")
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_FRAMES = 6  # of user code, innermost last
+
+
+@dataclasses.dataclass
+class Finding:
+    """A way in which an invariant was broken in this process.
+
+    Attributes:
+        invariant: its name, a key of `megapatch.audit.INVARIANTS`.
+        what: one sentence: what happened, and to what.
+        rank: of torch.distributed, or None without it.
+        step: how many optimizer steps this process had made by then.
+        where: lines ``file:line in function`` of the user's code then, outermost first.
+        count: how often it was seen.
+    """
+
+    invariant: str
+    what: str
+    rank: int | None
+    step: int
+    where: tuple[str, ...]
+    count: int = 1
+
+    def __str__(self) -> str:
+        invariant = INVARIANTS[self.invariant]
+        times = f", {self.count} times in all" if self.count > 1 else ""
+        at = f" At {self.where[-1]}." if self.where else ""
+        rank = "" if self.rank is None else f" on rank {self.rank}"
+        repairs = f" Patches for known causes: {', '.join(invariant.repairs)}." if invariant.repairs else ""
+        when = f"after {steps(self.step)}{rank}{times}"
+        return f"{self.invariant} ({when}): {self.what}. {invariant.means}{at}{repairs}"
+
+
+class Ledger:
+    """The findings of this process, and the number of its optimizer steps."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self._found: dict[tuple[str, str], Finding] = {}
+        self._lock = threading.Lock()
+
+    def report(self, invariant: str, kind: str, what: str) -> None:
+        """Record that an invariant was broken; the first time of its kind is logged at WARNING.
+
+        Args:
+            kind: tells ways of breaking the same invariant apart.
+        """
+        with self._lock:
+            known = self._found.get((invariant, kind))
+            if known is not None:
+                known.count += 1
+                return
+            finding = Finding(invariant, what, _rank(), self.step, _user_code())
+            self._found[invariant, kind] = finding
+        log.warning("audit: %s", finding)
+
+    def findings(self) -> list[Finding]:
+        with self._lock:
+            return [dataclasses.replace(finding) for finding in self._found.values()]
+
+    def summarize(self) -> None:
+        """Log what was found, or that nothing was, in a process that has trained."""
+        findings = self.findings()
+        if findings:
+            log.warning("audit: %s", "\n  ".join([f"found in {steps(self.step)}:", *map(str, findings)]))
+        elif self.step:
+            log.info("audit: nothing found in %s", steps(self.step))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._found.clear()
+
+
+LEDGER = Ledger()
+
+
+def observes(look: Callable[_P, _R]) -> Callable[_P, _R | None]:
+    """Return the function as one that never breaks what it looks at: it logs its bugs, once, and returns None.
+
+    AuditError is raised on purpose.
+    """
+
+    @functools.wraps(look)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        try:
+            return look(*args, **kwargs)
+        except AuditError:
+            raise
+        except Exception:
+            if look not in _broken:
+                _broken.append(look)
+                log.warning("audit: %s failed, and finds nothing", look.__qualname__, exc_info=True)
+            return None
+
+    return guarded
+
+
+_broken: list[object] = []
+
+
+def _rank() -> int | None:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return int(distributed.get_rank())
+
+
+def _user_code() -> tuple[str, ...]:
+    """Return the frames that are neither Megatron's, torch's nor ours; in a backward pass there may be none."""
+    frames = traceback.extract_stack(sys._getframe(2))
+    own = [frame for frame in frames if not _is_machinery(frame.filename)]
+    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-_FRAMES:])
+
+
+def _is_machinery(filename: str) -> bool:
+    parts = Path(filename).parts
+    return (
+        filename.startswith((_PACKAGE + os.sep, "<"))
+        or "torch" in parts
+        or ("megatron" in parts and "core" in parts)
+    )
+
+
+def steps(count: int) -> str:
+    return f"{count} optimizer step{'s' * (count != 1)}"
+
+
+def describe(parameters: list[Any], named: Any) -> str:
+    """Name some parameters for a sentence: the first, and how many more."""
+    names = {id(parameter): name for name, parameter in named}
+    first = names.get(id(parameters[0]), "a parameter")
+    more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+    return f"{first}{more}"

@@ -1,0 +1,93 @@
+"""The rules that every step has to keep, whatever the trainer, and what breaking one does to training."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Invariant(NamedTuple):
+    """A rule of Megatron's that repeated calls break.
+
+    Attributes:
+        rule: one sentence.
+        means: what a step that breaks it does to training.
+        repairs: patches that repair known ways of breaking it.
+    """
+
+    rule: str
+    means: str
+    repairs: tuple[str, ...] = ()
+
+
+INVARIANTS: dict[str, Invariant] = {
+    "reduced-once": Invariant(
+        "Between zeroing and the optimizer step every bucket that received gradients is reduced once, and nothing "
+        "is added to it after its reduce began.",
+        "Data-parallel ranks step with different gradients, or with gradients that are wrong by a factor.",
+        (
+            "megatron.grad-ready-window",
+            "megatron.nested-no-sync",
+            "megatron.parameters-without-gradients",
+            "nemo_rl.hooks-without-overlap",
+            "skyrl.accumulate-forward-backward",
+        ),
+    ),
+    "fresh-gradients": Invariant(
+        "The first gradient after an optimizer step is added to a buffer that was zeroed.",
+        "Each step repeats the gradients of the steps before it.",
+        ("nemo_rl.train-after-exception", "skyrl.accumulate-forward-backward"),
+    ),
+    "scaled-once": Invariant(
+        "The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.",
+        "Gradients are wrong by the loss scale: far too small, or those of one loss against another's.",
+        ("areal.aux-loss-scale", "roll.grad-scale", "skyrl.grad-scale"),
+    ),
+    "unscaled-once": Invariant(
+        "The optimizer divides the gradients of a step by the loss scale once.",
+        "Gradients are too small by the loss scale.",
+        ("megatron.prepare-grads-once",),
+    ),
+    "gathered-when-read": Invariant(
+        "Nobody reads parameters that an optimizer step has left to be gathered.",
+        "What is saved or sent is a mixture: this rank's shard is new, all others are one step old.",
+        (
+            "megatron.gathered-when-read",
+            "areal.gathered-when-read",
+            "nemo_rl.gathered-when-read",
+            "nemo_rl.forward-pre-hook-after-split",
+            "skyrl.gathered-when-read",
+            "verl.gathered-when-read",
+        ),
+    ),
+    "tokens-counted": Invariant(
+        "The gradients of a step are divided by the number of tokens that gave them, and no loss is NaN.",
+        "Gradients are too large, by as much as the step has calls; or parameters become NaN.",
+        ("megatron.zero-tokens",),
+    ),
+    "ranks-agree": Invariant(
+        "Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.",
+        "Ranks train different models, whose gradients are averaged all the same.",
+        ("megatron.parameters-without-gradients", "nemo_rl.forward-pre-hook-after-split"),
+    ),
+    "hooks-balanced": Invariant(
+        "A forward-backward call leaves the hooks of the model's config, and no_sync, as it found them.",
+        "Later calls reduce too early, twice, or not at all.",
+        ("megatron.nested-no-sync", "nemo_rl.train-after-exception"),
+    ),
+    "stages-differ": Invariant(
+        "Pipeline stages draw different random numbers.",
+        "Layers at the same place of different stages start from the same weights, and drop the same elements.",
+        ("areal.pipeline-seed", "skyrl.pipeline-seed", "verl.pipeline-seed"),
+    ),
+    "learning-rate-moves": Invariant(
+        "The learning rate's schedule advances after successful steps only.",
+        "Each overflow costs a step of warm-up or decay.",
+        ("verl.overflow-is-skipped", "ms_swift.overflow-is-skipped", "roll.overflow-is-skipped"),
+    ),
+    "saved-what-is": Invariant(
+        "A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.",
+        "The checkpoint lacks something that the next load needs.",
+        ("megatron.rerun-state-dict", "megatron.save-plan-cache"),
+    ),
+}
+"""The rules, by name, in the order of the page."""

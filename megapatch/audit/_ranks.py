@@ -1,0 +1,264 @@
+"""ranks-agree and stages-differ: what all ranks have alike, and what they must not.
+
+Symptom   a rank that missed a gather, a broadcast or a reduce trains another model; its gradients are averaged
+          with the others' all the same. Or all pipeline stages have the same seed, and drop the same elements.
+Upstream  NVIDIA-NeMo/RL#3773, NovaSky-AI/SkyRL#1212.
+Seam      the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50): a hash of the parameters that
+          are the same in a group, and one all-reduce of 32 bytes a group. model_parallel_cuda_manual_seed() shows
+          seeds.
+Limits    only where every rank is audited, which ranks settle through torch.distributed's store before the first
+          collective. A difference is found within as many steps as lie between two hashes, and named one step
+          later.
+Cost      reads the parameters once in that step; no copy, and no sync between hashes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from .._engine.settings import EVERY
+from ..errors import AuditError, MisuseError
+from ..patch import Patch
+from ._findings import LEDGER, describe, observes
+from ._optimizers import DDPS
+from ._participants import all_ranks_are_audited
+from ._sites import site
+
+log = logging.getLogger("megapatch")
+
+_DEFAULT = 50
+_WIDTHS = (1024, 1021)
+_ODD = 0x1E3779B97F4A7C15
+
+
+class _Settings:
+    every = _DEFAULT
+    raises = False
+
+
+_seeds: list[int] = []
+"""The seed that this rank was given last."""
+
+
+class _Replicas(NamedTuple):
+    """Parameters that are the same on all ranks of a process group."""
+
+    what: str
+    group: Any
+    parameters: list[Any]
+
+
+class _Compared(NamedTuple):
+    """Hashes that are on their way: the highest of each, and the highest of its complement."""
+
+    replicas: _Replicas
+    hashes: Any
+
+
+_COMPARED = "_megapatch_compared"
+"""Attribute of a model's first chunk: what was compared in its last step. Nothing else keeps its groups alive."""
+
+
+def configure(steps: int | None, raises: bool) -> None:
+    """Set how many optimizer steps lie between two comparisons, and whether a finding ends training.
+
+    Args:
+        steps: None for what the environment says.
+
+    Raises:
+        MisuseError: for a number below 1.
+    """
+    expected = "expected a number of steps, 1 or more"
+    if steps is None:
+        text = os.environ.get(EVERY, "").strip() or str(_DEFAULT)
+        steps = int(text) if text.isdecimal() else 0
+        if steps < 1:
+            log.warning("%s=%s: %s; it is taken for %s", EVERY, text, expected, _DEFAULT)
+            steps = _DEFAULT
+    elif steps < 1:
+        raise MisuseError(f"every={steps}: {expected}")
+    _Settings.every, _Settings.raises = steps, raises
+
+
+def is_due() -> bool:
+    """Return whether the audit may wait for a GPU now."""
+    return LEDGER.step % _Settings.every == 0
+
+
+@observes
+def compare(ddps: list[Any]) -> None:
+    """Compare ranks as an optimizer step begins, if it is time to, and report what the last comparison found."""
+    if not ddps:
+        return
+    compared: list[_Compared] = []
+    for earlier in vars(ddps[0]).pop(_COMPARED, ()):
+        _judge(earlier, ddps)
+    if not all_ranks_are_audited(f"every {_Settings.every}, raises {_Settings.raises}"):
+        return
+    if _Settings.raises:
+        _raise_together(ddps)
+    if not is_due():
+        return
+    if _seeds:
+        _compare_seeds(ddps)
+    for replicas in _replicas(ddps):
+        hashes = _highest([_hash(replicas.parameters)], replicas.group)
+        compared.append(_Compared(replicas, hashes))
+    vars(ddps[0])[_COMPARED] = compared
+
+
+def forget() -> None:
+    """Drop what is being compared."""
+    for ddp in list(DDPS):
+        vars(ddp).pop(_COMPARED, None)
+
+
+def _judge(earlier: _Compared, ddps: list[Any]) -> None:
+    """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
+    if not _differ(earlier.hashes).any():
+        return
+    what, group, parameters = earlier.replicas
+    differing = _differ(_highest([_hash([parameter]) for parameter in parameters], group))
+    wrong = [parameter for parameter, differs in zip(parameters, differing.tolist(), strict=True) if differs]
+    named = (pair for ddp in ddps for pair in ddp.module.named_parameters())
+    name = describe(wrong or parameters, named)
+    LEDGER.report("ranks-agree", what, f"{name} is not the same on all {what} ranks")
+
+
+def _raise_together(ddps: list[Any]) -> None:
+    """Raise AuditError on all ranks if one of them has found something. Waits for a GPU in every step."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    findings = LEDGER.findings()
+    device = next(ddps[0].module.parameters()).device
+    highest = torch.tensor([dist.get_rank() + 1 if findings else 0], device=device)
+    for group in (
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_model_parallel_group(),
+    ):
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    if rank := int(highest):
+        own = "; ".join(str(finding) for finding in findings)
+        raise AuditError(f"the audit has found something: {own or f'see the log of rank {rank - 1}'}")
+
+
+# ------------------------------------------------------------------------ which parameters, over which ranks
+def _replicas(ddps: list[Any]) -> Iterator[_Replicas]:
+    from megatron.core import parallel_state
+
+    parameters = [parameter for ddp in ddps for parameter in ddp.module.parameters()]
+    dense = [parameter for parameter in parameters if getattr(parameter, "allreduce", True)]
+    experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
+    whole = [parameter for parameter in dense if not getattr(parameter, "tensor_model_parallel", False)]
+    tied = [parameter for parameter in dense if getattr(parameter, "shared_embedding", False)]
+    found = [
+        _Replicas("data-parallel", parallel_state.get_data_parallel_group(with_context_parallel=True), dense),
+        _Replicas("tensor-parallel", parallel_state.get_tensor_model_parallel_group(), whole),
+    ]
+    if experts:
+        found.append(_Replicas("expert-data-parallel", parallel_state.get_expert_data_parallel_group(), experts))
+    if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        found.append(_Replicas("embedding", parallel_state.get_embedding_group(), tied))
+    return (one for one in found if one.parameters and one.group.size() > 1)
+
+
+# ------------------------------------------------------------------------ hashes
+def _hash(parameters: Iterable[Any]) -> Any:
+    """Return two numbers, of 16 bytes together, that depend on every bit and its place."""
+    import torch
+
+    sums = torch.stack([_sums(parameter.data) for parameter in parameters])
+    columns, rows = _odd(sums.shape[1], sums.device), _odd(len(sums), sums.device)
+    return torch.stack([_mixed(_mixed(sums + columns**power).sum(1) + rows**power).sum() for power in (1, 3)])
+
+
+def _odd(count: int, device: Any) -> Any:
+    """Return as many odd numbers that have little to do with each other."""
+    import torch
+
+    return (2 * torch.arange(count, device=device) + 1) * _ODD
+
+
+def _mixed(numbers: Any) -> Any:
+    """Let the high bits of each number count in its low ones, and the other way round; different ones stay so."""
+    for _ in range(2):
+        numbers = (numbers ^ (numbers >> 32 & 0xFFFFFFFF)) * _ODD
+    return numbers
+
+
+def _sums(tensor: Any) -> Any:
+    """Add up a tensor's memory in columns: twice, by two widths, so that hardly any two places share both."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // 8 * 8
+    words, found = flat[:whole].view(torch.int64), []  # added up many times faster than any others
+    for width in _WIDTHS:
+        rows = words.numel() // width * width
+        columns = words[:rows].view(-1, width).sum(0)
+        columns[: words.numel() - rows] += words[rows:]
+        found.append(columns)
+    found.append(torch.nn.functional.pad(flat[whole:].long(), (0, 7 - (flat.numel() - whole))))
+    return torch.cat(found)
+
+
+def _highest(hashes: list[Any], group: Any) -> Any:
+    """Return, for each hash and its complement, the highest of the group's ranks."""
+    import torch
+    import torch.distributed as dist
+
+    stacked = torch.stack(hashes)
+    both = torch.stack([stacked, ~stacked])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    return both
+
+
+def _differ(highest: Any) -> Any:
+    """Return by hash whether the highest is not the lowest."""
+    return (highest[0] != ~highest[1]).any(dim=1)
+
+
+# ------------------------------------------------------------------------ seeds
+def watch_seed(seed_all: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(seed_all)
+    def patched_model_parallel_cuda_manual_seed(seed: Any, *args: Any, **kwargs: Any) -> Any:
+        _seeds[:] = [int(seed)]
+        return seed_all(seed, *args, **kwargs)
+
+    return patched_model_parallel_cuda_manual_seed
+
+
+def _compare_seeds(ddps: list[Any]) -> None:
+    """Report stages with one seed: once for a seed, as this waits for a GPU."""
+    import torch
+    from megatron.core import parallel_state
+
+    seed = _seeds.pop()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if group.size() > 1:
+        device = next(ddps[0].module.parameters()).device
+        highest = _highest([torch.tensor([seed, seed], device=device)], group)
+        if not _differ(highest).any():
+            LEDGER.report("stages-differ", "seed", f"all {group.size()} pipeline stages were seeded with {seed}")
+
+
+PATCH = Patch(
+    name="audit.ranks",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    sites=(
+        site(
+            "megatron.core.tensor_parallel.random",
+            {"model_parallel_cuda_manual_seed": watch_seed},
+            expected={"model_parallel_cuda_manual_seed": ("seed",)},
+        ),
+    ),
+)

@@ -1,0 +1,53 @@
+"""Where the audit watches: sites whose replacements look on and change nothing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
+
+
+def site(
+    module: str,
+    replace: Mapping[str, Callable[[Any], Callable[..., Any]]],
+    *,
+    expected: Mapping[str, tuple[str, ...]] | None = None,
+    since: str | None = None,
+) -> Site:
+    """Return a site that can be watched where all of its functions, and what is expected of them, are there.
+
+    Args:
+        replace: as in Site.
+        expected: by path of a function, parameters that the audit reads.
+        since: a path without which this version has nothing to watch.
+    """
+    return Site(
+        module=module,
+        diagnose=functools.partial(_diagnose, tuple(replace), expected or {}, since),
+        replace=replace,
+    )
+
+
+def _diagnose(
+    paths: tuple[str, ...], expected: Mapping[str, tuple[str, ...]], since: str | None, module: ModuleType
+) -> Verdict:
+    if since is not None and _find(module, since) is None:
+        return Verdict(ABSENT, f"this version has no {since}")
+    missing = [path for path in paths if not callable(_find(module, path))]
+    for path, parameters in expected.items():
+        known = inspect.signature(inspect.unwrap(_find(module, path))).parameters if path not in missing else ()
+        missing += [f"{path}({name})" for name in parameters if name not in known]
+    if missing:
+        return Verdict(UNKNOWN, f"expected {', '.join(missing)}")
+    return Verdict(NEEDED, "watched")
+
+
+def _find(module: ModuleType, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    return found

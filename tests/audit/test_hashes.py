@@ -1,0 +1,29 @@
+"""The hash of parameters depends on every bit and its place, whatever the type and the place in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megapatch.audit._ranks import _hash
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64])
+@pytest.mark.parametrize("size", [1, 3, 7, 8, 9, 1023, 1024 * 4 + 5, 1024 * 16])
+def test_every_element_counts_at_its_place(dtype, size):
+    plain = (torch.arange(size) % 100).to(dtype)
+    known = _hash([plain]).tolist()
+    assert _hash([plain.clone()]).tolist() == known
+    assert _hash([torch.cat([plain[:1], plain])[1:]]).tolist() == known  # not aligned
+    for place in {0, size // 2, size - 1}:
+        changed = plain.clone()
+        changed[place] += 1
+        assert _hash([changed]).tolist() != known
+    if size > 1:
+        assert _hash([plain.flip(0)]).tolist() != known
+        assert _hash([plain[:-1], plain[-1:]]).tolist() != known
+
+
+def test_parameters_are_told_apart():
+    one, other = torch.ones(16), torch.zeros(16)
+    assert _hash([one, other]).tolist() != _hash([other, one]).tolist()

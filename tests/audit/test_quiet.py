@@ -1,0 +1,149 @@
+"""Without false alarms: what trainers do between and around steps, with ranks compared in every step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from rigs.cells import run_cells
+from rigs.fsdp import Sharded
+from rigs.megatron import BOTH, GRADS
+from rigs.save import Saves, minor, prepare
+from rigs.train_step import in_pieces
+
+from megapatch.testing import MegatronLoop, init_parallel, tiny_gpt
+from megapatch.testing._availability import megatron_training_available
+from megapatch.train_step import TrainStep
+
+STEPS = 3
+
+
+def of_what_is_trained(frozen, options):
+    model = tiny_gpt(layers=4, frozen=frozen, **options)
+    for step in range(STEPS):
+        model.train_step(step)
+
+
+def evaluated():
+    """A reference pass and an evaluation between the calls of a step, and after it."""
+    model = tiny_gpt(**BOTH, per_token_loss=True)
+    for step in range(STEPS):
+        model.train_step(step, masked=True)
+        with torch.no_grad():
+            model.forward_backward(step, forward_only=True, masked=True)
+        model.forward_backward(step, forward_only=True, masked=True)
+
+
+def two_models():
+    """Each in pieces, with a step of the other between them: an actor and its critic."""
+    models = [tiny_gpt(**GRADS, per_token_loss=True), tiny_gpt(dtype="fp16", loss_scale=2.0**10)]
+    steps = [TrainStep(model=model.chunks, optimizer=model.optimizer) for model in models]
+    for step in range(STEPS):
+        with steps[0]:
+            in_pieces(steps[0], models[0], step, (1, 1), {"masked": True})
+            models[1].train_step(step)
+            steps[0].finish()
+
+
+def overflowing():
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    model = tiny_gpt(dtype="fp16", loss_scale=2.0**10)
+    schedule = OptimizerParamScheduler(
+        model.optimizer, init_lr=0.0, max_lr=0.1, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=9,
+        lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=9, wd_incr_style="constant",
+    )  # fmt: skip
+    for step in range(STEPS):
+        model.zero_grad()
+        model.forward_backward(step)
+        if step == 1:
+            model.chunks[0].buffers[0].grad_data[0] = torch.inf
+        if model.optimizer.step()[0]:
+            schedule.step(1)
+
+
+def saved_and_loaded(folder, rank):
+    """A checkpoint after each step, loaded again before the next."""
+    from megatron.core import dist_checkpointing
+
+    model = tiny_gpt(**BOTH)
+    saves = Saves(rank, folder)
+    for step in range(STEPS):
+        model.train_step(step)
+        model.gather_parameters()
+        module = model.chunks[0].module
+        path, _ = saves.plan_tree({"model": module.sharded_state_dict()}, at_once=True)
+        loaded = dist_checkpointing.load({"model": module.sharded_state_dict()}, path)
+        module.load_state_dict(loaded["model"])
+        model.optimizer.reload_model_params()
+
+
+def accumulated():
+    """Gradients of two steps' data, which the optimizer uses together."""
+    model = tiny_gpt()
+    for step in range(STEPS):
+        with TrainStep(model=model.chunks, optimizer=model.optimizer) as train_step:
+            for part in range(2):
+                in_pieces(train_step, model, 2 * step + part, (1, 1), {})
+            train_step.finish()
+
+
+def megatrons_own(rerun_mode):
+    model = tiny_gpt(layers=4, hooks=False, **BOTH)
+    loop = MegatronLoop(model, rerun_mode=rerun_mode)
+    loop.train(STEPS)
+    loop.train(STEPS)
+
+
+def of_fsdp2(rank):
+    """Torch's own optimizer and reduces: there is nothing of Megatron's to see."""
+    sharded = Sharded(rank)
+    for step in range(STEPS):
+        sharded.step(step, ((1, 1), (1, 1)))
+
+
+def in_layout(layout, function, *args):
+    init_parallel(**layout)
+    function(*args)
+
+
+LARGE = ("embedding*", "*linear*", "output*")
+CELLS = {
+    "frozen layers": ({}, of_what_is_trained, ("*layers.1.*",), BOTH),
+    "only some small parameters are trained": (
+        {},
+        of_what_is_trained,
+        ("embedding*", "*linear*", "output*"),
+        GRADS,
+    ),
+    "the same in a pipeline": ({"pp": 2}, of_what_is_trained, LARGE, {}),
+    "evaluated": ({}, evaluated),
+    "two models": ({}, two_models),
+    "overflows": ({}, overflowing),
+    "two steps' data": ({}, accumulated),
+}
+SAVES = [] if minor() < 13 else ["saved and loaded"]  # 0.12's writer does not work with this torch
+if megatron_training_available():
+    CELLS["train() twice"] = ({}, megatrons_own, "disabled")
+    CELLS["train() twice, validated"] = ({}, megatrons_own, "validate_results")
+
+
+def job(rank, world_size, folder):
+    prepare()
+    for name in SAVES:
+        yield name, partial(in_layout, {}, saved_and_loaded, folder, rank)
+    yield "FSDP2", partial(in_layout, {}, of_fsdp2, rank)
+    for name, (layout, *call) in CELLS.items():
+        yield name, partial(in_layout, layout, *call)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return run_cells(job, 2, str(tmp_path_factory.mktemp("saves")), audited=True)
+
+
+@pytest.mark.parametrize("name", [*SAVES, "FSDP2", *CELLS])
+def test_nothing_is_found(ranks, name):
+    for cells in ranks:
+        assert cells[name] is None  # a finding fails the cell

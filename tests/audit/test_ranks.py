@@ -1,0 +1,105 @@
+"""The audit's own collectives: made by all ranks or by none; and a finding that ends training on all of them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from rigs.cells import AUDITED
+from rigs.megatron import UNPATCHED, Log
+
+from megapatch import MisuseError, apply, audit
+from megapatch.errors import AuditError
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+
+def impatient():
+    from megapatch.audit import _participants
+
+    _participants._PATIENCE *= 0.01
+
+
+def trained(rank, world_size):
+    if rank == 1:
+        audit.stop()
+    log = Log()
+    init_parallel()
+    model = tiny_gpt()
+    for step in range(2):
+        model.train_step(step)
+    return [text for text in log.texts if "ranks are not compared" in text], model.parameters()
+
+
+def test_ranks_are_not_compared_where_one_is_not_audited():
+    env = {**UNPATCHED, **AUDITED}
+    (said, parameters), (nothing, others) = run_ranks(trained, 2, setup=impatient, env=env)
+    assert len(said) == 1 and not nothing
+    assert all((parameters[name] == others[name]).all() for name in parameters)
+
+
+def interrupted(rank, world_size):
+    init_parallel()
+    model = tiny_gpt()
+    model.train_step(0)
+    if rank == 1:
+        audit._findings.LEDGER.report("hooks-balanced", "test", "something happened")
+    with pytest.raises(AuditError) as raised:
+        model.train_step(1)
+    audit.clear()
+    model.train_step(2)
+    return str(raised.value)
+
+
+def test_with_raise_a_finding_of_one_rank_is_an_error_on_all():
+    other, own = run_ranks(interrupted, 2, env={**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": "raise"})
+    assert "see the log of rank 1" in other
+    assert "hooks-balanced (after 1 optimizer step on rank 1): something happened" in own
+
+
+def started_late(rank, world_size):
+
+    apply()
+    audit.start(every=1)
+    init_parallel()
+    model = tiny_gpt()
+    for step in range(2):
+        model.forward_backward(step)
+        model.optimizer.step()
+    found = [finding.invariant for finding in audit.findings()]
+    audit.stop()
+    audit.clear()
+    tiny_gpt().train_step()
+    assert not audit.findings()
+    return found
+
+
+def test_it_can_be_started_where_patches_are_in_place():
+    assert run_ranks(started_late, 2) == [["fresh-gradients"]] * 2
+
+
+def released(rank, world_size):
+    init_parallel()
+    model = tiny_gpt(overlap_grad_reduce=True)
+    model.train_step()
+    chunk, optimizer = weakref.ref(model.chunks[0]), weakref.ref(model.optimizer)
+    del model
+    gc.collect()
+    return chunk() is None, optimizer() is None
+
+
+@pytest.mark.parametrize("env", [{}, AUDITED], ids=["plain", "audited"])
+def test_a_model_that_is_gone_is_not_kept_alive(env):
+    assert run_ranks(released, 2, env={**UNPATCHED, **env}) == [(True, True)] * 2
+
+
+def test_a_bad_number_of_steps_is_refused():
+    with pytest.raises(MisuseError, match="every=0: expected a number of steps, 1 or more"):
+        audit.start(every=0)
+
+
+def test_a_bad_number_in_the_environment_is_a_warning(monkeypatch, caplog):
+    monkeypatch.setenv("MEGAPATCH_AUDIT_EVERY", "often")
+    audit.start()
+    audit.stop()
+    assert "MEGAPATCH_AUDIT_EVERY=often: expected a number of steps, 1 or more; it is taken for 50" in caplog.text
