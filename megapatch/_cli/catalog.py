@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._engine.advice import sections
@@ -21,10 +21,7 @@ SCHEMA = 1
 def list_patches(markdown: bool, as_json: bool = False) -> int:
     """Print one line for each patch, in the catalogue's order."""
     if markdown:
-        terminal.write("| patch | what it makes right | upstream | changes numbers |\n| --- | --- | --- | --- |")
-        for patch in PATCHES:
-            numbers = "yes" if patch.changes_numbers else "no"
-            terminal.write(f"| `{patch.name}` | {patch.summary} | <{patch.upstream}> | {numbers} |")
+        terminal.write(markdown_table(PATCHES))
         return 0
     this_process().load_all()
     patches = this_process().patches
@@ -35,6 +32,15 @@ def list_patches(markdown: bool, as_json: bool = False) -> int:
     for patch in patches:
         terminal.write(f"{patch.name:{width}}  {patch.summary}")
     return 0
+
+
+def markdown_table(patches: Iterable[Patch]) -> str:
+    """Return a table of patches: name, what each makes right, where its defect was reported."""
+    rows = ["| patch | what it makes right | upstream | changes numbers |", "| --- | --- | --- | --- |"]
+    for patch in patches:
+        numbers = "yes" if patch.changes_numbers else "no"
+        rows.append(f"| `{patch.name}` | {patch.summary} | <{patch.upstream}> | {numbers} |")
+    return "\n".join(rows)
 
 
 def explain(names: Sequence[str], as_json: bool = False) -> int:

@@ -8,7 +8,17 @@ from ..patch import Patch
 
 # By family and patch, in the order of the reports: the modules of its sites.
 CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
+    "areal": {
+        "areal.aux-loss-scale": ("areal.engine.megatron_engine",),
+        "areal.gathered-when-read": (
+            "areal.engine.megatron_engine",
+            "areal.engine.megatron_utils.checkpointer",
+        ),
+        "areal.pipeline-seed": ("areal.engine.megatron_engine",),
+        "areal.weight-sync-resume": ("areal.engine.megatron_engine",),
+    },
     "megatron": {
+        "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
         "megatron.forward-pre-hook": ("megatron.core.distributed.distributed_data_parallel",),
         "megatron.fresh-metadata": (
             "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
@@ -19,14 +29,19 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.distributed",
             "megatron.training.checkpointing",
             "megatron.bridge.training.checkpointing",
+            "megatron.core.resharding.refit",
             "megatron.bridge.models.conversion.model_bridge",
             "megatron.bridge.models.conversion.peft_bridge",
             "megatron.bridge.models.conversion.quant_bridge",
             "mbridge.core.bridge",
             "mcore_bridge.bridge.gpt_bridge",
+            "mcore_bridge.tuners.lora",
         ),
         "megatron.grad-ready-window": ("megatron.core",),
+        "megatron.groups-destroyed": ("megatron.core.parallel_state",),
+        "megatron.load-offloaded-state": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.nested-no-sync": ("megatron.core.distributed.distributed_data_parallel",),
+        "megatron.parameters-without-gradients": ("megatron.core.distributed",),
         "megatron.prepare-grads-once": ("megatron.core.optimizer",),
         "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.rerun-state-dict": (
@@ -39,14 +54,21 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
         ),
         "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
+        "megatron.torch-fsdp2-finalize": ("megatron.core.distributed",),
         "megatron.train-reentry": (
             "megatron.training.training",
             "megatron.bridge.training.train",
         ),
+        "megatron.zero-tokens": ("megatron.core.pipeline_parallel",),
+    },
+    "ms_swift": {
+        "ms_swift.overflow-is-skipped": ("swift.megatron.utils.megatron_lm_utils", "swift.megatron.trainers.base"),
+        "ms_swift.train-reentry": ("swift.megatron.trainers.base",),
     },
     "nemo_rl": {
         "nemo_rl.abort-resets-rerun": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
         "nemo_rl.forward-pre-hook-after-split": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
+        "nemo_rl.gathered-when-read": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
         "nemo_rl.hooks-without-overlap": (
             "megatron.bridge.training.setup",
             "nemo.tron.setup",
@@ -81,6 +103,11 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "nemo_rl.data_plane.worker_mixin",
         ),
         "nemo_rl.sync-weights-version": ("nemo_rl.weight_sync.interfaces",),
+        "nemo_rl.train-after-exception": ("nemo_rl.models.megatron.train", "nemo_rl.utils.timer"),
+    },
+    "roll": {
+        "roll.grad-scale": ("roll.distributed.strategy.megatron_strategy",),
+        "roll.overflow-is-skipped": ("roll.distributed.strategy.megatron_strategy",),
     },
     "skyrl": {
         "skyrl.accumulate-forward-backward": (
@@ -121,6 +148,17 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "slime.backends.megatron_utils.actor",
             "miles.backends.megatron_utils.actor",
         ),
+    },
+    "verl": {
+        "verl.gathered-when-read": (
+            "verl.utils.checkpoint.megatron_checkpoint_manager",
+            "verl.workers.engine.megatron.transformer_impl",
+            "verl.utils.megatron_utils",
+        ),
+        "verl.overflow-is-skipped": ("verl.workers.engine.megatron.transformer_impl",),
+        "verl.pipeline-seed": ("verl.workers.engine.megatron.utils",),
+        "verl.training-hooks": ("verl.utils.megatron_utils",),
+        "verl.weight-sync-resume": ("verl.checkpoint_engine.base",),
     },
 }
 

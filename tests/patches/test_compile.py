@@ -15,6 +15,7 @@ from megapatch.patches import PATCHES
 from megapatch.patches.megatron import (
     fresh_metadata,
     gathered_when_read,
+    load_offloaded_state,
     reload_offloaded_params,
     strict_loads_with_new_torch,
 )
@@ -158,12 +159,20 @@ NOT_COMPILED = {
         for framework in ("slime", "miles")
         for name in ("train", "save")
     ),
-    # Nor the schedules, nor the end of a reduce.
+    # Nor the schedules, nor what starts and ends a reduce.
     *(
         f"{CORE}:pipeline_parallel.schedules.forward_backward_{name}"
         for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")
     ),
+    f"{CORE}.distributed:TorchFullyShardedDataParallel.finish_grad_sync",
+    *(f"{CORE}.pipeline_parallel:schedules.{name}" for name in ("forward_step", "backward_step")),
     f"{CORE}:distributed.param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync",
+    f"{CORE}.distributed:param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
+    f"{CORE}.distributed:distributed_data_parallel.DistributedDataParallel.__init__",
+    f"{CORE}.distributed:distributed_data_parallel.DistributedDataParallel.finish_grad_sync",
+    f"{CORE}.distributed:distributed_data_parallel.DistributedDataParallel.zero_grad_buffer",
+    # Nor the process groups.
+    *(f"megatron.core.parallel_state:{name}_model_parallel" for name in ("initialize", "destroy")),
     # Nor the saving of checkpoints, in which ranks agree and write files.
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"
@@ -175,6 +184,7 @@ NOT_COMPILED = {
             fresh_metadata,
             first_sync_pushes_actor,
             gathered_when_read,
+            load_offloaded_state,
             reload_offloaded_params,
             skyrl_gathered_when_read,
             strict_loads_with_new_torch,
@@ -212,6 +222,12 @@ NOT_COMPILED = {
     ),
     # Nor what is called through Ray: a worker's part and a driver's, of NeMo-RL.
     *(target for target in targets() if target.startswith("nemo_rl.")),
+    # Nor a step of verl's engine, with what is around it, and what a trainer asks of its replicas.
+    *(target for target in targets() if target.startswith("verl.")),
+    # Nor what makes and drives ms-swift's trainer.
+    *(target for target in targets() if target.startswith("swift.")),
+    # Nor a step of AReaL's and ROLL's, with what is around it.
+    *(target for target in targets() if target.startswith(("areal.", "roll."))),
     # Nor the making of hooks.
     *(f"{setup}:_update_model_config_funcs" for setup in ("megatron.bridge.training.setup", "nemo.tron.setup")),
     # Nor the loading of an optimizer's state, which PyTorch's own is not compiled in.

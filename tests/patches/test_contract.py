@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import tempfile
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from rigs.megatron import BOTH, GRADS, attempt, quick_writer
@@ -13,9 +15,39 @@ from rigs.slime import IMITATIONS, SlimeLoop
 from rigs.slime_actor import REFERENCE, Actor
 from torch.distributed import checkpoint
 
+from megapatch._mcore.process_groups import process_groups
 from megapatch.patch import NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
+from megapatch.patches._diagnosis import missing_names
+from megapatch.patches.megatron import torch_fsdp2_finalize
+from megapatch.patches.megatron._schedules import one_microbatch
 from megapatch.testing import MegatronLoop, check_contract, init_parallel, megatron_training_available, tiny_gpt
+
+
+def auxiliary_loss_of_two_context_parallel_ranks():
+    schedules = importlib.import_module("megatron.core.pipeline_parallel.schedules")
+    routers = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    parallel = importlib.import_module("megatron.core.parallel_state")
+    init_parallel()
+    loss = torch.ones(1, requires_grad=True)
+    output = routers.MoEAuxLossAutoScaler.apply(torch.zeros(1, requires_grad=True), loss)
+    routers.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([one_microbatch(schedules, 1, cp_size=2).scale]))
+    config = SimpleNamespace(
+        **dict.fromkeys(("timers", "grad_scale_func", "deallocate_pipeline_outputs")),
+        num_moe_experts=2,
+        calculate_per_token_loss=False,
+    )
+    before_0_16 = ["a model type"] if "model_type" in inspect.signature(schedules.backward_step).parameters else []
+    with mock.patch.object(parallel, "get_context_parallel_world_size", return_value=2):
+        schedules.backward_step([None], [output], [None], *before_0_16, config)
+    assert loss.grad.item() == 2.0
+
+
+def microbatch_without_tokens():
+    init_parallel()
+    model = tiny_gpt()
+    model.forward_backward(microbatches=[torch.zeros(2, model.seq + 1, dtype=torch.int64)], masked=True)
+    assert not any(gradient.any() for gradient in model.gradients().values())
 
 
 def hooks_twice():
@@ -44,6 +76,15 @@ def read_after_a_step():
     assert attempt(ddp.state_dict)[0] == "MisuseError"
     assert ddp.sharded_state_dict()
     assert ddp.state_dict()
+
+
+def step_without_some_gradients():
+    init_parallel()
+    model = tiny_gpt(**GRADS)
+    model.train_step(0)
+    layer = model.chunks[0].module.decoder.layers[0]
+    layer.forward = lambda hidden_states, *args, **kwargs: (hidden_states, None)
+    model.train_step(1)
 
 
 def one_call_after_two():
@@ -78,18 +119,72 @@ def prepare_and_step():
     assert model.optimizer.step()[:2] == (True, norm)
 
 
+WITHOUT_FSDP = SimpleNamespace(use_megatron_fsdp=False, use_custom_fsdp=False)  # new name, old name
+
+
 def reload_of_an_offloaded_parameter():
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     parameter, held = torch.ones(1), torch.zeros(1)
     optimizer = SimpleNamespace(
         optimizer=SimpleNamespace(param_to_inner_param={parameter: held}),
-        ddp_config=SimpleNamespace(use_megatron_fsdp=False, use_custom_fsdp=False),
+        ddp_config=WITHOUT_FSDP,
         config=SimpleNamespace(
             use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True
         ),
     )
     module.DistributedOptimizer._copy_model_params_to_main_params(optimizer)
     assert torch.equal(held, parameter)
+
+
+def loaded_state_of_an_offloaded_parameter():
+    module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    parameter, held = torch.ones(1), torch.zeros(1)
+    hybrid = object.__new__(module.HybridDeviceOptimizer)
+    vars(hybrid).update(
+        param_to_inner_param={parameter: held},
+        inner_param_to_orig_param={held: parameter},
+        param_to_fp32_param={},
+        param_update_in_fp32=True,
+        defaults={"cpu_optimizer_cls": SimpleNamespace},
+        state={parameter: {"master_param": torch.zeros(1), "step": torch.ones(())}},
+        cpu_optimizers=[SimpleNamespace(param_groups=[{"params": [held]}], state={})],
+        gpu_optimizer=None,
+    )
+    hybrid._sync_hdo_state_to_sub_optimizers()
+    assert torch.equal(held, parameter)
+    assert hybrid.state[parameter]["master_param"] is held
+    optimizer = SimpleNamespace(
+        optimizer=hybrid,
+        ddp_config=WITHOUT_FSDP,
+        model_param_group_index_map={"name": (0, 0)},
+        config=SimpleNamespace(
+            use_precision_aware_optimizer=False, use_precision_aware_optimizer_no_fp8_or_ds_fp8=False
+        ),
+    )
+    hybrid.param_groups = [{"params": [parameter]}]
+    module.DistributedOptimizer._set_main_param_and_optimizer_states(
+        optimizer, "name", tensors={"param": torch.full((1,), 2.0)}
+    )
+    assert parameter.item() == held.item() == 2.0
+
+
+def layouts_in_turn():
+    state = importlib.import_module("megatron.core.parallel_state")
+    counts = []
+    for _ in range(3):
+        state.initialize_model_parallel()
+        counts.append(len(process_groups()))
+        state.destroy_model_parallel()
+    assert counts[0] == counts[-1]
+
+
+def gradients_of_fsdp2():
+    package = importlib.import_module("megatron.core.distributed")
+    fsdp2 = object.__new__(package.TorchFullyShardedDataParallel)
+    if missing_names(torch_fsdp2_finalize.FINALIZE, torch_fsdp2_finalize.KEYWORD):
+        fsdp2.finish_grad_sync()
+    else:
+        fsdp2.finish_grad_sync(force_all_reduce=False)
 
 
 def idle_rerun_state():
@@ -193,18 +288,24 @@ SHADOWED = Patch(
 )
 
 SCENARIOS = {
+    "megatron.aux-loss-over-context-parallel": auxiliary_loss_of_two_context_parallel_ranks,
     "megatron.forward-pre-hook": hooks_twice,
     "megatron.fresh-metadata": overwritten_checkpoint,
     "megatron.gathered-when-read": read_after_a_step,
     "megatron.grad-ready-window": one_call_after_two,
     "megatron.nested-no-sync": no_sync_in_no_sync,
+    "megatron.parameters-without-gradients": step_without_some_gradients,
     "megatron.prepare-grads-once": prepare_and_step,
+    "megatron.groups-destroyed": layouts_in_turn,
+    "megatron.load-offloaded-state": loaded_state_of_an_offloaded_parameter,
     "megatron.reload-offloaded-params": reload_of_an_offloaded_parameter,
     "megatron.rerun-state-dict": idle_rerun_state,
     "megatron.rerun-transient-fault": fault_that_went_away,
     "megatron.save-plan-cache": plan_twice,
     "megatron.strict-loads-with-new-torch": strides_in_metadata,
+    "megatron.torch-fsdp2-finalize": gradients_of_fsdp2,
     "megatron.train-reentry": train_twice,
+    "megatron.zero-tokens": microbatch_without_tokens,
     "slime.first-sync-pushes-actor": sync_with_reference,
     "slime.train-reentry": two_rollouts,
 }
