@@ -1,9 +1,14 @@
-"""Write docs/verdicts.md anew.
+"""Write docs/verdicts.md, or look at releases that it lacks.
 
     python -m verdicts [--wheels FOLDER] [PROJECT==RELEASE=FOLDER ...]
+    python -m verdicts --new [--wheels FOLDER]
 
 Wheels are downloaded into a folder, where they stay, unless their folder is given. FOLDER is what would stand on
 PYTHONPATH. A release of which there is no folder keeps the verdicts that are on the page.
+
+--new asks the package index for releases that the page lacks, looks at them, and prints the lines that
+releases.txt would need and where verdicts differ from the release before. It writes nothing. It exits with 0 if
+none differs, with 1 if one does, and with 2 if it could not ask or look.
 """
 
 from __future__ import annotations
@@ -11,23 +16,18 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megapatch.patches import PATCHES
 from megapatch.testing import megatron_core_available
 
-from . import releases, table
+from . import new, releases, table
 from .process import CouldNotLook, verdicts_on
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs/verdicts.md"
-# The wheels of nvidia-resiliency-ext ask for a newer C library than many machines have; their Python does not.
-_FOR_ANY_GLIBC = [
-    "--only-binary=:all:",
-    "--platform=manylinux_2_31_x86_64",
-    "--platform=manylinux_2_39_x86_64",
-]
 
 
 def main() -> int:
@@ -35,12 +35,15 @@ def main() -> int:
     parser.add_argument("--wheels", metavar="FOLDER", type=Path, help="where downloaded wheels are kept")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
     parser.add_argument("--releases", type=Path, default=releases.FILE, help="the releases, a line each")
+    parser.add_argument("--new", action="store_true", help="look at releases on the index that the page lacks")
     parser.add_argument("given", nargs="*", metavar="PROJECT==RELEASE=FOLDER", help="a checkout")
     options = parser.parse_args()
     wanted = releases.read(options.releases.read_text())
     folders = _given(parser, options.given, wanted)
     if megatron_core_available():
         parser.error("megatron-core is installed here, and would be mixed with the releases: uninstall it")
+    if options.new:
+        return _look_at_new(wanted, options)
     if options.wheels:
         folders = {**_download(wanted, options.wheels, folders), **folders}
 
@@ -64,6 +67,32 @@ def main() -> int:
     wrong = table.problems(text, PATCHES, wanted, (ROOT / "tox.ini").read_text())
     print("\n".join(wrong))
     return 1 if failed or wrong else 0
+
+
+def _look_at_new(known: list[releases.Release], options: argparse.Namespace) -> int:
+    failed = differs = False
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = options.wheels or Path(folder)
+        try:
+            found = new.missing(known)
+        except new.NoAnswer as error:
+            print(f"could not ask the index: {error}")
+            return 2
+        beside = {name for release in found for name in release.beside}
+        folders = _download([one for one in known if str(one) in beside], wheels, {})
+        for release in found:
+            print(" ".join([release.project, release.name, *release.beside]))
+            try:
+                told = _look(release, {**folders, **_download([release], wheels, {})})
+            except (CouldNotLook, subprocess.CalledProcessError) as error:
+                print(f"  could not look: {error}")
+                failed = True
+                continue
+            lines = new.differences(release, told, known, options.page.read_text())
+            print("\n".join(f"  {line}" for line in lines or ["no verdict differs"]))
+            differs = differs or bool(lines)
+    print(f"{len(found)} releases that the page lacks" if found else "the page has all releases")
+    return 2 if failed else 1 if differs else 0
 
 
 def _look(release: releases.Release, folders: dict[str, Path]) -> dict[tuple[str, str], table.Cell]:
@@ -93,7 +122,7 @@ def _download(wanted: list[releases.Release], into: Path, given: dict[str, Path]
             folder = found[str(release)] = (into / f"{release.project}-{release.name}").resolve()
             if not folder.is_dir():
                 install = ["install", "--quiet", "--no-deps", "--ignore-requires-python", "--target", str(folder)]
-                install += _FOR_ANY_GLIBC if release.project == "nvidia-resiliency-ext" else []
+                install += releases.PIP_OPTIONS.get(release.project, [])
                 subprocess.run([sys.executable, "-m", "pip", *install, str(release)], check=True)
     return found
 

@@ -61,16 +61,25 @@ def find(project):
         importlib.import_module("rigs.slime").find_slime()
     elif project in ("skyrl", "skyrl-train"):
         importlib.import_module("rigs.skyrl").find_skyrl()
+    elif project == "verl":
+        importlib.import_module("rigs.verl").find_verl()
+    elif project == "ms-swift":
+        importlib.import_module("rigs.ms_swift").find_swift()
+    elif project == "areal":
+        importlib.import_module("rigs.areal").find_areal()
+    elif project == "roll":
+        importlib.import_module("rigs.roll").find_roll()
     elif project == "nemo-rl":
         _find_nemo_rl()
 
 
 def _find_nemo_rl():
     rig = importlib.import_module("rigs.nemo_rl")
-    others = ["nemo_automodel"]
+    others = ["nemo_automodel", "vllm"]
     if not (Path(rig.CHECKOUT) / "nemo_rl/models/policy/workers").is_dir():  # up to v0.5.0
         rig.WORKER = rig.WORKER.replace(".workers", "")
-        others += ["megatron.inference", "megatron.training"]  # its own fork of Megatron has them
+    if not find_module("megatron.training"):  # which its own fork of Megatron has, up to v0.5.0
+        others += ["megatron.inference", "megatron.training"]
     importlib.import_module("rigs.nemo_dtensor").find_workers()
     backported = "NeMoAutoModelForTokenClassification"  # NeMo-RL insists that Automodel has none
     sys.modules[f"nemo_automodel.{backported}"] = None

@@ -18,6 +18,10 @@ _FOLDER_IN = {
     "nemo-rl": "NEMO_RL_CHECKOUT",
     "skyrl": "SKYRL_RELEASE",
     "skyrl-train": "SKYRL_RELEASE",
+    "verl": "VERL_RELEASE",
+    "ms-swift": "SWIFT_RELEASE",
+    "areal": "AREAL_RELEASE",
+    "roll": "ROLL_FOLDER",
 }
 
 

@@ -17,8 +17,20 @@ PACKAGES = {
     "skyrl": ("skyrl",),
     "slime": ("slime",),
     "miles": ("miles",),
+    "verl": ("verl",),
+    "ms-swift": ("swift",),
+    "areal": ("areal",),
+    "roll": ("roll",),
 }
 """Project to its packages, in which sites' modules are."""
+PIP_OPTIONS = {
+    # Its wheels ask for a newer C library than many machines have; their Python does not.
+    "nvidia-resiliency-ext": [
+        "--only-binary=:all:",
+        "--platform=manylinux_2_31_x86_64",
+        "--platform=manylinux_2_39_x86_64",
+    ],
+}
 
 
 class Release(NamedTuple):
