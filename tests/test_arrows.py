@@ -21,7 +21,7 @@ LEVELS = (
     {"weight_sync", "train_step"},
     {"patches"},
     {"_engine"},
-    {"_reporting"},
+    {"_reporting", "audit"},
     {"_api"},
     {"streaming", "testing"},
     {"reach"},

@@ -1,11 +1,11 @@
-"""The generated pages of docs/: limits.md from the patches' docstrings, api.md from the promised names."""
+"""The generated pages of docs/: patches.md and limits.md from the patches, api.md from the promised names."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from . import api, limits
+from . import api, limits, patches
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-GENERATED = {"api.md": api.page, "limits.md": limits.page}
+GENERATED = {"api.md": api.page, "limits.md": limits.page, "patches.md": patches.page}
 COMMAND = "cd tests && python -m pages"

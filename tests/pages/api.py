@@ -31,6 +31,7 @@ MODULES = (
     "megapatch.patches",
     "megapatch.train_step",
     "megapatch.weight_sync",
+    "megapatch.audit",
     "megapatch.streaming",
     "megapatch.reach",
     "megapatch.reach.ray",

@@ -15,9 +15,13 @@ WIDTH = 115
 """Columns of a docstring. A line that ends before them ends a paragraph."""
 
 FAMILIES = {
+    "areal": "AReaL",
     "megatron": "Megatron-LM and Megatron-Bridge",
+    "ms_swift": "ms-swift",
     "nemo_rl": "NeMo-RL",
+    "roll": "ROLL",
     "skyrl": "SkyRL",
+    "verl": "verl",
     "slime": "slime and miles",
 }
 

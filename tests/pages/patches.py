@@ -1,0 +1,23 @@
+"""docs/patches.md: every patch, by family, with what it makes right."""
+
+from __future__ import annotations
+
+from megapatch._cli.catalog import markdown_table
+from megapatch.patches import PATCHES
+
+from .limits import FAMILIES
+
+INTRODUCTION = """# The patches
+
+Each repairs one upstream defect, and is applied where the code that was loaded has it. `megapatch explain NAME`
+prints symptom, upstream report, seam, limits and cost; `megapatch doctor` shows what became of each in your
+environment. Patches marked "changes numbers" may change the numbers of a run that did not crash before. See also
+[Limits](limits.md), and which release needs which: [Verdicts](verdicts.md)."""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for family in dict.fromkeys(patch.family for patch in PATCHES):
+        parts += [f"## {FAMILIES[family]}", markdown_table([patch for patch in PATCHES if patch.family == family])]
+    return "\n\n".join(parts) + "\n"

@@ -1,0 +1,38 @@
+"""A framework's own patches of Megatron and torch together with all of megapatch's, in both orders."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megapatch import apply, report, restore
+from megapatch._reporting.others import patched_by_others
+
+NOT_IN_PLACE = {"refused", "failed", "overwritten", "missed"}
+
+
+class Together(NamedTuple):
+    """What becomes of both. `numbers`: what a run computes with megapatch alone, ours first, and theirs first."""
+
+    others: list[tuple[str, str]]
+    not_in_place: list[tuple[str, str, str]]
+    numbers: list[Any]
+
+
+def together(theirs, numbers):
+    """Call `theirs`, which patches, after megapatch's patches are in place; then put megapatch's on top of it."""
+    restore()
+    apply()
+    found = [numbers()]
+    theirs()
+    lost = [("ours first", *one) for one in _not_in_place()]
+    found.append(numbers())
+    restore()
+    apply()
+    lost += [("theirs first", *one) for one in _not_in_place()]
+    found.append(numbers())
+    return Together(patched_by_others(), lost, found)
+
+
+def _not_in_place():
+    patches = report().to_dict()["patches"]
+    return [(patch["name"], patch["status"]) for patch in patches if patch["status"] in NOT_IN_PLACE]
