@@ -111,12 +111,7 @@ def in_layout(layout, function, *args):
 LARGE = ("embedding*", "*linear*", "output*")
 CELLS = {
     "frozen layers": ({}, of_what_is_trained, ("*layers.1.*",), BOTH),
-    "only some small parameters are trained": (
-        {},
-        of_what_is_trained,
-        ("embedding*", "*linear*", "output*"),
-        GRADS,
-    ),
+    "only some small parameters are trained": ({}, of_what_is_trained, LARGE, GRADS),
     "the same in a pipeline": ({"pp": 2}, of_what_is_trained, LARGE, {}),
     "evaluated": ({}, evaluated),
     "two models": ({}, two_models),
