@@ -1,7 +1,7 @@
 """Run a function in several local processes that form one torch.distributed world over gloo.
 
-The processes are forked from a server that has imported torch once for this caller, so that a call only pays for
-Megatron's import. The server imports neither Megatron nor megapatch.
+The processes are forked from a server that has imported torch once for this caller, and what else Megatron needs,
+so that a call only pays for Megatron's import. The server imports neither Megatron nor megapatch.
 """
 
 from __future__ import annotations
@@ -27,8 +27,19 @@ from ..errors import RanksFailed, RanksTimedOut
 from . import _rank_process
 from ._rank_process import STACK_SIGNAL, Job, Outcome
 
-# torch, and the parts of it that every Megatron imports, which take most of Megatron's import time.
-_PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor.experimental"]
+# What Megatron imports and takes most of its import time. The server leaves out what is not installed. Not
+# torch.utils.cpp_extension, which looks for GPUs: after a fork nobody could use them.
+_PRELOADED = [
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.experimental",
+    "setuptools.command.build_ext",
+    "torch.utils.tensorboard",
+    "einops",
+    "fsspec",
+    "yaml",
+]
 if not sys.warnoptions:  # the server inherits them, and would die of torch's own DeprecationWarning
     _PRELOADED.append("torch._inductor.compile_fx")
 _GRACE = 2.0  # seconds for the other ranks to finish after one has failed
