@@ -59,10 +59,10 @@ def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) 
     (kept,) = run_ranks(_invariants.run, 1, patches, env=_ALONE, timeout=timeout)
     problems += kept
     for patch, scenario in scenarios.items():
-        (unpatched,) = run_ranks(_without, 1, patches, patch.name, scenario, env=_ALONE, timeout=timeout)
-        (patched,) = run_ranks(_with_added_parameter, 1, patches, scenario, env=_ALONE, timeout=timeout)
+        (unpatched,) = run_ranks(_without, 1, patch, scenario, env=_ALONE, timeout=timeout)
+        (patched,) = run_ranks(_with_added_parameter, 1, patches, patch, scenario, env=_ALONE, timeout=timeout)
         if patched:
-            (as_it_is,) = run_ranks(_with, 1, patches, scenario, env=_ALONE, timeout=timeout)
+            (as_it_is,) = run_ranks(_with, 1, patches, patch, scenario, env=_ALONE, timeout=timeout)
             patched = as_it_is or patched
         problems += [f"{patch.name}: {text}" for text in (*unpatched, *patched)]
     assert not problems, "the contract is broken:\n" + "\n".join(problems)
@@ -77,9 +77,9 @@ def _undocumented(patch: Patch) -> list[str]:
     return found
 
 
-def _without(rank: int, world_size: int, patches: tuple[Patch, ...], name: str, scenario: Scenario) -> list[str]:
+def _without(rank: int, world_size: int, patch: Patch, scenario: Scenario) -> list[str]:
     """Check that the scenario fails exactly if the diagnosis says NEEDED."""
-    needed = _is_needed(patches, name)
+    needed = _is_needed(patch)
     error = _error(scenario)
     if needed and error is None:
         return ["its scenario works without the patch, although the diagnosis says that it is needed"]
@@ -90,33 +90,35 @@ def _without(rank: int, world_size: int, patches: tuple[Patch, ...], name: str, 
     return []
 
 
-def _with(rank: int, world_size: int, patches: tuple[Patch, ...], scenario: Scenario) -> list[str]:
+def _with(rank: int, world_size: int, patches: tuple[Patch, ...], patch: Patch, scenario: Scenario) -> list[str]:
     """Check that the scenario works with the patches."""
-    error = _error_with(patches, scenario)
+    error = _error_with(patches, patch, scenario)
     return [f"its scenario fails with the patch:\n{error}"] if error else []
 
 
-def _with_added_parameter(rank: int, world_size: int, patches: tuple[Patch, ...], scenario: Scenario) -> list[str]:
+def _with_added_parameter(
+    rank: int, world_size: int, patches: tuple[Patch, ...], patch: Patch, scenario: Scenario
+) -> list[str]:
     """Check that it works, too, when each target has a keyword more, with which everybody calls it."""
-    error = _error_with(tuple(map(with_added_parameter, patches)), scenario)
+    error = _error_with(tuple(map(with_added_parameter, patches)), patch, scenario)
     if error:
         return [f"its scenario fails once upstream adds a keyword to its targets, which it must pass on:\n{error}"]
     return lost()
 
 
-def _error_with(patches: tuple[Patch, ...], scenario: Scenario) -> str | None:
-    engine = Engine(patches, Settings())
-    engine.activate()
-    _import_orders.import_targets(engine)
+def _error_with(patches: tuple[Patch, ...], patch: Patch, scenario: Scenario) -> str | None:
+    """Return the scenario's error with all patches in place of which it, or the patch, imports a target."""
+    Engine(patches, Settings()).activate()
+    _import_orders.import_targets([patch])
     return _error(scenario)
 
 
-def _is_needed(patches: tuple[Patch, ...], name: str) -> bool:
+def _is_needed(patch: Patch) -> bool:
     """Return whether a site's diagnosis says NEEDED; nothing stays patched."""
-    engine = Engine(patches, Settings())
+    engine = Engine([patch], Settings())
     engine.activate()
-    _import_orders.import_targets(engine)
-    needed = any(record.status is Status.APPLIED for record in engine.records if record.patch.name == name)
+    _import_orders.import_targets([patch])
+    needed = any(record.status is Status.APPLIED for record in engine.records)
     engine.restore()
     return needed
 

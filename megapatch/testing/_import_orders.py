@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._engine.engine import Engine
@@ -18,30 +18,30 @@ from .._versions import find_module
 from ..patch import MARK, NEEDS_ATTENTION, Patch, Status
 
 
-def import_targets(engine: Engine) -> None:
-    """Import every target that is installed."""
-    for name in _targets(engine):
+def import_targets(patches: Iterable[Patch]) -> None:
+    """Import every target of these patches that is installed."""
+    for name in _targets(patches):
         importlib.import_module(name)
 
 
-def _targets(engine: Engine) -> list[str]:
-    names = dict.fromkeys(record.site.module for record in engine.records)
+def _targets(patches: Iterable[Patch]) -> list[str]:
+    names = dict.fromkeys(site.module for patch in patches for site in patch.sites)
     return [name for name in names if find_module(name) is not None]
 
 
 def activate_import(engine: Engine) -> None:
     engine.activate()
-    import_targets(engine)
+    import_targets(engine.patches)
 
 
 def import_activate(engine: Engine) -> None:
-    import_targets(engine)
+    import_targets(engine.patches)
     engine.activate()
 
 
 def activate_twice(engine: Engine) -> None:
     engine.activate()
-    import_targets(engine)
+    import_targets(engine.patches)
     engine.activate()
     engine.apply()
 
@@ -55,22 +55,22 @@ def restore_and_apply(engine: Engine) -> None:
 def restore_before_the_import(engine: Engine) -> None:
     engine.activate()
     engine.restore()
-    import_targets(engine)
+    import_targets(engine.patches)
     engine.apply()
 
 
 def parents_first(engine: Engine) -> None:
     """Import the targets' packages first (no import hook fires for a namespace package), and perhaps targets."""
-    for name in _targets(engine):
+    for name in _targets(engine.patches):
         importlib.import_module(name.partition(".")[0])
         importlib.import_module(name.rpartition(".")[0] or name)
     engine.activate()
-    import_targets(engine)
+    import_targets(engine.patches)
 
 
 def held_by_name(engine: Engine) -> None:
     """Let another module do `from target import function` and `... as alias` first."""
-    import_targets(engine)
+    import_targets(engine.patches)
     holder = types.ModuleType("megapatch_contract_holder")
     sys.modules[holder.__name__] = holder
     for record in engine.records:
@@ -89,14 +89,14 @@ def held_by_name(engine: Engine) -> None:
 
 def reloaded(engine: Engine) -> None:
     activate_import(engine)
-    for name in _targets(engine):
+    for name in _targets(engine.patches):
         importlib.reload(sys.modules[name])
     engine.apply()
 
 
 def imported_by_another_thread(engine: Engine) -> None:
     engine.activate()
-    _in_thread(lambda: import_targets(engine)).join()
+    _in_thread(lambda: import_targets(engine.patches)).join()
 
 
 def in_the_middle_of_our_own_import(engine: Engine) -> None:
@@ -182,12 +182,12 @@ class _InTheMiddle:
 
     def __init__(self, engine: Engine, function: Callable[[], object]) -> None:
         self.engine, self.function = engine, function
-        self.names = _targets(engine)
+        self.names = _targets(engine.patches)
         self.called = False
 
     def run(self) -> None:
         sys.meta_path.insert(0, self)
-        import_targets(self.engine)
+        import_targets(self.engine.patches)
         self._call()  # in case no target has imported anything that was not loaded
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:

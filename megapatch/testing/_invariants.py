@@ -27,7 +27,7 @@ from ._import_orders import import_targets
 def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
     """Check in one process everything that needs no scenario; return the problems."""
     engine = Engine(patches, Settings())
-    import_targets(engine)
+    import_targets(patches)
     before = {record: _contents(record) for record in engine.records}
     problems: list[str] = []
     verdicts = {record: _first_verdict(record, problems) for record in engine.records}
