@@ -26,9 +26,10 @@ from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 PATCH = "nemo_rl.gathered-when-read"
 SIZE, STEPS = 4, 3
 
-pytestmark = pytest.mark.skipif(
-    not has_refit_of_local_shards(), reason="this NeMo-RL has no refit of local shards"
-)
+pytestmark = [
+    pytest.mark.skipif(not has_refit_of_local_shards(), reason="this NeMo-RL has no refit of local shards"),
+    pytest.mark.thorough,
+]
 
 
 def refitting_worker(options):

@@ -18,7 +18,10 @@ RELEASES = [shape for shape in SHAPES if not has_own_split_step(shape)]
 OVERLAPPING = ("dp2, overlap", "dp2, distributed optimizer, both")
 KINDS = ("nll", "by sequences")
 
-pytestmark = pytest.mark.skipif(not RELEASES, reason="this NeMo-RL has a split step of its own")
+pytestmark = [
+    pytest.mark.skipif(not RELEASES, reason="this NeMo-RL has a split step of its own"),
+    pytest.mark.thorough,
+]
 
 
 def compared(rank, world_size):

@@ -15,6 +15,8 @@ from rigs.nemo_rl_steps import LAYOUTS, SIZE, differences, trained_gpt, whole
 
 from megapatch.testing import init_parallel, run_ranks
 
+pytestmark = pytest.mark.thorough
+
 PATCH = "nemo_rl.train-after-exception"
 
 

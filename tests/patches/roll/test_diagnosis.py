@@ -8,6 +8,8 @@ import pytest
 
 from megapatch.patches.roll import grad_scale, overflow_is_skipped
 
+pytestmark = pytest.mark.thorough
+
 STRATEGY = """
 class MegatronTrainStrategy:
     def initialize(self, provider):

@@ -7,6 +7,8 @@ from rigs.cells import run_cells
 from rigs.roll import CHECKOUT, find_roll
 from rigs.roll_runs import SCALES, cells
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def ranks():

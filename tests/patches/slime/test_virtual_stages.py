@@ -8,6 +8,8 @@ from rigs.slime import SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
+pytestmark = pytest.mark.thorough
+
 LAYOUT = {"pp": 2, "vpp": 2}  # at 4 ranks two are data parallel
 
 
