@@ -13,15 +13,47 @@ from __future__ import annotations
 import atexit
 
 from .._engine.engine import this_process
-from . import _calls, _checkpoints, _gathers, _gradients, _ranks, _scales, _steps, _tokens
+from . import (
+    _calls,
+    _checkpoints,
+    _gathers,
+    _generation,
+    _gradients,
+    _ranks,
+    _scales,
+    _steps,
+    _tokens,
+    _weights,
+)
 from ._findings import LEDGER, Finding
 from ._invariants import INVARIANTS, Invariant
+from ._weights import compare_weights, weights_digest
 
-__all__ = ["INVARIANTS", "Finding", "Invariant", "clear", "findings", "start", "stop"]
+__all__ = [
+    "INVARIANTS",
+    "Finding",
+    "Invariant",
+    "clear",
+    "compare_weights",
+    "findings",
+    "start",
+    "stop",
+    "weights_digest",
+]
 
-_WATCHERS = tuple(
-    part.PATCH for part in (_gradients, _gathers, _steps, _scales, _calls, _ranks, _tokens, _checkpoints)
+_PARTS = (
+    _gradients,
+    _gathers,
+    _steps,
+    _scales,
+    _calls,
+    _ranks,
+    _tokens,
+    _checkpoints,
+    _generation,
+    _weights,
 )
+_WATCHERS = tuple(part.PATCH for part in _PARTS)
 
 
 def start(every: int | None = None, raises: bool = False) -> None:
@@ -59,17 +91,22 @@ def stop() -> None:
 
 def findings() -> list[Finding]:
     """Return what was found in this process since it began, in the order in which it was first seen."""
-    _tokens.judge()
+    _judge()
     return LEDGER.findings()
 
 
 def _summarize() -> None:
-    _tokens.judge()
+    _judge()
     LEDGER.summarize()
+
+
+def _judge() -> None:
+    _tokens.judge()
+    _generation.judge()
 
 
 def clear() -> None:
     """Forget what was found, for instance once it has been reported. Call it on all ranks."""
-    _tokens.judge()
+    _judge()
     LEDGER.clear()
     _ranks.forget()

@@ -62,9 +62,9 @@ def watch_plan(async_save: Callable[..., Any]) -> Callable[..., Any]:
     def patched_async_save(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         kept = getattr(self, NVRX, None)
         planned = any(getattr(self, name, None) is not None for name in PLANS)
-        now = _compare(self, sharded_state_dict, getattr(self, FLAG), planned, kept)
+        now = _compare(self, sharded_state_dict, getattr(self, FLAG, False), planned, kept)
         result = async_save(self, sharded_state_dict, *args, **kwargs)
-        setattr(self, _SAVED, (now, getattr(self, NVRX, None)))
+        _note_saved(self, now, getattr(self, NVRX, None))
         return result
 
     return patched_async_save
@@ -73,13 +73,19 @@ def watch_plan(async_save: Callable[..., Any]) -> Callable[..., Any]:
 def watch_distribution(apply_saving_parallelization: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply_saving_parallelization)
     def patched_apply_saving_parallelization(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        distributed = self.cached_distribution is not None
-        now = _compare(self, sharded_state_dict, self.do_cache_distribution, distributed)
+        distributed = getattr(self, "cached_distribution", None) is not None
+        keeps = getattr(self, "do_cache_distribution", False)
+        now = _compare(self, sharded_state_dict, keeps, distributed)
         result = apply_saving_parallelization(self, sharded_state_dict, *args, **kwargs)
-        setattr(self, _SAVED, (now, None))
+        _note_saved(self, now, None)
         return result
 
     return patched_apply_saving_parallelization
+
+
+@observes
+def _note_saved(strategy: Any, structure: list[Any] | None, kept: Any) -> None:
+    setattr(strategy, _SAVED, (structure, kept))
 
 
 @observes

@@ -63,18 +63,20 @@ class Ledger:
         self._found: dict[tuple[str, str], Finding] = {}
         self._lock = threading.Lock()
 
-    def report(self, invariant: str, kind: str, what: str) -> None:
+    def report(self, invariant: str, kind: str, what: str, where: tuple[str, ...] | None = None) -> None:
         """Record that an invariant was broken; the first time of its kind is logged at WARNING.
 
         Args:
             kind: tells ways of breaking the same invariant apart.
+            where: as `user_code` returned it, for what is found later than it has happened; None for now.
         """
         with self._lock:
             known = self._found.get((invariant, kind))
             if known is not None:
                 known.count += 1
                 return
-            finding = Finding(invariant, what, _rank(), self.step, _user_code())
+            where = user_code() if where is None else where
+            finding = Finding(invariant, what, _rank(), self.step, where)
             self._found[invariant, kind] = finding
         log.warning("audit: %s", finding)
 
@@ -111,12 +113,17 @@ def observes(look: Callable[_P, _R]) -> Callable[_P, _R | None]:
         except AuditError:
             raise
         except Exception:
-            if look not in _broken:
-                _broken.append(look)
-                log.warning("audit: %s failed, and finds nothing", look.__qualname__, exc_info=True)
+            note_bug(look)
             return None
 
     return guarded
+
+
+def note_bug(look: Callable[..., object]) -> None:
+    """Log the exception that is being handled, the first time that it comes from this function."""
+    if look not in _broken:
+        _broken.append(look)
+        log.warning("audit: %s failed, and finds nothing", look.__qualname__, exc_info=True)
 
 
 _broken: list[object] = []
@@ -129,7 +136,7 @@ def _rank() -> int | None:
     return int(distributed.get_rank())
 
 
-def _user_code() -> tuple[str, ...]:
+def user_code() -> tuple[str, ...]:
     """Return the frames that are neither Megatron's, torch's nor ours; in a backward pass there may be none."""
     frames = traceback.extract_stack(sys._getframe(2))
     own = [frame for frame in frames if not _is_machinery(frame.filename)]

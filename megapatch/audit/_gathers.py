@@ -55,10 +55,15 @@ def watch_gathers(start_param_sync: Callable[..., Any]) -> Callable[..., Any]:
             result = start_param_sync(self, *args, **kwargs)
         finally:
             _gathering.pop()
-        _due.discard(self)
+        _note_gather(self)
         return result
 
     return patched_start_param_sync
+
+
+@observes
+def _note_gather(group: Any) -> None:
+    _due.discard(group)
 
 
 # ------------------------------------------------------------------------ who reads
@@ -68,7 +73,7 @@ def watch_module(reader: Callable[..., Any]) -> Callable[..., Any]:
         if not _due or _reading:
             return reader(self, *args, **kwargs)
         name = f"{type(self).__name__}.{reader.__name__}()"
-        _note_read(name, self.parameters())
+        _note_read(name, _parameters([self]))
         _reading.append(name)
         try:
             return reader(self, *args, **kwargs)
@@ -84,7 +89,7 @@ def watch_reader(attribute: str, reader: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(reader)
     def patched_reader(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _due:
-            model = getattr(self, attribute)
+            model = getattr(self, attribute, None)
             _note_read(f"{type(self).__name__}.{reader.__name__}()", _parameters([model]))
         return reader(self, *args, **kwargs)
 

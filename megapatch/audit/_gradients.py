@@ -65,13 +65,11 @@ def _state(bucket: Any) -> BucketState:
 def watch_arrivals(make_hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make_hook)
     def patched_make_backward_post_hook(self: Any, param: Any) -> Any:
-        DDPS.setdefault(self)
+        _note_chunk(self)
         hook = make_hook(self, param)
 
         def audited_hook(*unused: Any) -> Any:
-            group = self.param_to_bucket_group.get(param)
-            if group is not None:
-                _note_arrival(self, group.param_to_bucket[param], param)
+            _note_arrival(self, param)
             return hook(*unused)
 
         return audited_hook
@@ -80,7 +78,16 @@ def watch_arrivals(make_hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @observes
-def _note_arrival(ddp: Any, bucket: Any, param: Any) -> None:
+def _note_chunk(ddp: Any) -> None:
+    DDPS.setdefault(ddp)
+
+
+@observes
+def _note_arrival(ddp: Any, param: Any) -> None:
+    group = ddp.param_to_bucket_group.get(param)
+    if group is None:
+        return
+    bucket = group.param_to_bucket[param]
     Events.arrivals += 1
     state = _state(bucket)
     if state.stepped:
@@ -115,27 +122,37 @@ def _is_zero(bucket: Any, param: Any) -> bool:
 def watch_resets(reset: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset)
     def patched_reset(self: Any, *args: Any, **kwargs: Any) -> Any:
-        Events.resets += 1
-        for bucket in self.buckets:
-            _state(bucket).reset()
-        _tokens.forget(self)
+        _note_reset(self)
         return reset(self, *args, **kwargs)
 
     return patched_reset
+
+
+@observes
+def _note_reset(buffer: Any) -> None:
+    Events.resets += 1
+    for bucket in buffer.buckets:
+        _state(bucket).reset()
+    _tokens.forget(buffer)
 
 
 def watch_reduces(start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(start_grad_sync)
     def patched_start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         # From 0.16 on, a call for what is under way in a first step does nothing.
-        under_way = self.grad_reduce_handle is not None
+        under_way = getattr(self, "grad_reduce_handle", None) is not None
         result = start_grad_sync(self, *args, **kwargs)
         if not under_way:
-            for bucket in self.buckets:
-                _state(bucket).reduces += 1
+            _note_reduce(self)
         return result
 
     return patched_start_grad_sync
+
+
+@observes
+def _note_reduce(group: Any) -> None:
+    for bucket in group.buckets:
+        _state(bucket).reduces += 1
 
 
 # ------------------------------------------------------------------------ what a step finds

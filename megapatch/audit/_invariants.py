@@ -70,9 +70,16 @@ INVARIANTS: dict[str, Invariant] = {
         ("megatron.parameters-without-gradients", "nemo_rl.forward-pre-hook-after-split"),
     ),
     "hooks-balanced": Invariant(
-        "A forward-backward call leaves the hooks of the model's config, and no_sync, as it found them.",
-        "Later calls reduce too early, twice, or not at all.",
-        ("megatron.nested-no-sync", "nemo_rl.train-after-exception"),
+        "A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun "
+        "machine as it found them.",
+        "Later calls reduce too early, twice, or not at all; or a step is skipped.",
+        (
+            "megatron.nested-no-sync",
+            "megatron.train-reentry",
+            "nemo_rl.abort-resets-rerun",
+            "nemo_rl.train-after-exception",
+            "slime.train-reentry",
+        ),
     ),
     "stages-differ": Invariant(
         "Pipeline stages draw different random numbers.",
@@ -88,6 +95,16 @@ INVARIANTS: dict[str, Invariant] = {
         "A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.",
         "The checkpoint lacks something that the next load needs.",
         ("megatron.rerun-state-dict", "megatron.save-plan-cache"),
+    ),
+    "weights-synced": Invariant(
+        "Generation has received the weights that were trained, version by version.",
+        "Rollouts come from another model than the one that is trained on them.",
+        ("slime.first-sync-pushes-actor",),
+    ),
+    "resumed": Invariant(
+        "Generation that was paused for a weight sync is resumed, however the sync ends.",
+        "Requests are never answered, and training waits for rollouts that do not come.",
+        ("areal.weight-sync-resume", "skyrl.async-trainer-resume", "skyrl.pause-rollback"),
     ),
 }
 """The rules, by name, in the order of the page."""

@@ -4,11 +4,11 @@ Symptom   a rank that missed a gather, a broadcast or a reduce trains another mo
           with the others' all the same. Or all pipeline stages have the same seed, and drop the same elements.
 Upstream  NVIDIA-NeMo/RL#3773, NovaSky-AI/SkyRL#1212.
 Seam      the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50): a hash of the parameters that
-          are the same in a group, and one all-reduce of 32 bytes a group. model_parallel_cuda_manual_seed() shows
+          are the same in a group, and one all-reduce of 48 bytes a group. model_parallel_cuda_manual_seed() shows
           seeds.
-Limits    only where every rank is audited, which ranks settle through torch.distributed's store before the first
-          collective. A difference is found within as many steps as lie between two hashes, and named one step
-          later.
+Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
+          store before each collective. A difference is found within as many steps as lie between two hashes, and
+          named one step later.
 Cost      reads the parameters once in that step; no copy, and no sync between hashes.
 """
 
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 from .._engine.settings import EVERY
 from ..errors import AuditError, MisuseError
 from ..patch import Patch
-from ._findings import LEDGER, describe, observes
+from ._findings import LEDGER, describe, note_bug, observes
 from ._optimizers import DDPS
-from ._participants import all_ranks_are_audited
+from ._participants import all_have_come, all_ranks_are_audited
 from ._sites import site
 
 log = logging.getLogger("megapatch")
@@ -106,8 +106,9 @@ def compare(ddps: list[Any]) -> None:
     if _seeds:
         _compare_seeds(ddps)
     for replicas in _replicas(ddps):
-        hashes = _highest([_hash(replicas.parameters)], replicas.group)
-        compared.append(_Compared(replicas, hashes))
+        if all_have_come(replicas.group):
+            hashes = _highest(_hashes([replicas.parameters]), replicas.group)
+            compared.append(_Compared(replicas, hashes))
     vars(ddps[0])[_COMPARED] = compared
 
 
@@ -119,11 +120,13 @@ def forget() -> None:
 
 def _judge(earlier: _Compared, ddps: list[Any]) -> None:
     """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
+    what, group, parameters = earlier.replicas
     if not _differ(earlier.hashes).any():
         return
-    what, group, parameters = earlier.replicas
-    differing = _differ(_highest([_hash([parameter]) for parameter in parameters], group))
-    wrong = [parameter for parameter, differs in zip(parameters, differing.tolist(), strict=True) if differs]
+    wrong = parameters
+    if all_have_come(group):
+        differing = _differ(_highest(_hashes([[parameter] for parameter in parameters]), group)).tolist()
+        wrong = [parameter for parameter, differs in zip(parameters, differing, strict=True) if differs]
     named = (pair for ddp in ddps for pair in ddp.module.named_parameters())
     name = describe(wrong or parameters, named)
     LEDGER.report("ranks-agree", what, f"{name} is not the same on all {what} ranks")
@@ -142,6 +145,8 @@ def _raise_together(ddps: list[Any]) -> None:
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         parallel_state.get_model_parallel_group(),
     ):
+        if not all_have_come(group):
+            return
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     if rank := int(highest):
         own = "; ".join(str(finding) for finding in findings)
@@ -169,13 +174,30 @@ def _replicas(ddps: list[Any]) -> Iterator[_Replicas]:
 
 
 # ------------------------------------------------------------------------ hashes
-def _hash(parameters: Iterable[Any]) -> Any:
+def hash_of(parameters: Iterable[Any]) -> Any:
     """Return two numbers, of 16 bytes together, that depend on every bit and its place."""
     import torch
 
     sums = torch.stack([_sums(parameter.data) for parameter in parameters])
     columns, rows = _odd(sums.shape[1], sums.device), _odd(len(sums), sums.device)
     return torch.stack([_mixed(_mixed(sums + columns**power).sum(1) + rows**power).sum() for power in (1, 3)])
+
+
+def _hashes(parts: list[list[Any]]) -> Any:
+    """Return two numbers for each list of parameters, and a third: 1 where they could not be hashed on this rank.
+
+    A rank that fails here, for want of memory perhaps, still has to make the collective that others wait in.
+    """
+    import torch
+
+    try:
+        numbers = torch.stack([hash_of(part) for part in parts])
+        failed = 0
+    except Exception:
+        note_bug(hash_of)
+        numbers = torch.zeros(len(parts), 2, dtype=torch.int64, device=parts[0][0].device)
+        failed = 1
+    return torch.nn.functional.pad(numbers, (0, 1), value=failed)
 
 
 def _odd(count: int, device: Any) -> Any:
@@ -210,30 +232,34 @@ def _sums(tensor: Any) -> Any:
     return torch.cat(found)
 
 
-def _highest(hashes: list[Any], group: Any) -> Any:
+def _highest(hashes: Any, group: Any) -> Any:
     """Return, for each hash and its complement, the highest of the group's ranks."""
     import torch
     import torch.distributed as dist
 
-    stacked = torch.stack(hashes)
-    both = torch.stack([stacked, ~stacked])
+    both = torch.stack([hashes, ~hashes])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return both
 
 
 def _differ(highest: Any) -> Any:
-    """Return by hash whether the highest is not the lowest."""
-    return (highest[0] != ~highest[1]).any(dim=1)
+    """Return by hash whether the highest is not the lowest, where no rank has failed to make one."""
+    return (highest[0] != ~highest[1]).any(dim=1) & (highest[0, :, 2] == 0)
 
 
 # ------------------------------------------------------------------------ seeds
 def watch_seed(seed_all: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(seed_all)
     def patched_model_parallel_cuda_manual_seed(seed: Any, *args: Any, **kwargs: Any) -> Any:
-        _seeds[:] = [int(seed)]
+        _note_seed(seed)
         return seed_all(seed, *args, **kwargs)
 
     return patched_model_parallel_cuda_manual_seed
+
+
+@observes
+def _note_seed(seed: Any) -> None:
+    _seeds[:] = [int(seed)]
 
 
 def _compare_seeds(ddps: list[Any]) -> None:
@@ -245,7 +271,9 @@ def _compare_seeds(ddps: list[Any]) -> None:
     group = parallel_state.get_pipeline_model_parallel_group()
     if group.size() > 1:
         device = next(ddps[0].module.parameters()).device
-        highest = _highest([torch.tensor([seed, seed], device=device)], group)
+        if not all_have_come(group):
+            return
+        highest = _highest(torch.tensor([[seed, seed, 0]], device=device), group)
         if not _differ(highest).any():
             LEDGER.report("stages-differ", "seed", f"all {group.size()} pipeline stages were seeded with {seed}")
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ..patch import Patch
@@ -113,8 +113,9 @@ def _divides_buffers(optimizer: Any) -> bool:
 
 
 @observes
-def note_call(chunks: Iterable[Any], config: Any) -> None:
+def note_call(chunks: list[Any]) -> None:
     """Note what a forward-backward call that begins will multiply auxiliary losses by."""
+    config = chunks[0].config
     if config.grad_scale_func is None and _has_auxiliary_losses(config):
         _unscaled_losses.update(chunks)
 

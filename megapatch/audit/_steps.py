@@ -40,7 +40,7 @@ def watch_step(step: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _stepping.pop()
             LEDGER.step += 1
-        _after_step(self, bool(result[0]), due or [])
+        _after_step(self, result, due or [])
         return result
 
     return patched_step
@@ -56,8 +56,8 @@ def _before_step(optimizer: Any) -> list[Any] | None:
 
 
 @observes
-def _after_step(optimizer: Any, succeeded: bool, due: list[Any]) -> None:
-    ddps = ddps_of(optimizer)
+def _after_step(optimizer: Any, result: tuple[Any, ...], due: list[Any]) -> None:
+    succeeded, ddps = bool(result[0]), ddps_of(optimizer)
     _scales.end_step(parts_of(optimizer), ddps)
     _gradients.note_step(ddps)
     _tokens.end_step(ddps, succeeded)
@@ -73,14 +73,17 @@ def _after_step(optimizer: Any, succeeded: bool, due: list[Any]) -> None:
 def watch_schedule(step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(step)
     def patched_step(self: Any, increment: Any, *args: Any, **kwargs: Any) -> Any:
-        if increment and self.optimizer in _skipped:
-            LEDGER.report(
-                "learning-rate-moves", "after-skip", "the schedule advanced after a step that was skipped"
-            )
-        _skipped.discard(self.optimizer)
+        _note_advance(self, increment)
         return step(self, increment, *args, **kwargs)
 
     return patched_step
+
+
+@observes
+def _note_advance(schedule: Any, increment: Any) -> None:
+    if increment and schedule.optimizer in _skipped:
+        LEDGER.report("learning-rate-moves", "after-skip", "the schedule advanced after a step that was skipped")
+    _skipped.discard(schedule.optimizer)
 
 
 PATCH = Patch(

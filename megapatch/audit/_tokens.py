@@ -45,14 +45,15 @@ def watch_microbatch(forward_step: Callable[..., Any]) -> Callable[..., Any]:
     def patched_forward_step(forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kw: Any) -> Any:
         result = forward_step(forward_step_func, data_iterator, model, *args, **kw)
         if _training and _training[-1]:
-            _note_microbatch(model, *result)
+            _note_microbatch(model, result)
         return result
 
     return patched_forward_step
 
 
 @observes
-def _note_microbatch(chunk: Any, output: Any, num_tokens: Any) -> None:
+def _note_microbatch(chunk: Any, result: tuple[Any, Any]) -> None:
+    output, num_tokens = result
     for buffer in _buffers(chunk)[:1]:
         setattr(buffer, _COUNTED, getattr(buffer, _COUNTED, 0) + num_tokens)
     loss = output[0] if isinstance(output, list) else output

@@ -6,6 +6,7 @@ import gc
 import weakref
 
 import pytest
+import torch
 from rigs.cells import AUDITED
 from rigs.megatron import UNPATCHED, Log
 
@@ -55,6 +56,50 @@ def test_with_raise_a_finding_of_one_rank_is_an_error_on_all():
     other, own = run_ranks(interrupted, 2, env={**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": "raise"})
     assert "see the log of rank 1" in other
     assert "hooks-balanced (after 1 optimizer step on rank 1): something happened" in own
+
+
+def skipping(rank, world_size):
+    """One rank leaves out an optimizer step, as for a loss that is NaN there only: no collective of Megatron's."""
+    log = Log()
+    init_parallel()
+    model = tiny_gpt()
+    for step in range(4):
+        model.zero_grad()
+        model.forward_backward(step)
+        if rank == 0 or step != 1:
+            model.optimizer.step()
+    return [text for text in log.texts if "not compared any more" in text], model.parameters()
+
+
+def test_a_rank_that_skips_a_step_meets_no_collective_of_the_audit():
+    plain = run_ranks(skipping, 2, env=UNPATCHED)
+    audited = run_ranks(skipping, 2, setup=impatient, env={**UNPATCHED, **AUDITED})
+    for (_, expected), (said, parameters) in zip(plain, audited, strict=True):
+        assert "one of them has not come to this optimizer step" in said[0] and len(said) == 1
+        assert all((parameters[name] == expected[name]).all() for name in parameters)
+
+
+def unable(rank, world_size):
+    """One rank has no memory left to hash its parameters."""
+    from megapatch.audit import _ranks
+
+    init_parallel()
+    model = tiny_gpt()
+    model.train_step(0)
+    working = _ranks.hash_of
+    if rank == 1:
+        _ranks.hash_of = lambda parameters: (_ for _ in ()).throw(MemoryError())
+    model.train_step(1)
+    _ranks.hash_of = working
+    with torch.no_grad():
+        next(model.chunks[0].parameters()).add_(rank)
+    for step in (2, 3, 4):
+        model.train_step(step)
+    return [(finding.invariant, finding.step) for finding in audit.findings()]
+
+
+def test_a_rank_that_cannot_hash_makes_the_collective_all_the_same():
+    assert run_ranks(unable, 2, env={**UNPATCHED, **AUDITED}) == [[("ranks-agree", 3)]] * 2
 
 
 def started_late(rank, world_size):

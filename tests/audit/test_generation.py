@@ -1,0 +1,251 @@
+"""resumed and weights-synced: syncs around generation that may fail, or that send something else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from rigs.streaming import World, run
+
+from megapatch import audit
+from megapatch.audit import _generation, _weights
+from megapatch.audit._findings import LEDGER
+from megapatch.streaming import TrainPump  # noqa: F401  (before the audit, as in a run that starts it late)
+from megapatch.weight_sync import paused_generation
+
+
+@pytest.fixture(autouse=True)
+def _audited():
+    audit.start()
+    yield
+    audit.stop()
+    audit.clear()
+
+
+def found():
+    return [(finding.invariant, finding.what) for finding in audit.findings()]
+
+
+class Client:
+    """Marks itself as paused, as SkyRL's client does, in an event of asyncio's or of threading's."""
+
+    def __init__(self, fails=None, event=threading.Event):
+        self.fails, self.generation_paused_event = fails, event()
+
+    async def pause_generation(self):
+        self.generation_paused_event.set()
+        if self.fails == "pause":
+            raise OSError("no pause")
+
+    async def resume_generation(self):
+        if self.fails == "resume":
+            raise OSError("no resume")
+        self.generation_paused_event.clear()
+
+
+class Trainer:
+    """Pauses and resumes by itself."""
+
+    def __init__(self, client):
+        self.client = client
+
+    async def sync(self, raises=True):
+        if raises:
+            raise OSError("no sync")
+
+
+Client.pause_generation = _generation.watch_pause(Client.pause_generation)
+Client.resume_generation = _generation.watch_resume(Client.resume_generation)
+Trainer.sync = _generation.watch_sync("client", Trainer.sync)
+
+
+async def sync(client, raises=True, resumes=False):
+    await client.pause_generation()
+    try:
+        await Trainer(client).sync(raises)
+    except OSError:
+        if not resumes:
+            return
+    await client.resume_generation()
+
+
+# ------------------------------------------------------------------------ resumed
+def test_a_failed_sync_that_leaves_generation_paused_is_found():
+    client = Client()
+    asyncio.run(sync(client))
+    assert found() == [("resumed", "generation is still paused after Trainer.sync(), which failed")]
+    assert any("in sync" in line for line in audit.findings()[0].where)
+
+
+@pytest.mark.parametrize("event", [threading.Event, asyncio.Event])
+@pytest.mark.parametrize("ending", [{"raises": False}, {"resumes": True}])
+def test_generation_that_runs_again_is_not(ending, event):
+    client = Client(event=event)
+    asyncio.run(sync(client, **ending))
+    assert found() == []
+
+
+def test_generation_that_the_caller_has_resumed_by_other_means_is_not():
+    client = Client()
+    asyncio.run(sync(client))
+    client.generation_paused_event.clear()
+    assert found() == []
+
+
+def test_it_is_reported_while_training_waits(monkeypatch):
+    monkeypatch.setattr(_generation, "_GRACE", 0.01)
+    client, reported = Client(), threading.Event()
+    monkeypatch.setattr(LEDGER, "report", lambda *ignored: reported.set())
+    asyncio.run(sync(client))
+    assert reported.wait(30)
+
+
+def test_a_pause_that_fails_and_marks_the_client_is_found():
+    client = Client("pause")
+    with pytest.raises(OSError, match="no pause"):
+        asyncio.run(client.pause_generation())
+    assert found() == [("resumed", "generation is still paused after a pause that failed")]
+
+
+def test_a_pause_of_what_is_paused_already_is_not():
+    client = Client()
+    asyncio.run(client.pause_generation())
+    client.fails = "pause"
+    with pytest.raises(OSError, match="no pause"):
+        asyncio.run(client.pause_generation())
+    assert found() == []
+
+
+def test_a_resume_of_paused_generation_that_fails_is_found():
+    async def main():
+        async with paused_generation(Client("resume")):
+            pass
+
+    with pytest.raises(OSError, match="no resume"):
+        asyncio.run(main())
+    assert found() == [
+        ("resumed", "resuming generation after a weight sync has failed: OSError: no resume"),
+    ]
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_paused_generation_that_resumes_has_no_findings(raises):
+    async def main():
+        async with paused_generation(Client()):
+            if raises:
+                raise KeyError
+
+    with pytest.raises(KeyError) if raises else contextlib.nullcontext():
+        asyncio.run(main())
+    assert found() == []
+
+
+def test_a_client_that_is_gone_is_not_kept_alive():
+    client = Client()
+    asyncio.run(sync(client))
+    reference = weakref.ref(client)
+    del client
+    gc.collect()
+    assert reference() is None
+    assert found() == []
+
+
+# ------------------------------------------------------------------------ weights-synced
+def tensors(**changes):
+    return {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), **changes}
+
+
+def test_the_digest_depends_on_every_bit_name_type_and_shape_and_not_on_the_order():
+    one = audit.weights_digest(tensors().items())
+    assert audit.weights_digest(reversed(tensors().items())) == one
+    others = [
+        tensors(w=torch.arange(6.0).view(3, 2)),
+        tensors(w=torch.arange(6.0).view(2, 3).half()),
+        tensors(w=torch.arange(6.0).view(2, 3).flip(0)),
+        tensors(c=torch.ones(1)),
+        {"b": tensors()["w"], "w": tensors()["b"]},
+    ]
+    assert len({one, *(audit.weights_digest(other.items()) for other in others)}) == 1 + len(others)
+    assert audit.weights_digest([]) != one
+
+
+def test_weights_are_compared_with_those_of_each_engine():
+    assert audit.compare_weights("a", "a", 3)
+    assert audit.compare_weights("a", ["a", "a"])
+    assert found() == []
+    assert not audit.compare_weights("a", ["a", "b"], 3)
+    ((rule, what),) = found()
+    assert rule == "weights-synced"
+    assert what == ("1 of 2 engines have not received the weights of version 3 that were trained: b instead of a")
+
+
+class Sides(World):
+    """Trainer and generation, whose weights are their versions."""
+
+    received = None
+
+    def weights_digest(self):
+        return f"weights {len(self.trained)}"
+
+
+class Receiving:
+    """The generation side of `Sides`: it misses one sync."""
+
+    def __init__(self, world, missed=None, broken=False):
+        self.world, self.missed, self.broken, self.has = world, missed, broken, None
+
+    async def pause_generation(self):
+        pass
+
+    async def resume_generation(self):
+        pass
+
+    async def set_weight_version(self, version):
+        if version != self.missed:
+            self.has = self.world.weights_digest()
+
+    async def weights_digest(self):
+        if self.broken:
+            raise OSError("no digest")
+        return self.has
+
+
+async def pumped(steps=3, **options):
+    world = Sides()
+    pump = world.pump()
+    pump._weights._generation = Receiving(world, **options)
+    await pump.sync_weights()
+    for step in range(steps):
+        await world.put(f"g{step}", version=step)
+        await pump.step()
+    return pump.version
+
+
+def test_a_pump_whose_generation_misses_a_version_is_found():
+    assert asyncio.run(pumped(missed=2)) == 3
+    ((rule, what),) = found()
+    assert rule == "weights-synced"
+    assert "of version 2 that were trained: weights 1 instead of weights 2" in what
+    assert audit.findings()[0].count == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"broken": True}])
+def test_a_pump_that_syncs_has_no_findings_and_is_not_broken_by_a_digest(options):
+    assert asyncio.run(pumped(**options)) == 3
+    assert found() == []
+
+
+def test_a_pump_without_digests_is_not_asked():
+    async def main():
+        world = World()
+        pump = world.pump()
+        await pump.sync_weights()
+        return [call for call in world.calls if "digest" in call]
+
+    assert run(main()) == []
+    assert _weights.DIGEST == "weights_digest"
