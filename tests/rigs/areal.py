@@ -1,9 +1,10 @@
 """AReaL's MegatronEngine around a tiny GPT, of the releases in AREAL_RELEASES and the checkout in AREAL_CHECKOUT.
 
 Real: the engine (its constructor, create_process_group(), initialize(), train_batch() and all that these call,
-to Megatron; its weight updates; destroy()), the lock of weight updates, and the checkpoints' manager. Our tiny GPT
-takes the place of a model of Hugging Face's. Stand-ins: the rollout servers, the splitting and packing of samples,
-the conversion to Hugging Face's names, and those parts of AReaL that play no part in the tests.
+to Megatron; its weight updates; destroy()), how its rollout engine pauses and continues, the lock of weight
+updates, and the checkpoints' manager. Our tiny GPT takes the place of a model of Hugging Face's. Stand-ins: the
+rollout servers, the splitting and packing of samples, the conversion to Hugging Face's names, and those parts of
+AReaL that play no part in the tests.
 """
 
 from __future__ import annotations
@@ -27,9 +28,20 @@ from rigs.variables import releases
 
 ENGINE = "areal.engine.megatron_engine"
 CHECKPOINTER = "areal.engine.megatron_utils.checkpointer"
-PACKAGES = "areal", "areal.engine", "areal.engine.megatron_utils", "areal.utils"
-REAL = (ENGINE, CHECKPOINTER, "areal.engine.megatron_utils.megatron", "areal.utils.lock")
-STAND_INS = "areal", "mbridge", "megatron.bridge", "torchdata", "transformers"
+ROLLOUT = "areal.infra.remote_inf_engine"
+PACKAGES = "areal", "areal.engine", "areal.engine.megatron_utils", "areal.infra", "areal.utils"
+REAL = (ENGINE, CHECKPOINTER, ROLLOUT, "areal.engine.megatron_utils.megatron", "areal.utils.lock")
+STAND_INS = (
+    "aiohttp",
+    "areal",
+    "mbridge",
+    "megatron.bridge",
+    "ray",
+    "requests",
+    "torchdata",
+    "transformers",
+    "uvloop",
+)
 GRADS = {"overlap_grad_reduce": True}
 BOTH = {**GRADS, "overlap_param_gather": True}
 STEPS, VOCABULARY, LENGTH, MICROBATCHES = 3, 32, 8, 2
@@ -89,6 +101,7 @@ def _total_weight(microbatches, weight_of, group):
 
 OURS = {
     "TrainEngine": object,
+    "InferenceEngine": object,
     "trace_perf": _decorator,
     "trace_scope": lambda *ignored: contextlib.nullcontext(),
     "patch_bridge_for_tree_training": lambda *ignored: contextlib.nullcontext(),

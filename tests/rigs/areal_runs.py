@@ -11,7 +11,7 @@ import torch
 
 from megapatch import apply, report, restore
 from megapatch._mcore.process_groups import process_groups
-from rigs.areal import BOTH, CHECKPOINTER, ENGINE, GRADS, STEPS, engine_of, parameters, train
+from rigs.areal import BOTH, CHECKPOINTER, ENGINE, GRADS, ROLLOUT, STEPS, engine_of, parameters, train
 from rigs.areal_updates import Servers, checkpoint, update
 from rigs.gathers import wrong
 from rigs.megatron import Log, attempt
@@ -28,11 +28,14 @@ EXPERTS = {
     "moe_router_topk": 1,
 }
 SCALE = 1024.0
+alive = []
+"""Servers, which survive a failure."""
 
 
 def cells(rank, world_size):
     """Yield the cells of `run_cells`: (name, what), first with nothing patched, then with all patches."""
     importlib.import_module(ENGINE)
+    importlib.import_module(ROLLOUT)
     importlib.import_module(CHECKPOINTER)
     restore()
     for name in READS:
@@ -86,11 +89,16 @@ def failures():
         if torch.distributed.get_rank():
             continue  # it would wait for rank 0 until the timeout
         log, servers = Log(), Servers(fails)
+        alive.append(servers)
         with mock.patch("torch.distributed.barrier"):
             failed = attempt(update, engine, servers, kind)
         if held := engine.engine_lock.token is not None:
             engine.engine_lock.release()
-        found[fails] = failed, servers.calls, [text for text in log.texts if "weight sync" in text], held
+        texts = [text for text in log.texts if "weight sync" in text]
+        found[fails] = failed, list(servers.calls), texts, held
+        if fails == "continue":  # with the patch as well, such servers stay paused until somebody starts them
+            servers.fails = None
+            servers.continue_generation()
     torch.distributed.barrier()
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 import tempfile
 from concurrent.futures import Future
@@ -11,15 +12,21 @@ from unittest import mock
 
 import torch
 
-from rigs.areal import CHECKPOINTER, ENGINE, parameters, wanted
+from rigs.areal import CHECKPOINTER, ENGINE, ROLLOUT, parameters, wanted
 from rigs.gathers import whole
 
 
 class Servers:
-    """AReaL's client of rollout servers, which copy what they are sent, and may fail."""
+    """A client of rollout servers, which copy what they are sent, and may fail. AReaL's own pauses them."""
 
     def __init__(self, fails=None):
         self.calls, self.loaded, self.fails = [], {}, fails
+        self._engine = object.__new__(importlib.import_module(ROLLOUT).RemoteInfEngine)
+        self._engine.backend = SimpleNamespace(
+            get_pause_request=lambda: "pause", get_resume_request=lambda: "continue"
+        )
+        self._engine.config = SimpleNamespace(pause_grace_period=0)
+        self._engine._run_request_on_all_servers = self._call
 
     def _call(self, name):
         self.calls.append(name)
@@ -27,10 +34,10 @@ class Servers:
             raise ConnectionError(name)
 
     def pause_generation(self):
-        self._call("pause")
+        self._engine.pause_generation()
 
     def continue_generation(self):
-        self._call("continue")
+        self._engine.continue_generation()
 
     def update_weights_from_distributed(self, meta, specs):
         self._call("update")

@@ -44,6 +44,10 @@ def test_without_the_patch_servers_stay_paused_and_the_lock_is_held(ranks):
     assert found["disk"] == (("ConnectionError", "disk"), ["pause", "disk"], [], False)
 
 
+def test_the_audit_finds_that_they_stay_paused(ranks):
+    assert ranks[0].broken["failures, without"] == ("resumed",)  # and with the patch nothing, or the cell fails
+
+
 def test_after_a_failure_servers_continue_and_the_lock_is_free(ranks):
     found = ranks[0]["failures"]
     assert {name: calls for name, (_, calls, _, _) in found.items()} == {
