@@ -150,12 +150,18 @@ def _run(rank, world_size, job, args, folder, patience, audited):
         )
 
 
-def _broken(cell):
-    """Return the rules that the audit has found broken in a cell; raise for one that has its patches."""
+def take_findings():
+    """Return what the audit has found since the last time."""
     from megapatch import audit
 
     found = audit.findings()
     audit.clear()
+    return found
+
+
+def _broken(cell):
+    """Return the rules that the audit has found broken in a cell; raise for one that has its patches."""
+    found = take_findings()
     assert not found or "without" in str(cell), "\n".join(["the audit has found:", *map(str, found)])
     return tuple(finding.invariant for finding in found)
 

@@ -17,6 +17,7 @@ import megapatch
 from megapatch._engine.engine import this_process
 from megapatch.patch import MARK
 from megapatch.weight_sync._pause import _warned
+from rigs.cells import take_findings
 
 OLD, MIXED, NEW = ["old", "old"], ["new", "old"], ["new", "new"]
 STEPS = 3  # of an epoch of the trainer
@@ -130,6 +131,7 @@ class Engines(list):
     def told(self):
         """Return the state after a scenario, as plain data."""
         return {
+            "rules": [finding.invariant for finding in take_findings()],
             "calls": [*self.calls],
             "engine calls": [engine.calls for engine in self],
             "seen mixed": any(MIXED in engine.seen for engine in self),
@@ -244,6 +246,14 @@ async def cancelled_when(coroutine, ready):
     await asyncio.sleep(0)
     task.cancel()
     await task
+
+
+def audited(patch, scenarios):
+    """Return the results of the scenarios without the patch and with it, in a process that the audit watches."""
+    megapatch.restore(patch)
+    without = scenarios()
+    megapatch.apply()
+    return {"without": without, "with": scenarios()}
 
 
 def each_way(patch, module, cls, names, scenarios):

@@ -9,8 +9,9 @@ import functools
 from unittest import mock
 
 import pytest
+from rigs.cells import AUDITED
 from rigs.skyrl import RELEASES, needs_skyrl
-from rigs.skyrl_engines import STEPS, Engines, each_way, logged, outcome, trainer_for
+from rigs.skyrl_engines import STEPS, Engines, audited, each_way, logged, outcome, trainer_for
 
 from megapatch.patches.skyrl.async_trainer_resume import MODULES, SYNC, TRAINER, diagnose
 
@@ -91,6 +92,10 @@ def found_by(rank, world_size, release):
     return {**found, "verdict": (verdict.kind.value, verdict.reason)}
 
 
+def audited_by(rank, world_size, release):
+    return audited("skyrl.async-trainer-resume", functools.partial(scenarios, release, release.module_of(MODULES)))
+
+
 @functools.cache
 def found_for(release):
     return release.ranks(found_by, 1, release)[0]
@@ -110,9 +115,14 @@ def test_the_verdict(release):
 
 
 @pytest.fixture(params=[one for one in RELEASES if one.name in (*NEEDED, "checkout")], ids=lambda one: one.name)
-def needed(request):
-    found = found_for(request.param)
-    if request.param.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
+def release_of_needed(request):
+    return request.param
+
+
+@pytest.fixture
+def needed(release_of_needed):
+    found = found_for(release_of_needed)
+    if release_of_needed.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
         pytest.skip("this checkout does not need it")
     return found
 
@@ -153,6 +163,14 @@ def test_the_first_sync_and_those_that_are_good_stay_as_they_are(needed, patched
     assert patched["good"]["error"] is None
     assert patched["good"]["calls"] == ["broadcast"] + ["pause", "broadcast", "resume"] * STEPS
     assert patched["first"]["calls"] == ["broadcast"]
+
+
+def test_the_audit_finds_generation_that_stays_paused(needed, release_of_needed):
+    (found,) = release_of_needed.ranks(audited_by, 1, release_of_needed, env=AUDITED)
+    broken = {way: {name for name, one in found[way].items() if set(one["rules"]) == {"resumed"}} for way in found}
+    assert all(set(one["rules"]) <= {"resumed"} for way in found for one in found[way].values())
+    still = {"both fail", "sync alone, after train()"}  # a resume that fails, and a pause of the caller's own
+    assert broken == {"without": {"second", "last", "cancelled", *still}, "with": still}
 
 
 def test_a_resume_that_fails_hides_nothing(patched):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
+from rigs.cells import AUDITED
 from rigs.skyrl import RELEASES, needs_skyrl
-from rigs.skyrl_engines import Engines, cancelled_when, each_way, outcome
+from rigs.skyrl_engines import Engines, audited, cancelled_when, each_way, outcome
 
 from megapatch.patches.skyrl.pause_rollback import CLIENT, MODULES, diagnose
 
@@ -72,15 +73,25 @@ def found_by(rank, world_size, release):
     return {**found, "verdict": (verdict.kind.value, verdict.reason)}
 
 
+def audited_by(rank, world_size, release):
+    release.module_of(MODULES)
+    return audited("skyrl.pause-rollback", functools.partial(scenarios, release))
+
+
 @functools.cache
 def found_for(release):
     return release.ranks(found_by, 1, release)[0]
 
 
 @pytest.fixture(params=[one for one in RELEASES if one.name in (*NEEDED, "checkout")], ids=lambda one: one.name)
-def needed(request):
-    found = found_for(request.param)
-    if request.param.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
+def release_of_needed(request):
+    return request.param
+
+
+@pytest.fixture
+def needed(release_of_needed):
+    found = found_for(release_of_needed)
+    if release_of_needed.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
         pytest.skip("this checkout does not need it")
     return found
 
@@ -113,6 +124,15 @@ def test_without_it_a_failed_pause_marks_the_client_for_good(needed):
     for name in ("cancelled in its grace", "cancelled in abort"):
         assert found[name][0] == "CancelledError"
         assert found[name][1]["marked"]
+
+
+def test_the_audit_finds_a_client_that_is_marked_for_good(needed, release_of_needed):
+    (found,) = release_of_needed.ranks(audited_by, 1, release_of_needed, env=AUDITED)
+    for way, rules in {"without": ["resumed"], "with": []}.items():
+        for name in FAILURES:
+            assert found[way][name]["first"][1]["rules"] == rules
+        for name in ("cancelled in its grace", "cancelled in abort"):
+            assert found[way][name][1]["rules"] == rules
 
 
 @pytest.mark.parametrize("activated", ["early", "late"])
