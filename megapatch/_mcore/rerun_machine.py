@@ -21,6 +21,12 @@ def rewind_interrupted_step(machine: Any) -> None:
         machine.state = type(machine.state)[before]
 
 
+def is_rerunning() -> bool:
+    """Return whether the machine of this process has a step run again."""
+    machine = machine_of_this_process()
+    return machine is not None and machine.state.name.startswith("RERUNNING")
+
+
 def machine_of_this_process() -> Any:
     """Return the machine, or None if there is none: asking Megatron for it would make one."""
     return getattr(sys.modules.get(MODULE), "_GLOBAL_RERUN_STATE_MACHINE", None)

@@ -22,7 +22,7 @@ from typing import Any
 from .._mcore.bucket_groups import bucket_groups, chunks_of
 from .._mcore.rerun_machine import BEFORE_STEP, MODULE, machine_of_this_process
 from ..patch import Patch
-from . import _scales, _tokens
+from . import _gradients, _scales, _tokens
 from ._findings import LEDGER, observes
 from ._sites import site
 
@@ -81,6 +81,7 @@ def _end(chunks: list[Any], before: dict[str, Any] | None, has_returned: bool) -
         _report(list(changed))
     else:
         vars(chunks[0])[_LEFT] = changed
+        _gradients.excuse(chunks)
         machine = machine_of_this_process()
         if machine is not None and machine.state.name in BEFORE_STEP:
             _interrupted.add(machine)

@@ -1,23 +1,27 @@
-"""reduced-once and fresh-gradients: what becomes of each bucket's gradients between zeroing and the step.
+"""reduced-once, fresh-gradients, gradients-used: what becomes of each bucket's gradients between two zeroings.
 
-Symptom   a bucket is reduced before its last gradient, twice, or not at all; or a step begins on the gradients of
-          the step before. Nothing fails: the loss goes down, only not as it should.
+Symptom   a bucket is reduced before its last gradient, twice, or not at all; a step begins on the gradients of the
+          step before; or gradients are zeroed before a step has used them. Nothing fails: the loss goes down, only
+          not as it should.
 Upstream  NovaSky-AI/SkyRL#2146, NVIDIA-NeMo/RL#3660, NVIDIA/Megatron-LM#1150.
 Seam      the hooks that DistributedDataParallel gives to its parameters, _ParamAndGradBuffer.reset(), and
           start_grad_sync() of the bucket groups. They are counted by bucket, and judged in the optimizer step.
 Limits    chunks that were wrapped before the audit began are not judged, nor Megatron-FSDP and torch's FSDP2,
           which have no buckets. Gradients that are zeroed by hand, without reset(), are looked at where a
-          gradient would be added to old ones. A replayed CUDA graph runs no hook.
+          gradient would be added to old ones. A replayed CUDA graph runs no hook. Gradients that are dropped while
+          an exception is handled, by an abort, or for a rerun, are dropped on purpose.
 Cost      about a microsecond a parameter and microbatch; no collective, no sync.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._mcore.bucket_groups import bucket_groups
+from .._mcore.rerun_machine import is_rerunning
 from ..patch import Patch
 from . import _tokens
 from ._findings import LEDGER, describe, observes
@@ -26,6 +30,10 @@ from ._sites import site
 
 STATE = "_megapatch_audit"
 """Attribute of a bucket: its BucketState."""
+
+
+_aborting: list[bool] = []
+"""Whether something that drops gradients on purpose is under way."""
 
 
 class Events:
@@ -42,12 +50,14 @@ class Events:
 class BucketState:
     """What has happened to a bucket's gradients since they were zeroed."""
 
-    __slots__ = ("arrivals", "reduces", "stepped")
+    __slots__ = ("arrivals", "dropped", "excused", "reduces", "stepped")
 
     def __init__(self) -> None:
         self.arrivals = 0
         self.reduces = 0
         self.stepped = False  # whether an optimizer step has used them
+        self.dropped = 0  # how often they were zeroed unused since the last step
+        self.excused = False  # whether a call was interrupted, so that they may be dropped
 
     def reset(self) -> None:
         self.arrivals, self.reduces, self.stepped = 0, 0, False
@@ -131,9 +141,34 @@ def watch_resets(reset: Callable[..., Any]) -> Callable[..., Any]:
 @observes
 def _note_reset(buffer: Any) -> None:
     Events.resets += 1
+    on_purpose = bool(_aborting) or sys.exc_info()[0] is not None or is_rerunning()
     for bucket in buffer.buckets:
-        _state(bucket).reset()
+        state = _state(bucket)
+        if state.arrivals and not state.stepped:
+            state.dropped += not (on_purpose or state.excused)
+            state.excused = False
+        state.reset()
     _tokens.forget(buffer)
+
+
+def watch_abort(abort: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(abort)
+    def patched_abort(*args: Any, **kwargs: Any) -> Any:
+        _aborting.append(True)
+        try:
+            return abort(*args, **kwargs)
+        finally:
+            _aborting.pop()
+
+    return patched_abort
+
+
+def excuse(ddps: Iterable[Any]) -> None:
+    """Note that a call was interrupted: whoever catches that may drop its gradients."""
+    for ddp in ddps:
+        for group in bucket_groups(ddp):
+            for bucket in group.buckets:
+                _state(bucket).excused = True
 
 
 def watch_reduces(start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
@@ -161,11 +196,13 @@ def judge(ddps: Iterable[Any]) -> bool:
     """Report, as a step begins, buckets that were not reduced once. Return whether any gradient has arrived."""
     any_arrived = False
     for ddp in ddps:
-        unreduced, repeated, times = [], [], 0
+        unreduced, repeated, unused, times = [], [], [], 0
         for group in bucket_groups(ddp):
             for bucket in group.buckets:
                 state = _state(bucket)
                 any_arrived |= state.arrivals > 0
+                if state.arrivals and state.dropped:
+                    unused += list(bucket.params)
                 if not state.arrivals or state.stepped or _ranks(group) == 1:
                     continue
                 if state.reduces == 0:
@@ -173,6 +210,9 @@ def judge(ddps: Iterable[Any]) -> bool:
                 elif state.reduces > 1:
                     repeated += list(bucket.params)
                     times = max(times, state.reduces)
+        if unused:
+            what = f"the gradients of {_name(ddp, unused)} were zeroed, and others came, before the optimizer step"
+            LEDGER.report("gradients-used", "zeroed", what)
         if unreduced:
             LEDGER.report("reduced-once", "never", f"the gradients of {_name(ddp, unreduced)} were not reduced")
         if repeated:
@@ -190,6 +230,7 @@ def note_step(ddps: Iterable[Any]) -> None:
             for bucket in group.buckets:
                 state = _state(bucket)
                 state.stepped = state.stepped or state.arrivals > 0
+                state.dropped, state.excused = 0, False
 
 
 def _ranks(group: Any) -> int:
@@ -205,6 +246,7 @@ def _name(ddp: Any, parameters: list[Any]) -> str:
 
 
 # ------------------------------------------------------------------------ where
+_NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 PATCH = Patch(
     name="audit.gradients",
     doc=__doc__,
@@ -220,6 +262,12 @@ PATCH = Patch(
         site(
             "megatron.core.distributed.distributed_data_parallel",
             {"DistributedDataParallel._make_backward_post_hook": watch_arrivals},
+        ),
+        site("megapatch.train_step.step", {"TrainStep.abort": watch_abort}),
+        site(
+            "nemo_rl.models.policy.workers.megatron_policy_worker",
+            {_NEMO_ABORT: watch_abort},
+            since=_NEMO_ABORT,
         ),
     ),
 )

@@ -35,7 +35,12 @@ INVARIANTS: dict[str, Invariant] = {
     "fresh-gradients": Invariant(
         "The first gradient after an optimizer step is added to a buffer that was zeroed.",
         "Each step repeats the gradients of the steps before it.",
-        ("nemo_rl.train-after-exception", "skyrl.accumulate-forward-backward"),
+        ("nemo_rl.train-after-exception",),
+    ),
+    "gradients-used": Invariant(
+        "Gradients that have arrived are used by an optimizer step before they are zeroed.",
+        "A step of several calls trains on the last of them only.",
+        ("skyrl.accumulate-forward-backward",),
     ),
     "scaled-once": Invariant(
         "The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.",

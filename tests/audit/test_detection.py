@@ -31,6 +31,22 @@ def never_zeroed(model, step):
     model.optimizer.step()
 
 
+def zeroed_in_every_call(model, step):
+    """SkyRL before it accumulated."""
+    for part in range(2):
+        model.zero_grad()
+        model.forward_backward(step + part)
+    model.optimizer.step()
+
+
+def torchs_optimizer(model, step):
+    """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
+    model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
+    model.torchs.zero_grad()
+    model.forward_backward(step)
+    model.torchs.step()
+
+
 def reduced_in_every_call(model, step):
     """A step of two calls, each of which finishes gradients (NeMo-RL, SkyRL)."""
     model.zero_grad()
@@ -159,6 +175,9 @@ def schedule_moves_after_an_overflow(model, step):
 CASES = {  # layout, options, the step, and what is found after how many steps
     "as Megatron does": ({}, BOTH, as_megatron_does, {}),
     "never zeroed": ({}, {}, never_zeroed, {"fresh-gradients": 1}),
+    "zeroed in every call": ({}, {}, zeroed_in_every_call, {"gradients-used": 0}),
+    "the same with overlap": ({}, BOTH, zeroed_in_every_call, {"gradients-used": 0}),
+    "torch's optimizer": ({}, {}, torchs_optimizer, {"reduced-once": 0}),
     "reduced in every call": ({}, {}, reduced_in_every_call, {"reduced-once": 0}),
     "never reduced": ({}, {}, never_reduced, {"reduced-once": 0, "ranks-agree": 2}),
     "tokens of the last call": ({}, {"per_token_loss": True}, tokens_of_the_last_call, {"tokens-counted": 1}),

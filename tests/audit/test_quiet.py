@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import pytest
 import torch
 from rigs.cells import run_cells
 from rigs.fsdp import Sharded
-from rigs.megatron import BOTH, GRADS
+from rigs.megatron import BOTH, GRADS, Interrupted, raising_half_way
 from rigs.save import Saves, minor, prepare
 from rigs.train_step import in_pieces
 
@@ -89,6 +90,20 @@ def accumulated():
             train_step.finish()
 
 
+def aborted():
+    """Gradients are dropped by TrainStep.abort(), and after a call that raised."""
+    model = tiny_gpt()
+    train_step = TrainStep(model=model.chunks, optimizer=model.optimizer)
+    for step in range(STEPS):
+        train_step.begin()
+        in_pieces(train_step, model, step, (1, 1), {})
+        train_step.abort()
+        model.forward_backward(step)
+        with raising_half_way(model, 0), contextlib.suppress(Interrupted):
+            model.forward_backward(step)
+        model.train_step(step)
+
+
 def megatrons_own(rerun_mode):
     model = tiny_gpt(layers=4, hooks=False, **BOTH)
     loop = MegatronLoop(model, rerun_mode=rerun_mode)
@@ -117,6 +132,7 @@ CELLS = {
     "two models": ({}, two_models),
     "overflows": ({}, overflowing),
     "two steps' data": ({}, accumulated),
+    "aborted": ({}, aborted),
 }
 SAVES = [] if minor() < 13 else ["saved and loaded"]  # 0.12's writer does not work with this torch
 if megatron_training_available():

@@ -159,6 +159,11 @@ def take_findings():
     return found
 
 
+def take_rules():
+    """Return the names of the rules that the audit has found broken since the last time."""
+    return [finding.invariant for finding in take_findings()]
+
+
 def _broken(cell):
     """Return the rules that the audit has found broken in a cell; raise for one that has its patches."""
     found = take_findings()

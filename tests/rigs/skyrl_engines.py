@@ -17,7 +17,7 @@ import megapatch
 from megapatch._engine.engine import this_process
 from megapatch.patch import MARK
 from megapatch.weight_sync._pause import _warned
-from rigs.cells import take_findings
+from rigs.cells import take_rules
 
 OLD, MIXED, NEW = ["old", "old"], ["new", "old"], ["new", "new"]
 STEPS = 3  # of an epoch of the trainer
@@ -131,7 +131,7 @@ class Engines(list):
     def told(self):
         """Return the state after a scenario, as plain data."""
         return {
-            "rules": [finding.invariant for finding in take_findings()],
+            "rules": take_rules(),
             "calls": [*self.calls],
             "engine calls": [engine.calls for engine in self],
             "seen mixed": any(MIXED in engine.seen for engine in self),

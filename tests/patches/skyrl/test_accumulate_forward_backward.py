@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.cells import AUDITED, take_rules
 from rigs.megatron import ADAM, assert_same_parameters, attempt
 from rigs.skyrl import needs_skyrl, status_of
 from rigs.skyrl_worker import GPT, LENGTH, RESPONSE, samples, worker_for
@@ -160,12 +161,14 @@ def found_by(rank, world_size, release):
     found = {"verdicts": verdicts(module), "status": status_of("skyrl.accumulate-forward-backward")}
     if found["status"] != "applied":
         return found
+    found["rules with"], found["rules without"] = [], []
     for name, options in OPTIONS.items():
         one = trained(release, options, (SAMPLES,))
         for cut, sizes in CUTS.items():
             found[name, cut] = differences(trained(release, options, sizes), one)
         between = trained(release, options, CUTS["three"], forward_only)
         found[name, "forward only"] = differences(between, one)
+        found["rules with"] += take_rules()
         restore()
         found[name, "one call without"] = differences(one, trained(release, options, (SAMPLES,)))
         found[name, "without"] = (
@@ -173,6 +176,7 @@ def found_by(rank, world_size, release):
             last_alone(release, options),
             one[0][0],
         )
+        found["rules without"].append(set(take_rules()))
         apply()
     found["errors"] = with_errors(release)
     found["adapters"] = with_adapters(release)
@@ -192,7 +196,7 @@ def verdicts(module):
 
 @pytest.fixture(scope="module")
 def ranks(release):
-    return release.ranks(found_by, 2, release, timeout=300)
+    return release.ranks(found_by, 2, release, timeout=300, env=AUDITED)
 
 
 @pytest.fixture
@@ -232,6 +236,12 @@ def test_without_it_the_last_call_is_all_there_is(repaired, options):
         several, last, all_of_them = found[options, "without"]
         assert several == pytest.approx(last, rel=1e-6)
         assert several != pytest.approx(all_of_them, rel=1e-2)
+
+
+def test_the_audit_finds_steps_of_which_the_last_call_is_all_there_is(repaired):
+    for found in repaired:
+        assert found["rules with"] == []
+        assert all("gradients-used" in rules for rules in found["rules without"])
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -4,6 +4,7 @@ Megatron-Bridge's own exporter, at two data-parallel ranks, compared with that w
 from __future__ import annotations
 
 import pytest
+from rigs.cells import AUDITED, take_rules
 from rigs.exporters import MODULES, installed
 from rigs.gathers import Collectives, pair, wrong
 from rigs.megatron import UNPATCHED, buckets
@@ -40,7 +41,7 @@ def read(rank, world_size, release):
                 fractions.append(wrong(mixed(), expected))
             model.forward_backward(forward_only=True)
         found[name] = fractions, collectives.gathers / buckets(model.chunks[0])
-    return found, exporter_status()
+    return found, exporter_status(), take_rules()
 
 
 def exporter_status():
@@ -56,20 +57,20 @@ def exporter_status():
 @pytest.fixture(scope="module", params=THROUGH_BRIDGE, ids=lambda release: release.name)
 def without_and_with(request):
     release, setup = request.param, find_skyrl_and_exporter
-    without = release.ranks(read, 2, release, setup=setup, env=UNPATCHED)
-    return without, release.ranks(read, 2, release, setup=setup)
+    return [release.ranks(read, 2, release, setup=setup, env={**env, **AUDITED}) for env in (UNPATCHED, {})]
 
 
 def test_a_weight_sync_reads_the_last_step(without_and_with):
-    for (before, _), (after, status) in zip(*without_and_with, strict=True):
+    for (before, _, broken), (after, status, rules) in zip(*without_and_with, strict=True):
         assert status == "applied"
+        assert (set(broken), rules) == ({"gathered-when-read"}, [])
         for name in before:
             assert all(0.3 < fraction < 0.7 for fraction in before[name][0])
             assert after[name][0] == [0.0] * STEPS
 
 
 def test_the_next_forward_pass_does_not_gather_again(without_and_with):
-    for (before, _), (after, _) in zip(*without_and_with, strict=True):
+    for (before, *_), (after, *_) in zip(*without_and_with, strict=True):
         assert {name: gathers for name, (_, gathers) in after.items()} == {
             name: gathers for name, (_, gathers) in before.items()
         }

@@ -4,6 +4,7 @@ those of a model without overlap_param_gather."""
 from __future__ import annotations
 
 import pytest
+from rigs.cells import AUDITED, take_rules
 from rigs.gathers import Collectives, pair, wrong
 from rigs.megatron import UNPATCHED, buckets
 from rigs.skyrl import needs_skyrl, status_of
@@ -32,12 +33,13 @@ def saved(rank, world_size, release):
         "gathers": (collectives.gathers, sum(buckets(chunk) for chunk in model.chunks)),
         "status": status_of("skyrl.gathered-when-read"),
         "verdict": diagnose(save.module).kind.value,
+        "rules": take_rules(),
     }
 
 
 @pytest.fixture(scope="module")
 def with_and_without(release):
-    return release.ranks(saved, 2, release), release.ranks(saved, 2, release, env=UNPATCHED)
+    return [release.ranks(saved, 2, release, env={**env, **AUDITED}) for env in ({}, UNPATCHED)]
 
 
 def test_a_checkpoint_holds_the_last_step(with_and_without):
@@ -51,6 +53,13 @@ def test_without_the_patch_half_of_it_is_old(with_and_without):
     for found in with_and_without[1]:
         assert found["verdict"] == "needed"
         assert all(fraction > 0.3 for fraction in found["wrong"])
+
+
+def test_the_audit_finds_what_is_read_too_early(with_and_without):
+    assert [[found["rules"] for found in ranks] for ranks in with_and_without] == [
+        [[], []],
+        [["gathered-when-read"]] * 2,
+    ]
 
 
 def test_a_save_gathers_in_place_of_the_next_forward_pass(with_and_without):

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.cells import AUDITED, take_rules
 from rigs.megatron import assert_same_parameters
 from rigs.skyrl import has_correctness_fixes, needs_skyrl, status_of
 
@@ -53,12 +54,15 @@ def found_by(rank, world_size, release):
     original = vars(module.MegatronModelWrapper)["__init__"]
     holder = sys.modules[__name__]
     holder.Held = module.MegatronModelWrapper  # as `from ... import MegatronModelWrapper`
+    take_rules()
     for name, options in MODELS.items():
         found["without", name] = trained(release, options)
+    found["rules without"] = take_rules()
     apply()
     assert holder.Held is module.MegatronModelWrapper
     for name, options in MODELS.items():
         found["with", name] = trained(release, options)
+    found["rules with"] = take_rules()
     found["untouched"] = vars(module.MegatronModelWrapper)["__init__"] is original
     found["status"] = status_of("skyrl.grad-scale")
 
@@ -87,7 +91,7 @@ def verdicts(module):
 
 @pytest.fixture(scope="module")
 def ranks(release):
-    return release.ranks(found_by, 2, release)
+    return release.ranks(found_by, 2, release, env=AUDITED)
 
 
 def test_verdict(release, ranks):
@@ -99,6 +103,12 @@ def test_verdict(release, ranks):
         kind, reason = found["verdicts"]["another"]
         assert kind == "unknown"
         assert "parameter actor_optimizer of " in reason
+
+
+def test_the_audit_finds_a_loss_that_is_not_scaled(release, ranks):
+    for found in ranks:
+        assert set(found["rules without"]) == (set() if has_correctness_fixes(release) else {"scaled-once"})
+        assert found["rules with"] == []
 
 
 @pytest.mark.parametrize("name", MODELS)
