@@ -263,7 +263,7 @@ PATCH = Patch(
             "megatron.core.distributed.distributed_data_parallel",
             {"DistributedDataParallel._make_backward_post_hook": watch_arrivals},
         ),
-        site("megapatch.train_step.step", {"TrainStep.abort": watch_abort}),
+        site("megapatch.train_step._step", {"TrainStep.abort": watch_abort}),
         site(
             "nemo_rl.models.policy.workers.megatron_policy_worker",
             {_NEMO_ABORT: watch_abort},

@@ -98,7 +98,6 @@ def aborted():
         train_step.begin()
         in_pieces(train_step, model, step, (1, 1), {})
         train_step.abort()
-        model.forward_backward(step)
         with raising_half_way(model, 0), contextlib.suppress(Interrupted):
             model.forward_backward(step)
         model.train_step(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 
 import pytest
@@ -98,3 +99,11 @@ def test_the_original_decides(make, name, raises):
         found = call()
         assert found is (None if name == "_resume_once" or name in PUMP else result) or name in RESULTS
     assert seen == [seen[0]] and seen[0] is arguments[0]
+
+
+OWN = [site for watcher in audit._WATCHERS for site in watcher.sites if site.module.startswith("megapatch.")]
+
+
+@pytest.mark.parametrize("site", OWN, ids=lambda site: site.module)
+def test_what_it_watches_of_megapatch_is_there(site):
+    assert site.diagnose(importlib.import_module(site.module)).kind.value == "needed"
