@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from rigs.cells import AUDITED, take_rules
 from rigs.megatron import UNPATCHED
 from rigs.slime import FRAMEWORK, UTILS, find_slime
 from rigs.slime_actor import REFERENCE, Actor
@@ -42,6 +43,23 @@ def syncs(rank, world_size):
     return found
 
 
+def audited(rank, world_size):
+    """The rules that each case breaks."""
+    init_parallel()
+    found = {}
+    for case, options in CASES.items():
+        actor = Actor(tiny_gpt(layers=2), **options)
+        if case != "offloaded":
+            actor.update_weights()
+        found[case] = take_rules()
+    same = Actor(tiny_gpt(layers=2))
+    same.actor._switch_model("actor")
+    same.actor.weights_backuper.backup("ref")  # the reference is what the actor began with
+    same.actor._switch_model("ref")
+    same.update_weights()
+    return {**found, "the same weights": take_rules()}
+
+
 def whose(tensors, own):
     pairs = list(zip(tensors, own, strict=True))
     if all(torch.equal(tensor, param) for tensor, param in pairs):
@@ -59,6 +77,13 @@ def test_the_actors_weights_are_pushed():
     }
     assert unpatched == {**same, "reference": (["reference", "reference"], []), "interrupted": "reference"}
     assert patched == {**same, "reference": (["actor", "actor"], ["actor"]), "interrupted": "actor"}
+
+
+@pytest.mark.skipif(FRAMEWORK == "miles", reason="miles' actor takes other arguments, and needs no patch")
+def test_the_audit_finds_that_another_models_weights_are_sent():
+    for env, broken in ((UNPATCHED, ["weights-synced"]), ({}, [])):
+        (found,) = run_ranks(audited, 1, env={**env, **AUDITED}, setup=find_slime)
+        assert found == {"reference": broken, "no reference": [], "offloaded": [], "the same weights": []}
 
 
 def init_that_switches(self, args, with_ref):

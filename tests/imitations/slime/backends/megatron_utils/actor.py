@@ -20,15 +20,18 @@ class WeightUpdater:
 
 
 class TensorBackuper:
-    def __init__(self, model):
-        self.model, self.backups = model, {}
+    def __init__(self, source_getter):
+        self._source_getter, self.backups = source_getter, {}
+
+    def get(self, tag):
+        return self.backups[tag]
 
     def backup(self, tag):
-        self.backups[tag] = [(name, param.detach().clone()) for name, param in named_params(self.model)]
+        self.backups[tag] = {name: param.detach().clone() for name, param in self._source_getter()}
 
     def restore(self, tag):
-        for (_, param), (_, kept) in zip(named_params(self.model), self.backups[tag], strict=True):
-            param.data.copy_(kept)
+        for name, param in self._source_getter():
+            param.data.copy_(self.backups[tag][name])
 
 
 def named_params(model):
@@ -39,7 +42,7 @@ class MegatronTrainRayActor:
     def init(self, args, role, with_ref=False, with_opd_teacher=False):
         self.args = args
         self.model, *_, loaded_rollout_id = initialize_model_and_optimizer(args, role)
-        self.weights_backuper = TensorBackuper(self.model)
+        self.weights_backuper = TensorBackuper(lambda: named_params(self.model))
         self._active_model_tag = "actor"
         self.weights_backuper.backup("actor")
         if with_ref:
