@@ -20,6 +20,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megapatch.audit import _WATCHERS
 from megapatch.patches import PATCHES
 from megapatch.testing import megatron_core_available
 
@@ -62,9 +63,10 @@ def main() -> int:
                     if table.project_of(site[1]) == release.project:
                         cells.pop(release.name, None)
     print("\n".join([f"not looked at: {one}" for one in wanted if one not in there] + failed))
-    text = table.write(verdicts, PATCHES, wanted)
+    patches = (*PATCHES, *_WATCHERS)
+    text = table.write(verdicts, patches, wanted)
     options.page.write_text(text)
-    wrong = table.problems(text, PATCHES, wanted, (ROOT / "tox.ini").read_text())
+    wrong = table.problems(text, patches, wanted, (ROOT / "tox.ini").read_text())
     print("\n".join(wrong))
     return 1 if failed or wrong else 0
 

@@ -97,6 +97,7 @@ def main(project):
     with contextlib.redirect_stdout(sys.stderr):  # what modules print when they are imported
         install_cuda_stubs()
         find(project)
+        megapatch.audit.start()  # its sites are judged as those of patches are
         cells, errors = look(project)
     print(json.dumps({"cells": cells, "errors": errors}))
     sys.stdout.flush()

@@ -23,6 +23,8 @@ PACKAGES = {
     "roll": ("roll",),
 }
 """Project to its packages, in which sites' modules are."""
+NO_PROJECT = ("megapatch", "torch")
+"""Packages that the audit watches as well, of which nothing is said."""
 PIP_OPTIONS = {
     # Its wheels ask for a newer C library than many machines have; their Python does not.
     "nvidia-resiliency-ext": [
@@ -64,8 +66,10 @@ def read(text: str) -> list[Release]:
     return found
 
 
-def project_of(module: str) -> str:
-    """The project that a site's module is of. Raises ValueError when there is none."""
+def project_of(module: str) -> str | None:
+    """The project that a site's module is of; None for what nothing is said of. Raises ValueError for others."""
+    if module.partition(".")[0] in NO_PROJECT:
+        return None
     for project, packages in PACKAGES.items():
         if any(f"{module}.".startswith(f"{package}.") for package in packages):
             return project

@@ -38,6 +38,9 @@ class Cell(NamedTuple):
     reason: str
 
 
+AUDIT = "audit"
+"""The family of the audit's watchers. Theirs may be missing from a page that was written before them."""
+
 Verdicts = dict[tuple[str, str], dict[str, Cell]]
 """By the names of patch and module: release to cell."""
 
@@ -49,8 +52,11 @@ def write(verdicts: Verdicts, patches: Iterable[Patch], releases: list[Release])
         names = ", ".join(one.name for one in alike)
         lines.append(f"| {project} | {names} | {' '.join(beside).replace('==', ' ') or 'nothing'} |")
     for patch in patches:
+        sites = [site for site in patch.sites if project_of(site.module)]
+        if patch.family == AUDIT and not any((patch.name, site.module) in verdicts for site in sites):
+            continue
         lines += ["", f"## {patch.name}", "", f"{patch.summary} <{patch.upstream}>"]
-        for site in patch.sites:
+        for site in sites:
             project = project_of(site.module)
             told = verdicts.get((patch.name, site.module), {})
             here = [one.name for one in releases if one.project == project and one.name in told]
@@ -93,7 +99,12 @@ def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_i
         verdicts = read(text)
     except ValueError as error:
         return [str(error)]
-    sites = [(patch.name, site.module) for patch in patches for site in patch.sites]
+    sites = [
+        (patch.name, site.module)
+        for patch in patches
+        for site in patch.sites
+        if project_of(site.module) and (patch.family != AUDIT or f"\n## {patch.name}\n" in text)
+    ]
     found += [f"{patch} at {module} has no table" for patch, module in sites if (patch, module) not in verdicts]
     found += [f"{patch} at {module} has a table, and is no site" for patch, module in verdicts.keys() - set(sites)]
     for patch, module in sites:
@@ -107,7 +118,7 @@ def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_i
                 found.append(f"{where} says {cell.verdict} of {name}: {cell.reason}")
     for patch in patches:
         said = {cell.verdict for key, cells in verdicts.items() if key[0] == patch.name for cell in cells.values()}
-        if "needed" not in said:
+        if "needed" not in said and patch.family != AUDIT:
             found.append(f"{patch.name} has expired: no release needs it")
         if not re.fullmatch(
             r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull|discussions|commit)/\w+", patch.upstream
