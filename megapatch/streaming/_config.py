@@ -33,8 +33,12 @@ class StreamingConfig:
             "in_order": as their rollouts began.
             "ready_first": as they become ready. Rollouts that are too old when they end are evicted.
             "windowed": the newest weights first, and no bound on rollouts ahead; many of them are evicted.
-        max_microbatches_in_flight: prompt groups that the trainer works on or that wait for it; with 2 the next
-            group is prepared during training on the current one.
+        prompt_groups_per_microbatch: prompt groups that a microbatch call trains on together, for trainers that
+            cannot run on one alone (its samples are fewer than data-parallel ranks times the micro batch size).
+            The last call of an optimizer step also takes the remainder, so no call has fewer. Above 1 the trainer
+            gets a list of the groups' data.
+        max_microbatches_in_flight: microbatch calls that the trainer works on or that wait for it; with 2 the next
+            one is prepared during training on the current one.
         refresh_policy_logprobs: passed to the trainer's ``prepare_logprobs()`` for each group, which is called if
             this or the next field is set.
         refresh_reference_logprobs: passed to it as well.
@@ -53,6 +57,7 @@ class StreamingConfig:
     train_global_batch_size: int = None  # type: ignore[assignment]
     max_staleness: int = 0
     pick: Policy = "weight_fifo"
+    prompt_groups_per_microbatch: int = 1
     max_microbatches_in_flight: int = 2
     refresh_policy_logprobs: bool = False
     refresh_reference_logprobs: bool = False
@@ -71,6 +76,7 @@ class StreamingConfig:
         self._check_whole("max_staleness", 0)
         if self.pick not in POLICIES:
             raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
+        self._check_whole("prompt_groups_per_microbatch", 1)
         self._check_whole("max_microbatches_in_flight", 1)
         for field in ("refresh_policy_logprobs", "refresh_reference_logprobs"):
             if not isinstance(getattr(self, field), bool):
@@ -80,6 +86,9 @@ class StreamingConfig:
             if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):
                 raise ConfigError(field, timeout, "a number of seconds above 0, or None")
         self._check_batch_size()
+        if self.prompt_groups_per_microbatch > (groups := self.prompt_groups_per_optimizer_step):
+            rule = f"{groups} or less, the prompt groups of an optimizer step"
+            raise ConfigError("prompt_groups_per_microbatch", self.prompt_groups_per_microbatch, rule)
 
     @property
     def prompt_groups_per_optimizer_step(self) -> int:
@@ -90,6 +99,14 @@ class StreamingConfig:
     def optimizer_steps_per_step(self) -> int:
         """Optimizer steps from one weight sync to the next."""
         return self._samples_per_step // self.train_global_batch_size
+
+    @property
+    def prompt_groups_by_microbatch(self) -> list[int]:
+        """Prompt groups of each microbatch call of an optimizer step."""
+        calls, remainder = divmod(self.prompt_groups_per_optimizer_step, self.prompt_groups_per_microbatch)
+        sizes = [self.prompt_groups_per_microbatch] * calls
+        sizes[-1] += remainder
+        return sizes
 
     @property
     def refreshes_logprobs(self) -> bool:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import EmptyStepError, MisuseError
 from ..weight_sync._cancellation import tell_besides
 from ._buffer import Buffer
-from ._calls import SequentialCalls, perform, wait_out
+from ._calls import SequentialCalls, wait_out
 from ._config import StreamingConfig
 from ._microbatches import MicrobatchQueue
+from ._preparation import Preparation
 from ._rollouts import Rollouts
 from ._supply import NothingLeft, Supply
 from ._tags import Group
@@ -47,27 +47,22 @@ class OptimizerSteps:
     ) -> None:
         self.version = version
         self.is_open = False
-        self._config, self._trainer, self._compute_advantages = config, trainer, compute_advantages
-        self._calls, self._timer = calls, timer
+        self._config, self._trainer, self._calls, self._timer = config, trainer, calls, timer
         self._rollouts = rollouts
         self._supply = Supply(buffer, config, rollouts, version)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megapatch-advantages")
+        self._preparation = Preparation(config, trainer, compute_advantages, calls, timer)
         self._claimed: list[Group] = []  # for the step that is open or has failed
-        self._computed: dict[Group, Any] = {}  # advantages of groups that were not trained on yet
         self._trained: list[Group] = []  # but not cleared yet
 
     async def take(self, needed: int) -> StepTaken:
-        """Take one step. It begins when `needed` groups are eligible."""
+        """Take one step. It begins when `needed` groups are eligible, and those of its first microbatch call."""
         queue = MicrobatchQueue(self._calls, self._trainer, self._config.max_microbatches_in_flight)
         evicted, expired = self._supply.evicted, self._supply.expired
         try:
-            for _ in range(self._config.prompt_groups_per_optimizer_step):
+            for size in self._config.prompt_groups_by_microbatch:
                 with self._timer.phase("wait_for_trainer"):
                     await queue.wait_for_room()
-                # Not picked before it can be trained on: a better one may have come by then.
-                with self._timer.phase("wait_for_rollouts"):
-                    group = await self._next_group(1 if self._claimed else needed, queue, evicted)
-                data = await self._prepared(group)
+                data = await self._next_microbatch(size, needed, queue, evicted)
                 if not self.is_open:
                     self.is_open = True  # before the call: one that fails may have begun a step
                     await wait_out(self._calls(self._trainer, "begin_train_step"))
@@ -92,6 +87,17 @@ class OptimizerSteps:
         await self._give_back()
         await self._clear()
 
+    async def _next_microbatch(self, size: int, needed: int, queue: MicrobatchQueue, evicted_before: int) -> Any:
+        """Claim `size` prompt groups, and return the data to train on."""
+        groups, data = [], []
+        for missing in range(size, 0, -1):
+            # None is picked before all can be trained on: a better one may have come by then.
+            least = missing if self._claimed else max(missing, needed)
+            with self._timer.phase("wait_for_rollouts"):
+                groups.append(await self._next_group(least, queue, evicted_before))
+            data.append(await self._claim(groups[-1]))
+        return await self._preparation.prepare(groups, data)
+
     async def _next_group(self, needed: int, queue: MicrobatchQueue, evicted_before: int) -> Group:
         places = self._config.prompt_groups_per_optimizer_step - len(self._claimed)
         found = await self._supply.next_group(self.version, needed, places, queue)
@@ -106,35 +112,14 @@ class OptimizerSteps:
             )
         return found
 
-    async def _prepared(self, group: Group) -> Any:
+    async def _claim(self, group: Group) -> Any:
         self._claimed.append(group)  # before the call: one that fails may have claimed it
         with self._timer.phase("claim"):
             try:
-                data = await self._supply.claim(group)
+                return await self._supply.claim(group)
             except MisuseError:  # it belongs to somebody else, so it is not ours to give back
                 self._claimed.remove(group)
                 raise
-        is_computed = group in self._computed  # by a step that failed: once is enough, it may change data in place
-        if is_computed:
-            data = self._computed[group]
-        if self._config.refreshes_logprobs:
-            prepare = self._calls(
-                self._trainer,
-                "prepare_logprobs",
-                data,
-                refresh_policy_logprobs=self._config.refresh_policy_logprobs,
-                refresh_reference_logprobs=self._config.refresh_reference_logprobs,
-            )
-            data = await wait_out(prepare)
-        if self._compute_advantages is not None and not is_computed:
-            with self._timer.phase("compute_advantages"):
-                data = await wait_out(self._computed_advantages(self._compute_advantages, group, data))
-        return data
-
-    async def _computed_advantages(self, compute: Callable[[Any], Any], group: Group, data: Any) -> Any:
-        """Compute and keep them here, where a cancellation of the step does not lose them."""
-        self._computed[group] = computed = await perform(compute, data, thread=self._thread)
-        return computed
 
     async def _finish(self) -> Any:
         result = await self._calls(self._trainer, "finish_train_step")
@@ -143,12 +128,7 @@ class OptimizerSteps:
         self.version += 1
         self._trained, self._claimed = self._claimed, []
         self._rollouts.trained(self._trained)
-        oldest = self.version - self._config.max_staleness
-        self._computed = {
-            group: data
-            for group, data in self._computed.items()
-            if group not in self._trained and (group.weight_version or 0) >= oldest
-        }
+        self._preparation.trained(self._trained, self.version - self._config.max_staleness)
         with self._timer.phase("clear"):
             await self._clear()
         return result

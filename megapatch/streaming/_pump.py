@@ -29,9 +29,10 @@ class TrainPump:
 
     A step is `target_prompt_groups_per_step` prompt groups in one or several optimizer steps. For each optimizer
     step, the pump clears groups that are too old, claims and prepares the eligible group with the least lag, opens
-    the trainer's step with the first group, and queues one microbatch call per group. After the last group it
-    calls finish_train_step(), increments the version, and clears the groups in one call. It syncs weights after
-    the last optimizer step.
+    the trainer's step with the first group, and queues one microbatch call per group (or per
+    `prompt_groups_per_microbatch` groups, claimed when that many are eligible). After the last group it calls
+    finish_train_step(), increments the version, and clears the groups in one call. It syncs weights after the last
+    optimizer step.
 
     When a call fails or the pump is cancelled, it waits for running calls, aborts the open step, gives back the
     groups that the step claimed (their gradients are dropped), leaves the version unchanged, and raises. If the

@@ -16,9 +16,10 @@ class StepTrainer:
 
     Args:
         step: a `megapatch.TrainStep` of this rank's model and optimizer.
-        arguments: turns the data of a prompt group into the arguments of `TrainStep.forward_backward` on this
-            rank. It chooses the rank's part of the data (by data parallel rank; tensor and pipeline parallel ranks
-            get the same part) and the number of microbatches.
+        arguments: turns the data of a prompt group, or a list of such data if a microbatch call takes several
+            groups, into the arguments of `TrainStep.forward_backward` on this rank. It chooses the rank's part of
+            the data (by data parallel rank; tensor and pipeline parallel ranks get the same part) and the number
+            of microbatches.
         increment: passed to `TrainStep.finish`: samples of an optimizer step, over all ranks.
     """
 
@@ -32,10 +33,10 @@ class StepTrainer:
         self.step.begin()
 
     def train_microbatch(self, data: Any) -> None:
-        """Run forward and backward of one prompt group.
+        """Run forward and backward of one microbatch call.
 
         Args:
-            data: the prompt group as it comes from the buffer; `arguments` gets it.
+            data: the prompt group, or a list of them, as it comes from the buffer; `arguments` gets it.
         """
         self.step.forward_backward(**self.arguments(data))
 

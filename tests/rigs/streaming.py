@@ -114,7 +114,8 @@ class World:
 
     async def train_microbatch(self, data):
         assert self.is_open, "no step is open"
-        await self.do("microbatch", lambda: self.gradients.extend(data), f" {' '.join(data)}")
+        keys = flat(data)
+        await self.do("microbatch", lambda: self.gradients.extend(keys), f" {' '.join(keys)}")
 
     async def finish_train_step(self):
         assert self.is_open, "no step is open"
@@ -130,7 +131,7 @@ class World:
         await self.do("abort", lambda: self._set(open=False))
 
     async def prepare_logprobs(self, data, **which):
-        return await self.do("prepare", lambda: data, f" {' '.join(data)}")
+        return await self.do("prepare", lambda: data, f" {' '.join(flat(data))}")
 
     def _set(self, open):
         self.is_open, self.gradients = open, []
@@ -177,6 +178,11 @@ class World:
         if which:
             return [call for call in self.calls if call.split()[0] in which]
         return [call for call in self.calls if call not in looks]
+
+
+def flat(data):
+    """Return the samples of a prompt group, or of several."""
+    return [sample for item in data for sample in (item if isinstance(item, list) else [item])]
 
 
 def names(groups):

@@ -349,6 +349,6 @@ def test_advantages_that_change_data_in_place_are_computed_once(place, deed, ref
             await pump.step()
             assert trained == [50, 70]
         assert rewards == {"a": [50], "b": [70]}
-        assert not pump._steps._computed
+        assert not pump._steps._preparation.computed
 
     run(main())

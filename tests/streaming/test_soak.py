@@ -10,7 +10,7 @@ import logging
 import random
 
 import pytest
-from rigs.streaming import Fault, run
+from rigs.streaming import Fault, flat, run
 
 from megapatch.streaming import EmptyStepError, RolloutBuffer, StreamingConfig, TrainPump
 
@@ -92,7 +92,7 @@ class Trainer:
 
     async def train_microbatch(self, data):
         assert self.gradients is not None, "not begun"
-        await self.call("microbatch", lambda: self.gradients.extend(data), 0.4)
+        await self.call("microbatch", lambda: self.gradients.extend(flat(data)), 0.4)
 
     async def finish_train_step(self):
         def step():
@@ -223,7 +223,8 @@ async def soak(groups, seed, faults, announced=False, **settings):
         try:
             await pump.step()
         except EmptyStepError:
-            break
+            if trainer.gradients is None:  # or its abort has failed
+                break
         except Fault:
             continue
     left = set(buffer.inner.samples())
@@ -259,6 +260,12 @@ def test_ten_thousand_groups():
 def test_many_more_faults(seed):
     ledger, chaos = run(soak(300, seed, faults=0.01, target_prompt_groups_per_step=3, max_staleness=seed))
     assert len(ledger.trained) > 100 and len(chaos.faults) > 25
+
+
+def test_several_groups_a_call():
+    settings = {"target_prompt_groups_per_step": 8, "prompt_groups_per_microbatch": 3, "max_staleness": 3}
+    ledger, chaos = run(soak(500, seed=6, faults=0.005, **settings))
+    assert len(ledger.trained) > 500 and len(chaos.faults) > 20
 
 
 def test_strictly_on_policy_nothing_is_trained_on_late():
