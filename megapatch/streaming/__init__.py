@@ -9,11 +9,12 @@ its trainer, buffer and generation may be elsewhere.
 """
 
 from ..errors import ConfigError, EmptyStepError
-from ._buffer import Buffer, RolloutBuffer
+from ._buffer import Buffer
 from ._config import StreamingConfig
 from ._generation import Generation, Synchronizer
 from ._pump import TrainPump
 from ._reporter import Logger, ScalarWriter
+from ._rollout_buffer import RolloutBuffer
 from ._sampler import StalenessSampler
 from ._step_trainer import StepTrainer
 from ._tags import Backlog, Group, Samples, Updates
