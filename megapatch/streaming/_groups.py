@@ -185,6 +185,13 @@ class Groups:
         """Whether there are groups that are not ready."""
         return len(self._records) > self.ready
 
+    def whole(self, group_id: Hashable) -> Group | None:
+        """Return the group if it is complete and committed."""
+        record = self._records.get(group_id)
+        if record is None or record.uncommitted or len(record.samples) != record.expected:
+            return None
+        return record.as_group()
+
     def unsettled(self) -> Iterator[Group]:
         """Return the groups that cannot be trained on as they are: incomplete, not committed, or too large."""
         for record in self._records.values():

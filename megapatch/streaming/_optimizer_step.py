@@ -12,6 +12,7 @@ from ..weight_sync._cancellation import tell_besides
 from ._buffer import Buffer
 from ._calls import SequentialCalls, wait_out
 from ._config import StreamingConfig
+from ._groups import Groups
 from ._microbatches import MicrobatchQueue
 from ._preparation import Preparation
 from ._rollouts import Rollouts
@@ -80,6 +81,16 @@ class OptimizerSteps:
             await wait_out(self._undo(queue, first))
             raise first from first.__cause__  # and not in the context of what came later
         return StepTaken(result, groups, self._supply.evicted - evicted, self._supply.expired - expired)
+
+    @property
+    def computed(self) -> dict[Group, Any]:
+        """Data of groups whose advantages were computed, and that were not trained on yet."""
+        return self._preparation.computed
+
+    async def restore(self, version: int, computed: dict[Group, Any]) -> tuple[list[Group], Groups]:
+        """Begin at a version; return the incomplete groups, which are cleared, and the others."""
+        self.version, self._preparation.computed = version, computed
+        return await self._supply.restore(version)
 
     async def recover(self) -> None:
         """Finish what a failed step has left undone."""

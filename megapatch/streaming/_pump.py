@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TextIO
 
-from ..errors import ConfigError, MisuseError
+from ..errors import MisuseError
 from ._buffer import Buffer
-from ._calls import SequentialCalls, wait_out
+from ._calls import SequentialCalls, perform, wait_out
+from ._checks import capacity_of, methods_of, require, whole_version
 from ._config import StreamingConfig
 from ._generation import Generation, Synchronizer
 from ._optimizer_step import OptimizerSteps, StepTaken
 from ._reporter import Logger, Reporter, ScalarWriter
+from ._resume import FORMAT, as_plain, check_format, from_plain, sort_out
 from ._rollouts import Rollouts
 from ._synced_weights import SyncedWeights
 from ._timer import Timer
@@ -82,19 +83,20 @@ class TrainPump:
         version: int = 0,
     ) -> None:
         refreshing = ("prepare_logprobs",) if config.refreshes_logprobs else ()
-        _require("trainer", trainer, *_methods_of(Trainer), *refreshing)
-        _require("buffer", buffer, *_methods_of(Buffer))
-        _require("synchronizer", synchronizer, *_methods_of(Synchronizer))
-        version = _whole(version)
-        self._config = config
+        require("trainer", trainer, *methods_of(Trainer), *refreshing)
+        require("buffer", buffer, *methods_of(Buffer))
+        require("synchronizer", synchronizer, *methods_of(Synchronizer))
+        version = whole_version(version)
+        self._config, self._buffer = config, buffer
         self._timer = Timer()
         calls = SequentialCalls(self._timer)
         self._weights = SyncedWeights(synchronizer, generation, calls)
-        self._rollouts = Rollouts(config, self._weights, version, _capacity_of(buffer, config))
+        self._rollouts = Rollouts(config, self._weights, version, capacity_of(buffer, config))
         self._steps = OptimizerSteps(
             config, trainer, buffer, compute_advantages, calls, self._timer, self._rollouts, version
         )
         self._reporter = Reporter(logger, terminal)
+        self._first_version = version
         self._version_of_step = version  # with which this step began: that of the last sync
         self._in_use: str | None = None
 
@@ -179,6 +181,58 @@ class TrainPump:
             self._timer.take()
             await self._sync()
 
+    async def state_dict(self) -> dict[str, Any]:
+        """Return what a new pump needs to continue from a checkpoint; call it between two steps.
+
+        Save it together with the trainer's weights and the position in the prompts, in one file or folder that is
+        renamed when it is whole. It holds the version, the rollouts that have begun, and the buffer's samples if
+        the buffer has ``state_dict()``, as `RolloutBuffer` has. All values are plain, except for the keys, tags
+        and data that were put into the buffer. What a failed step has left undone is undone first.
+
+        Raises:
+            MisuseError: another call of this pump is running.
+            Exception: whatever trainer or buffer raises when a failed step is undone.
+        """
+        with self._using("state_dict()"):
+            await wait_out(self._steps.recover())
+            state = {"format": FORMAT, "version": self.version, "computed": as_plain(self._steps.computed)}
+            if (save := getattr(self._buffer, "state_dict", None)) is not None:
+                state["buffer"] = await perform(save)
+            state["rollouts"] = self._rollouts.state()  # later than the buffer's: no group there is missing here
+            return state
+
+    async def load_state_dict(self, state: Mapping[str, Any]) -> list[Hashable]:
+        """Continue where another pump was; the trainer has to have the weights of that checkpoint.
+
+        Complete groups are trained on as if nothing had happened. Samples of groups that were not complete are
+        dropped. No rollout begins before a weight sync: generation may have other weights. The next step() begins
+        with one, and is a whole step.
+
+        Args:
+            state: a result of `state_dict`.
+
+        Returns:
+            The groups that were in flight, or waited to begin: roll them out again.
+
+        Raises:
+            MisuseError: this pump has trained or begun a rollout, its buffer has had samples or cannot load them,
+                or the state is of another format.
+        """
+        with self._using("load_state_dict()"):
+            if self._rollouts.has_begun or self.version != self._first_version:
+                raise MisuseError("load_state_dict(): this pump has been in use already; load into a new one")
+            check_format("the pump's state", state)
+            if "buffer" in state:
+                require("buffer", self._buffer, "load_state_dict")
+                await perform(self._buffer.load_state_dict, state["buffer"])  # type: ignore[attr-defined]
+            version = whole_version(state["version"])
+            incomplete, groups = await self._steps.restore(version, from_plain(state["computed"]))
+            ended, again = sort_out(state["rollouts"], incomplete, groups)
+            self._rollouts.restore(version, ended)
+            self._weights.admitted.clear()
+            self._first_version = self._version_of_step = version
+            return again
+
     @property
     def _has_optimizer_steps_left(self) -> bool:
         return self.version - self._version_of_step < self._config.optimizer_steps_per_step
@@ -231,31 +285,3 @@ class TrainPump:
             yield
         finally:
             self._in_use = None
-
-
-def _capacity_of(buffer: Any, config: StreamingConfig) -> int | None:
-    capacity = getattr(buffer, "max_prompt_groups", None)
-    if not isinstance(capacity, int):  # a Ray actor's handle, or a proxy, has methods alone
-        return None
-    if capacity < (needed := config.target_prompt_groups_per_step):
-        raise ConfigError("max_prompt_groups", capacity, f"target_prompt_groups_per_step ({needed}) or more")
-    return capacity
-
-
-def _methods_of(protocol: type) -> list[str]:
-    return [name for name in vars(protocol) if not name.startswith("_")]
-
-
-def _require(role: str, given: Any, *names: str) -> None:
-    if missing := [f"{name}()" for name in names if not hasattr(given, name)]:
-        raise MisuseError(f"the {role}, a {type(given).__name__}, has no {', '.join(missing)}")
-
-
-def _whole(version: Any) -> int:
-    try:
-        whole = int(operator.index(version))
-    except TypeError:
-        whole = -1
-    if whole < 0:
-        raise MisuseError(f"version is {version!r}; it has to be a whole number, 0 or more")
-    return whole

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import MisuseError
+from ._resume import FORMAT, check_format
 from ._tags import Group, Samples, Updates, read_tag
 
 
@@ -68,11 +69,8 @@ class RolloutBuffer:
         if key in self._tags and self._tags[key].get("committed", True):
             raise MisuseError(f"put({key!r}): there is a committed sample of that key already")
         self._forget(key)
-        self._tags[key], self._data[key], self._numbers[key] = tag, data, self._puts
-        self._puts += 1
+        self._add(key, tag, data)
         self._note((key,))
-        self._of_group.setdefault(group_id, set()).add(key)
-        self._handed_out.discard(group_id)
         self._tell_of_change()
 
     def close(self) -> None:
@@ -126,7 +124,7 @@ class RolloutBuffer:
         for group in groups:
             for key in group.keys:
                 if key in self._claimed:  # not what was evicted, or left behind by a worker that has died
-                    self._remember(key)
+                    self._remember(key, self._tags[key]["weight_version"])
                 self._forget(key)
             self._note(group.keys)
         self._tell_of_room()
@@ -166,9 +164,42 @@ class RolloutBuffer:
             await self._news.wait()
         return self._changes > seen
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the samples, claimed or not, and the keys of those that were trained on, for `load_state_dict`.
+
+        The data are the objects that `put` got, not copies. To keep checkpoints small, put references: a path, or
+        a key of a store that outlives the process.
+        """
+        samples = [(key, tag, self._data[key]) for key, tag in self._tags.items()]
+        return {"format": FORMAT, "samples": samples, "trained": list(self._trained.items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the samples of another buffer, none of them claimed; they may be more than `max_prompt_groups`.
+
+        Args:
+            state: a result of `state_dict`.
+
+        Raises:
+            MisuseError: the buffer has had samples, or the state is of another format.
+        """
+        if self._puts or self._trained:
+            raise MisuseError("load_state_dict(): the buffer has had samples already; load into a new one")
+        check_format("the buffer's state", state)
+        for key, tag, data in state["samples"]:
+            self._add(key, tag, data)
+        for key, version in state["trained"]:
+            self._remember(key, version)
+        self._tell_of_change()
+
     def __len__(self) -> int:
         """Return the number of samples, claimed or not."""
         return len(self._tags)
+
+    def _add(self, key: Hashable, tag: Mapping[str, Any], data: Any) -> None:
+        self._tags[key], self._data[key], self._numbers[key] = tag, data, self._puts
+        self._puts += 1
+        self._of_group.setdefault(tag["group_id"], set()).add(key)
+        self._handed_out.discard(tag["group_id"])
 
     def _forget(self, key: Hashable) -> None:
         if key not in self._tags:
@@ -181,8 +212,7 @@ class RolloutBuffer:
             del self._of_group[group_id]
             self._handed_out.discard(group_id)
 
-    def _remember(self, key: Hashable) -> None:
-        version = self._tags[key]["weight_version"]
+    def _remember(self, key: Hashable, version: int) -> None:
         self._trained[key] = version
         if version not in self._trained_of:
             self._trained_of[version] = []

@@ -50,7 +50,8 @@ class Rollouts:
         self._in_flight_of: Counter[int] = Counter()  # by version
         self._ended: list[tuple[Hashable, _Rollout]] = []  # of those in flight
         self._claimed = 0  # of all that were announced
-        self._begun = self._reported = self._waiting = 0
+        self._begun = self._reported = 0
+        self._waiting: Counter[Hashable] = Counter()  # contexts of a group that have not begun
         self._room = asyncio.Event()  # set once, to wake those who wait now; the next ones get a new event
         self.news = (
             asyncio.Event()
@@ -148,6 +149,31 @@ class Rollouts:
             if group_id not in self._in_flight and not rollout.claimed and group_id not in groups:
                 self._forget(group_id, rollout)
 
+    def state(self) -> list[tuple[Hashable, float, bool]]:
+        """Return each group with its seconds so far, and whether it has not ended, in the order of their begin."""
+        now = asyncio.get_running_loop().time()
+        begun = [
+            (group_id, (now if rollout.ended is None else rollout.ended) - rollout.begun, rollout.running > 0)
+            for group_id, rollout in self._rollouts.items()
+            if not rollout.claimed
+        ]
+        return begun + [(group_id, 0.0, True) for group_id in self._waiting if group_id not in self._rollouts]
+
+    def restore(self, version: int, ended: Sequence[tuple[Group, float]]) -> None:
+        """Begin at a version, with rollouts that have ended, each with its seconds."""
+        self._trainer_version = self._generation_version = version
+        now = asyncio.get_running_loop().time()
+        for group, seconds in ended:
+            rollout = _Rollout(group.weight_version or 0, self._begun, now - seconds, ended=now)
+            self._rollouts[group.group_id] = rollout
+            self._begun += 1
+        self._reported = self._begun
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rollout was admitted."""
+        return self._begun > 0
+
     def __str__(self) -> str:
         now = asyncio.get_running_loop().time()
         ages = [now - rollout.begun for rollout in self._in_flight.values()]
@@ -165,26 +191,31 @@ class Rollouts:
         return metrics
 
     async def _begin(self, group_id: Hashable) -> _Rollout:
-        while True:
-            await self._weights.permitted()
-            if (rollout := self._rollouts.get(group_id)) is not None and not rollout.claimed:
-                break  # another part of one that has its place
-            if self._has_room:
-                rollout = _Rollout(self._generation_version, self._begun, asyncio.get_running_loop().time())
-                self._begun += 1
-                self._rollouts[group_id] = rollout
-                break
-            self._waiting += 1
-            self.news.set()  # there may be dropped ones
-            try:
-                await self._room.wait()
-            finally:
-                self._waiting -= 1
+        self._waiting[group_id] += 1
+        try:
+            rollout = await self._admit(group_id)
+        finally:
+            self._waiting[group_id] -= 1
+            if not self._waiting[group_id]:
+                del self._waiting[group_id]
         if group_id not in self._in_flight:
             self._in_flight[group_id] = rollout
             self._in_flight_of[rollout.version] += 1
         rollout.running += 1
         return rollout
+
+    async def _admit(self, group_id: Hashable) -> _Rollout:
+        while True:
+            await self._weights.permitted()
+            if (rollout := self._rollouts.get(group_id)) is not None and not rollout.claimed:
+                return rollout  # this is another part of one that has its place
+            if self._has_room:
+                rollout = _Rollout(self._generation_version, self._begun, asyncio.get_running_loop().time())
+                self._begun += 1
+                self._rollouts[group_id] = rollout
+                return rollout
+            self.news.set()  # there may be dropped ones
+            await self._room.wait()
 
     @property
     def _has_room(self) -> bool:

@@ -91,6 +91,23 @@ class Supply:
                     return group  # what it had to wait for will not come
                 return NothingLeft("no more will come: the buffer is closed", self._groups.backlog())
 
+    async def contents(self) -> Groups:
+        """Return all groups of the buffer, as they are now."""
+        self._looked_at = None
+        await self._read()
+        return self._groups
+
+    async def restore(self, version: int) -> tuple[list[Group], Groups]:
+        """Begin at a version; return the incomplete groups, which are cleared, and the others."""
+        self._groups.version, self._position = version, -1
+        groups = await self.contents()
+        incomplete = list(groups.unsettled())
+        if incomplete:
+            await self.clear(incomplete)
+            for group in incomplete:
+                groups.drop_group(group)
+        return incomplete, groups
+
     async def claim(self, group: Group) -> Any:
         self._groups.drop_group(group)
         self._rollouts.claimed(group)

@@ -1,0 +1,53 @@
+"""What a pump writes into a checkpoint, and how another one continues from it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from ..errors import MisuseError
+from ._groups import Groups
+from ._tags import Group
+
+FORMAT = 1
+"""Grows when an older megapatch could not read a state."""
+
+
+def check_format(what: str, state: Mapping[str, Any]) -> None:
+    """Raise MisuseError for the state of another format."""
+    found = state.get("format") if isinstance(state, Mapping) else None
+    if found != FORMAT:
+        raise MisuseError(
+            f"{what} has the format {found!r}; expected {FORMAT}. Load it with the megapatch that wrote it"
+        )
+
+
+def as_plain(computed: Mapping[Group, Any]) -> list[tuple[Hashable, tuple[Hashable, ...], int | None, Any]]:
+    """Return groups and their data without types of this package, which a later release may lack."""
+    return [(group.group_id, group.keys, group.weight_version, data) for group, data in computed.items()]
+
+
+def from_plain(computed: Sequence[Sequence[Any]]) -> dict[Group, Any]:
+    """Undo `as_plain`."""
+    return {Group(group_id, tuple(keys), version): data for group_id, keys, version, data in computed}
+
+
+def sort_out(
+    rollouts: Sequence[tuple[Hashable, float, bool]], incomplete: Sequence[Group], groups: Groups
+) -> tuple[list[tuple[Group, float]], list[Hashable]]:
+    """Return the rollouts that are complete in a buffer with their seconds, and the groups to be rolled out again.
+
+    Args:
+        rollouts: a group, its seconds, and whether it had not ended.
+        incomplete: groups that the buffer had in part.
+        groups: those that the buffer has.
+    """
+    ended, again = [], []
+    in_part = {group.group_id: None for group in incomplete}
+    for group_id, seconds, is_running in rollouts:
+        if (group := groups.whole(group_id)) is not None:
+            ended.append((group, seconds))
+        elif is_running or group_id in in_part:  # and not one that a filter has dropped
+            again.append(group_id)
+        in_part.pop(group_id, None)
+    return ended, again + list(in_part)

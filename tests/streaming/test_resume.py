@@ -1,0 +1,271 @@
+"""A run that was killed goes on from its checkpoint, and loses at most what was in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rigs.streaming import World, raised, run
+
+from megapatch import MisuseError
+from megapatch.streaming import RolloutBuffer
+
+TESTS = Path(__file__).parents[1]
+
+
+class SavingWorld(World):
+    """A buffer elsewhere, which can save what it has."""
+
+    async def state_dict(self):
+        return await self.do("state", self.buffer.state_dict)
+
+    async def load_state_dict(self, state):
+        await self.do("load", lambda: self.buffer.load_state_dict(state))
+
+
+async def saved(pump):
+    """Return the pump's state as it comes back from a file."""
+    return pickle.loads(pickle.dumps(await pump.state_dict()))
+
+
+async def resumed(state, **settings):
+    world = SavingWorld()
+    pump = world.pump(**settings)
+    return world, pump, await pump.load_state_dict(state)
+
+
+async def roll_out(world, pump, group, seconds=0.0, **tag):
+    async with pump.rollout(group):
+        await asyncio.sleep(seconds)
+        await world.put(group, version=world.generation_version, **tag)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the lives are forked")
+def test_killed_a_hundred_times(tmp_path):
+    command = [sys.executable, "-m", "rigs.killed_runs", str(tmp_path), "100"]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    kills, groups, versions, rollouts = map(int, done.stdout.split())
+    assert kills == 100 and versions > 50  # and not always before the first save
+    assert groups > 500 and rollouts > groups + 200  # those in flight are rolled out again
+
+
+def test_the_version_and_complete_groups_go_on():
+    async def main():
+        world = SavingWorld()
+        pump = world.pump(generations_per_prompt=2, max_staleness=1)
+        for name in "abc":
+            await world.put(name, samples=2)
+        await pump.step()
+        other, resumed_pump, again = await resumed(await saved(pump), generations_per_prompt=2, max_staleness=1)
+        assert resumed_pump.version == 1 and again == []
+        assert list(other.buffer.samples()) == ["b0", "b1", "c0", "c1"]
+        await resumed_pump.step()
+        assert other.trained == [["b0", "b1"]] and resumed_pump.version == 2
+
+    run(main())
+
+
+def test_no_rollout_begins_before_generation_has_the_weights_and_the_step_syncs_first():
+    async def main():
+        pump = SavingWorld().pump(version=3)
+        world, pump, _ = await resumed(await saved(pump))
+        rolling = asyncio.ensure_future(roll_out(world, pump, "a"))
+        await asyncio.sleep(1)
+        assert not pump.admitted and not len(world.buffer)
+        await pump.step()
+        await rolling
+        assert world.called("stamp", "microbatch") == ["stamp 3", "microbatch a", "stamp 4"]
+
+    run(main())
+
+
+def test_groups_in_flight_come_back_to_be_rolled_out_again():
+    """Those that run, that have arrived in part, that wait; not those that a filter has dropped."""
+
+    async def main():
+        world = SavingWorld()
+        pump = world.pump(generations_per_prompt=2, target_prompt_groups_per_step=2, max_staleness=1)
+        await world.put("half", samples=1)
+        await world.put("strange", samples=3)
+        async with pump.rollout("filtered"):
+            pass
+        async with pump.rollout("done"):
+            await world.put("done", samples=2)
+        async with pump.rollout("partly"):
+            await world.put("partly")
+        tasks = [asyncio.ensure_future(roll_out(world, pump, group, 99)) for group in ("runs", "waits")]
+        await asyncio.sleep(1)
+        other, _, again = await resumed(await saved(pump), generations_per_prompt=2)
+        assert again == ["partly", "runs", "waits", "half", "strange"]
+        assert list(other.buffer.samples()) == ["done0", "done1"]
+        for task in tasks:
+            task.cancel()
+
+    run(main())
+
+
+def test_rollouts_that_wait_in_the_buffer_still_count():
+    """With a fresh count too many would begin, and some could not be trained on."""
+
+    async def main():
+        world, begun = SavingWorld(), []
+        settings = {"target_prompt_groups_per_step": 2, "max_staleness": 1}
+        pump = world.pump(**settings)
+        for group in "abc":
+            await roll_out(world, pump, group)
+        world, pump, _ = await resumed(await saved(pump), **settings)
+        await pump.sync_weights()
+
+        async def begin(group):
+            async with pump.rollout(group):
+                begun.append(group)
+                await world.put(group)
+
+        tasks = [asyncio.ensure_future(begin(group)) for group in "defg"]
+        await asyncio.sleep(1)
+        assert begun == ["d"]
+        await pump.step()
+        await asyncio.sleep(1)
+        assert begun == ["d", "e", "f"] and world.trained == [["a", "b"]]
+        tasks[-1].cancel()
+
+    run(main())
+
+
+def test_in_order_and_durations_are_those_of_before():
+    async def main():
+        world = SavingWorld()
+        pump = world.pump(pick="in_order", target_prompt_groups_per_step=2)
+        await asyncio.gather(roll_out(world, pump, "first", 4.0), roll_out(world, pump, "second", 2.0))
+        heard = []
+
+        class Logger:
+            def log_metrics(self, metrics, step, prefix):
+                heard.append(metrics) if prefix == "streaming" else None
+
+        state = await saved(pump)
+        world, pump, _ = await resumed(state, pick="in_order", target_prompt_groups_per_step=2, logger=Logger())
+        await pump.step()
+        assert world.trained == [["first", "second"]]
+        assert heard[0]["trained_rollout_seconds"] == pytest.approx(3.0) and heard[0]["rollouts_begun"] == 0
+
+    run(main())
+
+
+def test_a_failed_step_is_undone_first_and_its_advantages_are_not_computed_again():
+    async def main():
+        computed = []
+
+        async def advantages(data):
+            computed.append(data[0])
+            return [f"{data[0]}!"]
+
+        world = SavingWorld({"before microbatch": "raise", "before give_back": "raise"})
+        await world.put("a")
+        pump = world.pump(compute_advantages=advantages)
+        assert await raised(pump.step()) and not world.buffer.samples()
+        other, pump, _ = await resumed(await saved(pump), compute_advantages=advantages)
+        assert world.called("give_back") == ["give_back a"]
+        await pump.step()
+        assert other.trained == [["a!"]] and computed == ["a"]
+
+    run(main())
+
+
+def test_trained_groups_whose_clearing_failed_are_not_saved():
+    async def main():
+        world = SavingWorld({"before clear": "raise"})
+        for name in "ab":
+            await world.put(name)
+        pump = world.pump(max_staleness=1)
+        assert await raised(pump.step())
+        world, pump, _ = await resumed(await saved(pump), max_staleness=1)
+        await pump.step()
+        assert world.trained == [["b"]] and pump.version == 2
+
+    run(main())
+
+
+def test_late_duplicates_are_still_known():
+    async def main():
+        world = SavingWorld()
+        await world.put("a")
+        pump = world.pump()
+        await pump.step()
+        world, _, _ = await resumed(await saved(pump))
+        await world.put("a")
+        assert world.buffer.late_duplicates == 1 and not len(world.buffer)
+
+    run(main())
+
+
+def test_a_buffer_without_state_keeps_its_own():
+    async def main():
+        world = World()
+        for name in "ab":
+            await world.put(name)
+        pump = world.pump(max_staleness=1)
+        await pump.step()
+        state = await saved(pump)
+        assert "buffer" not in state
+        other = World()
+        other.buffer = world.buffer
+        pump = other.pump(max_staleness=1)
+        assert await pump.load_state_dict(state) == []
+        await pump.step()
+        assert other.trained == [["b"]] and pump.version == 2
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------ misuse
+@pytest.mark.parametrize("state", [{}, {"format": 2}, None])
+def test_another_format_is_refused(state):
+    async def main():
+        for load in (RolloutBuffer().load_state_dict, SavingWorld().pump().load_state_dict):
+            with pytest.raises(MisuseError, match=r"has the format .*; expected 1"):
+                await load(state) if load.__qualname__.startswith("TrainPump") else load(state)
+
+    run(main())
+
+
+def test_loading_into_what_is_in_use_is_refused():
+    async def main():
+        world = SavingWorld()
+        await world.put("a")
+        pump = world.pump()
+        state = await saved(pump)
+        with pytest.raises(MisuseError, match="has had samples already"):
+            await pump.load_state_dict(state)
+        await pump.step()
+        with pytest.raises(MisuseError, match="in use already"):
+            await pump.load_state_dict(state)
+        world = SavingWorld()
+        pump = world.pump()
+        async with pump.rollout("b"):
+            with pytest.raises(MisuseError, match="in use already"):
+                await pump.load_state_dict(state)
+        with pytest.raises(MisuseError, match=r"has no load_state_dict\(\)"):
+            await World().pump().load_state_dict(state)
+
+    run(main())
+
+
+def test_neither_while_a_step_runs():
+    async def main():
+        pump = SavingWorld().pump()
+        stepping = asyncio.ensure_future(pump.step())
+        await asyncio.sleep(1)
+        for call in (pump.state_dict(), pump.load_state_dict({})):
+            with pytest.raises(MisuseError, match=r"while step\(\) of this pump is running"):
+                await call
+        stepping.cancel()
+
+    run(main())
