@@ -39,6 +39,8 @@ class StreamingConfig:
             gets a list of the groups' data.
         max_microbatches_in_flight: microbatch calls that the trainer works on or that wait for it; with 2 the next
             one is prepared during training on the current one.
+        drop_equal_rewards: drop prompt groups whose samples all have the same reward, which have no advantage to
+            learn from; another rollout begins in the place of each. Tags need the field ``reward``.
         refresh_policy_logprobs: passed to the trainer's ``prepare_logprobs()`` for each group, which is called if
             this or the next field is set.
         refresh_reference_logprobs: passed to it as well.
@@ -59,6 +61,7 @@ class StreamingConfig:
     pick: Policy = "weight_fifo"
     prompt_groups_per_microbatch: int = 1
     max_microbatches_in_flight: int = 2
+    drop_equal_rewards: bool = False
     refresh_policy_logprobs: bool = False
     refresh_reference_logprobs: bool = False
     orphan_timeout: float | None = 3600.0
@@ -78,9 +81,11 @@ class StreamingConfig:
             raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
         self._check_whole("prompt_groups_per_microbatch", 1)
         self._check_whole("max_microbatches_in_flight", 1)
-        for field in ("refresh_policy_logprobs", "refresh_reference_logprobs"):
+        for field in ("drop_equal_rewards", "refresh_policy_logprobs", "refresh_reference_logprobs"):
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
+        if self.drop_equal_rewards and self.generations_per_prompt == 1:
+            raise ConfigError("drop_equal_rewards", True, "False where generations_per_prompt is 1: all are equal")
         for field in ("orphan_timeout", "rollout_timeout"):
             timeout = getattr(self, field)
             if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):

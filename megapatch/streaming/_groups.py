@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from ..errors import MisuseError
 from ._tags import Backlog, Group, Tag
 
 _Entry: TypeAlias = "tuple[Any, int, int, _Record]"
@@ -23,6 +24,8 @@ class _Record:
     uncommitted: int = 0
     oldest: int | None = None
     newest: int | None = None
+    lowest: float | None = None  # reward
+    highest: float | None = None
     serial: int = -1  # of the heap's entry that counts; -1: none does
 
     def include(self, arrival: int, key: Hashable, tag: Tag, generations_per_prompt: int) -> None:
@@ -37,6 +40,15 @@ class _Record:
                 self.oldest = version
             if self.newest is None or version > self.newest:
                 self.newest = version
+        if (reward := tag.reward) is not None:
+            if self.lowest is None or reward < self.lowest:
+                self.lowest = reward
+            if self.highest is None or reward > self.highest:
+                self.highest = reward
+
+    def empty(self) -> None:
+        self.samples, self.expected, self.uncommitted = {}, 0, 0
+        self.oldest = self.newest = self.lowest = self.highest = None
 
     @property
     def is_settled(self) -> bool:
@@ -67,6 +79,7 @@ class Groups:
         version: of the trainer's weights.
         pick: a policy, as `StreamingConfig.pick`.
         number_of: the place of a group in the order in which rollouts began, for the policy "in_order".
+        drop_equal_rewards: whether groups whose samples all have the same reward are not to be trained on.
     """
 
     def __init__(
@@ -76,7 +89,9 @@ class Groups:
         version: int,
         pick: str = "windowed",
         number_of: Callable[[Hashable], float] = lambda group_id: float("inf"),
+        drop_equal_rewards: bool = False,
     ) -> None:
+        self._drops_equal_rewards = drop_equal_rewards
         self._max_staleness, self._generations = max_staleness, generations_per_prompt
         self._by_version = pick in ("windowed", "weight_fifo")
         self._next_heap: Callable[[Iterable[int]], int] = max if pick == "windowed" else min
@@ -95,6 +110,7 @@ class Groups:
             int, dict[Hashable, _Record]
         ] = {}  # by the oldest version: complete, or more than that
         self._future: dict[int, dict[Hashable, _Record]] = {}  # by the newest version, which the trainer lacks
+        self._equal: dict[Hashable, _Record] = {}  # with equal rewards, where these are to be dropped
         self._heaps: dict[int, list[_Entry]] = {}  # entries of groups that have left stay until they are on top
         self._serials = itertools.count()
         self.ready = 0
@@ -111,6 +127,10 @@ class Groups:
             record = self._records[tag.group_id] = _Record(tag.group_id)
         elif record.is_settled:
             self._unsettle(record)
+        if self._drops_equal_rewards and tag.committed and tag.reward is None:
+            raise MisuseError(
+                f"sample {key!r} has no reward in its tag; expected a number, as drop_equal_rewards is set"
+            )
         self._group_of[key] = record
         record.include(arrival, key, tag, self._generations)
         if record.is_settled:
@@ -127,8 +147,8 @@ class Groups:
         if not record.samples:
             del self._records[record.group_id]
             return
-        rest, record.samples = record.samples, {}
-        record.expected, record.uncommitted, record.oldest, record.newest = 0, 0, None, None
+        rest = record.samples
+        record.empty()
         for other, (arrival, tag) in rest.items():
             record.include(arrival, other, tag, self._generations)
         if record.is_settled:
@@ -161,6 +181,13 @@ class Groups:
         if self._by_version:
             for oldest in [oldest for oldest in self._heaps if version - oldest > self._max_staleness]:
                 del self._heaps[oldest]
+        return groups
+
+    def take_equal_rewards(self) -> list[Group]:
+        """Return the groups that are dropped for their rewards, and forget them."""
+        groups = [record.as_group() for record in self._equal.values()]
+        for record in list(self._equal.values()):
+            self._drop_record(record)
         return groups
 
     def pick(self) -> Group | None:
@@ -217,7 +244,9 @@ class Groups:
         self._settled.setdefault(record.oldest, {})[record.group_id] = record
         if len(record.samples) > record.expected or self.version - record.oldest > self._max_staleness:
             return
-        if record.newest > self.version:
+        if self._drops_equal_rewards and record.lowest == record.highest:
+            self._equal[record.group_id] = record
+        elif record.newest > self.version:
             self._future.setdefault(record.newest, {})[record.group_id] = record
         else:
             self._push(record)
@@ -235,6 +264,7 @@ class Groups:
             bucket.pop(record.group_id, None)
             if not bucket:
                 buckets.pop(version, None)  # type: ignore[arg-type]
+        self._equal.pop(record.group_id, None)
         if record.serial >= 0:
             record.serial = -1
             self.ready -= 1

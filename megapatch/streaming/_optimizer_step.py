@@ -24,12 +24,11 @@ from ._trainer import Trainer
 
 @dataclass(frozen=True)
 class StepTaken:
-    """The result of finish_train_step(), the groups trained on, and how many were dropped meanwhile."""
+    """The result of finish_train_step(), the groups trained on, and how many were dropped meanwhile, by reason."""
 
     result: Any
     groups: list[Group]
-    evicted: int
-    expired: int
+    dropped: dict[str, int]
 
 
 class OptimizerSteps:
@@ -58,12 +57,12 @@ class OptimizerSteps:
     async def take(self, needed: int) -> StepTaken:
         """Take one step. It begins when `needed` groups are eligible, and those of its first microbatch call."""
         queue = MicrobatchQueue(self._calls, self._trainer, self._config.max_microbatches_in_flight)
-        evicted, expired = self._supply.evicted, self._supply.expired
+        dropped = dict(self._supply.dropped)
         try:
             for size in self._config.prompt_groups_by_microbatch:
                 with self._timer.phase("wait_for_trainer"):
                     await queue.wait_for_room()
-                data = await self._next_microbatch(size, needed, queue, evicted)
+                data = await self._next_microbatch(size, needed, queue, dropped["evicted"])
                 if not self.is_open:
                     self.is_open = True  # before the call: one that fails may have begun a step
                     await wait_out(self._calls(self._trainer, "begin_train_step"))
@@ -80,7 +79,8 @@ class OptimizerSteps:
             tell_besides("the pump failed, too", error, first)
             await wait_out(self._undo(queue, first))
             raise first from first.__cause__  # and not in the context of what came later
-        return StepTaken(result, groups, self._supply.evicted - evicted, self._supply.expired - expired)
+        now = self._supply.dropped
+        return StepTaken(result, groups, {reason: now[reason] - before for reason, before in dropped.items()})
 
     @property
     def computed(self) -> dict[Group, Any]:
@@ -118,7 +118,7 @@ class OptimizerSteps:
                 trained=len(self._claimed),
                 target=self._config.prompt_groups_per_optimizer_step,
                 needed=needed,
-                evicted=self._supply.evicted - evicted_before,
+                evicted=self._supply.dropped["evicted"] - evicted_before,
                 backlog=found.backlog,
             )
         return found

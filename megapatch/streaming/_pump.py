@@ -256,8 +256,7 @@ class TrainPump:
         streaming = {
             "prompt_groups": len(done.groups),
             "samples": sum(len(group.keys) for group in done.groups),
-            "evicted_prompt_groups": done.evicted,
-            "expired_prompt_groups": done.expired,
+            **{f"{reason}_prompt_groups": number for reason, number in done.dropped.items()},
             "max_lag": max(lags),
             "mean_lag": sum(lags) / len(lags),
             **self._rollouts.take_metrics(),

@@ -59,7 +59,7 @@ class RolloutBuffer:
                 tag.
         """
         tag = dict(tag)  # the caller may reuse its own for the next sample
-        group_id, _, version, _ = read_tag(key, tag)
+        group_id, _, version, *_ = read_tag(key, tag)
         if self._is_late(key, version):
             return
         while self._is_full_for(group_id, key) and not self._closed:

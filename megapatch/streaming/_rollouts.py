@@ -123,7 +123,8 @@ class Rollouts:
     def evicted(self, groups: Sequence[Group]) -> None:
         self._finish(groups, "evicted_")
 
-    def expired(self, groups: Sequence[Group]) -> None:
+    def given_up(self, groups: Sequence[Group]) -> None:
+        """Forget groups that were dropped for another reason than their age; others may begin instead."""
         for group in groups:
             if (rollout := self._rollouts.get(group.group_id)) is not None:
                 self._forget(group.group_id, rollout)

@@ -19,6 +19,7 @@ class StalenessSampler:
     - ``committed``: whether the sample is complete (None: no); True if missing. A group is committed when all of
       its samples are.
     - ``expected_num_samples``: samples of its group; may be missing. If samples disagree, the largest counts.
+    - ``reward``: a number, which the pump needs with `StreamingConfig.drop_equal_rewards`; the sampler ignores it.
 
     A group with samples of several versions is as old as its oldest sample, and from the future if its newest
     sample is. A group is complete when it has exactly as many samples as expected; one with more (a sample that

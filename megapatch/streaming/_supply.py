@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +38,19 @@ class Supply:
     def __init__(self, buffer: Buffer, config: StreamingConfig, rollouts: Rollouts, version: int) -> None:
         self._buffer, self._rollouts, self._timeout = buffer, rollouts, config.rollout_timeout
         self._groups = Groups(
-            config.max_staleness, config.generations_per_prompt, version, config.pick, rollouts.number_of
+            config.max_staleness,
+            config.generations_per_prompt,
+            version,
+            config.pick,
+            rollouts.number_of,
+            config.drop_equal_rewards,
         )
         self._looked_at: tuple[int, int] | None = None  # the changes and the version for which they were found
         self._position = -1  # of the buffer's updates
         self._picks = config.pick
         self._warned = False
         self._orphans = Orphans(config.orphan_timeout)
-        self.evicted = self.expired = 0  # prompt groups, so far
+        self.dropped = Counter({"evicted": 0, "expired": 0, "equal_rewards": 0})  # prompt groups, so far
 
     async def next_group(
         self, version: int, needed: int, places: int, queue: MicrobatchQueue
@@ -133,15 +139,22 @@ class Supply:
             self._looked_at = None
             await self._read()
             if too_old := self._groups.evict(version):
-                position, self._position = self._position, -1
-                await self.clear(too_old)
-                self._position = position
+                await self._drop(too_old)
                 self._count_evicted(too_old)
+            if equal := self._groups.take_equal_rewards():
+                await self._drop(equal)
+                self.dropped["equal_rewards"] += len(equal)
+                self._rollouts.given_up(equal)
             self._looked_at = seen, version
         if orphans := self._orphans.found_in(self._groups, self._rollouts.runs, asyncio.get_running_loop().time()):
             await self._expire(orphans)
         self._rollouts.look_ended(ended, self._groups)
         return seen
+
+    async def _drop(self, groups: list[Group]) -> None:
+        position, self._position = self._position, -1  # if this fails, all is read again
+        await self.clear(groups)
+        self._position = position
 
     async def _read(self) -> None:
         seen, self._position = self._position, -1  # if anything fails from here on, all is read again
@@ -165,8 +178,8 @@ class Supply:
     async def _expire(self, orphans: list[Group]) -> None:
         self._looked_at, self._position = None, -1  # the next look finds what is left
         await self.clear(orphans)
-        self.expired += len(orphans)
-        self._rollouts.expired(orphans)
+        self.dropped["expired"] += len(orphans)
+        self._rollouts.given_up(orphans)
         for group in orphans:
             self._groups.drop_group(group)
         log.warning(
@@ -177,7 +190,7 @@ class Supply:
         )
 
     def _count_evicted(self, groups: list[Group]) -> None:
-        self.evicted += len(groups)
+        self.dropped["evicted"] += len(groups)
         self._rollouts.evicted(groups)
         if not self._warned and self._picks != "windowed":
             self._warned = True

@@ -80,6 +80,7 @@ class Tag(NamedTuple):
     committed: bool
     version: int | None
     expected: int | None
+    reward: float | None = None
 
 
 def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
@@ -101,7 +102,15 @@ def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
             f"sample {key!r} is committed and has no weight_version in its tag; expected the version of the "
             "weights that it was sampled from"
         )
-    return Tag(group_id, committed, version, expected)
+    reward = tag.get("reward")
+    return Tag(group_id, committed, version, expected, None if reward is None else _number(key, reward))
+
+
+def _number(key: Hashable, reward: Any) -> float:
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        raise MisuseError(f"sample {key!r} has reward={reward!r} in its tag; expected a number") from None
 
 
 def _whole(key: Hashable, tag: Mapping[str, Any], name: str) -> int | None:

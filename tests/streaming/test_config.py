@@ -56,6 +56,8 @@ BAD = [
     ("prompt_groups_per_microbatch", 4, "3 or less, the prompt groups of an optimizer step", {}),
     ("prompt_groups_per_microbatch", 2, "1 or less", {"train_global_batch_size": 4, "max_staleness": 2}),
     ("max_microbatches_in_flight", 0, WHOLE.format(1), {}),
+    ("drop_equal_rewards", 1, "True or False", {}),
+    ("drop_equal_rewards", True, "False where generations_per_prompt is 1", {"generations_per_prompt": 1}),
     ("refresh_policy_logprobs", "yes", "True or False", {}),
     ("refresh_reference_logprobs", 1, "True or False", {}),
     ("orphan_timeout", -1, "a number of seconds above 0, or None", {}),

@@ -68,7 +68,7 @@ def test_metrics_and_seconds_by_phase(kind):
         assert train == {"loss": 1.0}
         assert list(streaming.items()) == [
             *[("prompt_groups", 2), ("samples", 2), ("evicted_prompt_groups", 1), ("expired_prompt_groups", 0)],
-            *[("max_lag", 2), ("mean_lag", 1)],
+            *[("equal_rewards_prompt_groups", 0), ("max_lag", 2), ("mean_lag", 1)],
         ]
         assert {phase: seconds for phase, seconds in timing.items() if seconds} == {
             "wait_for_rollouts": 1,  # there is nothing new to look at for the second
