@@ -7,24 +7,13 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Sequence
-from dataclasses import dataclass
 
 from ._config import StreamingConfig
 from ._groups import Groups
+from ._in_flight import InFlight, Rollout
+from ._rollout_seconds import RolloutSeconds
 from ._synced_weights import SyncedWeights
 from ._tags import Group
-
-
-@dataclass(eq=False)
-class _Rollout:
-    """A prompt group that was announced, until it was trained on or is given up."""
-
-    version: int  # of the weights that it began with
-    number: int  # in the order in which rollouts began
-    begun: float
-    running: int = 0  # contexts that are open: a group may be rolled out in parts
-    ended: float | None = None
-    claimed: bool = False
 
 
 class Rollouts:
@@ -45,18 +34,14 @@ class Rollouts:
     ) -> None:
         self._config, self._weights, self._capacity = config, weights, capacity
         self._trainer_version = self._generation_version = version
-        self._rollouts: dict[Hashable, _Rollout] = {}
-        self._in_flight: dict[Hashable, _Rollout] = {}  # which a look may not have found yet, as they began
-        self._in_flight_of: Counter[int] = Counter()  # by version
-        self._ended: list[tuple[Hashable, _Rollout]] = []  # of those in flight
+        self._rollouts: dict[Hashable, Rollout] = {}
+        self._in_flight = InFlight()
         self._claimed = 0  # of all that were announced
         self._begun = self._reported = 0
         self._waiting: Counter[Hashable] = Counter()  # contexts of a group that have not begun
         self._room = asyncio.Event()  # set once, to wake those who wait now; the next ones get a new event
-        self.news = (
-            asyncio.Event()
-        )  # set when a rollout ends: one that leaves no samples does not change the buffer
-        self._seconds: dict[str, list[float]] = {"": [], "trained_": [], "evicted_": []}
+        self.news = asyncio.Event()  # set when a rollout ends, which may leave the buffer as it was
+        self._seconds = RolloutSeconds()
 
     @contextlib.asynccontextmanager
     async def rollout(self, group_id: Hashable) -> AsyncIterator[None]:
@@ -83,17 +68,17 @@ class Rollouts:
             places: groups that the open optimizer step still takes.
         """
         if self._config.pick == "in_order":
-            return any(rollout.number < self.number_of(group.group_id) for rollout in self._first_in_flight())
+            return self._in_flight.first_number < self.number_of(group.group_id)
         if self._config.pick != "weight_fifo":
             return False
         older = 0  # in flight, and to be trained on in the `places` up to their last optimizer step
-        for version in sorted(self._in_flight_of):
+        for version, number in self._in_flight.by_version():
             if group.weight_version is None or version >= group.weight_version:
                 break
             steps = version + self._config.max_staleness - self._trainer_version  # after the open one
             if steps < 0:
                 continue  # too old already
-            older += self._in_flight_of[version]
+            older += number
             if older >= places + steps * self._config.prompt_groups_per_optimizer_step:
                 return True
         return False
@@ -105,7 +90,7 @@ class Rollouts:
         if (rollout := self._rollouts.get(group.group_id)) is not None:
             self._claimed += not rollout.claimed
             rollout.claimed = True
-            self._land(group.group_id)
+            self._in_flight.land(group.group_id)
             if self._capacity is not None:
                 self._tell_of_room()
 
@@ -136,14 +121,11 @@ class Rollouts:
 
     def look_begins(self) -> int:
         """Return what `look_ended` gets after a look at the buffer that begins now."""
-        return len(self._ended)
+        return self._in_flight.look_begins()
 
     def look_ended(self, ended: int, groups: Groups) -> None:
         """Take note of a look: rollouts that had ended before are in the groups now, or nowhere (a filter)."""
-        for group_id, rollout in self._ended[:ended]:
-            if self._in_flight.get(group_id) is rollout and not rollout.running:
-                self._land(group_id)
-        del self._ended[:ended]
+        self._in_flight.look_ended(ended)
         if not self._waiting:
             return
         for group_id, rollout in list(self._rollouts.items()):
@@ -165,7 +147,7 @@ class Rollouts:
         self._trainer_version = self._generation_version = version
         now = asyncio.get_running_loop().time()
         for group, seconds in ended:
-            rollout = _Rollout(group.weight_version or 0, self._begun, now - seconds, ended=now)
+            rollout = Rollout(group.weight_version or 0, self._begun, now - seconds, ended=now)
             self._rollouts[group.group_id] = rollout
             self._begun += 1
         self._reported = self._begun
@@ -177,21 +159,16 @@ class Rollouts:
 
     def __str__(self) -> str:
         now = asyncio.get_running_loop().time()
-        ages = [now - rollout.begun for rollout in self._in_flight.values()]
+        ages = [now - rollout.begun for rollout in self._in_flight]
         return f"{len(ages)} rollouts in flight, the oldest for {max(ages):.0f} s" if ages else ""
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; none where no rollout was announced."""
         begun, self._reported = self._begun - self._reported, self._begun
         metrics: dict[str, float] = {"rollouts_begun": begun} if self._begun else {}
-        for kind, seconds in self._seconds.items():
-            if seconds:
-                metrics[f"{kind}rollout_seconds"] = sum(seconds) / len(seconds)
-                metrics[f"{kind}rollout_seconds_p90"] = sorted(seconds)[math.ceil(0.9 * len(seconds)) - 1]
-                seconds.clear()
-        return metrics
+        return metrics | self._seconds.take()
 
-    async def _begin(self, group_id: Hashable) -> _Rollout:
+    async def _begin(self, group_id: Hashable) -> Rollout:
         self._waiting[group_id] += 1
         try:
             rollout = await self._admit(group_id)
@@ -199,19 +176,17 @@ class Rollouts:
             self._waiting[group_id] -= 1
             if not self._waiting[group_id]:
                 del self._waiting[group_id]
-        if group_id not in self._in_flight:
-            self._in_flight[group_id] = rollout
-            self._in_flight_of[rollout.version] += 1
+        self._in_flight.add(group_id, rollout)
         rollout.running += 1
         return rollout
 
-    async def _admit(self, group_id: Hashable) -> _Rollout:
+    async def _admit(self, group_id: Hashable) -> Rollout:
         while True:
             await self._weights.permitted()
             if (rollout := self._rollouts.get(group_id)) is not None and not rollout.claimed:
                 return rollout  # this is another part of one that has its place
             if self._has_room:
-                rollout = _Rollout(self._generation_version, self._begun, asyncio.get_running_loop().time())
+                rollout = Rollout(self._generation_version, self._begun, asyncio.get_running_loop().time())
                 self._begun += 1
                 self._rollouts[group_id] = rollout
                 return rollout
@@ -228,36 +203,26 @@ class Rollouts:
         ahead = self._config.max_staleness + self._generation_version + 1 - self._trainer_version
         return begun < ahead * self._config.prompt_groups_per_optimizer_step
 
-    def _first_in_flight(self) -> list[_Rollout]:
-        return [next(iter(self._in_flight.values()))] if self._in_flight else []
-
-    def _end(self, group_id: Hashable, rollout: _Rollout) -> None:
+    def _end(self, group_id: Hashable, rollout: Rollout) -> None:
         rollout.running -= 1
         if rollout.running:
             return
         rollout.ended = asyncio.get_running_loop().time()
-        self._seconds[""].append(rollout.ended - rollout.begun)
-        if self._in_flight.get(group_id) is rollout:
-            self._ended.append((group_id, rollout))
+        self._seconds.add("", rollout.ended - rollout.begun)
+        self._in_flight.has_ended(group_id, rollout)
         self.news.set()
-
-    def _land(self, group_id: Hashable) -> None:
-        if (rollout := self._in_flight.pop(group_id, None)) is not None:
-            self._in_flight_of[rollout.version] -= 1
-            if not self._in_flight_of[rollout.version]:
-                del self._in_flight_of[rollout.version]
 
     def _finish(self, groups: Sequence[Group], kind: str) -> None:
         now = asyncio.get_running_loop().time()
         for group in groups:
             if (rollout := self._rollouts.get(group.group_id)) is not None:
                 ended = now if rollout.ended is None else rollout.ended
-                self._seconds[kind].append(ended - rollout.begun)
+                self._seconds.add(kind, ended - rollout.begun)
                 self._forget(group.group_id, rollout)
 
-    def _forget(self, group_id: Hashable, rollout: _Rollout) -> None:
+    def _forget(self, group_id: Hashable, rollout: Rollout) -> None:
         if self._rollouts.get(group_id) is rollout:
-            self._land(group_id)
+            self._in_flight.land(group_id)
             self._claimed -= rollout.claimed
             del self._rollouts[group_id]
             self._tell_of_room()
