@@ -37,6 +37,11 @@ class StreamingConfig:
             cannot run on one alone (its samples are fewer than data-parallel ranks times the micro batch size).
             The last call of an optimizer step also takes the remainder, so no call has fewer. Above 1 the trainer
             gets a list of the groups' data.
+        oversampled_prompt_groups: rollouts that may begin beyond those that can be trained on. Training takes the
+            first to end and the last are dropped, so this favors short rollouts. Only with "weight_fifo" and
+            "ready_first".
+        max_rollouts_in_flight: prompt groups whose `TrainPump.rollout` may run at a time; None: as many as can be
+            trained on.
         max_microbatches_in_flight: microbatch calls that the trainer works on or that wait for it; with 2 the next
             one is prepared during training on the current one.
         drop_equal_rewards: drop prompt groups whose samples all have the same reward, which have no advantage to
@@ -60,6 +65,8 @@ class StreamingConfig:
     max_staleness: int = 0
     pick: Policy = "weight_fifo"
     prompt_groups_per_microbatch: int = 1
+    oversampled_prompt_groups: int = 0
+    max_rollouts_in_flight: int | None = None
     max_microbatches_in_flight: int = 2
     drop_equal_rewards: bool = False
     refresh_policy_logprobs: bool = False
@@ -80,6 +87,12 @@ class StreamingConfig:
         if self.pick not in POLICIES:
             raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
         self._check_whole("prompt_groups_per_microbatch", 1)
+        self._check_whole("oversampled_prompt_groups", 0)
+        if self.oversampled_prompt_groups and self.pick in ("in_order", "windowed"):
+            why = "waits for the first" if self.pick == "in_order" else "does not bound rollouts"
+            raise ConfigError("oversampled_prompt_groups", self.oversampled_prompt_groups, f"0: {self.pick} {why}")
+        if self.max_rollouts_in_flight is not None:
+            self._check_whole("max_rollouts_in_flight", 1)
         self._check_whole("max_microbatches_in_flight", 1)
         for field in ("drop_equal_rewards", "refresh_policy_logprobs", "refresh_reference_logprobs"):
             if not isinstance(getattr(self, field), bool):

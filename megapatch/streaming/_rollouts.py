@@ -36,6 +36,7 @@ class Rollouts:
         self._trainer_version = self._generation_version = version
         self._rollouts: dict[Hashable, Rollout] = {}
         self._in_flight = InFlight()
+        self._running = 0  # groups with an open context
         self._claimed = 0  # of all that were announced
         self._begun = self._reported = 0
         self._waiting: Counter[Hashable] = Counter()  # contexts of a group that have not begun
@@ -71,6 +72,7 @@ class Rollouts:
             return self._in_flight.first_number < self.number_of(group.group_id)
         if self._config.pick != "weight_fifo":
             return False
+        oversampled = self._config.oversampled_prompt_groups  # no place is kept for so many
         older = 0  # in flight, and to be trained on in the `places` up to their last optimizer step
         for version, number in self._in_flight.by_version():
             if group.weight_version is None or version >= group.weight_version:
@@ -79,7 +81,7 @@ class Rollouts:
             if steps < 0:
                 continue  # too old already
             older += number
-            if older >= places + steps * self._config.prompt_groups_per_optimizer_step:
+            if older >= places + steps * self._config.prompt_groups_per_optimizer_step + oversampled:
                 return True
         return False
 
@@ -177,6 +179,7 @@ class Rollouts:
             if not self._waiting[group_id]:
                 del self._waiting[group_id]
         self._in_flight.add(group_id, rollout)
+        self._running += not rollout.running
         rollout.running += 1
         return rollout
 
@@ -195,18 +198,25 @@ class Rollouts:
 
     @property
     def _has_room(self) -> bool:
+        limit = self._config.max_rollouts_in_flight
+        if limit is not None and self._running >= limit:
+            return False
         if self._config.pick == "windowed":
             return True
         begun = len(self._rollouts)
         if self._capacity is not None and begun - self._claimed >= self._capacity:
             return False  # the last of these would wait in put(), maybe for one that nothing is trained on without
         ahead = self._config.max_staleness + self._generation_version + 1 - self._trainer_version
-        return begun < ahead * self._config.prompt_groups_per_optimizer_step
+        bound = ahead * self._config.prompt_groups_per_optimizer_step
+        return begun < bound + self._config.oversampled_prompt_groups
 
     def _end(self, group_id: Hashable, rollout: Rollout) -> None:
         rollout.running -= 1
         if rollout.running:
             return
+        self._running -= 1
+        if self._config.max_rollouts_in_flight is not None:
+            self._tell_of_room()
         rollout.ended = asyncio.get_running_loop().time()
         self._seconds.add("", rollout.ended - rollout.begun)
         self._in_flight.has_ended(group_id, rollout)

@@ -47,7 +47,7 @@ class Supply:
         )
         self._looked_at: tuple[int, int] | None = None  # the changes and the version for which they were found
         self._position = -1  # of the buffer's updates
-        self._picks = config.pick
+        self._loses_by_design = config.pick == "windowed" or config.oversampled_prompt_groups > 0
         self._warned = False
         self._orphans = Orphans(config.orphan_timeout)
         self.dropped = Counter({"evicted": 0, "expired": 0, "equal_rewards": 0})  # prompt groups, so far
@@ -192,7 +192,7 @@ class Supply:
     def _count_evicted(self, groups: list[Group]) -> None:
         self.dropped["evicted"] += len(groups)
         self._rollouts.evicted(groups)
-        if not self._warned and self._picks != "windowed":
+        if not self._warned and not self._loses_by_design:
             self._warned = True
             log.warning(
                 "a prompt group was too old before it could be trained on and was dropped; further ones are only "

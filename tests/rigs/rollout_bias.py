@@ -108,10 +108,14 @@ class Evictions:
             self.evicted += metrics["evicted_prompt_groups"]
 
 
-async def simulate(pick, max_staleness, permit=announced, steps=STEPS):
+async def simulate(pick, max_staleness, permit=announced, steps=STEPS, **settings):
     world, buffer, logger = World(), RolloutBuffer(), Evictions()
     config = StreamingConfig(
-        generations_per_prompt=1, target_prompt_groups_per_step=GROUPS, max_staleness=max_staleness, pick=pick
+        generations_per_prompt=1,
+        target_prompt_groups_per_step=GROUPS,
+        max_staleness=max_staleness,
+        pick=pick,
+        **settings,
     )
     pump = TrainPump(config, world, buffer, world, world, logger=logger)
     numbers = itertools.count()
