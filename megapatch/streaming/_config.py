@@ -9,6 +9,7 @@ from ..errors import ConfigError
 
 Policy: TypeAlias = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
 POLICIES: tuple[str, ...] = get_args(Policy)
+SWITCHES = ("abort_stale_rollouts", "drop_equal_rewards", "refresh_policy_logprobs", "refresh_reference_logprobs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class StreamingConfig:
             trained on.
         max_microbatches_in_flight: microbatch calls that the trainer works on or that wait for it; with 2 the next
             one is prepared during training on the current one.
+        abort_stale_rollouts: cancel the body of a `TrainPump.rollout` that began with weights that are too old by
+            now, as its group would be evicted. Its context ends without an exception, and its samples are dropped.
         drop_equal_rewards: drop prompt groups whose samples all have the same reward, which have no advantage to
             learn from; another rollout begins in the place of each. Tags need the field ``reward``.
         refresh_policy_logprobs: passed to the trainer's ``prepare_logprobs()`` for each group, which is called if
@@ -68,6 +71,7 @@ class StreamingConfig:
     oversampled_prompt_groups: int = 0
     max_rollouts_in_flight: int | None = None
     max_microbatches_in_flight: int = 2
+    abort_stale_rollouts: bool = False
     drop_equal_rewards: bool = False
     refresh_policy_logprobs: bool = False
     refresh_reference_logprobs: bool = False
@@ -94,7 +98,7 @@ class StreamingConfig:
         if self.max_rollouts_in_flight is not None:
             self._check_whole("max_rollouts_in_flight", 1)
         self._check_whole("max_microbatches_in_flight", 1)
-        for field in ("drop_equal_rewards", "refresh_policy_logprobs", "refresh_reference_logprobs"):
+        for field in SWITCHES:
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
         if self.drop_equal_rewards and self.generations_per_prompt == 1:

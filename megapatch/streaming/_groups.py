@@ -55,6 +55,10 @@ class _Record:
         return not self.uncommitted and len(self.samples) >= self.expected
 
     @property
+    def is_whole(self) -> bool:
+        return not self.uncommitted and len(self.samples) == self.expected
+
+    @property
     def first(self) -> int:
         return min(arrival for arrival, _ in self.samples.values())
 
@@ -215,14 +219,17 @@ class Groups:
     def whole(self, group_id: Hashable) -> Group | None:
         """Return the group if it is complete and committed."""
         record = self._records.get(group_id)
-        if record is None or record.uncommitted or len(record.samples) != record.expected:
-            return None
-        return record.as_group()
+        return record.as_group() if record is not None and record.is_whole else None
+
+    def in_part(self, group_id: Hashable) -> Group | None:
+        """Return the group if it is here, and not complete or not committed."""
+        record = self._records.get(group_id)
+        return record.as_group() if record is not None and not record.is_whole else None
 
     def unsettled(self) -> Iterator[Group]:
         """Return the groups that cannot be trained on as they are: incomplete, not committed, or too large."""
         for record in self._records.values():
-            if record.uncommitted or len(record.samples) != record.expected:
+            if not record.is_whole:
                 yield record.as_group()
 
     def backlog(self) -> Backlog:

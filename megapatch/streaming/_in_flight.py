@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from ._abortable import Abortable
 
 
 @dataclass(eq=False)
@@ -16,7 +18,7 @@ class Rollout:
     begun: float
     ended: float | None = None
     claimed: bool = False
-    running: int = 0  # contexts that are open: a group may be rolled out in parts
+    running: list[Abortable] = field(default_factory=list)  # open contexts: a group may be rolled out in parts
 
 
 class InFlight:
@@ -30,8 +32,8 @@ class InFlight:
     def __contains__(self, group_id: Hashable) -> bool:
         return group_id in self._rollouts
 
-    def __iter__(self) -> Iterator[Rollout]:
-        return iter(list(self._rollouts.values()))
+    def __iter__(self) -> Iterator[tuple[Hashable, Rollout]]:
+        return iter(list(self._rollouts.items()))
 
     def add(self, group_id: Hashable, rollout: Rollout) -> None:
         """Add one that runs, if it is not here."""

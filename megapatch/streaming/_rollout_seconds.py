@@ -9,7 +9,7 @@ class RolloutSeconds:
     """Collects durations until they are taken as metrics."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, list[float]] = {"": [], "trained_": [], "evicted_": []}
+        self._seconds: dict[str, list[float]] = {"": [], "trained_": [], "evicted_": [], "aborted_": []}
 
     def add(self, kind: str, seconds: float) -> None:
         """Note a rollout; the kind is "" for those that ended, or the prefix of a metric."""

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Sequence
 
+from ._abortable import Abortable
 from ._config import StreamingConfig
 from ._groups import Groups
 from ._in_flight import InFlight, Rollout
@@ -43,18 +44,22 @@ class Rollouts:
         self._room = asyncio.Event()  # set once, to wake those who wait now; the next ones get a new event
         self.news = asyncio.Event()  # set when a rollout ends, which may leave the buffer as it was
         self._seconds = RolloutSeconds()
+        self.aborted: list[Hashable] = []  # groups that may have left samples in the buffer
 
     @contextlib.asynccontextmanager
     async def rollout(self, group_id: Hashable) -> AsyncIterator[None]:
-        rollout = await self._begin(group_id)
+        rollout, context = await self._begin(group_id)
         try:
             yield
-        except BaseException:
-            self._end(group_id, rollout)
+        except BaseException as error:
+            self._end(group_id, rollout, context)
             if not rollout.running and not rollout.claimed:
                 self._forget(group_id, rollout)
-            raise
-        self._end(group_id, rollout)
+            if not context.swallows(error):
+                raise
+        else:
+            self._end(group_id, rollout, context)
+            context.swallows(None)
 
     def number_of(self, group_id: Hashable) -> float:
         """Return the group's place in the order in which rollouts began; those that nobody announced are last."""
@@ -106,6 +111,21 @@ class Rollouts:
         """Count an optimizer step."""
         self._trainer_version += 1
         self._finish(groups, "trained_")
+        if self._config.abort_stale_rollouts:
+            self._abort_stale()
+
+    def _abort_stale(self) -> None:
+        for group_id, rollout in self._in_flight:
+            if rollout.running and self._trainer_version - rollout.version > self._config.max_staleness:
+                for context in rollout.running:
+                    context.abort()
+                self._forget(group_id, rollout)
+                self.aborted.append(group_id)
+
+    @property
+    def left_in_part(self) -> list[Hashable]:
+        """Groups whose rollouts were aborted, and have not begun again."""
+        return [group_id for group_id in self.aborted if group_id not in self._rollouts]
 
     def evicted(self, groups: Sequence[Group]) -> None:
         self._finish(groups, "evicted_")
@@ -138,7 +158,7 @@ class Rollouts:
         """Return each group with its seconds so far, and whether it has not ended, in the order of their begin."""
         now = asyncio.get_running_loop().time()
         begun = [
-            (group_id, (now if rollout.ended is None else rollout.ended) - rollout.begun, rollout.running > 0)
+            (group_id, (now if rollout.ended is None else rollout.ended) - rollout.begun, bool(rollout.running))
             for group_id, rollout in self._rollouts.items()
             if not rollout.claimed
         ]
@@ -161,7 +181,7 @@ class Rollouts:
 
     def __str__(self) -> str:
         now = asyncio.get_running_loop().time()
-        ages = [now - rollout.begun for rollout in self._in_flight]
+        ages = [now - rollout.begun for _, rollout in self._in_flight]
         return f"{len(ages)} rollouts in flight, the oldest for {max(ages):.0f} s" if ages else ""
 
     def take_metrics(self) -> dict[str, float]:
@@ -170,7 +190,7 @@ class Rollouts:
         metrics: dict[str, float] = {"rollouts_begun": begun} if self._begun else {}
         return metrics | self._seconds.take()
 
-    async def _begin(self, group_id: Hashable) -> Rollout:
+    async def _begin(self, group_id: Hashable) -> tuple[Rollout, Abortable]:
         self._waiting[group_id] += 1
         try:
             rollout = await self._admit(group_id)
@@ -180,8 +200,8 @@ class Rollouts:
                 del self._waiting[group_id]
         self._in_flight.add(group_id, rollout)
         self._running += not rollout.running
-        rollout.running += 1
-        return rollout
+        rollout.running.append(Abortable())
+        return rollout, rollout.running[-1]
 
     async def _admit(self, group_id: Hashable) -> Rollout:
         while True:
@@ -210,15 +230,15 @@ class Rollouts:
         bound = ahead * self._config.prompt_groups_per_optimizer_step
         return begun < bound + self._config.oversampled_prompt_groups
 
-    def _end(self, group_id: Hashable, rollout: Rollout) -> None:
-        rollout.running -= 1
+    def _end(self, group_id: Hashable, rollout: Rollout, context: Abortable) -> None:
+        rollout.running.remove(context)
         if rollout.running:
             return
         self._running -= 1
         if self._config.max_rollouts_in_flight is not None:
             self._tell_of_room()
         rollout.ended = asyncio.get_running_loop().time()
-        self._seconds.add("", rollout.ended - rollout.begun)
+        self._seconds.add("aborted_" if context.is_aborted else "", rollout.ended - rollout.begun)
         self._in_flight.has_ended(group_id, rollout)
         self.news.set()
 

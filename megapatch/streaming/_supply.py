@@ -146,6 +146,8 @@ class Supply:
                 self.dropped["equal_rewards"] += len(equal)
                 self._rollouts.given_up(equal)
             self._looked_at = seen, version
+        if self._rollouts.aborted:
+            await self._clear_aborted()
         if orphans := self._orphans.found_in(self._groups, self._rollouts.runs, asyncio.get_running_loop().time()):
             await self._expire(orphans)
         self._rollouts.look_ended(ended, self._groups)
@@ -174,6 +176,15 @@ class Supply:
             return found
         samples = await perform(self._buffer.samples)
         return Updates(-1, True, [(key, number, tag) for number, (key, tag) in enumerate(samples.items())])
+
+    async def _clear_aborted(self) -> None:
+        found = [self._groups.in_part(group_id) for group_id in self._rollouts.left_in_part]
+        groups = [group for group in found if group is not None]
+        if groups:
+            await self._drop(groups)
+        self._rollouts.aborted.clear()
+        for group in groups:
+            self._groups.drop_group(group)
 
     async def _expire(self, orphans: list[Group]) -> None:
         self._looked_at, self._position = None, -1  # the next look finds what is left

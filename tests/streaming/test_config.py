@@ -60,6 +60,7 @@ BAD = [
     ("oversampled_prompt_groups", 1, "0: windowed does not bound rollouts", {"pick": "windowed"}),
     ("max_rollouts_in_flight", 0, WHOLE.format(1), {}),
     ("max_microbatches_in_flight", 0, WHOLE.format(1), {}),
+    ("abort_stale_rollouts", None, "True or False", {}),
     ("drop_equal_rewards", 1, "True or False", {}),
     ("drop_equal_rewards", True, "False where generations_per_prompt is 1", {"generations_per_prompt": 1}),
     ("refresh_policy_logprobs", "yes", "True or False", {}),
