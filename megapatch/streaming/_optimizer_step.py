@@ -30,6 +30,17 @@ class StepTaken:
     groups: list[Group]
     dropped: dict[str, int]
 
+    def metrics(self, version: int) -> dict[str, float]:
+        """Return what happened in this step, with which the weights got a version."""
+        lags = [version - 1 - (group.weight_version or 0) for group in self.groups]
+        return {
+            "prompt_groups": len(self.groups),
+            "samples": sum(len(group.keys) for group in self.groups),
+            **{f"{reason}_prompt_groups": number for reason, number in self.dropped.items()},
+            "max_lag": max(lags),
+            "mean_lag": sum(lags) / len(lags),
+        }
+
 
 class OptimizerSteps:
     """Takes optimizer steps and counts them; the count is the version."""
@@ -49,7 +60,7 @@ class OptimizerSteps:
         self.is_open = False
         self._config, self._trainer, self._calls, self._timer = config, trainer, calls, timer
         self._rollouts = rollouts
-        self._supply = Supply(buffer, config, rollouts, version)
+        self.supply = Supply(buffer, config, rollouts, version)
         self._preparation = Preparation(config, trainer, compute_advantages, calls, timer)
         self._claimed: list[Group] = []  # for the step that is open or has failed
         self._trained: list[Group] = []  # but not cleared yet
@@ -57,7 +68,7 @@ class OptimizerSteps:
     async def take(self, needed: int) -> StepTaken:
         """Take one step. It begins when `needed` groups are eligible, and those of its first microbatch call."""
         queue = MicrobatchQueue(self._calls, self._trainer, self._config.max_microbatches_in_flight)
-        dropped = dict(self._supply.dropped)
+        dropped = dict(self.supply.dropped)
         try:
             for size in self._config.prompt_groups_by_microbatch:
                 with self._timer.phase("wait_for_trainer"):
@@ -79,7 +90,7 @@ class OptimizerSteps:
             tell_besides("the pump failed, too", error, first)
             await wait_out(self._undo(queue, first))
             raise first from first.__cause__  # and not in the context of what came later
-        now = self._supply.dropped
+        now = self.supply.dropped
         return StepTaken(result, groups, {reason: now[reason] - before for reason, before in dropped.items()})
 
     @property
@@ -90,7 +101,7 @@ class OptimizerSteps:
     async def restore(self, version: int, computed: dict[Group, Any]) -> tuple[list[Group], Groups]:
         """Begin at a version; return the incomplete groups, which are cleared, and the others."""
         self.version, self._preparation.computed = version, computed
-        return await self._supply.restore(version)
+        return await self.supply.restore(version)
 
     async def recover(self) -> None:
         """Finish what a failed step has left undone."""
@@ -111,14 +122,14 @@ class OptimizerSteps:
 
     async def _next_group(self, needed: int, queue: MicrobatchQueue, evicted_before: int) -> Group:
         places = self._config.prompt_groups_per_optimizer_step - len(self._claimed)
-        found = await self._supply.next_group(self.version, needed, places, queue)
+        found = await self.supply.next_group(self.version, needed, places, queue)
         if isinstance(found, NothingLeft):
             raise EmptyStepError(
                 found.why,
                 trained=len(self._claimed),
                 target=self._config.prompt_groups_per_optimizer_step,
                 needed=needed,
-                evicted=self._supply.dropped["evicted"] - evicted_before,
+                evicted=self.supply.dropped["evicted"] - evicted_before,
                 backlog=found.backlog,
             )
         return found
@@ -127,7 +138,7 @@ class OptimizerSteps:
         self._claimed.append(group)  # before the call: one that fails may have claimed it
         with self._timer.phase("claim"):
             try:
-                return await self._supply.claim(group)
+                return await self.supply.claim(group)
             except MisuseError:  # it belongs to somebody else, so it is not ours to give back
                 self._claimed.remove(group)
                 raise
@@ -164,10 +175,10 @@ class OptimizerSteps:
 
     async def _give_back(self) -> None:
         if self._claimed:
-            await self._supply.give_back(self._claimed)
+            await self.supply.give_back(self._claimed)
             self._claimed = []
 
     async def _clear(self) -> None:
         if self._trained:
-            await self._supply.clear(self._trained)
+            await self.supply.clear(self._trained)
             self._trained = []

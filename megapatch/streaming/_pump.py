@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TextIO
 
 from ..errors import MisuseError
+from ._attempts import roll_out
 from ._buffer import Buffer
 from ._calls import SequentialCalls, perform, wait_out
 from ._checks import capacity_of, methods_of, require, whole_version
@@ -15,7 +16,7 @@ from ._config import StreamingConfig
 from ._generation import Generation, Synchronizer
 from ._optimizer_step import OptimizerSteps, StepTaken
 from ._reporter import Logger, Reporter, ScalarWriter
-from ._resume import FORMAT, as_plain, check_format, from_plain, sort_out
+from ._resume import FORMAT, as_plain, load
 from ._rollouts import Rollouts
 from ._synced_weights import SyncedWeights
 from ._timer import Timer
@@ -134,6 +135,30 @@ class TrainPump:
         """
         return self._rollouts.rollout(group_id)
 
+    async def roll_out(
+        self, group_id: Hashable, generate: Callable[[], Awaitable[object]], attempts: int = 3
+    ) -> bool:
+        """Roll out a prompt group in a context of `rollout`, and again if that fails or is aborted.
+
+        Before another attempt, the samples that the last one left in the buffer are dropped, and the group waits
+        for its turn as a new one does.
+
+        Args:
+            group_id: as in the samples' tags.
+            generate: puts the group's samples into the buffer; called once an attempt.
+            attempts: how often, at most.
+
+        Returns:
+            Whether `generate` has returned; False if all attempts were aborted (`abort_stale_rollouts`).
+
+        Raises:
+            MisuseError: `attempts` is not a whole number above 0.
+            Exception: whatever the last attempt raised; or an earlier one, after all samples were in the buffer.
+        """
+        if not isinstance(attempts, int) or attempts < 1:
+            raise MisuseError(f"roll_out(): attempts is {attempts!r}; expected a whole number above 0")
+        return await roll_out(self._rollouts, self._steps.supply, group_id, generate, attempts)
+
     async def run(self, num_steps: int) -> None:
         """Call `step` `num_steps` times.
 
@@ -221,14 +246,7 @@ class TrainPump:
         with self._using("load_state_dict()"):
             if self._rollouts.has_begun or self.version != self._first_version:
                 raise MisuseError("load_state_dict(): this pump has been in use already; load into a new one")
-            check_format("the pump's state", state)
-            if "buffer" in state:
-                require("buffer", self._buffer, "load_state_dict")
-                await perform(self._buffer.load_state_dict, state["buffer"])  # type: ignore[attr-defined]
-            version = whole_version(state["version"])
-            incomplete, groups = await self._steps.restore(version, from_plain(state["computed"]))
-            ended, again = sort_out(state["rollouts"], incomplete, groups)
-            self._rollouts.restore(version, ended)
+            version, again = await load(state, self._buffer, self._steps, self._rollouts)
             self._weights.admitted.clear()
             self._first_version = self._version_of_step = version
             return again
@@ -252,15 +270,7 @@ class TrainPump:
 
     async def _report(self, done: StepTaken) -> None:
         version, seconds = self.version, self._timer.take()
-        lags = [version - 1 - (group.weight_version or 0) for group in done.groups]
-        streaming = {
-            "prompt_groups": len(done.groups),
-            "samples": sum(len(group.keys) for group in done.groups),
-            **{f"{reason}_prompt_groups": number for reason, number in done.dropped.items()},
-            "max_lag": max(lags),
-            "mean_lag": sum(lags) / len(lags),
-            **self._rollouts.take_metrics(),
-        }
+        streaming = done.metrics(version) | self._rollouts.take_metrics()
         for metrics, prefix in (
             (done.result, "train"),
             (streaming, "streaming"),
@@ -268,8 +278,9 @@ class TrainPump:
         ):
             await self._reporter.log_metrics(metrics, version, prefix)
         self._reporter.progress(
-            f"version {version}: {len(done.groups)} prompt groups, at most {max(lags)} versions behind, in "
-            f"{seconds['optimizer_step']:.1f} s ({seconds['wait_for_rollouts']:.1f} s waiting for rollouts)"
+            f"version {version}: {len(done.groups)} prompt groups, at most {streaming['max_lag']} versions "
+            f"behind, in {seconds['optimizer_step']:.1f} s ({seconds['wait_for_rollouts']:.1f} s waiting for "
+            "rollouts)"
         )
 
     @contextlib.contextmanager

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MisuseError
+from ._calls import perform
+from ._checks import require, whole_version
 from ._groups import Groups
 from ._tags import Group
+
+if TYPE_CHECKING:
+    from ._optimizer_step import OptimizerSteps
+    from ._rollouts import Rollouts
 
 FORMAT = 1
 """Grows when an older megapatch could not read a state."""
@@ -30,6 +36,21 @@ def as_plain(computed: Mapping[Group, Any]) -> list[tuple[Hashable, tuple[Hashab
 def from_plain(computed: Sequence[Sequence[Any]]) -> dict[Group, Any]:
     """Undo `as_plain`."""
     return {Group(group_id, tuple(keys), version): data for group_id, keys, version, data in computed}
+
+
+async def load(
+    state: Mapping[str, Any], buffer: Any, steps: OptimizerSteps, rollouts: Rollouts
+) -> tuple[int, list[Hashable]]:
+    """Load a pump's state into its parts; return the version, and the groups to be rolled out again."""
+    check_format("the pump's state", state)
+    version = whole_version(state["version"])
+    if "buffer" in state:
+        require("buffer", buffer, "load_state_dict")
+        await perform(buffer.load_state_dict, state["buffer"])
+    incomplete, groups = await steps.restore(version, from_plain(state["computed"]))
+    ended, again = sort_out(state["rollouts"], incomplete, groups)
+    rollouts.restore(version, ended)
+    return version, again
 
 
 def sort_out(

@@ -44,13 +44,19 @@ class Rollouts:
         self._room = asyncio.Event()  # set once, to wake those who wait now; the next ones get a new event
         self.news = asyncio.Event()  # set when a rollout ends, which may leave the buffer as it was
         self._seconds = RolloutSeconds()
+        self.retries = 0  # since metrics were taken
         self.aborted: list[Hashable] = []  # groups that may have left samples in the buffer
 
     @contextlib.asynccontextmanager
     async def rollout(self, group_id: Hashable) -> AsyncIterator[None]:
+        async with self.begun(group_id):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def begun(self, group_id: Hashable) -> AsyncIterator[Rollout]:
         rollout, context = await self._begin(group_id)
         try:
-            yield
+            yield rollout
         except BaseException as error:
             self._end(group_id, rollout, context)
             if not rollout.running and not rollout.claimed:
@@ -188,6 +194,8 @@ class Rollouts:
         """Return the metrics since the last call; none where no rollout was announced."""
         begun, self._reported = self._begun - self._reported, self._begun
         metrics: dict[str, float] = {"rollouts_begun": begun} if self._begun else {}
+        if self.retries:
+            metrics["rollout_retries"], self.retries = self.retries, 0
         return metrics | self._seconds.take()
 
     async def _begin(self, group_id: Hashable) -> tuple[Rollout, Abortable]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class Supply:
         )
         self._looked_at: tuple[int, int] | None = None  # the changes and the version for which they were found
         self._position = -1  # of the buffer's updates
+        self._turn = asyncio.Lock()  # of those who change this index
         self._loses_by_design = config.pick == "windowed" or config.oversampled_prompt_groups > 0
         self._warned = False
         self._orphans = Orphans(config.orphan_timeout)
@@ -114,24 +115,42 @@ class Supply:
                 groups.drop_group(group)
         return incomplete, groups
 
+    async def drop_in_part(self, group_id: Hashable) -> bool:
+        """Clear a group's samples if they are not all there. Return False, and leave the group, if they are."""
+        async with self._turn:
+            groups = await self.contents()
+            if (group := groups.in_part(group_id)) is not None:
+                await self._drop([group])
+                groups.drop_group(group)
+            return groups.whole(group_id) is None
+
     async def claim(self, group: Group) -> Any:
-        self._groups.drop_group(group)
-        self._rollouts.claimed(group)
-        try:
-            return await wait_out(perform(self._buffer.claim, group))
-        except BaseException:
-            self._position = -1
-            raise
+        async with self._turn:
+            self._groups.drop_group(group)
+            self._rollouts.claimed(group)
+            try:
+                return await wait_out(perform(self._buffer.claim, group))
+            except BaseException:
+                self._position = -1
+                raise
 
     async def give_back(self, groups: Sequence[Group]) -> None:
-        self._looked_at, self._position = None, -1  # a claim that failed may have changed nothing in the buffer
-        self._rollouts.given_back(groups)
-        await perform(self._buffer.give_back, groups)
+        async with self._turn:
+            self._looked_at, self._position = (
+                None,
+                -1,
+            )  # the claim that failed may have changed nothing there
+            self._rollouts.given_back(groups)
+            await perform(self._buffer.give_back, groups)
 
     async def clear(self, groups: Sequence[Group]) -> None:
         await wait_out(perform(self._buffer.clear, groups))
 
     async def _look(self, version: int) -> int:
+        async with self._turn:
+            return await self._look_alone(version)
+
+    async def _look_alone(self, version: int) -> int:
         """Read all tags if they or the version have changed since the last look; return the number of changes."""
         ended = self._rollouts.look_begins()
         seen: int = await perform(self._buffer.changes)  # before samples(): a change in between is not missed

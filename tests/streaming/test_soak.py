@@ -12,7 +12,7 @@ import random
 import pytest
 from rigs.streaming import Fault, flat, run
 
-from megapatch.streaming import EmptyStepError, RolloutBuffer, StreamingConfig, TrainPump
+from megapatch.streaming import EmptyStepError, Group, RolloutBuffer, StreamingConfig, TrainPump
 
 SAMPLES = 2  # of a group
 
@@ -26,12 +26,13 @@ class Ledger:
     def __init__(self, max_staleness):
         self.max_staleness = max_staleness
         self.born = {}  # sample -> version of the weights that it was sampled from
-        self.trained, self.evicted = set(), set()
+        self.trained, self.evicted, self.abandoned = set(), set(), set()
         self.optimizer_steps = 0
         self.lags = []
 
     def sampled(self, key, version):
         self.born[key] = version
+        self.abandoned.discard(key)
 
     def stepped(self, keys):
         for key in keys:
@@ -45,7 +46,7 @@ class Ledger:
 
     def cleared(self, keys, group_is_oldest):
         """Some may have been cleared before, when the reply was lost."""
-        for key in set(keys) - self.trained - self.evicted:
+        for key in set(keys) - self.trained - self.evicted - self.abandoned:
             assert self.optimizer_steps - group_is_oldest > self.max_staleness, f"{key} was lost"
             self.evicted.add(key)
 
@@ -167,9 +168,27 @@ class Generation:
 
     async def work(self, pump, buffer, groups, announced):
         while (number := next(self.numbers)) < groups:
+            if announced == "with attempts":
+                await self.attempts(pump, buffer, number)
+                continue
             async with pump.rollout(number) if announced else contextlib.nullcontext():
                 for place in range(SAMPLES):
                     await self.sample(pump, buffer, number, place)
+
+    async def attempts(self, pump, buffer, number):
+        try:
+            assert await pump.roll_out(number, lambda: self.attempt(pump, buffer, number), attempts=50)
+        except Fault:  # of the buffer, when it should have dropped samples
+            buffer.clear([Group(number, tuple((number, place) for place in range(SAMPLES)), None)])
+            await self.attempts(pump, buffer, number)
+
+    async def attempt(self, pump, buffer, number):
+        """Roll out a group, or part of it."""
+        for place in range(SAMPLES):
+            await self.sample(pump, buffer, number, place)
+            if place == 0 and self.chaos.random.random() < 0.2:
+                self.ledger.abandoned.add((number, place))
+                raise Fault("of an engine")
 
     async def sample(self, pump, buffer, number, place):
         if not pump.admitted:
@@ -280,3 +299,9 @@ def test_no_rollout_that_was_announced_is_evicted(pick):
     ledger, chaos = run(soak(500, seed=5, faults=0.005, announced=True, max_staleness=3, **settings))
     assert not ledger.evicted and len(ledger.trained) > 900
     assert len(ledger.lags) == len(ledger.trained) and max(ledger.lags) > 0 and len(chaos.faults) > 20
+
+
+def test_attempts_that_failed_leave_nothing():
+    settings = {"target_prompt_groups_per_step": 4, "max_staleness": 2, "oversampled_prompt_groups": 2}
+    ledger, chaos = run(soak(500, seed=7, faults=0.005, announced="with attempts", **settings))
+    assert len(ledger.trained) > 800 and not ledger.abandoned and len(chaos.faults) > 20
