@@ -11,15 +11,25 @@ from typing import Any, NoReturn, TypeVar
 
 from ..weight_sync._cancellation import is_remote, outlast
 from ._timer import Timer
+from ._watchdog import Watchdog
 
 _T = TypeVar("_T")
 
 
-async def perform(call: Callable[..., Any], *args: Any, thread: Executor | None = None, **kwargs: Any) -> Any:
+async def perform(
+    call: Callable[..., Any],
+    *args: Any,
+    thread: Executor | None = None,
+    watchdog: Watchdog | None = None,
+    **kwargs: Any,
+) -> Any:
     """Call a Ray actor's method, a coroutine function or a plain function, and return its result.
 
     A plain function runs in the thread, or right here if there is none.
     """
+    if watchdog is not None and (thread is not None or is_remote(call) or inspect.iscoroutinefunction(call)):
+        with watchdog.watching(call):
+            return await perform(call, *args, thread=thread, **kwargs)
     if is_remote(call):
         result = call.remote(*args, **kwargs)  # type: ignore[attr-defined]
     elif thread is None or inspect.iscoroutinefunction(call):
@@ -57,10 +67,10 @@ class SequentialCalls:
     Plain functions all run in one thread, so a CUDA device that is current there stays current.
     """
 
-    def __init__(self, timer: Timer) -> None:
+    def __init__(self, timer: Timer, watchdog: Watchdog) -> None:
         self._turn = asyncio.Lock()  # which is fair
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megapatch-trainer")  # ends when this object does
-        self._timer = timer
+        self._timer, self.watchdog = timer, watchdog
 
     async def __call__(
         self, owner: Any, method: str, *args: Any, unless: Callable[[], bool] = lambda: False, **kwargs: Any
@@ -70,7 +80,8 @@ class SequentialCalls:
             if unless():
                 return None
             with self._timer.phase(method):
-                return await perform(getattr(owner, method), *args, thread=self._thread, **kwargs)
+                call = getattr(owner, method)
+                return await perform(call, *args, thread=self._thread, watchdog=self.watchdog, **kwargs)
 
 
 def _raising_no_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

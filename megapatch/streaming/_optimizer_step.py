@@ -60,7 +60,7 @@ class OptimizerSteps:
         self.is_open = False
         self._config, self._trainer, self._calls, self._timer = config, trainer, calls, timer
         self._rollouts = rollouts
-        self.supply = Supply(buffer, config, rollouts, version)
+        self.supply = Supply(buffer, config, rollouts, version, calls.watchdog)
         self._preparation = Preparation(config, trainer, compute_advantages, calls, timer)
         self._claimed: list[Group] = []  # for the step that is open or has failed
         self._trained: list[Group] = []  # but not cleared yet

@@ -80,5 +80,7 @@ class Preparation:
 
     async def _computed_advantages(self, compute: Callable[[Any], Any], group: Group, data: Any) -> Any:
         """Compute and keep them here, where a cancellation of the step does not lose them."""
-        self.computed[group] = computed = await perform(compute, data, thread=self._thread)
+        self.computed[group] = computed = await perform(
+            compute, data, thread=self._thread, watchdog=self._calls.watchdog
+        )
         return computed

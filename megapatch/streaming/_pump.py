@@ -21,6 +21,7 @@ from ._rollouts import Rollouts
 from ._synced_weights import SyncedWeights
 from ._timer import Timer
 from ._trainer import Trainer
+from ._watchdog import Watchdog
 
 
 class TrainPump:
@@ -90,12 +91,14 @@ class TrainPump:
         version = whole_version(version)
         self._config, self._buffer = config, buffer
         self._timer = Timer()
-        calls = SequentialCalls(self._timer)
+        watchdog = Watchdog()
+        calls = SequentialCalls(self._timer, watchdog)
         self._weights = SyncedWeights(synchronizer, generation, calls)
         self._rollouts = Rollouts(config, self._weights, version, capacity_of(buffer, config))
         self._steps = OptimizerSteps(
             config, trainer, buffer, compute_advantages, calls, self._timer, self._rollouts, version
         )
+        watchdog.others_waiting = self._steps.supply.waiting
         self._reporter = Reporter(logger, terminal)
         self._first_version = version
         self._version_of_step = version  # with which this step began: that of the last sync

@@ -23,11 +23,12 @@ class RolloutBuffer:
 
     Attributes:
         late_duplicates: samples that `put` has ignored, because they had been trained on.
+        waiting_puts: calls of `put` that wait for room.
     """
 
     def __init__(self, max_prompt_groups: int | None = None, remembered_versions: int = 64) -> None:
         self.max_prompt_groups, self.remembered_versions = max_prompt_groups, remembered_versions
-        self.late_duplicates = 0
+        self.late_duplicates = self.waiting_puts = 0
         self._handed_out: set[Hashable] = set()  # groups of which all samples are claimed
         self._trained: dict[Hashable, int] = {}  # keys that were claimed and cleared, with their version
         self._trained_of: dict[int, list[Hashable]] = {}  # the same keys by version
@@ -62,8 +63,12 @@ class RolloutBuffer:
         group_id, _, version, *_ = read_tag(key, tag)
         if self._is_late(key, version):
             return
-        while self._is_full_for(group_id, key) and not self._closed:
-            await self._room.wait()
+        self.waiting_puts += 1
+        try:
+            while self._is_full_for(group_id, key) and not self._closed:
+                await self._room.wait()
+        finally:
+            self.waiting_puts -= 1
         if self._closed:
             raise MisuseError(f"put({key!r}): the buffer is closed")
         if key in self._tags and self._tags[key].get("committed", True):

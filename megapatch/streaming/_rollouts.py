@@ -188,7 +188,10 @@ class Rollouts:
     def __str__(self) -> str:
         now = asyncio.get_running_loop().time()
         ages = [now - rollout.begun for _, rollout in self._in_flight]
-        return f"{len(ages)} rollouts in flight, the oldest for {max(ages):.0f} s" if ages else ""
+        texts = [f"{len(ages)} rollouts in flight, the oldest for {max(ages):.0f} s"] if ages else []
+        if self._waiting:
+            texts.append(f"{len(self._waiting)} rollouts wait to begin, because {self._why_they_wait}")
+        return "; ".join(texts)
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics since the last call; none where no rollout was announced."""
@@ -223,6 +226,17 @@ class Rollouts:
                 return rollout
             self.news.set()  # there may be dropped ones
             await self._room.wait()
+
+    @property
+    def _why_they_wait(self) -> str:
+        limit = self._config.max_rollouts_in_flight
+        if not self._weights.admitted.is_set():
+            return "weights are being synced, or could not be"
+        if limit is not None and self._running >= limit:
+            return f"{limit} are running (max_rollouts_in_flight)"
+        if self._capacity is not None and len(self._rollouts) - self._claimed >= self._capacity:
+            return f"the buffer holds no more (max_prompt_groups={self._capacity})"
+        return f"{len(self._rollouts)} have begun, and no more can be trained on (max_staleness)"
 
     @property
     def _has_room(self) -> bool:

@@ -17,11 +17,9 @@ from ._microbatches import MicrobatchQueue
 from ._orphans import Orphans
 from ._rollouts import Rollouts
 from ._tags import Backlog, Group, Updates, read_tag
+from ._watchdog import PATIENCE, Watchdog
 
 log = logging.getLogger("megapatch")
-
-PATIENCE = 600.0
-"""Seconds without one more eligible group until a warning lists the backlog: engines may have died, or hang."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,9 @@ class NothingLeft:
 class Supply:
     """The groups of a buffer, in the order of the configured policy."""
 
-    def __init__(self, buffer: Buffer, config: StreamingConfig, rollouts: Rollouts, version: int) -> None:
+    def __init__(
+        self, buffer: Buffer, config: StreamingConfig, rollouts: Rollouts, version: int, watchdog: Watchdog
+    ) -> None:
         self._buffer, self._rollouts, self._timeout = buffer, rollouts, config.rollout_timeout
         self._groups = Groups(
             config.max_staleness,
@@ -47,6 +47,7 @@ class Supply:
         )
         self._looked_at: tuple[int, int] | None = None  # the changes and the version for which they were found
         self._position = -1  # of the buffer's updates
+        self._watchdog = watchdog
         self._turn = asyncio.Lock()  # of those who change this index
         self._loses_by_design = config.pick == "windowed" or config.oversampled_prompt_groups > 0
         self._warned = False
@@ -84,11 +85,9 @@ class Supply:
             if waited >= PATIENCE and not warned:
                 warned = True
                 # step() has synced weights before it waits, so this is not for want of permission.
-                waiting = "; ".join(filter(None, (str(self._groups.backlog()), str(self._rollouts))))
                 log.warning(
-                    "no prompt group to train on for %d seconds, though rollouts may begin. Waiting: %s",
-                    waited,
-                    waiting,
+                    "no prompt group to train on for %d seconds, though rollouts may begin. %s",
+                    *(waited, self.waiting()),
                 )
             deadlines = (self._timeout, None if warned else PATIENCE)
             limits = [limit - waited for limit in deadlines if limit is not None]
@@ -97,6 +96,12 @@ class Supply:
                 if group is not None:
                     return group  # what it had to wait for will not come
                 return NothingLeft("no more will come: the buffer is closed", self._groups.backlog())
+
+    def waiting(self) -> str:
+        """Say what waits in the buffer, in generation, and for either of them."""
+        puts = getattr(self._buffer, "waiting_puts", 0)
+        blocked = f"{puts} put() calls wait for room in the buffer" if isinstance(puts, int) and puts else ""
+        return "Waiting: " + "; ".join(filter(None, (str(self._groups.backlog()), str(self._rollouts), blocked)))
 
     async def contents(self) -> Groups:
         """Return all groups of the buffer, as they are now."""
@@ -129,7 +134,7 @@ class Supply:
             self._groups.drop_group(group)
             self._rollouts.claimed(group)
             try:
-                return await wait_out(perform(self._buffer.claim, group))
+                return await wait_out(perform(self._buffer.claim, group, watchdog=self._watchdog))
             except BaseException:
                 self._position = -1
                 raise
@@ -141,10 +146,10 @@ class Supply:
                 -1,
             )  # the claim that failed may have changed nothing there
             self._rollouts.given_back(groups)
-            await perform(self._buffer.give_back, groups)
+            await perform(self._buffer.give_back, groups, watchdog=self._watchdog)
 
     async def clear(self, groups: Sequence[Group]) -> None:
-        await wait_out(perform(self._buffer.clear, groups))
+        await wait_out(perform(self._buffer.clear, groups, watchdog=self._watchdog))
 
     async def _look(self, version: int) -> int:
         async with self._turn:
@@ -153,7 +158,9 @@ class Supply:
     async def _look_alone(self, version: int) -> int:
         """Read all tags if they or the version have changed since the last look; return the number of changes."""
         ended = self._rollouts.look_begins()
-        seen: int = await perform(self._buffer.changes)  # before samples(): a change in between is not missed
+        seen: int = await perform(
+            self._buffer.changes, watchdog=self._watchdog
+        )  # before samples(): a change in between is not missed
         if self._looked_at != (seen, version):
             self._looked_at = None
             await self._read()
@@ -191,9 +198,9 @@ class Supply:
 
     async def _updates_since(self, seen: int) -> Updates:
         if (updates := getattr(self._buffer, "updates", None)) is not None:
-            found: Updates = await perform(updates, seen)
+            found: Updates = await perform(updates, seen, watchdog=self._watchdog)
             return found
-        samples = await perform(self._buffer.samples)
+        samples = await perform(self._buffer.samples, watchdog=self._watchdog)
         return Updates(-1, True, [(key, number, tag) for number, (key, tag) in enumerate(samples.items())])
 
     async def _clear_aborted(self) -> None:

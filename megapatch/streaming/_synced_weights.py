@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import AsyncIterator
 
 from ..weight_sync import paused_generation
 from ..weight_sync._cancellation import outlast
@@ -46,7 +48,7 @@ class SyncedWeights:
             self._left_paused = by_us and is_paused(self._generation)
         if self._left_paused:  # by an earlier sync, whose resume failed
             try:
-                await wait_out(perform(getattr(self._generation, RESUME)))
+                await wait_out(perform(getattr(self._generation, RESUME), watchdog=self._calls.watchdog))
             except Exception as failure:
                 if cancelled is not None:
                     raise cancelled from failure
@@ -60,7 +62,7 @@ class SyncedWeights:
     async def _sync_while_paused(self, version: int) -> BaseException | None:
         cancelled: BaseException | None = None
         try:
-            async with paused_generation(self._generation):
+            async with self._paused():
                 task = asyncio.ensure_future(self._sync_and_stamp(version))
                 cancelled = await outlast(task)
                 if cancelled is not None and failure_of(task) is not None:
@@ -71,6 +73,22 @@ class SyncedWeights:
                 raise cancelled from failure
             raise
         return cancelled
+
+    @contextlib.asynccontextmanager
+    async def _paused(self) -> AsyncIterator[None]:
+        """Pause generation; the watchdog looks at the pause and the resume."""
+        pause, name = paused_generation(self._generation), type(self._generation).__name__
+        with self._calls.watchdog.watching(f"the pause of {name}"):
+            await pause.__aenter__()
+        try:
+            yield
+        except BaseException as error:
+            with self._calls.watchdog.watching(f"the resume of {name}"):
+                await pause.__aexit__(type(error), error, error.__traceback__)
+            raise
+        else:
+            with self._calls.watchdog.watching(f"the resume of {name}"):
+                await pause.__aexit__(None, None, None)
 
     async def _sync_and_stamp(self, version: int) -> None:
         await self._calls(self._synchronizer, "sync_weights")
