@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ..errors import ConfigError
+from ._token_versions import TOKEN_STALENESS, TokenStaleness
 
 Policy: TypeAlias = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -27,6 +28,8 @@ class StreamingConfig:
         train_global_batch_size: samples of an optimizer step. By default all samples of the step, which then has
             one optimizer step.
         max_staleness: versions (optimizer steps) that a group may be behind; 0 is on-policy.
+        token_staleness: what counts of a sample with tokens of several versions (``weight_versions`` in its tag):
+            its "oldest" token, or the "mean" version of its tokens, rounded down.
         pick: which group is trained on next, and how many rollouts begin ahead of training; docs/streaming.md says
             how each policy biases the training data.
             "weight_fifo": the oldest weights first. A place is kept for each rollout in flight that would be too
@@ -66,6 +69,7 @@ class StreamingConfig:
     target_prompt_groups_per_step: int = None  # type: ignore[assignment]  # set below
     train_global_batch_size: int = None  # type: ignore[assignment]
     max_staleness: int = 0
+    token_staleness: TokenStaleness = "oldest"
     pick: Policy = "weight_fifo"
     prompt_groups_per_microbatch: int = 1
     oversampled_prompt_groups: int = 0
@@ -88,6 +92,8 @@ class StreamingConfig:
         self._default("train_global_batch_size", self._samples_per_step)
         self._check_whole("train_global_batch_size", 1)
         self._check_whole("max_staleness", 0)
+        if self.token_staleness not in TOKEN_STALENESS:
+            raise ConfigError("token_staleness", self.token_staleness, f"one of {', '.join(TOKEN_STALENESS)}")
         if self.pick not in POLICIES:
             raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
         self._check_whole("prompt_groups_per_microbatch", 1)
@@ -101,6 +107,9 @@ class StreamingConfig:
         for field in SWITCHES:
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
+        if self.abort_stale_rollouts and self.token_staleness == "mean":
+            rule = 'False with token_staleness="mean": new tokens make a rollout younger'
+            raise ConfigError("abort_stale_rollouts", True, rule)
         if self.drop_equal_rewards and self.generations_per_prompt == 1:
             raise ConfigError("drop_equal_rewards", True, "False where generations_per_prompt is 1: all are equal")
         for field in ("orphan_timeout", "rollout_timeout"):

@@ -38,8 +38,9 @@ class _Record:
         if (version := tag.version) is not None:
             if self.oldest is None or version < self.oldest:
                 self.oldest = version
-            if self.newest is None or version > self.newest:
-                self.newest = version
+            newest = version if tag.newest is None else tag.newest
+            if self.newest is None or newest > self.newest:
+                self.newest = newest
         if (reward := tag.reward) is not None:
             if self.lowest is None or reward < self.lowest:
                 self.lowest = reward

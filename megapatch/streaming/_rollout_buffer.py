@@ -61,6 +61,8 @@ class RolloutBuffer:
         """
         tag = dict(tag)  # the caller may reuse its own for the next sample
         group_id, _, version, *_ = read_tag(key, tag)
+        if "weight_versions" in tag:
+            tag["weight_version"] = version  # of the oldest token
         if self._is_late(key, version):
             return
         self.waiting_puts += 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ._groups import Groups
 from ._tags import Backlog, Group, Samples, read_tag
+from ._token_versions import TokenStaleness
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class StalenessSampler:
 
     - ``group_id``: identifies its prompt; not None.
     - ``weight_version``: of the weights that it was sampled from; may be missing until the sample is committed.
+    - ``weight_versions``, instead, where generation goes on across weight syncs: a list of pairs, each of a
+      version and the number of tokens that were sampled from it.
     - ``committed``: whether the sample is complete (None: no); True if missing. A group is committed when all of
       its samples are.
     - ``expected_num_samples``: samples of its group; may be missing. If samples disagree, the largest counts.
@@ -28,6 +31,8 @@ class StalenessSampler:
     Args:
         max_staleness: versions that a group may be behind the trainer; 0 is strictly on-policy.
         generations_per_prompt: samples of a group whose tags do not say how many it has.
+        token_staleness: what counts of a sample with ``weight_versions``: its "oldest" token, or the "mean"
+            version of its tokens, rounded down.
 
     Raises:
         MisuseError: from all methods: a tag has no group_id, or is committed without a weight_version, or has a
@@ -36,6 +41,7 @@ class StalenessSampler:
 
     max_staleness: int
     generations_per_prompt: int
+    token_staleness: TokenStaleness = "oldest"
 
     def select_one_group(self, samples: Samples, trainer_version: int) -> Group | None:
         """Return the eligible group with the least lag, the first to arrive among equals, or None.
@@ -90,5 +96,5 @@ class StalenessSampler:
     def _index(self, samples: Samples, trainer_version: int) -> Groups:
         groups = Groups(self.max_staleness, self.generations_per_prompt, trainer_version)
         for number, (key, tag) in enumerate(samples.items()):
-            groups.add(key, number, read_tag(key, tag))
+            groups.add(key, number, read_tag(key, tag, self.token_staleness))
         return groups

@@ -49,6 +49,7 @@ class Supply:
         self._position = -1  # of the buffer's updates
         self._watchdog = watchdog
         self._turn = asyncio.Lock()  # of those who change this index
+        self._token_staleness = config.token_staleness
         self._loses_by_design = config.pick == "windowed" or config.oversampled_prompt_groups > 0
         self._warned = False
         self._orphans = Orphans(config.orphan_timeout)
@@ -193,7 +194,7 @@ class Supply:
             if tag is None:
                 self._groups.drop(key)
             else:
-                self._groups.add(key, number, read_tag(key, tag))
+                self._groups.add(key, number, read_tag(key, tag, self._token_staleness))
         self._position = updates.position
 
     async def _updates_since(self, seen: int) -> Updates:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import MisuseError
+from ._token_versions import TokenStaleness, versions_of
 
 Samples = Mapping[Hashable, Mapping[str, Any]]
 """The tags of samples by sample key, in order of arrival; `StalenessSampler` lists a tag's fields."""
@@ -78,17 +79,21 @@ class Tag(NamedTuple):
 
     group_id: Hashable
     committed: bool
-    version: int | None
+    version: int | None  # that counts for staleness
+    newest: int | None  # which is another one only if the sample has tokens of several versions
     expected: int | None
     reward: float | None = None
 
 
-def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
+def read_tag(key: Hashable, tag: Mapping[str, Any], token_staleness: TokenStaleness = "oldest") -> Tag:
     """Check a tag; raise MisuseError if the sampler cannot use it."""
     group_id, committed = tag.get("group_id"), bool(tag.get("committed", True))
-    version, expected = tag.get("weight_version"), tag.get("expected_num_samples")
-    if type(version) is not int:  # a call costs as much as all the rest, for each sample
-        version = _whole(key, tag, "weight_version")
+    version: int | None = tag.get("weight_version")
+    expected, newest = tag.get("expected_num_samples"), version
+    if (runs := tag.get("weight_versions")) is not None:
+        version, newest = versions_of(key, runs, token_staleness)
+    elif type(version) is not int:  # a call costs as much as all the rest, for each sample
+        newest = version = _whole(key, tag, "weight_version")
     if expected is not None:
         expected = _whole(key, tag, "expected_num_samples")
     if group_id is None:
@@ -103,7 +108,7 @@ def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
             "weights that it was sampled from"
         )
     reward = tag.get("reward")
-    return Tag(group_id, committed, version, expected, None if reward is None else _number(key, reward))
+    return Tag(group_id, committed, version, newest, expected, None if reward is None else _number(key, reward))
 
 
 def _number(key: Hashable, reward: Any) -> float:

@@ -51,6 +51,8 @@ BAD = [
     ("max_staleness", -1, WHOLE.format(0), {}),
     ("max_staleness", 1.5, WHOLE.format(0), {}),
     ("max_staleness", 1, "2 or more: a step has 3 optimizer steps", {"train_global_batch_size": 4}),
+    ("token_staleness", "newest", "one of oldest, mean", {}),
+    ("abort_stale_rollouts", True, 'False with token_staleness="mean"', {"token_staleness": "mean"}),
     ("pick", "freshest", "one of weight_fifo, in_order, ready_first, windowed", {}),
     ("prompt_groups_per_microbatch", 0, WHOLE.format(1), {}),
     ("prompt_groups_per_microbatch", 4, "3 or less, the prompt groups of an optimizer step", {}),
