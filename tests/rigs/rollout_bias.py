@@ -1,6 +1,6 @@
 """What each policy trains on, simulated: log-normal rollouts, a trainer, and a pump, on virtual time.
 
-python -m rigs.rollout_bias      prints the table of docs/streaming.md
+python -m rigs.rollout_bias      prints the table of docs/streaming.md; rigs.bias_picture draws it
 """
 
 from __future__ import annotations
