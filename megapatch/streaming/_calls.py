@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
@@ -27,17 +27,25 @@ async def perform(
 
     A plain function runs in the thread, or right here if there is none.
     """
-    if watchdog is not None and (thread is not None or is_remote(call) or inspect.iscoroutinefunction(call)):
-        with watchdog.watching(call):
-            return await perform(call, *args, thread=thread, **kwargs)
     if is_remote(call):
         result = call.remote(*args, **kwargs)  # type: ignore[attr-defined]
     elif thread is None or inspect.iscoroutinefunction(call):
         result = call(*args, **kwargs)
     else:
         function = functools.partial(_raising_no_stop_iteration, call, *args, **kwargs)
-        result = await asyncio.get_running_loop().run_in_executor(thread, function)
-    return await result if inspect.isawaitable(result) else result
+        future = asyncio.get_running_loop().run_in_executor(thread, function)
+        result = await _watched(future, call, watchdog)
+    return await _watched(result, call, watchdog) if inspect.isawaitable(result) else result
+
+
+async def _watched(result: Awaitable[Any], call: Callable[..., Any], watchdog: Watchdog | None) -> Any:
+    if watchdog is None:
+        return await result
+    timer = watchdog.watch(call)
+    try:
+        return await result
+    finally:
+        timer.cancel()
 
 
 async def wait_out(coroutine: Coroutine[Any, Any, _T]) -> _T:

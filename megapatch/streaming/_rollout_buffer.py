@@ -65,12 +65,8 @@ class RolloutBuffer:
             tag["weight_version"] = version  # of the oldest token
         if self._is_late(key, version):
             return
-        self.waiting_puts += 1
-        try:
-            while self._is_full_for(group_id, key) and not self._closed:
-                await self._room.wait()
-        finally:
-            self.waiting_puts -= 1
+        if self._is_full_for(group_id, key):
+            await self._wait_for_room(group_id, key)
         if self._closed:
             raise MisuseError(f"put({key!r}): the buffer is closed")
         if key in self._tags and self._tags[key].get("committed", True):
@@ -235,6 +231,14 @@ class RolloutBuffer:
             return False
         self.late_duplicates += 1
         return True
+
+    async def _wait_for_room(self, group_id: Hashable, key: Hashable) -> None:
+        self.waiting_puts += 1
+        try:
+            while self._is_full_for(group_id, key) and not self._closed:
+                await self._room.wait()
+        finally:
+            self.waiting_puts -= 1
 
     def _is_full_for(self, group_id: Hashable, key: Hashable) -> bool:
         if self.max_prompt_groups is None or group_id in self._of_group:

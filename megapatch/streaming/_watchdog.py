@@ -24,10 +24,14 @@ class Watchdog:
     def __init__(self) -> None:
         self.others_waiting: Callable[[], str] = str
 
+    def watch(self, call: Any) -> asyncio.TimerHandle:
+        """Watch a call, which is a function or text, until the result is cancelled."""
+        return asyncio.get_running_loop().call_later(PATIENCE, self._warn, call)
+
     @contextlib.contextmanager
     def watching(self, call: Any) -> Iterator[None]:
-        """Watch while this context is open; the call is a function, or text."""
-        timer = asyncio.get_running_loop().call_later(PATIENCE, self._warn, call)
+        """Watch while this context is open."""
+        timer = self.watch(call)
         try:
             yield
         finally:
