@@ -63,7 +63,7 @@ class TrainPump:
             "timing/train" (seconds), with the version as the step. A plain one runs in the event loop.
         terminal: a stream such as sys.stderr, which shows a progress line if it is a terminal.
         version: of the trainer's weights now, in optimizer steps. If generation has other weights, as after
-            loading a checkpoint, call sync_weights() first.
+            loading a checkpoint without `load_state_dict`, call sync_weights() first.
 
     Raises:
         ConfigError: the buffer's ``max_prompt_groups`` is less than the groups of a step.
@@ -223,6 +223,7 @@ class TrainPump:
         """
         with self._using("state_dict()"):
             await wait_out(self._steps.recover())
+            await self._steps.supply.clear_aborted()
             state = {"format": FORMAT, "version": self.version, "computed": as_plain(self._steps.computed)}
             if (save := getattr(self._buffer, "state_dict", None)) is not None:
                 state["buffer"] = await perform(save)

@@ -121,6 +121,13 @@ class Supply:
                 groups.drop_group(group)
         return incomplete, groups
 
+    async def clear_aborted(self) -> None:
+        """Clear what aborted rollouts have left."""
+        async with self._turn:
+            if self._rollouts.aborted:
+                await self.contents()
+                await self._clear_aborted()
+
     async def drop_in_part(self, group_id: Hashable) -> bool:
         """Clear a group's samples if they are not all there. Return False, and leave the group, if they are."""
         async with self._turn:

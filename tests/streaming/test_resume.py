@@ -225,6 +225,29 @@ def test_a_buffer_without_state_keeps_its_own():
     run(main())
 
 
+def test_rollouts_that_were_aborted_do_not_come_back():
+    async def main():
+        world = SavingWorld()
+        settings = {"generations_per_prompt": 2, "oversampled_prompt_groups": 1, "abort_stale_rollouts": True}
+        pump = world.pump(**settings)
+
+        async def hang():
+            async with pump.rollout("slow"):
+                await world.put("slow")
+                await asyncio.sleep(1e6)
+
+        hanging = asyncio.ensure_future(hang())
+        await asyncio.sleep(1)
+        await world.put("quick", samples=2)
+        await pump.step()
+        await hanging
+        assert len(world.buffer) == 1
+        other, _, again = await resumed(await saved(pump), **settings)
+        assert again == [] and not len(other.buffer)
+
+    run(main())
+
+
 # ------------------------------------------------------------------------------------------ misuse
 @pytest.mark.parametrize("state", [{}, {"format": 2}, None])
 def test_another_format_is_refused(state):
