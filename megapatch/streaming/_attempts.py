@@ -29,10 +29,11 @@ async def roll_out(
             failure = error
             if rollout.claimed:  # it failed after all samples were there
                 raise
-        try:
-            is_here = not await supply.drop_in_part(group_id)
-        except Exception as error:
-            raise error from failure
+        with rollouts.between_attempts(group_id):
+            try:
+                is_here = not await supply.drop_in_part(group_id)
+            except Exception as error:
+                raise error from failure
         if failure is not None:
             if is_here or attempt == attempts:
                 raise failure

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 
 from ._abortable import Abortable
 from ._config import StreamingConfig
@@ -41,6 +41,7 @@ class Rollouts:
         self._claimed = 0  # of all that were announced
         self._begun = self._reported = 0
         self._waiting: Counter[Hashable] = Counter()  # contexts of a group that have not begun
+        self._between_attempts: list[Hashable] = []
         self._room = asyncio.Event()  # set once, to wake those who wait now; the next ones get a new event
         self.news = asyncio.Event()  # set when a rollout ends, which may leave the buffer as it was
         self._seconds = RolloutSeconds()
@@ -168,7 +169,17 @@ class Rollouts:
             for group_id, rollout in self._rollouts.items()
             if not rollout.claimed
         ]
-        return begun + [(group_id, 0.0, True) for group_id in self._waiting if group_id not in self._rollouts]
+        waiting = dict.fromkeys([*self._waiting, *self._between_attempts])
+        return begun + [(group_id, 0.0, True) for group_id in waiting if group_id not in self._rollouts]
+
+    @contextlib.contextmanager
+    def between_attempts(self, group_id: Hashable) -> Iterator[None]:
+        """Keep a group in the state that has failed and will begin again, though it has no place."""
+        self._between_attempts.append(group_id)
+        try:
+            yield
+        finally:
+            self._between_attempts.remove(group_id)
 
     def restore(self, version: int, ended: Sequence[tuple[Group, float]]) -> None:
         """Begin at a version, with rollouts that have ended, each with its seconds."""

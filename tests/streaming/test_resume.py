@@ -225,6 +225,27 @@ def test_a_buffer_without_state_keeps_its_own():
     run(main())
 
 
+def test_a_group_between_two_attempts_comes_back():
+    async def main():
+        world = SavingWorld()
+        pump = world.pump()
+
+        async def fail():
+            await asyncio.sleep(1)
+            raise ConnectionError
+
+        rolling = asyncio.ensure_future(pump.roll_out("a", fail))
+        world.plan["before state"] = lambda: asyncio.sleep(3)
+        world.plan["before samples"] = lambda: asyncio.sleep(5)  # the pump looks for what the attempt has left
+        state = await saved(pump)
+        assert "before samples" in world.reached and "after samples" not in world.reached
+        rolling.cancel()
+        _, _, again = await resumed(state)
+        assert again == ["a"]
+
+    run(main())
+
+
 def test_rollouts_that_were_aborted_do_not_come_back():
     async def main():
         world = SavingWorld()
