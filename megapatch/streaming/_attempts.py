@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Hashable
 
+from ._in_flight import Rollout
 from ._rollouts import Rollouts
 from ._supply import Supply
 
@@ -21,13 +22,14 @@ async def roll_out(
     """Do what `TrainPump.roll_out` says."""
     for attempt in range(1, attempts + 1):
         failure: Exception | None = None
+        rollout: Rollout | None = None
         try:
             async with rollouts.begun(group_id) as rollout:
                 await generate()
                 return True
         except Exception as error:
             failure = error
-            if rollout.claimed:  # it failed after all samples were there
+            if rollout is None or rollout.claimed:  # it failed after all samples were there
                 raise
         with rollouts.between_attempts(group_id):
             try:

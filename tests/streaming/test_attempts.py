@@ -166,3 +166,12 @@ def test_another_attempt_waits_for_its_turn():
         assert isinstance(await rolling, ConnectionError) and len(begins) == 2
 
     run(main())
+
+
+def test_a_group_that_cannot_be_one():
+    async def main():
+        world, pump = pair()
+        with pytest.raises(TypeError, match="unhashable"):
+            await pump.roll_out([], Prompt(world, "a").generate)
+
+    run(main())
