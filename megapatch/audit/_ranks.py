@@ -9,7 +9,8 @@ Seam      the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (5
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store before each collective. A difference is found within as many steps as lie between two hashes, and
           named one step later.
-Cost      reads the parameters once in that step; no copy, and no sync between hashes.
+Cost      reads the parameters once in that step, after a meeting in the store, a tenth of a millisecond where that
+          is a server near by; no copy, and no sync between hashes.
 """
 
 from __future__ import annotations
