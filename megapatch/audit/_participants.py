@@ -9,6 +9,7 @@ of them makes the collective, and that group of ranks is not compared again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import weakref
 from collections import Counter
@@ -18,16 +19,18 @@ from typing import Any
 log = logging.getLogger("megapatch")
 
 _PATIENCE = timedelta(seconds=120)
-_PREFIX = "megapatch.audit"
+_numbers = itertools.count(1)
+"""Of the worlds of this process: a store may outlive the world that it was made for, with all its keys."""
 _YES, _NO = "yes", "no"
 
 
 class _World:
     """What the ranks of torch.distributed's default process group have settled."""
 
-    def __init__(self, default: Any, decision: bool) -> None:
+    def __init__(self, default: Any) -> None:
         self.default = weakref.ref(default)
-        self.all_are_audited = decision
+        self.prefix = f"megapatch.audit/{next(_numbers)}"
+        self.all_are_audited = False
         self.meetings: Counter[str] = Counter()
         """By group of ranks, how often it has met."""
         self.left: set[str] = set()
@@ -46,9 +49,10 @@ def all_ranks_are_audited(settings: str) -> bool:
         return False
     default = distributed_c10d._get_default_group()  # private; torch 2.1 to 2.15
     if not _world or _world[0].default() is not default:
-        decision = _settle(_store(), settings, dist.get_rank(), dist.get_world_size())
-        _world[:] = [_World(default, decision)]
-        if not decision:
+        _world[:] = [world := _World(default)]
+        ranks = dist.get_rank(), dist.get_world_size()
+        world.all_are_audited = _settle(_store(), world.prefix, settings, *ranks)
+        if not world.all_are_audited:
             log.warning("audit: ranks are not compared, as not all of them are audited (%s)", settings)
     return _world[0].all_are_audited
 
@@ -59,25 +63,24 @@ def _store() -> Any:
     return distributed_c10d._get_default_store()  # private; torch 2.1 to 2.15
 
 
-def _settle(store: Any, settings: str, rank: int, world_size: int) -> bool:
-    store.set(f"{_PREFIX}/{rank}", settings)
-    others = [f"{_PREFIX}/{number}" for number in range(world_size)]
+def _settle(store: Any, prefix: str, settings: str, rank: int, world_size: int) -> bool:
+    store.set(f"{prefix}/{rank}", settings)
+    others = [f"{prefix}/{number}" for number in range(world_size)]
     try:
         store.wait(others, _PATIENCE)
         verdict = _YES if all(store.get(key) == settings.encode() for key in others) else _NO
     except Exception:  # torch has had several kinds for a store's timeout
         verdict = _NO
     # The first decision counts for all: a rank that was late may have seen what another had given up waiting for.
-    return _decide(store, f"{_PREFIX}/decision", verdict)
+    return _decide(store, f"{prefix}/decision", verdict)
 
 
 def all_have_come(group: Any) -> bool:
     """Return, alike on all ranks of a process group, whether all of them have come here as often as this one."""
     import torch.distributed as dist
 
-    ranks = dist.get_process_group_ranks(group)
-    name = f"{_PREFIX}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
-    world = _world[0]
+    ranks, world = dist.get_process_group_ranks(group), _world[0]
+    name = f"{world.prefix}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
     if name in world.left:
         return False
     world.meetings[name] += 1

@@ -96,10 +96,11 @@ def compare(ddps: list[Any]) -> None:
     if not ddps:
         return
     compared: list[_Compared] = []
-    for earlier in vars(ddps[0]).pop(_COMPARED, ()):
-        _judge(earlier, ddps)
+    before = vars(ddps[0]).pop(_COMPARED, ())
     if not all_ranks_are_audited(f"every {_Settings.every}, raises {_Settings.raises}"):
         return
+    for earlier in before:
+        _judge(earlier, ddps)
     if _Settings.raises:
         _raise_together(ddps)
     if not is_due():

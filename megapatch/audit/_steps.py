@@ -33,17 +33,31 @@ def watch_step(step: Callable[..., Any]) -> Callable[..., Any]:
     def patched_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _stepping:
             return step(self, *args, **kwargs)
-        due = _before_step(self)
-        _stepping.append(self)
         try:
-            result = step(self, *args, **kwargs)
-        finally:
-            _stepping.pop()
-            LEDGER.step += 1
+            due = _before_step(self)
+            result = _take(step, self, *args, **kwargs)
+        except BaseException:
+            _after_failure(self)
+            raise
         _after_step(self, result, due or [])
         return result
 
     return patched_step
+
+
+def _take(step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    _stepping.append(optimizer)
+    try:
+        return step(optimizer, *args, **kwargs)
+    finally:
+        _stepping.pop()
+        LEDGER.step += 1
+
+
+@observes
+def _after_failure(optimizer: Any) -> None:
+    """Expect the gradients of a step that raised, the audit's own error perhaps, to be dropped."""
+    _gradients.excuse(ddps_of(optimizer))
 
 
 @observes

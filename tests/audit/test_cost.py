@@ -15,6 +15,8 @@ from rigs.operations import HOST_READ, Operations
 from megapatch import audit
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 10_000
 EVERY = 50
 WARM_UP = 2 * EVERY
@@ -104,7 +106,6 @@ def soak(rank, world_size):
     return healthy, none, grown(tiny, STEPS // 10, zero=False), [each.count for each in audit.findings()]
 
 
-@pytest.mark.thorough
 def test_nothing_grows_with_the_steps():
     env = {**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT_EVERY": str(EVERY)}
     for (blocks, tensors), none, (broken_blocks, broken_tensors), counts in run_ranks(soak, 2, env=env):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ from rigs.cells import AUDITED
 from rigs.megatron import UNPATCHED, Log
 
 from megapatch import MisuseError, apply, audit
+from megapatch.audit import _participants
 from megapatch.errors import AuditError
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 
 def impatient():
-    from megapatch.audit import _participants
-
     _participants._PATIENCE *= 0.01
 
 
@@ -71,6 +71,7 @@ def skipping(rank, world_size):
     return [text for text in log.texts if "not compared any more" in text], model.parameters()
 
 
+@pytest.mark.thorough
 def test_a_rank_that_skips_a_step_meets_no_collective_of_the_audit():
     plain = run_ranks(skipping, 2, env=UNPATCHED)
     audited = run_ranks(skipping, 2, setup=impatient, env={**UNPATCHED, **AUDITED})
@@ -98,8 +99,22 @@ def unable(rank, world_size):
     return [(finding.invariant, finding.step) for finding in audit.findings()]
 
 
+@pytest.mark.thorough
 def test_a_rank_that_cannot_hash_makes_the_collective_all_the_same():
     assert run_ranks(unable, 2, env={**UNPATCHED, **AUDITED}) == [[("ranks-agree", 3)]] * 2
+
+
+def test_a_store_that_outlives_its_world_does_not_count(tmp_path, monkeypatch):
+    dist, store = torch.distributed, torch.distributed.HashStore()
+    monkeypatch.setattr(_participants, "_store", lambda: store)
+    monkeypatch.setattr(_participants, "_PATIENCE", timedelta(seconds=0.1))
+    for world, meetings in (("first", 3), ("second", 2)):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{world}", rank=0, world_size=1)
+        try:
+            assert _participants.all_ranks_are_audited("settings")
+            assert all(_participants.all_have_come(dist.group.WORLD) for _ in range(meetings))
+        finally:
+            dist.destroy_process_group()
 
 
 def started_late(rank, world_size):
