@@ -61,6 +61,25 @@ def test_places_are_kept_for_all_but_so_many():
     run(main())
 
 
+def test_one_place_is_not_kept():
+    """For a and b, which have to be in the second step or never, there is one place; the other is for f."""
+
+    async def main():
+        world, pump, rollouts = await begun(max_staleness=1, oversampled_prompt_groups=1)
+        await rollouts.end("c", "d")
+        await pump.step()
+        rollouts.tasks["e"].cancel()
+        await asyncio.sleep(1)
+        stepping = asyncio.ensure_future(pump.step())
+        await rollouts.end("f", "g")
+        assert world.called("claim")[2:] == ["claim f"]
+        await rollouts.end("b")
+        await stepping
+        assert ["".join(step) for step in world.trained] == ["cd", "fb"]
+
+    run(main())
+
+
 def test_steps_are_shorter_and_so_are_the_rollouts_in_them():
     """The page has these numbers, beside those without."""
     more = run(simulate("weight_fifo", 0, oversampled_prompt_groups=4))

@@ -112,12 +112,13 @@ def test_advantages_are_computed_once_though_the_step_is_repeated():
             seen.append(data[0])
             return [f"{data[0]}!"]
 
-        settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2}
+        settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2, "max_staleness": 1}
         pump = world.pump(compute_advantages=advantages, **settings)
         assert await raised(pump.step())
         assert world.called("give_back") == ["give_back a b"]
         await pump.step()
         assert world.trained == [["a!", "b!"]] and seen == ["a", "b"]
+        assert not pump._steps.computed
 
     run(main())
 
