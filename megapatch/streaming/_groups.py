@@ -35,12 +35,10 @@ class _Record:
             self.expected = expected
         if not tag.committed:
             self.uncommitted += 1
-        if (version := tag.version) is not None:
-            if self.oldest is None or version < self.oldest:
-                self.oldest = version
-            newest = version if tag.newest is None else tag.newest
-            if self.newest is None or newest > self.newest:
-                self.newest = newest
+        if (version := tag.version) is not None and (self.oldest is None or version < self.oldest):
+            self.oldest = version
+        if (newest := tag.newest) is not None and (self.newest is None or newest > self.newest):
+            self.newest = newest
         if (reward := tag.reward) is not None:
             if self.lowest is None or reward < self.lowest:
                 self.lowest = reward

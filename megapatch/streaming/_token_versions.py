@@ -27,12 +27,12 @@ def versions_of(key: Hashable, runs: Any, staleness: TokenStaleness) -> tuple[in
         pairs = [(operator.index(version), operator.index(tokens)) for version, tokens in runs]
     except (TypeError, ValueError):
         pairs = []
-    if not pairs or min(tokens for _, tokens in pairs) < 1:
+    versions = [version for version, tokens in pairs if tokens]  # a pause may come before the first token
+    if not versions or min(tokens for _, tokens in pairs) < 0:
         raise MisuseError(
             f"sample {key!r} has weight_versions={runs!r} in its tag; expected a list of pairs, each of a version "
-            "and the number of tokens sampled from it, 1 or more"
+            "and the number of tokens sampled from it"
         )
-    versions = [version for version, _ in pairs]
     if staleness == "oldest":
         return min(versions), max(versions)
     mean = sum(version * tokens for version, tokens in pairs) // sum(tokens for _, tokens in pairs)
