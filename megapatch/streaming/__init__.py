@@ -5,8 +5,12 @@
 
 `TrainPump` picks prompt groups by their staleness (`StalenessSampler`), trains on them one by one, and pushes the
 new weights. `RolloutBuffer` holds rollouts that this process makes. A pump runs in one event loop of one process;
-its trainer, buffer and generation may be elsewhere.
+its trainer, buffer and generation may be elsewhere. `megapatch.streaming.skyrl` has these parts for SkyRL.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, EmptyStepError
 from ._buffer import Buffer
@@ -19,6 +23,9 @@ from ._sampler import StalenessSampler
 from ._step_trainer import StepTrainer
 from ._tags import Backlog, Group, Samples, Updates
 from ._trainer import Trainer
+
+if TYPE_CHECKING:
+    from . import skyrl
 
 __all__ = [
     "Backlog",
@@ -38,4 +45,15 @@ __all__ = [
     "TrainPump",
     "Trainer",
     "Updates",
+    "skyrl",
 ]
+
+_FRAMEWORKS = ("skyrl",)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FRAMEWORKS:  # loaded on first use
+        from importlib import import_module
+
+        return import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,6 +21,8 @@ def settings():
         micro_train_batch_size_per_gpu=1,
         max_tokens_per_microbatch=0,
         logprobs_chunk_size=None,
+        vocab_entropy_chunk_size=None,
+        vocab_entropy_chunk_memory_mb=1,
         use_sample_packing=False,
         remove_microbatch_padding=False,
         algorithm=SimpleNamespace(
@@ -30,6 +32,7 @@ def settings():
             entropy_loss_coef=0.0,
             use_kl_loss=False,
             kl_loss_coef=0.0,
+            enable_sample_support_replay=False,
         ),
         policy=SimpleNamespace(megatron_config=megatron),
         generator=SimpleNamespace(sampling_params=sampling),

@@ -105,6 +105,22 @@ def _begin_step(worker: Any, calls_add_up: bool) -> TrainStep:
     return step
 
 
+def drop_step(worker: Any) -> None:
+    """Zero the gradients of all calls since the last optim_step(), whichever release the worker is of."""
+    step = _step_of(worker)
+    if step is not None:
+        step.abort()
+        del _steps[worker][_current_adapter(worker)]
+        return
+    from ...train_step import TrainStep
+
+    step = TrainStep(worker.actor_module, worker.optimizer)
+    step.begin()
+    step.abort()
+    if hasattr(worker.model, "_pending_grad_sync"):  # what 0.4.0 leaves for its optim_step
+        worker.model._pending_grad_sync = None
+
+
 # ---------------------------------------------------------------------------- what is installed
 def accumulate_until_optim_step(forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     path = f"{forward_backward.__module__}:{WORKER}.forward_backward"
