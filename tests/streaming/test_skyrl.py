@@ -139,7 +139,7 @@ def found_by(rank, world_size, release):
         found[kind]["difference"] = float((pumped.pop("parameters") - parameters).abs().max())
     worker, _ = made(release, "megatron")
     dispatch = dispatch_for(release, worker)
-    found["without calls"] = abort_before_any_call(dispatch, worker)
+    found["aborted"] = {kind: aborted(release, kind) for kind in KINDS}
     for setting in ("colocate_all", "colocate_policy_ref"):
         found[setting] = attempt(DispatchTrainer, dispatch_for(release, worker, **{setting: True}))
     megapatch.restore()
@@ -147,12 +147,17 @@ def found_by(rank, world_size, release):
     return found
 
 
-def abort_before_any_call(dispatch, worker):
-    trainer = DispatchTrainer(dispatch)
+def aborted(release, kind):
+    """What is left of a call after an abort, made twice: the largest gradient, and what optim_step would do."""
+    worker, state = made(release, kind)
+    trainer = DispatchTrainer(dispatch_for(release, worker))
     trainer.begin_train_step()
     trainer.abort_train_step()
+    trainer.train_microbatch(samples(release, 0, SAMPLES))
     trainer.abort_train_step()
-    return worker._micro_batches_accumulated
+    trainer.abort_train_step()
+    pending = getattr(worker.model, "_pending_grad_sync", None)
+    return float(state()[1].abs().max()), pending, worker._micro_batches_accumulated
 
 
 @pytest.fixture(scope="module", params=TESTED, ids=lambda release: release.name)
@@ -181,8 +186,9 @@ def test_skyrl_syncs_weights_with_its_own_pause(ranks):
         assert found["megatron"]["version"] == STEPS
 
 
-def test_abort_without_calls_does_nothing(ranks):
-    assert [found["without calls"] for found in ranks] == [0, 0]
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_abort_leaves_nothing(ranks, kind):
+    assert [found["aborted"][kind] for found in ranks] == [(0.0, None, 0)] * 2
 
 
 def test_what_would_lose_gradients_is_refused(ranks, release):
