@@ -5,7 +5,8 @@
 
 `TrainPump` picks prompt groups by their staleness (`StalenessSampler`), trains on them one by one, and pushes the
 new weights. `RolloutBuffer` holds rollouts that this process makes. A pump runs in one event loop of one process;
-its trainer, buffer and generation may be elsewhere. `megapatch.streaming.skyrl` has these parts for SkyRL.
+its trainer, buffer and generation may be elsewhere. `megapatch.streaming.nemo_rl` and
+`megapatch.streaming.skyrl` have these parts for these frameworks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ._tags import Backlog, Group, Samples, Updates
 from ._trainer import Trainer
 
 if TYPE_CHECKING:
-    from . import skyrl
+    from . import nemo_rl, skyrl
 
 __all__ = [
     "Backlog",
@@ -45,10 +46,11 @@ __all__ = [
     "TrainPump",
     "Trainer",
     "Updates",
+    "nemo_rl",
     "skyrl",
 ]
 
-_FRAMEWORKS = ("skyrl",)
+_FRAMEWORKS = ("nemo_rl", "skyrl")
 
 
 def __getattr__(name: str) -> Any:

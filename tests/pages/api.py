@@ -33,6 +33,7 @@ MODULES = (
     "megapatch.weight_sync",
     "megapatch.audit",
     "megapatch.streaming",
+    "megapatch.streaming.nemo_rl",
     "megapatch.streaming.skyrl",
     "megapatch.reach",
     "megapatch.reach.ray",

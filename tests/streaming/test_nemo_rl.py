@@ -1,0 +1,348 @@
+"""NeMo-RL's own policies and replay buffer as the parts of a pump; without a checkout, our imitation of them.
+
+Every rank runs a pump, as it runs the driver's program in tests/rigs/nemo_policy.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+if not (find_spec("torch") and find_spec("megatron")):
+    pytest.skip("needs torch and megatron-core", allow_module_level=True)
+
+from rigs.cells import run_cells
+from rigs.nemo_policy import POLICIES, find_policies, loss, policy_for, samples, sliced, whole
+from rigs.nemo_rl import CHECKOUT, GPT, IMITATIONS
+from rigs.nemo_rl_steps import SIZE
+from rigs.nemo_weight_sync import find as find_weight_sync
+from rigs.nemo_weight_sync import has_synchronizers, synchronizer
+
+from megapatch.errors import MisuseError
+from megapatch.streaming import Group, RolloutBuffer, StreamingConfig, TrainPump
+from megapatch.streaming.nemo_rl import InFlightUpdates, PolicyTrainer, TQBuffer
+from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks, tiny_gpt
+
+pytestmark = pytest.mark.thorough
+
+STEPS, GROUPS = 2, (4, 4)  # steps, and samples of each prompt group on a rank
+REFRESHED = {"refresh_policy_logprobs": True}
+if CHECKOUT:  # the imitation has no reference model
+    REFRESHED["refresh_reference_logprobs"] = True
+SUMS = ("num_valid_samples", "approx_entropy", "token_mult_prob_error", "loss")
+REPLAY_BUFFER = "nemo_rl.algorithms.async_utils.replay_buffer"
+has_replay_buffer = (
+    "class TQReplayBuffer" in Path(CHECKOUT or IMITATIONS, f"{REPLAY_BUFFER.replace('.', '/')}.py").read_text()
+)
+needs_replay_buffer = pytest.mark.skipif(not has_replay_buffer, reason="this NeMo-RL has no TQReplayBuffer")
+
+
+# ------------------------------------------------------------------------------------------ the trainer
+class Trainer(PolicyTrainer):
+    """Fails once, after two calls have added gradients; keeps the last metrics."""
+
+    calls, failing = 0, 2
+
+    def begin_train_step(self):
+        install_cuda_stubs()  # in the pump's thread, too
+        super().begin_train_step()
+
+    def train_microbatch(self, data):
+        super().train_microbatch(data)
+        self.calls += 1
+        if self.calls == self.failing:
+            raise ValueError("the second group")
+
+    def finish_train_step(self):
+        self.found = super().finish_train_step()
+        return self.found
+
+    def prepare_logprobs(self, data, **which):
+        install_cuda_stubs()
+        return super().prepare_logprobs(data, **which)
+
+
+class Groups(RolloutBuffer):
+    """Each sample is a prompt group."""
+
+    def claim(self, group):
+        return super().claim(group)[0]
+
+
+class Synced:
+    """A synchronizer, and a manager of rollouts."""
+
+    def __init__(self):
+        self.syncs, self.told = 0, []
+
+    def sync_weights(self):
+        self.syncs += 1
+
+    def set_weight_version(self, version):
+        self.told.append(version)
+
+
+def pumped(name, **settings):
+    """Train on all groups; return the metrics of the last step, the parameters, and what else is told."""
+    model = tiny_gpt(**GPT)
+    policy = policy_for(model, name)
+    ranks = policy.sharding_annotations.get_axis_size("data_parallel")
+    trainer, synced, buffer = Trainer(policy, loss(), gbs=SIZE * ranks), Synced(), Groups()
+    config = StreamingConfig(
+        generations_per_prompt=1, target_prompt_groups_per_step=len(GROUPS), max_staleness=STEPS, **settings
+    )
+    pump = TrainPump(config, trainer, buffer, synced, InFlightUpdates(synced))
+
+    async def train():
+        for step in range(STEPS):
+            for number, group in enumerate(sliced(policy, samples(policy, step, SIZE), GROUPS)):
+                key = step, number
+                await buffer.put(key, {"group_id": key, "weight_version": 0}, group)
+            if step == 0:
+                with pytest.raises(ValueError, match="the second group"):
+                    await pump.step()
+                failed = pump.version
+            await pump.step()
+        return failed
+
+    return {
+        "failed at": asyncio.run(train()),
+        "told": (synced.syncs, synced.told),
+        "metrics": trainer.found,
+        "parameters": model.parameters(),
+    }
+
+
+def by_nemo_rl(name, refreshed=False):
+    model = tiny_gpt(**GPT)
+    policy = policy_for(model, name)
+    for step in range(STEPS):
+        data = samples(policy, step, SIZE)
+        if refreshed:
+            data["prev_logprobs"] = policy.get_logprobs(data)["logprobs"]
+        if refreshed and "refresh_reference_logprobs" in REFRESHED:
+            found = policy.get_reference_policy_logprobs(data)
+            data["reference_policy_logprobs"] = found["reference_logprobs"]
+        result = whole(policy, data)
+    return result, model.parameters()
+
+
+def cell(name, **settings):
+    found = pumped(name, **settings)
+    result, parameters = by_nemo_rl(name, refreshed=bool(settings))
+    ours = found.pop("parameters")
+    found["difference"] = max(float((ours[key] - value).abs().max()) for key, value in parameters.items())
+    fresh = tiny_gpt(**GPT).parameters()
+    found["moved"] = max(float((ours[key] - value).abs().max()) for key, value in fresh.items())
+    found["expected"] = float(result["loss"]), float(result["grad_norm"])
+    sums = {name: sum(map(float, values)) for name, values in result["all_mb_metrics"].items() if name in SUMS}
+    found["sums"] = sums, {name: found["metrics"][name] for name in sums}
+    return found
+
+
+def compared(rank, world_size):
+    with contextlib.redirect_stdout(None):
+        for layout, sizes in {"dp2": {}, "pp2": {"pp": 2}}.items():
+            init_parallel(**sizes)
+            for name in POLICIES:
+                yield (name, layout), partial(cell, name)
+        init_parallel()
+        for name in POLICIES:
+            yield (name, "refreshed"), partial(cell, name, **REFRESHED)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_cells(compared, 2, setup=find_policies, timeout=120)
+
+
+def check(found):
+    assert found["failed at"] == 0
+    assert found["told"] == (STEPS, [1, 2])
+    assert found["difference"] <= 1e-5 < 1e-3 < found["moved"]
+    assert (found["metrics"]["loss"], found["metrics"]["grad_norm"]) == pytest.approx(found["expected"], rel=1e-4)
+    expected, ours = found["sums"]
+    assert ours == pytest.approx(expected, rel=1e-4) and expected
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_group_by_group_it_is_the_policys_own_step_also_after_a_failure(ranks, name, layout):
+    for found in ranks:
+        check(found[name, layout])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_logprobs_are_refreshed_while_a_step_is_open(ranks, name):
+    for found in ranks:
+        check(found[name, "refreshed"])
+
+
+def test_a_policy_without_a_split_step_is_refused():
+    with pytest.raises(MisuseError, match=r"has no begin_train_step and no train_microbatches: import megapatch"):
+        PolicyTrainer(SimpleNamespace(), None)
+
+
+# ------------------------------------------------------------------------------------------ the buffer
+class Recorder:
+    """A trainer of the keys that it gets; the data plane, of which it knows what it holds."""
+
+    def __init__(self):
+        self.steps, self.open, self.held = [], [], []
+
+    def put_samples(self, sample_ids, **ignored):
+        self.held += sample_ids
+
+    def clear_samples(self, sample_ids, partition_id):
+        self.held = [name for name in self.held if name not in sample_ids]
+
+    def begin_train_step(self):
+        self.open = []
+
+    def train_microbatch(self, meta):
+        self.open.append([name.rpartition("_g")[2] for name in meta.sample_ids])
+
+    def finish_train_step(self):
+        self.steps.append(self.open)
+
+    def abort_train_step(self): ...
+
+
+class Manager(Synced):
+    """Rolls prompts out as NeMo-RL's RolloutManager does: a slot for each attempt, and a rollout that may fail."""
+
+    def __init__(self, buffer):
+        super().__init__()
+        self.buffer, self.failing, self.told = buffer, 0, [0]
+
+    async def generate_and_push(self, record):
+        while True:
+            attempt = self.buffer.reserve(weight_version=self.told[-1])
+            await asyncio.sleep(0.001)
+            if self.failing:
+                self.failing -= 1
+                await self.buffer.remove_group(attempt)
+                continue
+            versions = {"start_weight_version": self.told[-1], "end_weight_version": self.told[-1]}
+            return await self.buffer.commit(attempt, record, **versions)
+
+
+def made():
+    module = importlib.import_module(REPLAY_BUFFER)
+    recorder = Recorder()
+    if CHECKOUT:  # which would tensorize a rollout's messages
+        module.record_to_train_batch = lambda record, pad_value_dict: record
+        module.pack_payload = lambda batch, weight_version, group_id: (
+            [f"{group_id}_g{number}" for number in range(batch.size)],
+            {},
+            [{}] * batch.size,
+        )
+    return recorder, TQBuffer(module.TQReplayBuffer(recorder, "train", pad_value_dict={}))
+
+
+def record_of(size):
+    return importlib.import_module("rigs.nemo_rl").batch(0, size, rank=0)
+
+
+def filled(rank, world_size):
+    init_parallel()
+    return asyncio.run(steps_of_a_buffer()), asyncio.run(parts_of_a_buffer())
+
+
+async def steps_of_a_buffer():
+    """Four prompts, the first of which fails twice, trained on in two steps."""
+    recorder, buffer = made()
+    manager = Manager(buffer)
+    manager.failing = 2
+    config = StreamingConfig(generations_per_prompt=2, target_prompt_groups_per_step=2)
+    pump = TrainPump(config, recorder, buffer, manager, InFlightUpdates(manager))
+
+    async def roll_out(number):
+        async with pump.rollout(number):
+            with buffer.rolling_out(number):
+                await manager.generate_and_push(record_of(2))
+
+    await asyncio.gather(pump.run(2), *map(roll_out, range(4)))
+    return {"steps": recorder.steps, "held": recorder.held, "slots": len(buffer.meta_list), "told": manager.told}
+
+
+async def parts_of_a_buffer():
+    """What claims, and so on, do one by one."""
+    recorder, buffer = made()
+    with buffer.rolling_out("prompt"):
+        attempt = buffer.reserve(weight_version=3)
+    found = {"reserved": list(buffer.samples().values()), "changes": [buffer.changes()]}
+    waiting = asyncio.ensure_future(buffer.wait_for_change(buffer.changes()))
+    await asyncio.sleep(0)
+    meta = await buffer.commit(attempt, record_of(2), start_weight_version=3, end_weight_version=4)
+    found["woken"], found["tags"] = await waiting, list(buffer.samples().values())
+    group = Group("prompt", tuple(buffer.samples()), 3)
+    found["claimed"] = buffer.claim(group) is meta, dict(buffer.samples())
+    try:
+        buffer.claim(group)
+    except MisuseError as error:
+        found["twice"] = str(error)
+    buffer.give_back([group])
+    found["given back"] = tuple(buffer.samples()) == group.keys
+    for _ in range(2):
+        await buffer.clear([group])
+    found["held"] = recorder.held, buffer._prompts, buffer._claimed, len(buffer.ready_list)
+    buffer.close()
+    found["closed"] = await buffer.wait_for_change(buffer.changes())
+    return found
+
+
+@needs_replay_buffer
+def test_the_replay_buffer_is_a_buffer():
+    ((steps, parts),) = run_ranks(filled, 1, setup=find_weight_sync)
+    assert steps == {"steps": [[["0", "1"]] * 2] * 2, "held": [], "slots": 0, "told": [0, 1, 2]}
+    tag = {"group_id": "prompt", "weight_version": 3}
+    assert parts == {
+        "reserved": [{**tag, "committed": False, "expected_num_samples": 1}],
+        "changes": [1],
+        "woken": True,
+        "tags": [{**tag, "committed": True, "expected_num_samples": 2}] * 2,
+        "claimed": (True, {}),
+        "twice": "claim(): prompt group 'prompt' is claimed already, or gone",
+        "given back": True,
+        "held": ([], {}, set(), 0),
+        "closed": False,
+    }
+
+
+# ------------------------------------------------------------------------------------------ weights
+def synced(rank, world_size):
+    """A sync by NeMo-RL's own synchronizer: what the pump has called, in order."""
+    made, calls = synchronizer()
+    manager = SimpleNamespace(set_weight_version=lambda version: calls.append(("rollouts", version)))
+    caches = SimpleNamespace(invalidate_kv_cache=lambda: calls.append(("caches", None)))
+    config = StreamingConfig(generations_per_prompt=1)
+    pump = TrainPump(config, Recorder(), RolloutBuffer(), made, InFlightUpdates(manager, caches), version=5)
+    asyncio.run(pump.sync_weights())
+    return [call for call in calls if call[0] in ("update_weights_from_collective", "rollouts", "caches")]
+
+
+@pytest.mark.skipif(not has_synchronizers, reason="this NeMo-RL has no synchronizers")
+def test_nemo_rls_synchronizers_are_synchronizers():
+    (calls,) = run_ranks(synced, 1, setup=find_weight_sync)
+    assert [name for name, _ in calls] == ["update_weights_from_collective", "rollouts", "caches"]
+    assert calls[1] == ("rollouts", 5)
+
+
+# ------------------------------------------------------------------------------------------ the example
+def test_the_example_learns():
+    example = Path(__file__).parents[2] / "examples" / "streaming_nemo_rl.py"
+    command = [sys.executable, "-W", "ignore", example]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.5, done.stdout
