@@ -5,8 +5,8 @@
 
 `TrainPump` picks prompt groups by their staleness (`StalenessSampler`), trains on them one by one, and pushes the
 new weights. `RolloutBuffer` holds rollouts that this process makes. A pump runs in one event loop of one process;
-its trainer, buffer and generation may be elsewhere. `megapatch.streaming.nemo_rl` and
-`megapatch.streaming.skyrl` have these parts for these frameworks.
+its trainer, buffer and generation may be elsewhere. `megapatch.streaming.nemo_rl`, `megapatch.streaming.skyrl` and
+`megapatch.streaming.slime` have these parts for these frameworks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ._tags import Backlog, Group, Samples, Updates
 from ._trainer import Trainer
 
 if TYPE_CHECKING:
-    from . import nemo_rl, skyrl
+    from . import nemo_rl, skyrl, slime
 
 __all__ = [
     "Backlog",
@@ -48,9 +48,10 @@ __all__ = [
     "Updates",
     "nemo_rl",
     "skyrl",
+    "slime",
 ]
 
-_FRAMEWORKS = ("nemo_rl", "skyrl")
+_FRAMEWORKS = ("nemo_rl", "skyrl", "slime")
 
 
 def __getattr__(name: str) -> Any:

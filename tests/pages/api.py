@@ -35,6 +35,7 @@ MODULES = (
     "megapatch.streaming",
     "megapatch.streaming.nemo_rl",
     "megapatch.streaming.skyrl",
+    "megapatch.streaming.slime",
     "megapatch.reach",
     "megapatch.reach.ray",
     "megapatch.testing",

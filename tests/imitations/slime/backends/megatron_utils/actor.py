@@ -1,14 +1,15 @@
 """An imitation of slime's module of this name: it holds train() and save() by name, and its actor loads several
 models into one and pushes what is there.
 
-What the test rig puts into the real module, it puts in here: initialize_model_and_optimizer and load_checkpoint.
+What the test rig puts into the real module, it puts in here: initialize_model_and_optimizer, load_checkpoint
+and get_data_iterator.
 """
 
 from .model import save, train
 
 __all__ = ["MegatronTrainRayActor", "save", "train"]
 
-initialize_model_and_optimizer = load_checkpoint = None
+initialize_model_and_optimizer = load_checkpoint = get_data_iterator = None
 
 
 class WeightUpdater:
@@ -52,6 +53,13 @@ class MegatronTrainRayActor:
             self._switch_model("actor")
             self.sleep()
         return loaded_rollout_id + 1
+
+    def train_actor(self, rollout_id, rollout_data, external_data=None):
+        data_iterator = get_data_iterator(rollout_data)
+        parts = self.model, self.optimizer, self.opt_param_scheduler
+        sizes = rollout_data["num_microbatches"], rollout_data["global_batch_sizes"]
+        train(rollout_id, *parts, data_iterator, *sizes)
+        self.weights_backuper.backup("actor")
 
     def sleep(self):
         pass

@@ -50,10 +50,20 @@ def forward_step(args, num_microbatches, global_batch_size, data_iterator, model
     return output, functools.partial(loss_function, args, batch, num_microbatches, global_batch_size)
 
 
-def train_one_step(args, data_iterator, model, optimizer, scheduler, num_microbatches, global_batch_size):
+def train_one_step(
+    args,
+    rollout_id,
+    step_id,
+    data_iterator,
+    model,
+    optimizer,
+    opt_param_scheduler,
+    num_microbatches,
+    step_global_batch_size,
+):
     release_grads(model, optimizer)
     microbatches = get_forward_backward_func()(
-        forward_step_func=functools.partial(forward_step, args, num_microbatches, global_batch_size),
+        forward_step_func=functools.partial(forward_step, args, num_microbatches, step_global_batch_size),
         data_iterator=data_iterator,
         model=model,
         num_microbatches=num_microbatches,
@@ -70,13 +80,13 @@ def train_one_step(args, data_iterator, model, optimizer, scheduler, num_microba
     if valid:
         successful, grad_norm, _ = optimizer.step()
         assert successful
-        scheduler.step(increment=global_batch_size)
+        opt_param_scheduler.step(increment=step_global_batch_size)
     release_grads(model, optimizer)
     if not mpu.is_pipeline_last_stage(ignore_virtual=True):
         return {}, grad_norm
     values = torch.stack([each["values"] for each in microbatches]).sum(0)
     torch.distributed.all_reduce(values, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return {"loss": values[1].item() / global_batch_size}, grad_norm
+    return {"loss": values[1].item() / step_global_batch_size}, grad_norm
 
 
 def release_grads(model, optimizer):
@@ -118,7 +128,8 @@ def train(rollout_id, model, optimizer, opt_param_scheduler, data_iterator, num_
         param_sync_func, config.param_sync_func = config.param_sync_func, None
 
     for step, (count, size) in enumerate(zip(num_microbatches, global_batch_sizes, strict=True)):
-        losses, grad_norm = train_one_step(args, data_iterator, model, optimizer, opt_param_scheduler, count, size)
+        parts = data_iterator, model, optimizer, opt_param_scheduler
+        losses, grad_norm = train_one_step(args, rollout_id, step, *parts, count, size)
         if step == 0 and should_disable_forward_pre_hook(args):
             enable_forward_pre_hook(model)
             config.param_sync_func = param_sync_func

@@ -1,0 +1,154 @@
+"""slime's own training actor as the trainer of a pump, on one rank and on two; without a checkout, our imitation.
+
+Each rank has a pump and a group of its own, whose calls are made in this process; gradients are reduced over both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+if not (find_spec("torch") and find_spec("megatron")):
+    pytest.skip("needs torch and megatron-core", allow_module_level=True)
+
+import torch
+from rigs.cells import run_cells
+from rigs.megatron import BOTH, GRADS
+from rigs.slime import FRAMEWORK, find_slime
+from rigs.slime_group import Loop, group_for
+
+from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
+from megapatch.streaming.slime import GroupTrainer, GroupWeights
+from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
+
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(FRAMEWORK == "miles", reason="the checkout is one of miles"),
+]
+
+STEPS, MICROBATCHES, GROUPS = 2, 4, 2  # steps, and their microbatches on a rank and prompt groups
+OPTIONS = {"plain": {}, "overlap": GRADS, "sharded": BOTH}
+
+
+class Trainer(GroupTrainer):
+    """Fails once, after two calls have added gradients; keeps the last metrics."""
+
+    calls, failing = 0, 2
+
+    def begin_train_step(self):
+        install_cuda_stubs()  # in the pump's thread, too
+        super().begin_train_step()
+
+    def train_microbatch(self, data):
+        super().train_microbatch(data)
+        self.calls += 1
+        if self.calls == self.failing:
+            raise ValueError("the second group")
+
+    def finish_train_step(self):
+        self.found = super().finish_train_step()
+        return self.found
+
+
+class Weights(GroupWeights):
+    def sync_weights(self):
+        install_cuda_stubs()
+        super().sync_weights()
+
+
+class Groups(RolloutBuffer):
+    def claim(self, group):
+        return super().claim(group)[0]
+
+
+def by_slime(options):
+    model = tiny_gpt(hooks=False, **options)
+    loop = Loop(model, num_microbatches=MICROBATCHES)
+    loop.train(STEPS)
+    return model.parameters(), loop.log[-1:]
+
+
+def by_pump(options):
+    """The same steps, a prompt group at a time; the second group fails at first."""
+    model = tiny_gpt(hooks=False, **options)
+    rig, loop, group = group_for(model, MICROBATCHES)
+    trainer, weights, buffer = Trainer(group, loop._global_batch_size()), Weights(group), Groups()
+    config = StreamingConfig(generations_per_prompt=1, target_prompt_groups_per_step=GROUPS, max_staleness=STEPS)
+    pump = TrainPump(config, trainer, buffer, weights, weights)
+    batches = [model.microbatches(step, MICROBATCHES) for step in range(STEPS)]
+    size = MICROBATCHES // GROUPS
+    groups = [batch[at : at + size] for batch in batches for at in range(0, MICROBATCHES, size)]
+
+    async def train():
+        for number, group in enumerate(groups):
+            await buffer.put(number, {"group_id": number, "weight_version": 0}, group)
+        with pytest.raises(ValueError, match="the second group"):
+            await pump.step()
+        failed = pump.version, max(float(value.abs().max()) for value in model.gradients().values())
+        await pump.run(STEPS)
+        return failed
+
+    failed = asyncio.run(train())
+    held = [value.detach() for chunk in model.chunks for value in chunk.parameters()]
+    pushed = rig.pushed[-1]
+    return model.parameters(), {
+        "failed": failed,
+        "metrics": trainer.found,
+        "pushed": torch.equal(in_order(pushed), in_order(held)) if pushed else None,  # by one rank alone
+        "version": weights.version,
+        "samples": loop._done,
+    }
+
+
+def in_order(tensors):
+    return torch.cat([tensor.flatten() for tensor in tensors]).sort()[0]
+
+
+def cell(options):
+    expected, log = by_slime(options)
+    ours, found = by_pump(options)
+    difference = max(float((ours[name] - value).abs().max()) for name, value in expected.items())
+    return {**found, "difference": difference, "log": log}
+
+
+def compared(rank, world_size):
+    init_parallel()
+    for name, options in OPTIONS.items():
+        yield name, partial(cell, options)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_cells(compared, 2, setup=find_slime, timeout=120)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_group_by_group_it_is_slimes_own_step_also_after_a_failure(ranks, options):
+    for found in (rank[options] for rank in ranks):
+        assert found["failed"] == (0, 0.0)
+        assert found["difference"] <= 1e-5
+        assert (found["version"], found["samples"]) == (STEPS, STEPS)
+        for loss, norm in found["log"]:
+            assert found["metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+            assert found["metrics"].get("loss", loss) == pytest.approx(loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_engines_get_what_the_step_has_made(ranks, options):
+    first, second = (rank[options]["pushed"] for rank in ranks)
+    assert first is True and second in (True, None)
+
+
+def test_the_example_trains():
+    example = Path(__file__).parents[2] / "examples" / "streaming_slime.py"
+    command = [sys.executable, "-W", "ignore", example]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 6 and losses[-1] < losses[0] - 0.1, done.stdout
