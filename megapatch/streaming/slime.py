@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._mcore.bucket_groups import finish_param_gathers
+from ..errors import MisuseError
 from ..patches._temporarily import temporarily_set
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class GroupTrainer:
     Args:
         group: a RayTrainGroup, of the actor.
         batch_size: samples of an optimizer step, over all ranks, by which slime divides losses.
+
+    `begin_train_step` raises MisuseError where ``--offload-train`` is set.
     """
 
     def __init__(self, group: Any, batch_size: int) -> None:
@@ -135,6 +138,11 @@ class _RankStep:
         from ..train_step import TrainStep
 
         actor, self.batch_size, self.losses = self.actor, batch_size, []
+        if actor.args.offload_train:
+            raise MisuseError(
+                "--offload-train would offload the gradients of an open step; training as rollouts arrive needs "
+                "GPUs of its own"
+            )
         for chunk in actor.model:
             chunk.train()
         config = get_model_config(actor.model[0])

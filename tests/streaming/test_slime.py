@@ -19,7 +19,7 @@ if not (find_spec("torch") and find_spec("megatron")):
 
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import BOTH, GRADS
+from rigs.megatron import BOTH, GRADS, attempt
 from rigs.slime import FRAMEWORK, find_slime
 from rigs.slime_group import Loop, group_for
 
@@ -117,8 +117,15 @@ def cell(options):
     return {**found, "difference": difference, "log": log}
 
 
+def offloading():
+    _, loop, group = group_for(tiny_gpt(hooks=False), MICROBATCHES)
+    loop.args.offload_train = True
+    return attempt(GroupTrainer(group, 8).begin_train_step)
+
+
 def compared(rank, world_size):
     init_parallel()
+    yield "offloading", offloading
     for name, options in OPTIONS.items():
         yield name, partial(cell, options)
 
@@ -143,6 +150,12 @@ def test_group_by_group_it_is_slimes_own_step_also_after_a_failure(ranks, option
 def test_engines_get_what_the_step_has_made(ranks, options):
     first, second = (rank[options]["pushed"] for rank in ranks)
     assert first is True and second in (True, None)
+
+
+def test_offloading_is_refused(ranks):
+    for found in ranks:
+        kind, text = found["offloading"]
+        assert kind == "MisuseError" and "--offload-train would offload the gradients" in text
 
 
 def test_the_example_trains():
