@@ -80,6 +80,7 @@ class Options:
     calls_add_up: bool
     step_scheduler_on_skip: bool
     max_grad_norm: float | None
+    data_parallel_dims: tuple[str, ...] | None = None
 
 
 class Backend(Protocol):

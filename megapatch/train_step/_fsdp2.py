@@ -1,4 +1,5 @@
-"""A step of a module with FSDP2's fully_shard applied, whose ranks are all data parallel.
+"""A step of a module with FSDP2's fully_shard applied, whose ranks are data parallel, unless other dimensions of the
+mesh are set apart.
 
 FSDP2 gathers and reduces in every forward and backward pass, so all ranks have to make the same number of them: a
 rank with fewer microbatches makes extra passes, whose loss does not count. FSDP2 averages gradients over ranks in
@@ -58,7 +59,7 @@ class FSDP2Backend:
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
         self.expected_count = options.expected_count
         self.expected_microbatches = options.expected_microbatches
-        self.mesh = _mesh_of(self._parameters())
+        self.mesh = _mesh_of(self._parameters(), options.data_parallel_dims)
         self.drawn: list[Any] = []  # by the last microbatch: kept over steps, for passes that do not count
         self._forget()
 
@@ -161,11 +162,21 @@ class FSDP2Backend:
         )
 
     def _clip(self, parameters: list[Any]) -> float:
+        """Clip by the norm of all parameters; those that are tensor parallel have a mesh of their own."""
+        import torch
         from torch.nn import utils
 
-        norm = utils.get_total_norm([parameter.grad for parameter in parameters]).full_tensor()
+        on_mesh: dict[Any, list[Any]] = {}
+        for parameter in parameters:
+            on_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter)
+        norms = [
+            utils.get_total_norm([parameter.grad for parameter in group]).full_tensor()
+            for group in on_mesh.values()
+        ]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         if self.max_grad_norm is not None:
-            utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            for group in on_mesh.values():
+                utils.clip_grads_with_norm_(group, self.max_grad_norm, norm)
         return float(norm)
 
     def abort(self) -> None:
@@ -211,8 +222,13 @@ def _sharded_modules(module: Any) -> list[Any]:
     return [submodule for submodule in module.modules() if chunks_of(submodule) is not None]
 
 
-def _mesh_of(parameters: list[Any]) -> Any:
-    """Return the mesh of ranks over which all parameters are sharded, and replicated if it has two dimensions."""
+def _mesh_of(parameters: list[Any], dims: tuple[str, ...] | None) -> Any:
+    """Return the mesh of data parallel ranks, over which all parameters are sharded or replicated.
+
+    Args:
+        parameters: the optimizer's.
+        dims: the names of its dimensions; None if parameters have no others.
+    """
     from torch.distributed.tensor import DTensor
 
     if not all(isinstance(parameter, DTensor) for parameter in parameters):
@@ -220,13 +236,29 @@ def _mesh_of(parameters: list[Any]) -> Any:
             "the optimizer has parameters that fully_shard did not shard; build it from the module's parameters, "
             "after fully_shard and before the first forward pass"
         )
+    if dims is not None:
+        meshes = {_named_part(parameter.device_mesh, dims) for parameter in parameters}
+        if len(meshes) != 1:
+            raise MisuseError(f"the dimensions {', '.join(dims)} are those of several meshes; expected one")
+        return meshes.pop()
     meshes = {parameter.device_mesh for parameter in parameters}
     layouts = [[placement.is_shard() for placement in parameter.placements] for parameter in parameters]
     if len(meshes) != 1 or any(layout not in ([True], [False, True]) for layout in layouts):
         raise MisuseError(
-            "with FSDP2 all ranks have to be data parallel; found tensor parallelism or several meshes"
+            "with FSDP2 all ranks have to be data parallel; found tensor parallelism or several meshes. Name the "
+            'dimensions of the mesh that are data parallel: data_parallel_dims=("data",)'
         )
     return meshes.pop()
+
+
+def _named_part(mesh: Any, dims: tuple[str, ...]) -> Any:
+    names = tuple(mesh.mesh_dim_names or ())
+    if missing := [name for name in dims if name not in names]:
+        raise MisuseError(
+            f"data_parallel_dims has {', '.join(missing)}; a parameter's mesh has "
+            f"{', '.join(names) or 'dimensions without names'}"
+        )
+    return mesh if names == dims else mesh[dims]
 
 
 # ---------------------------------------------------------------------------- what torch has no public name for

@@ -40,6 +40,8 @@ class MegatronBackend:
 
         if options.max_grad_norm is not None:
             raise MisuseError("max_grad_norm is for FSDP2; Megatron's optimizer clips by its own config.clip_grad")
+        if options.data_parallel_dims is not None:
+            raise MisuseError("data_parallel_dims is for FSDP2; Megatron's parallel_state knows its own layout")
         if any(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for chunk in chunks):
             raise MisuseError(
                 "reuse_grad_buf_for_mxfp8_param_ag is not supported: parameters and gradients share memory"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -69,6 +69,9 @@ class TrainStep:
         step_scheduler_on_skip: whether the scheduler steps after a step that was skipped for an overflow.
             Megatron's own train() does not do that; NeMo-RL does.
         max_grad_norm: with FSDP2, clip gradients to this L2 norm. Megatron's optimizer has its own clip_grad.
+        data_parallel_dims: with FSDP2, the names of the dimensions of the device mesh over which fully_shard
+            shards or replicates, such as ``("data",)``, where the mesh has others, for tensor parallelism. Ranks
+            that differ only in those make the same calls with the same data.
 
     Raises:
         MisuseError: options conflict with each other or with the model. It is a RuntimeError, under
@@ -86,12 +89,18 @@ class TrainStep:
         calls_add_up: bool = False,
         step_scheduler_on_skip: bool = False,
         max_grad_norm: float | None = None,
+        data_parallel_dims: Sequence[str] | None = None,
     ) -> None:
         for name, value in (("expected_count", expected_count), ("expected_microbatches", expected_microbatches)):
             if value is not None and not value > 0:
                 raise MisuseError(f"{name} is {value!r}; expected a number above 0")
         options = Options(
-            expected_count, expected_microbatches, calls_add_up, step_scheduler_on_skip, max_grad_norm
+            expected_count,
+            expected_microbatches,
+            calls_add_up,
+            step_scheduler_on_skip,
+            max_grad_norm,
+            None if data_parallel_dims is None else tuple(data_parallel_dims),
         )
         self._backend = _backend_for(model, optimizer, scheduler, options)
         self._counts = expected_count is not None

@@ -97,9 +97,11 @@ def forward_step(counting, raises_in_loss=False):
 class Sharded:
     """The sharded model, its optimizer and its TrainStep."""
 
-    def __init__(self, rank, counting=False, mesh=None, dtype=torch.float64, scheduler=True, **options):
+    def __init__(
+        self, rank, counting=False, mesh=None, dtype=torch.float64, scheduler=True, model=None, **options
+    ):
         self.rank, self.counting = rank, counting
-        self.model = sharded_model(mesh, dtype)
+        self.model = model or sharded_model(mesh, dtype)
         self.names = [name for name, _ in self.model.named_parameters()]
         self.optimizer, self.scheduler = optimizers(self.model)
         if counting:
@@ -143,10 +145,10 @@ class Sharded:
         return all(isinstance(one, DTensor) and one.grad is None for one in self.model.parameters())
 
 
-def reference(steps, cut, counting=False, max_grad_norm=None):
+def reference(steps, cut, counting=False, max_grad_norm=None, model=None):
     """By step: norm, and parameters and gradients by name. All microbatches of all ranks at
     once; clipping as torch.nn.utils.clip_grad_norm_ documents it."""
-    model = plain_model()
+    model = model or plain_model()
     optimizer, scheduler = optimizers(model)
     found = []
     for step in steps:
