@@ -1,5 +1,4 @@
-"""A step of a module with FSDP2's fully_shard applied, whose ranks are data parallel, unless other dimensions of the
-mesh are set apart.
+"""A step of a module with FSDP2's fully_shard applied, whose ranks are data parallel, all or in named dimensions.
 
 FSDP2 gathers and reduces in every forward and backward pass, so all ranks have to make the same number of them: a
 rank with fewer microbatches makes extra passes, whose loss does not count. FSDP2 averages gradients over ranks in

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from rigs import nemo_rl_steps
@@ -158,7 +159,7 @@ def _shard(made, cp, tp):
     made.device_mesh, made.dp_cp_mesh, sharded_over = make_mesh(made.dp_size, cp, tp)
     made.dp_mesh, made.tp_mesh, made.cp_mesh = (made.device_mesh[name] for name in ("dp", "tp", "cp"))
     torch.manual_seed(1)
-    plan = {"lm_head": ColwiseParallel()} if tp > 1 else None
+    plan = {"model.layers.*.now": ColwiseParallel(output_layouts=Replicate())} if tp > 1 else None
     if CHECKOUT:
         parallelize = importlib.import_module("nemo_rl.models.dtensor.parallelize")
         made.model = parallelize._parallelize_model(

@@ -75,6 +75,8 @@ def compared(rank, world_size):
             yield (name, "logprobs between"), partial(cell, expected, name, "nll", take_step)
             in_cp, take_step = once(run, name, "nll", whole, cp=2), in_slices(SLICES["uneven"])
             yield (name, "context parallel"), partial(cell, in_cp, name, "nll", take_step, cp=2)
+            in_tp = once(run, name, "nll", whole, tp=2)
+            yield (name, "tensor parallel"), partial(cell, in_tp, name, "nll", take_step, tp=2)
             for kind, settings in BINS.items():
                 bins = partial(in_bins, kind=kind, tokens=TOKENS)
                 settings = {kind: {"enabled": True, **settings}}
@@ -103,7 +105,7 @@ def test_a_step_in_slices_is_that_of_train(ranks, worker, case, cut):
     assert_close(ranks, worker, case, cut)
 
 
-@pytest.mark.parametrize("case", ["logprobs between", "context parallel"])
+@pytest.mark.parametrize("case", ["logprobs between", "context parallel", "tensor parallel"])
 @pytest.mark.parametrize("worker", WORKERS)
 def test_so_is_one_with(ranks, worker, case):
     assert_close(ranks, worker, case)

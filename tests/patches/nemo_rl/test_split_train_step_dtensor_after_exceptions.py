@@ -159,7 +159,6 @@ def misuses(name):
         attempt(what, made.finish_train_step)
         del made.train
     assert all(torch.equal(value, before[name]) for name, value in parameters(made).items())
-    attempt("tensor parallel", worker_for(name, tp=2).begin_train_step, nll_loss(), gbs=16)
     return found
 
 
@@ -203,7 +202,6 @@ def test_says_what_is_called_wrongly(faulty_ranks, worker):
         "no bins": "expected what shard_by_batch_size() makes",
         "gradients dropped": "train() dropped the gradients before the optimizer's step",
         "no optimizer step": "train() without data did not step the optimizer",
-        "tensor parallel": "with FSDP2 all ranks have to be data parallel",
     }
     for found in faulty_ranks:
         said = found[worker, "misuse"]

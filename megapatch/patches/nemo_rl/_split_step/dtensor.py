@@ -31,9 +31,18 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
 
     Raises:
         MisuseError: (a RuntimeError) a step is already open, a split step cannot normalize the loss, or the model
-            is tensor parallel.
+            is expert parallel.
     """
-    begin(DTensorSplitStep, self, None, loss_fn, gbs, mbs)
+    begin(DTensorSplitStep, self, None, loss_fn, gbs, mbs, data_parallel_dims=_data_parallel_dims(self))
+
+
+def _data_parallel_dims(worker: Any) -> list[str] | None:
+    """Return the names of the dimensions over which FSDP2 shards a tensor parallel model; else None."""
+    if worker.tp_size == 1:
+        return None
+    name = worker.tp_mesh.mesh_dim_names[0]
+    meshes = [parameter.device_mesh.mesh_dim_names for parameter in worker.model.parameters()]
+    return [other for other in max(meshes, key=len) if other != name]
 
 
 @dataclass

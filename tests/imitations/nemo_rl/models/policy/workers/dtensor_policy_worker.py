@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.megatron.train import counts, next_token_logprobs
@@ -23,6 +23,10 @@ from .megatron_policy_worker import actor
 
 def get_cpu_state_dict(tensors, pin_memory=False):
     return {name: torch.empty_like(_local(one), pin_memory=pin_memory).copy_(_local(one)) for name, one in tensors}
+
+
+def _norm_of(gradients):
+    return torch.linalg.vector_norm(torch.stack([one.norm().full_tensor() for one in gradients]))
 
 
 def _local(tensor):
@@ -64,9 +68,10 @@ class DTensorPolicyWorkerImpl:
         parameters = [one for one in self.model.parameters() if one.grad is not None]
         grad_norm = torch.zeros(())
         if parameters:
-            grad_norm = get_total_norm([one.grad for one in parameters]).full_tensor()
+            grad_norm = _norm_of([one.grad for one in parameters])
         if self.max_grad_norm is not None:
-            clip_grads_with_norm_(parameters, self.max_grad_norm, grad_norm)
+            for one in parameters:  # one by one: those that are tensor parallel have a mesh of their own
+                clip_grads_with_norm_([one], self.max_grad_norm, grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.scheduler.step()
