@@ -14,6 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+if not (find_spec("torch") and find_spec("megatron")):
+    pytest.skip("needs torch and megatron-core", allow_module_level=True)
+
 import torch
 from rigs.megatron import attempt
 from rigs.skyrl import RELEASES, needs_skyrl
