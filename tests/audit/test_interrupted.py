@@ -40,6 +40,7 @@ def left(repaired):
     before = found()
     if repaired:
         model.config.no_sync_func = hook
+    model.zero_grad()
     model.forward_backward(1)
     return before, found()
 

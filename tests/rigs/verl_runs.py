@@ -163,8 +163,13 @@ def some_mini_batches():
     """Mini-batches of an update of which the first is skipped and the second is not: by verl's own worker."""
     module = importlib.import_module("verl.workers.engine_workers")
     engine = engine_of(dtype="float16")
-    step, answers = engine.optimizer.step, iter([(False, None, None)])
-    engine.optimizer.step = lambda: next(answers, None) or step()
+    step, overflows = engine.optimizer.step, iter([torch.inf])
+
+    def step_of_overflow():
+        engine.module[0].buffers[0].grad_data[0] += next(overflows, 0.0)
+        return step()
+
+    engine.optimizer.step = step_of_overflow
     scheduled = engine.lr_scheduler.num_steps
     worker = object.__new__(module.TrainingWorker)
     worker.engine, worker.engine_config, worker.loss_fn = engine, engine.engine_config, loss()
