@@ -41,7 +41,8 @@ def left(repaired):
     if repaired:
         model.config.no_sync_func = hook
     model.zero_grad()
-    model.forward_backward(1)
+    with contextlib.nullcontext() if repaired else contextlib.suppress(AssertionError):  # 0.12 asserts
+        model.forward_backward(1)
     return before, found()
 
 
