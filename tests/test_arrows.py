@@ -24,6 +24,7 @@ LEVELS = (
     {"_reporting", "audit"},
     {"_api"},
     {"streaming", "testing"},
+    {"_verify"},
     {"reach"},
     {"_cli"},
     {"__init__"},

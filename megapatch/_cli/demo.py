@@ -5,12 +5,10 @@ Where the installed megatron-core has no train(), the demo shows the forward pre
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .._engine.settings import DISABLE, ONLY
@@ -119,38 +117,15 @@ def _tell(story: Story) -> bool:
     terminal.write()
     _paragraph(f"Three runs of {RANKS} processes: 10 to 60 s, or longer when torch is first read from disk.")
     terminal.write()
-    with _server():
+    from ..testing._server import server_of_a_program
+
+    with server_of_a_program():
         without = _run("without megapatch", story.without, UNPATCHED)
         repaired = _run("with megapatch", story.repaired, REPAIRED)
         plain = _run(f"{story.plain_title}, without megapatch", story.plain, UNPATCHED)
     _print_errors(story.heading, without)
     _print_patches(story.repaired_by, repaired)
     return _compare(without, repaired, plain)
-
-
-@contextlib.contextmanager
-def _server() -> Iterator[None]:
-    """Start the server that forks the ranks; on Ctrl-C, end it.
-
-    The server ignores SIGINT, which a terminal sends to it as well: it would print a traceback. It is killed
-    because, while it imports torch, it does not notice that we have gone, and would still start a rank afterwards.
-    """
-    from multiprocessing import forkserver
-
-    from ..testing._ranks import _ensure_server
-
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        _ensure_server()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    try:
-        yield
-    except KeyboardInterrupt:
-        # CPython 3.10 to 3.14 have this attribute; without it the server ends some seconds after us.
-        if server := getattr(forkserver._forkserver, "_forkserver_pid", None):
-            os.kill(server, signal.SIGKILL)
-        raise
 
 
 def _run(title: str, job: Job, env: Mapping[str, str]) -> Outcome:

@@ -1,5 +1,5 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: megapatch doctor | list | explain | run | demo"""
+"""The command line: megapatch doctor | verify | list | explain | run | demo"""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"megapatch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_doctor, _add_list, _add_explain, _add_run, _add_demo):
+    for add in (_add_doctor, _add_verify, _add_list, _add_explain, _add_run, _add_demo):
         add(commands)
     return parser
 
@@ -125,6 +125,44 @@ def _add_doctor(commands: Any) -> None:
         if options.json and options.report == "-":
             command.error("--json and --report - both write to standard output; name a file")
         return doctor(options.json, not options.no_import, options.probe, options.report)
+
+    command.set_defaults(run=run)
+
+
+def _add_verify(commands: Any) -> None:
+    from .._verify.command import EXIT_CODES as VERIFY_EXIT_CODES
+    from .._verify.command import SECONDS as VERIFY_SECONDS
+    from .._verify.command import verify
+    from .catalog import names_and_globs
+
+    command = _command(
+        commands,
+        "verify",
+        help="meet each defect here without its patch, and see that the patch repairs it",
+        description="For each patch that the installed Megatron needs: meet its defect without it, and\n"
+        "see that the numbers are right with it, in new processes on this machine's GPUs\n"
+        "over NCCL, or on CPU over gloo. Under torchrun, in as many processes as it starts.",
+        epilog=VERIFY_EXIT_CODES,
+    )
+    names = command.add_argument(
+        "names", nargs="*", metavar="PATCH", help="a patch's name, or a glob; none for all"
+    )
+    names.completer = lambda **ignored: names_and_globs()  # type: ignore[attr-defined]  # argcomplete's
+    command.add_argument("--json", action="store_true", help="print JSON on standard output")
+    command.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=VERIFY_SECONDS,
+        metavar="SECONDS",
+        help="end a run that takes longer (%(default)g); a check has two",
+    )
+    command.add_argument("--processes", type=int, metavar="N", help="how many; one a GPU, or 2 on CPU, by default")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there are GPUs, by default")
+
+    def run(options: argparse.Namespace) -> int:
+        if options.processes is not None and options.processes < 1:
+            command.error(f"argument --processes: expected 1 or more, found {options.processes}")
+        return verify(options.names, options.json, options.timeout, options.processes, options.device)
 
     command.set_defaults(run=run)
 

@@ -50,7 +50,7 @@ def loss_mask(labels: torch.Tensor, masked: bool) -> torch.Tensor:
 
     All of them, or (masked) about two in three, so that microbatches differ in their number of tokens.
     """
-    return (labels % 3 != 0).float() if masked else torch.ones(labels.shape)
+    return (labels % 3 != 0).float() if masked else torch.ones_like(labels, dtype=torch.float32)
 
 
 def loss_function(mask: torch.Tensor, output: torch.Tensor, two_tuple: bool = False) -> tuple[Any, ...]:
@@ -86,11 +86,11 @@ def forward_step(
     data: Iterator[torch.Tensor], model: Any, *, two_tuple: bool = False, masked: bool = False
 ) -> tuple[torch.Tensor, LossFunction]:
     """Take one microbatch and run the model on it: Megatron's forward step function."""
-    tokens = next(data)
+    tokens = next(data).cuda()
     inputs, labels = (_of_this_rank(part) for part in (tokens[:, :-1], tokens[:, 1:]))
     batch, seq = inputs.shape
-    hidden_positions = torch.triu(torch.ones(seq, seq, dtype=torch.bool), 1)[None, None]
-    positions = torch.arange(seq).expand(batch, -1)
+    hidden_positions = torch.triu(torch.ones(seq, seq, dtype=torch.bool, device="cuda"), 1)[None, None]
+    positions = torch.arange(seq, device="cuda").expand(batch, -1)
     output = model(inputs, positions, hidden_positions, labels=labels)
     return output, partial(loss_function, loss_mask(labels, masked), two_tuple=two_tuple)
 

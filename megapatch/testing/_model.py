@@ -165,7 +165,7 @@ class TinyGPT:
 
         With overlap_param_gather the last step's values may still have to be gathered: see `gather_parameters`.
         """
-        return {name: parameter.detach().float().clone() for name, parameter in self._named_parameters()}
+        return {name: _copy(parameter) for name, parameter in self._named_parameters()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return float32 copies of this rank's main_grad by global name: the gradient that the optimizer sees.
@@ -174,7 +174,7 @@ class TinyGPT:
         buffer is reduced. Frozen parameters have none.
         """
         return {
-            name: parameter.main_grad.detach().float().clone()
+            name: _copy(parameter.main_grad)
             for name, parameter in self._named_parameters()
             if parameter.requires_grad
         }
@@ -198,6 +198,10 @@ def _gpt_of(chunk: Any) -> Any:
     return model
 
 
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().float().cpu().clone()
+
+
 def mean_loss(metrics: Sequence[dict[str, torch.Tensor]]) -> float:
     """Return the mean loss over the tokens of all ranks' microbatches. A collective: call it on all ranks.
 
@@ -207,7 +211,7 @@ def mean_loss(metrics: Sequence[dict[str, torch.Tensor]]) -> float:
     Returns:
         The mean loss per token, the same number on every rank.
     """
-    total = torch.zeros(2, dtype=torch.float64)
+    total = torch.zeros(2, dtype=torch.float64, device="cuda")
     for metric in metrics:
         total += metric["loss"].double()
     torch.distributed.all_reduce(total)

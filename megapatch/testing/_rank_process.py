@@ -20,8 +20,10 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location, spec_from_loader
 from multiprocessing.connection import Connection
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 STACK_SIGNAL = signal.SIGUSR1
+GPU_MEMORY = 1 << 30  # bytes that torch may allocate on a GPU; the driver and NCCL take about as much again
 
 # A rank process executes this first. It is sent as source text, because the environment has to be in place before
 # megapatch is imported (which activates it), and unpickling a function of megapatch would import it.
@@ -41,11 +43,13 @@ class Job:
 
     rank: int
     world_size: int
-    store: str  # file for torch.distributed's rendezvous
+    store: str  # where ranks meet: file://PATH, or tcp://HOST:PORT/PREFIX, where a store is waiting
     stack: str  # file for this rank's stack, written on STACK_SIGNAL
     setup: bytes  # pickled function or None
     call: bytes  # pickled (function, args)
     files: dict[str, str]  # files of the modules that the pickled functions are from, by module name
+    device: str = "cpu"  # or "cuda"
+    local_rank: int | None = None  # if not all ranks are on this machine
 
 
 @dataclass(frozen=True)
@@ -75,24 +79,29 @@ def run(channel: Connection, **job_fields: Any) -> None:
 
 def _result(job: Job) -> bytes:
     _set_warnings()
-    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, it stays out of this
-    if sys.platform == "linux":
+    local_rank = job.rank if job.local_rank is None else job.local_rank
+    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(job.world_size))
+    if job.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, it stays out of this
+    if sys.platform == "linux" and job.local_rank is None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no resolvable host name
 
     import torch
     import torch.distributed
 
-    from ._cuda_stubs import install_cuda_stubs
-
     torch.set_num_threads(1)
-    install_cuda_stubs()
+    if job.device == "cpu":
+        from ._cuda_stubs import install_cuda_stubs
+
+        install_cuda_stubs()
+    else:
+        _use_gpu(local_rank)
     _find_modules(job.files)
     setup = pickle.loads(job.setup)
     if setup is not None:
         setup()
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size
+        "gloo" if job.device == "cpu" else "nccl", rank=job.rank, world_size=job.world_size, **_meeting(job.store)
     )
     function, args = pickle.loads(job.call)
     # Tensors go by value: multiprocessing's pickle would share memory with a process that ends, and plain pickle
@@ -100,6 +109,31 @@ def _result(job: Job) -> bytes:
     result = io.BytesIO()
     torch.save(function(job.rank, job.world_size, *args), result)
     return result.getvalue()
+
+
+def _use_gpu(local_rank: int) -> None:
+    """Take one of the visible GPUs, and at most `GPU_MEMORY` of it."""
+    import torch
+
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists for tensor parallelism
+    os.environ.setdefault("NO_VCS_VERSION", "1")  # megatron.core would run git when it is imported
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling what Megatron fuses takes longer than most runs
+    device = local_rank % torch.cuda.device_count()
+    torch.cuda.set_device(device)
+    whole = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_MEMORY / whole))
+
+
+def _meeting(store: str) -> dict[str, Any]:
+    """Return the arguments of init_process_group that say where ranks meet."""
+    if store.startswith("file://"):
+        return {"init_method": store}
+    import torch.distributed
+
+    where = urlsplit(store)
+    assert where.hostname is not None and where.port is not None
+    there = torch.distributed.TCPStore(where.hostname, where.port, is_master=False)
+    return {"store": torch.distributed.PrefixStore(where.path, there)}
 
 
 def _find_modules(files: dict[str, str]) -> None:

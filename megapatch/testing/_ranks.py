@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import pickle
 import signal
@@ -17,32 +16,19 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import RanksFailed, RanksTimedOut
 from . import _rank_process
 from ._rank_process import STACK_SIGNAL, Job, Outcome
+from ._server import ensure_server, no_main_module
 
-# What Megatron imports and takes most of its import time. The server leaves out what is not installed. Not
-# torch.utils.cpp_extension, which looks for GPUs: after a fork nobody could use them.
-_PRELOADED = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.tensor.experimental",
-    "setuptools.command.build_ext",
-    "torch.utils.tensorboard",
-    "einops",
-    "fsspec",
-    "yaml",
-]
-if not sys.warnoptions:  # the server inherits them, and would die of torch's own DeprecationWarning
-    _PRELOADED.append("torch._inductor.compile_fx")
 _GRACE = 2.0  # seconds for the other ranks to finish after one has failed
+_ASK_EVERY = 0.5  # seconds
 
 
 def run_ranks(
@@ -52,6 +38,7 @@ def run_ranks(
     timeout: float = 120.0,
     setup: Callable[[], object] | None = None,
     env: Mapping[str, str] | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in `world_size` new processes.
 
@@ -70,6 +57,8 @@ def run_ranks(
         timeout: seconds for everything.
         setup: a function at module level, called without arguments.
         env: environment variables of the processes.
+        device: "cpu", or "cuda" for one visible GPU a rank over NCCL. On GPUs nothing of torch.cuda is replaced,
+            and processes are started afresh: a process that was forked may not use CUDA.
 
     Returns:
         The results, by rank; they must be picklable.
@@ -78,27 +67,62 @@ def run_ranks(
         RanksFailed: a rank raised or died. The others, which may wait for it forever, got two seconds more.
         RanksTimedOut: the message names the late ranks and shows where they were.
     """
-    files: dict[str, str] = {}
-    first, then = _dumps(setup, files), _dumps((function, args), files)
-    environment = {**os.environ, **(env or {})}
     with tempfile.TemporaryDirectory(prefix="megapatch-ranks-") as directory:
-        ranks = [
-            _Rank(Job(rank, world_size, f"{directory}/store", f"{directory}/stack-{rank}", first, then, files))
+        work = pickled(function, args, setup)
+        jobs = [
+            Job(rank, world_size, f"file://{directory}/store", f"{directory}/stack-{rank}", *work, device=device)
             for rank in range(world_size)
         ]
-        try:
-            _ensure_server()
-            for rank in ranks:
-                rank.start(environment)
-            _listen(ranks, time.monotonic() + timeout)
-            waiting = _stacks([rank for rank in ranks if rank.outcome is None])
-        finally:
-            for rank in ranks:
-                rank.end()
-    outcomes = [(rank.job.rank, rank.outcome) for rank in ranks if rank.outcome is not None]
-    failed = sorted((outcome.failed_at, rank) for rank, outcome in outcomes if outcome.failure)
+        outcomes, waiting = run_jobs(jobs, {**os.environ, **(env or {})}, timeout)
+    return results(outcomes, waiting, timeout)
+
+
+def pickled(
+    function: Callable[..., Any], args: tuple[Any, ...], setup: Callable[[], object] | None = None
+) -> tuple[bytes, bytes, dict[str, str]]:
+    """Return the fields `setup`, `call` and `files` of the jobs that make this call."""
+    files: dict[str, str] = {}
+    return _dumps(setup, files), _dumps((function, args), files), files
+
+
+def run_jobs(
+    jobs: list[Job],
+    environment: dict[str, str],
+    timeout: float,
+    failed_elsewhere: Callable[[], bool] | None = None,
+) -> tuple[dict[int, Outcome | None], dict[int, str]]:
+    """Do the jobs of this machine's ranks, each in a new process.
+
+    Args:
+        jobs: one for each rank; other ranks of the same world may be the business of other callers.
+        environment: of the processes.
+        timeout: seconds for everything.
+        failed_elsewhere: asked now and then whether a rank of another caller has failed.
+
+    Returns:
+        By rank, the outcome, or None for a rank that did not finish; and the stacks of those ranks as texts.
+    """
+    ranks = [_Rank(job) for job in jobs]
+    try:
+        if jobs[0].device == "cpu":
+            ensure_server()
+        for rank in ranks:
+            rank.start(environment)
+        _listen(ranks, time.monotonic() + timeout, failed_elsewhere)
+        waiting = _stacks([rank for rank in ranks if rank.outcome is None])
+    finally:
+        for rank in ranks:
+            rank.end()
+    return {rank.job.rank: rank.outcome for rank in ranks}, waiting
+
+
+def results(outcomes: Mapping[int, Outcome | None], waiting: Mapping[int, str], timeout: float) -> list[Any]:
+    """Return the results of all ranks of a world, or raise RanksFailed or RanksTimedOut."""
+    world_size = len(outcomes)
+    done = {rank: outcome for rank, outcome in outcomes.items() if outcome is not None}
+    failed = sorted((outcome.failed_at, rank) for rank, outcome in done.items() if outcome.failure)
     if failed:
-        failures = {rank: dict(outcomes)[rank].failure for _, rank in failed}
+        failures = {rank: done[rank].failure for _, rank in failed}
         lines = [
             *_each("failed", failures, world_size),
             *_each("was still waiting when it was ended", waiting, world_size),
@@ -106,7 +130,7 @@ def run_ranks(
         raise RanksFailed("\n".join(lines), failures, waiting)
     if waiting:
         raise RanksTimedOut("\n".join(_each(f"did not finish within {timeout:g} s", waiting, world_size)))
-    return [_load(outcome.result) for _, outcome in outcomes]
+    return [_load(outcome.result) for _, outcome in sorted(done.items())]
 
 
 def _load(result: bytes) -> Any:
@@ -126,10 +150,11 @@ class _Rank:
 
     def start(self, environment: dict[str, str]) -> None:
         namespace = {"environment": environment, "job": asdict(self.job), "channel": self._theirs}
-        context = multiprocessing.get_context("forkserver")
+        # A forked process may not use CUDA.
+        context: Any = multiprocessing.get_context("forkserver" if self.job.device == "cpu" else "spawn")
         # Not daemonic: saving a checkpoint starts processes, and a daemon must not.
         self.process = context.Process(target=exec, args=(_rank_process.BOOTSTRAP, namespace))
-        with _no_main_module():
+        with no_main_module():
             self.process.start()
         self._theirs.close()
 
@@ -177,12 +202,16 @@ def _dumps(value: Any, files: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
-def _listen(ranks: list[_Rank], deadline: float) -> None:
+def _listen(ranks: list[_Rank], deadline: float, failed_elsewhere: Callable[[], bool] | None = None) -> None:
     """Receive outcomes until all ranks are done or the deadline has passed, which a failure brings closer."""
     while pending := [rank for rank in ranks if rank.outcome is None]:
+        if failed_elsewhere is not None and failed_elsewhere():
+            deadline, failed_elsewhere = min(deadline, time.monotonic() + _GRACE), None
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return
+        if failed_elsewhere is not None:
+            remaining = min(remaining, _ASK_EVERY)
         sources: dict[Connection | int, _Rank] = {}
         for rank in pending:
             assert rank.process is not None
@@ -220,46 +249,3 @@ def _ending(exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
         return f"signal {signal.Signals(-exitcode).name}"
     return f"exit code {exitcode}"
-
-
-def _ensure_server() -> None:
-    """Start multiprocessing's fork server if it is not running yet, with torch imported and a single thread.
-
-    If another library has started it without torch, that works as well, but is slower.
-    """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
-    # Forking a process with threads is unsafe. Inductor of older torches starts some when it is imported.
-    # ensure_running() is not documented (seen in CPython 3.6 to 3.13). Without it the first process would start
-    # the server, when these variables are no longer set.
-    with _environment(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TORCH_WARM_POOL="0"):
-        multiprocessing.forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _no_main_module() -> Iterator[None]:
-    """Hide the caller's script from multiprocessing, which would run it in the child before all else.
-
-    The environment is not set by then. The child runs the script later, if needed.
-    """
-    # multiprocessing.spawn.get_preparation_data() reads sys.modules["__main__"] when a process starts (seen in
-    # CPython 3.6 to 3.13): https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L192
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -178,7 +178,7 @@ def _models(config: Any, vocab: int, seq: int, tied_embeddings: bool, attention:
             **extra,
         )
         set_weights(model)
-        models.append(model)
+        models.append(model.cuda())
     return models
 
 

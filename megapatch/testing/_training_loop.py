@@ -164,7 +164,7 @@ class MegatronLoop:
             "vocab-size": model.vocab - 1,
             "position-embedding-type": "rope",
             "transformer-impl": "local",
-            "distributed-backend": "gloo",
+            "distributed-backend": torch.distributed.get_backend(),
             "eval-iters": 0,
             "log-interval": 1_000_000,
             "rerun-mode": self.rerun_mode,
@@ -228,7 +228,8 @@ class _ForwardStep:
     def mean_losses(self, iterations: Iterable[int]) -> list[float]:
         """Return the mean over tokens and ranks, by iteration. A collective; only the last stage has losses."""
         last = -self._loop.num_microbatches  # if an iteration was repeated, only its last run counts
-        sums = [sum(self._losses[iteration][last:], start=torch.zeros(2)).double() for iteration in iterations]
+        zero = torch.zeros(2, device="cuda")
+        sums = [sum(self._losses[iteration][last:], start=zero).double() for iteration in iterations]
         if not sums:
             return []
         totals = torch.stack(sums)

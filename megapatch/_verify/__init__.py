@@ -1,0 +1,1 @@
+"""megapatch verify: on the user's own machine, each defect without its patch, and the repair with it."""

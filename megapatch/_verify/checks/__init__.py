@@ -1,0 +1,8 @@
+"""All checks, in the order in which they run: silent defects first. One module a group of defects."""
+
+from __future__ import annotations
+
+from ..check import Check
+from . import gradients
+
+CHECKS: tuple[Check, ...] = (*gradients.CHECKS,)

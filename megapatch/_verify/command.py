@@ -1,0 +1,179 @@
+"""megapatch verify: run all checks here, say how far it is, and print what it has found."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._engine.settings import matching, unknown_name
+from .._reporting import terminal
+from .._versions import TESTED, find_module, here, too_old
+from ..errors import MegapatchError, RanksFailed, RanksTimedOut
+from ..patches._catalogue import CATALOGUE
+from . import in_ranks
+from .judge import WITH, run_check, without_a_run
+from .results import CANNOT_RUN, Results
+from .world import Device, Launched, Local, World, gpus, is_launched, opened
+
+SECONDS = 180.0
+ON_CPU = 2
+EXIT_CODES = """\
+exit codes:
+  0    all is repaired, or was switched off on purpose
+  1    something is not, or could not be decided in time
+  2    nothing can be verified here: bad usage, or torch or megatron-core is
+       missing
+  130  interrupted (Ctrl-C); what was known until then is printed
+"""
+
+
+class CannotRun(Exception):
+    """Nothing can be verified here; the message says why, and what to do."""
+
+
+def verify(
+    names: Sequence[str] = (),
+    as_json: bool = False,
+    seconds: float = SECONDS,
+    processes: int | None = None,
+    device: Device | None = None,
+) -> int:
+    """Run the checks, print what they found, and return one of `EXIT_CODES`.
+
+    Args:
+        names: of patches and checks, or globs; none for all.
+        as_json: print JSON instead of text.
+        seconds: for each run of a check, of which it has two.
+        processes: number of ranks; None for one a GPU, or 2 on CPU. Under torchrun it is torchrun's.
+        device: None for GPUs where there are any.
+    """
+    output = terminal.reserve()
+    try:
+        world = _world(processes, device)
+        chosen = _chosen(names)
+    except CannotRun as error:
+        terminal.note(str(error))
+        return CANNOT_RUN
+    results = Results(here(), _name_of(world), "gloo" if world.device == "cpu" else "nccl", world.size)
+    with _terminated_is_interrupted():
+        try:
+            with opened(world):
+                _fill(results, world, chosen, seconds)
+        except KeyboardInterrupt:
+            results.stopped = "interrupted"
+        except MegapatchError as error:
+            results.stopped = str(error)
+    if world.leads:
+        text = json.dumps(results.to_dict(), indent=2) if as_json else results.text(terminal.width())
+        terminal.write(text, file=output)
+        terminal.flush(output)
+    return 130 if results.stopped == "interrupted" else results.exit_code
+
+
+def _world(processes: int | None, device: Device | None) -> World:
+    modules = {"torch": "torch", "megatron-core": "megatron.core"}
+    if lacking := [name for name, module in modules.items() if find_module(module) is None]:
+        raise CannotRun(
+            f"verify needs {' and '.join(lacking)}, not installed here: run it with the Python that trains"
+        )
+    version = here()["megatron-core"]
+    if too_old("megatron-core", version):
+        raise CannotRun(f"verify needs megatron-core {TESTED['megatron-core'][0]} or later; this is {version}")
+    there = gpus()
+    if device == "cuda" and not there:
+        raise CannotRun("--device cuda: torch sees no GPU here")
+    device = device or ("cuda" if there else "cpu")
+    if is_launched():
+        if processes is not None:
+            raise CannotRun("--processes: the number of processes is that of the launcher (RANK is set)")
+        return Launched(device)
+    if device == "cuda" and (processes or 1) > there:
+        raise CannotRun(
+            f"--processes {processes}: torch sees {there} GPUs, and two ranks cannot share one over NCCL; "
+            "--device cpu has no such limit"
+        )
+    return Local(processes or (there if device == "cuda" else ON_CPU), device)
+
+
+def _name_of(world: World) -> str:
+    if world.device == "cpu":
+        return "CPU"
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def _chosen(names: Sequence[str]) -> list[str]:
+    """Return the names of checks and of patches without one, in the order in which they run."""
+    from .checks import CHECKS
+
+    patches = [name for family in CATALOGUE.values() for name in family]
+    known = list(dict.fromkeys([*(check.name for check in CHECKS), *patches]))
+    for name in names:
+        if not matching(name, known):
+            raise CannotRun(unknown_name(name, known))
+    wanted = {found for name in names for found in matching(name, known)}
+    return [name for name in known if not names or name in wanted]
+
+
+def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float) -> None:
+    """Run what there is to run, one check after the other."""
+    from .checks import CHECKS
+
+    checks = {check.name: check for check in CHECKS}
+    patches = {name for family in CATALOGUE.values() for name in family}
+    try:
+        standings = _standings(world, [name for name in chosen if name in patches], seconds)
+    except (RanksFailed, RanksTimedOut) as error:
+        results.stopped = f"the processes do not work here:\n{error}"
+        return
+    todo = []
+    for name in chosen:
+        row = without_a_run(name, standings[name], name in checks) if name in standings else None
+        if row is None:
+            todo.append(name)
+        else:
+            results.rows.append(row)
+    for number, name in enumerate(todo, 1):
+        say = _progress(world, f"[{number:{len(str(len(todo)))}}/{len(todo)}] {name}")
+        results.rows.append(run_check(checks[name], world, standings.get(name), seconds, say))
+    order = {name: place for place, name in enumerate(chosen)}
+    results.rows.sort(key=lambda row: order[row.name])
+
+
+def _standings(world: World, names: list[str], seconds: float) -> dict[str, in_ranks.Standing]:
+    """Return what became of each patch, which has to be the same in all ranks."""
+    _progress(world, "what is installed, and what it needs")("looking")
+    ranks = world.run(in_ranks.standings, tuple(names), env=WITH, timeout=seconds)
+    for name in names:
+        differing = {rank[name] for rank in ranks}
+        if len(differing) > 1:
+            raise MegapatchError(f"{name} is not the same in all ranks: {'; '.join(map(str, differing))}")
+    first: dict[str, in_ranks.Standing] = ranks[0]
+    return first
+
+
+def _progress(world: World, what: str) -> Callable[[str], None]:
+    started = time.monotonic()
+
+    def say(words: str) -> None:
+        if world.leads:
+            terminal.note(f"{what}: {words} ({time.monotonic() - started:.0f} s)")
+
+    return say
+
+
+class _terminated_is_interrupted:
+    """Ends at SIGTERM as at Ctrl-C, with what is known until then: torchrun ends its processes so."""
+
+    def __enter__(self) -> None:
+        def interrupt(*ignored: Any) -> None:
+            raise KeyboardInterrupt
+
+        self._before = signal.signal(signal.SIGTERM, interrupt)
+
+    def __exit__(self, *exception: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)

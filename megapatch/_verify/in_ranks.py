@@ -1,0 +1,113 @@
+"""What runs in the ranks' processes: they are new, and end after one of these calls."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, NamedTuple
+
+from ..patch import NEEDS_ATTENTION, Status
+from .check import DefectSeen, Layout
+from .checks import CHECKS
+
+ORDER = (
+    *NEEDS_ATTENTION,
+    Status.APPLIED,
+    Status.DISABLED,
+    Status.UNSUPPORTED,
+    Status.PENDING,
+    Status.NOT_NEEDED,
+    Status.NOT_INSTALLED,
+)
+"""Of a patch with several sites the first status counts: one that is applied anywhere can be verified."""
+
+
+class Standing(NamedTuple):
+    """What became of a patch in the processes: its status and the reason, in words."""
+
+    status: str
+    reason: str
+
+
+class Seen(NamedTuple):
+    """What a rank found in a run that met no defect.
+
+    Attributes:
+        differences: by layout; None where there are no numbers.
+        findings: of the audit, in words.
+        seconds: that the scenario took, without the start of the processes.
+    """
+
+    differences: dict[str, float | None]
+    findings: tuple[str, ...]
+    seconds: float
+
+
+class BrokeOff(Exception):
+    """A scenario failed on something other than its defect; the message says in which layout."""
+
+
+def standings(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, Standing]:
+    """Import the targets of these patches, and return what became of each."""
+    from importlib import import_module
+
+    from .._api import report
+    from .._engine.engine import this_process
+    from .._versions import find_module
+
+    quiet()
+    this_process().load_families()
+    errors: dict[str, str] = {}
+    for entry in report().patches:
+        for site in entry.sites if entry.patch.name in names else ():
+            if site.module not in errors and find_module(site.module) is not None:
+                errors[site.module] = ""
+                try:
+                    import_module(site.module)
+                except BaseException as error:  # some modules exit where there is no GPU
+                    errors[site.module] = f"{site.module} cannot be imported: {type(error).__name__}: {error}"
+    found = {}
+    for entry in report().patches:
+        if entry.patch.name in names:
+            worst = min(entry.sites, key=lambda site: ORDER.index(site.status))
+            reason = worst.reason
+            if worst.status is Status.PENDING:
+                reason = errors.get(worst.module) or reason
+            found[entry.patch.name] = Standing(worst.status.value, reason)
+    return found
+
+
+def seen(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> Seen:
+    """Run a check's scenario in these layouts. Raises DefectSeen where it meets the defect, else BrokeOff."""
+    from .. import audit
+
+    quiet()
+    (check,) = [check for check in CHECKS if check.name == name]
+    started = time.monotonic()
+    differences: dict[str, float | None] = {}
+    for layout in layouts:
+        try:
+            differences[layout.name] = check.scenario(layout)
+        except DefectSeen as defect:
+            raise DefectSeen(f"{layout.name}: {defect}") from defect
+        except Exception as error:
+            raise BrokeOff(f"in the layout {layout.name}: {type(error).__name__}: {error}") from error
+    findings = tuple(map(str, audit.findings()))
+    return Seen(differences, findings, time.monotonic() - started)
+
+
+def quiet() -> None:
+    """Discard what Megatron prints; a failure comes back as an exception."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+
+
+def last_line(error: Any, kind: str) -> str | None:
+    """Return the message of the first rank that raised an exception of this name, or None."""
+    for text in error.failures.values():
+        for line in reversed(text.strip().splitlines()):
+            _, found, message = line.partition(f"{kind}: ")
+            if found and not line.startswith(" "):
+                return str(message)
+    return None

@@ -1,0 +1,164 @@
+"""One check: run it without megapatch and with it, and judge what came of that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .._engine.settings import AUDIT, DISABLE, EVERY, ONLY, STRICT
+from ..errors import RanksFailed, RanksTimedOut
+from ..patch import NEEDS_ATTENTION, Status
+from . import in_ranks
+from .check import Check
+from .in_ranks import BrokeOff, Seen, Standing, last_line
+from .world import World
+
+WITHOUT = {DISABLE: "*", ONLY: "", STRICT: "", AUDIT: ""}
+"""Megatron as it is."""
+WITH = {STRICT: "", AUDIT: "1", EVERY: "1"}
+"""megapatch as the user has set it, and the audit, which compares the ranks in every step."""
+
+REPAIRED, RIGHT, NOT_NEEDED = "repaired", "right", "not needed"
+WRONG, NOT_SEEN, NOT_IN_PLACE, UNDECIDED = "WRONG", "NOT SEEN", "NOT IN PLACE", "UNDECIDED"
+DISABLED, UNSUPPORTED, NOT_HERE, NO_CHECK, CANNOT = "disabled", "unsupported", "not here", "no check", "cannot run"
+
+BAD = (WRONG, NOT_SEEN, NOT_IN_PLACE, UNDECIDED)
+"""Outcomes with which verify exits with 1."""
+
+
+@dataclass
+class Row:
+    """What came of one check.
+
+    Attributes:
+        name: of the patch, or of what megapatch adds.
+        outcome: one of the words above.
+        seen: whether the defect was met without the patch; None where nobody looked.
+        repaired: whether all is well with megapatch; None where nobody looked.
+        difference: the largest difference to the reference, with megapatch; None where there are no numbers.
+        compares: what was compared with what.
+        layouts: in which all was well with megapatch.
+        cost: seconds that the patch adds to an ordinary step, and how much that varies; None where not measured.
+        seconds: that the check took.
+        text: why, in words.
+    """
+
+    name: str
+    outcome: str
+    seen: bool | None = None
+    repaired: bool | None = None
+    difference: float | None = None
+    compares: str = ""
+    layouts: list[str] = field(default_factory=list)
+    cost: tuple[float, float] | None = None
+    seconds: float = 0.0
+    text: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.outcome in BAD
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+Say = Callable[[str], None]
+
+
+def without_a_run(name: str, standing: Standing, has_check: bool) -> Row | None:
+    """Return the row of a patch that there is nothing to run for, or None."""
+    status, reason = Status(standing.status), standing.reason
+    if status is Status.NOT_INSTALLED:
+        return Row(name, NOT_HERE, text=reason)
+    if status in NEEDS_ATTENTION:
+        return Row(name, NOT_IN_PLACE, text=f"{status.value}: {reason}")
+    if status is Status.DISABLED:
+        return Row(name, DISABLED, text=reason)
+    if status is Status.UNSUPPORTED:
+        return Row(name, UNSUPPORTED, text=reason)
+    if status is Status.PENDING:
+        return Row(name, CANNOT, text=reason)
+    if not has_check:
+        if status is Status.NOT_NEEDED:
+            return Row(name, NOT_NEEDED, text=reason)
+        return Row(name, NO_CHECK, text="it is in place; verify has no run of its own for it")
+    return None
+
+
+def run_check(check: Check, world: World, standing: Standing | None, timeout: float, say: Say) -> Row:
+    """Run a check without megapatch, if its patch is applied, and with it.
+
+    Args:
+        check: the check.
+        world: where to run it.
+        standing: of its patch; None for a check of what megapatch adds.
+        timeout: seconds for each of the two runs.
+        say: called with a few words on each run.
+    """
+    row = Row(check.name, UNDECIDED, compares=check.compares)
+    started = time.monotonic()
+    try:
+        if standing is not None and standing.status == Status.APPLIED.value:
+            _without(check, world, timeout, row)
+            say("defect seen" if row.seen else "defect not seen" if row.seen is False else "undecided")
+        _with(check, world, timeout, row)
+        say("well with megapatch" if row.repaired else "NOT WELL with megapatch")
+    finally:
+        row.seconds = time.monotonic() - started
+    row.outcome = _outcome(row, standing)
+    if row.outcome == NOT_NEEDED and standing is not None:
+        row.text = standing.reason
+    return row
+
+
+def _without(check: Check, world: World, timeout: float, row: Row) -> None:
+    layouts = check.layouts_of(world.size)
+    try:
+        world.run(in_ranks.seen, check.name, layouts, env=WITHOUT, timeout=timeout)
+    except RanksFailed as error:
+        defect = last_line(error, "DefectSeen")
+        row.seen = True if defect is not None else None
+        row.text = defect or f"without megapatch the check ended otherwise: {_why(error)}"
+    except RanksTimedOut as error:
+        row.seen = True if check.hangs else None
+        row.text = "ranks waited for each other" if check.hangs else f"without megapatch: {error}"
+    else:
+        row.seen = False
+
+
+def _with(check: Check, world: World, timeout: float, row: Row) -> None:
+    layouts = check.layouts_of(world.size)
+    env: Mapping[str, str] = WITH if check.audited else {**WITH, AUDIT: ""}
+    try:
+        ranks: list[Seen] = world.run(in_ranks.seen, check.name, layouts, env=env, timeout=timeout)
+    except RanksFailed as error:
+        row.repaired = False
+        row.text = f"with megapatch: {last_line(error, 'DefectSeen') or _why(error)}"
+        return
+    except RanksTimedOut as error:
+        row.repaired = False
+        row.text = f"with megapatch: {error}"
+        return
+    found = [each for rank in ranks for each in rank.differences.values() if each is not None]
+    row.difference = max(found, default=None)
+    row.layouts = list(ranks[0].differences)
+    findings = list(dict.fromkeys(finding for rank in ranks for finding in rank.findings))
+    row.repaired = not findings
+    if findings:
+        row.text = "the audit has found: " + "; ".join(findings)
+
+
+def _why(error: RanksFailed) -> str:
+    return last_line(error, BrokeOff.__name__) or next(iter(error.failures.values())).strip().splitlines()[-1]
+
+
+def _outcome(row: Row, standing: Standing | None) -> str:
+    if not row.repaired:
+        return WRONG
+    if standing is None:
+        return RIGHT
+    if standing.status == Status.NOT_NEEDED.value:
+        return NOT_NEEDED
+    return {True: REPAIRED, False: NOT_SEEN, None: UNDECIDED}[row.seen]

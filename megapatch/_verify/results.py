@@ -1,0 +1,127 @@
+"""What verify has found: as a table for people, and as JSON."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._reporting.terminal import wrapped
+from .._version import __version__
+from .judge import BAD, DISABLED, NO_CHECK, NOT_HERE, REPAIRED, RIGHT, Row
+
+SCHEMA = 1
+"""Version of the JSON layout. It grows when a key is removed or changes its meaning, not when one is added."""
+
+WELL, BAD_FOUND, CANNOT_RUN = 0, 1, 2
+
+
+@dataclass
+class Results:
+    """The rows so far, and where they are from.
+
+    Attributes:
+        versions: distribution to version.
+        device: such as ``CPU`` or the GPU's name.
+        backend: of torch.distributed.
+        processes: number of ranks.
+        rows: what came of each check.
+        step: seconds of an ordinary step, without which a cost says little; None if costs were not measured.
+        stopped: why it ended before the last check; "" if it did not.
+    """
+
+    versions: Mapping[str, str]
+    device: str
+    backend: str
+    processes: int
+    rows: list[Row] = field(default_factory=list)
+    step: float | None = None
+    stopped: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        return BAD_FOUND if self.stopped or any(row.is_bad for row in self.rows) else WELL
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
+        return {
+            "schema": SCHEMA,
+            "versions": {"megapatch": __version__, **self.versions},
+            "python": platform.python_version(),
+            "device": self.device,
+            "backend": self.backend,
+            "processes": self.processes,
+            "step_seconds": self.step,
+            "stopped": self.stopped,
+            "exit_code": self.exit_code,
+            "checks": [row.to_dict() for row in self.rows],
+        }
+
+    def text(self, columns: int) -> str:
+        """Return the table, what is wrong, and one sentence on all of it."""
+        return "\n".join([*self._head(columns), "", *self._table(), *self._notes(columns), "", self.sentence()])
+
+    def sentence(self) -> str:
+        """Return what all of it comes to."""
+        bad = [row.name for row in self.rows if row.outcome in BAD]
+        well = sum(row.outcome in (REPAIRED, RIGHT) for row in self.rows)
+        if self.stopped:
+            return f"not finished: {self.stopped}; {well} checks went well before, {len(bad)} did not"
+        if bad:
+            return f"NOT WELL: {', '.join(bad)}"
+        repaired = sum(row.outcome == REPAIRED for row in self.rows)
+        off = [row.name for row in self.rows if row.outcome == DISABLED]
+        less = f"; switched off: {', '.join(off)}" if off else ""
+        return f"all well: {repaired} defects were seen without megapatch and are repaired with it{less}"
+
+    def _head(self, columns: int) -> list[str]:
+        versions = {"megapatch": __version__, **self.versions, "Python": platform.python_version()}
+        text = ", ".join(f"{name} {version}" for name, version in versions.items())
+        many = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        return wrapped(f"{text}; {many} on {self.device} ({self.backend})", columns)
+
+    def _table(self) -> list[str]:
+        shown = [row for row in self.rows if row.outcome not in (NOT_HERE, NO_CHECK)]
+        cells = [("check", "outcome", "defect seen", "with megapatch", "numbers", "cost")]
+        cells += [
+            (
+                row.name,
+                row.outcome,
+                _word(row.seen, "yes", "no"),
+                _word(row.repaired, "well", "not well"),
+                "-" if row.difference is None else f"equal ({row.difference:.0e})",
+                _cost(row.cost, self.step),
+            )
+            for row in shown
+        ]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return [
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
+
+    def _notes(self, columns: int) -> Iterator[str]:
+        for row in self.rows:
+            if row.outcome not in (REPAIRED, RIGHT, NOT_HERE, NO_CHECK) and row.text:
+                lines = row.text.splitlines()
+                yield ""
+                yield from wrapped(f"{row.name}: {row.outcome}: {lines[0]}", columns)
+                yield from (f"    {line}" for line in lines[1:])
+        for outcome, what in (
+            (NO_CHECK, "in place, without a check of their own"),
+            (NOT_HERE, "not installed here"),
+        ):
+            if names := [row.name for row in self.rows if row.outcome == outcome]:
+                yield ""
+                yield from wrapped(f"{what}: {', '.join(names)}", columns)
+
+
+def _word(answer: bool | None, yes: str, no: str) -> str:
+    return {True: yes, False: no, None: "-"}[answer]
+
+
+def _cost(cost: tuple[float, float] | None, step: float | None) -> str:
+    """Word the seconds that a patch adds to a step as a part of the step."""
+    if cost is None or not step:
+        return "-"
+    return f"{100 * cost[0] / step:+.1f} ± {100 * cost[1] / step:.1f} %"
