@@ -1,7 +1,7 @@
 """What a check is: a scenario that meets a defect, the layouts in which it runs, and what it compares.
 
-A scenario is called on every rank. It raises `DefectSeen` when it meets its defect, and returns otherwise. megapatch's
-own tests hold its patches to the same scenarios, by `megapatch.testing.check_contract`.
+A scenario is called on every rank. It raises `DefectSeen` when it meets its defect, and returns otherwise. By
+`megapatch.testing.check_contract` tests hold megapatch's patches to the same scenarios.
 """
 
 from __future__ import annotations

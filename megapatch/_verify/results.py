@@ -9,6 +9,7 @@ from typing import Any
 
 from .._reporting.terminal import wrapped
 from .._version import __version__
+from ..patches._catalogue import CATALOGUE
 from .judge import BAD, DISABLED, NO_CHECK, NOT_HERE, REPAIRED, RIGHT, Row
 
 SCHEMA = 1
@@ -90,7 +91,7 @@ class Results:
                 row.outcome,
                 _word(row.seen, "yes", "no"),
                 _word(row.repaired, "well", "not well"),
-                "-" if row.difference is None else f"equal ({row.difference:.0e})",
+                _numbers(row.difference),
                 _cost(row.cost, self.step),
             )
             for row in shown
@@ -108,12 +109,27 @@ class Results:
                 yield from wrapped(f"{row.name}: {row.outcome}: {lines[0]}", columns)
                 yield from (f"    {line}" for line in lines[1:])
         for outcome, what in (
-            (NO_CHECK, "in place, without a check of their own"),
-            (NOT_HERE, "not installed here"),
+            (NO_CHECK, "in place, without a run of their own"),
+            (NOT_HERE, "not here, as it is not installed"),
         ):
             if names := [row.name for row in self.rows if row.outcome == outcome]:
                 yield ""
-                yield from wrapped(f"{what}: {', '.join(names)}", columns)
+                yield from wrapped(f"{what}: {', '.join(_families(names))}", columns)
+
+
+def _families(names: list[str]) -> list[str]:
+    """Return the names, with a glob for those of a whole family."""
+    found = []
+    for family, patches in CATALOGUE.items():
+        those = [name for name in names if name in patches]
+        found += [f"{family}.*"] if len(those) == len(patches) else those
+    return found
+
+
+def _numbers(difference: float | None) -> str:
+    if not difference:
+        return "-" if difference is None else "equal"
+    return f"equal to {difference:.0e}"
 
 
 def _word(answer: bool | None, yes: str, no: str) -> str:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from ..check import Check
-from . import gradients
+from . import checkpoints, gradients, offloading, parameters, training
 
-CHECKS: tuple[Check, ...] = (*gradients.CHECKS,)
+CHECKS: tuple[Check, ...] = (
+    *gradients.CHECKS,
+    *parameters.CHECKS,
+    *checkpoints.CHECKS,
+    *offloading.CHECKS,
+    *training.CHECKS,
+)

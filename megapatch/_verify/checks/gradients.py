@@ -1,13 +1,16 @@
-"""Gradients that are reduced twice, too early, or not at all."""
+"""Gradients that are reduced twice, too early, or not at all, or that have a wrong scale."""
 
 from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
 
 from ..check import DP, Check, Layout, expect, same, the_defect
 from ._steps import OVERLAP, fast_network, sequence, step_in_calls
 
 
 def calls_in_varying_number(layout: Layout = DP) -> float | None:
-    """Steps of several calls whose gradients are finished after the last one, as SkyRL makes them."""
+    """Make steps of several calls whose gradients are finished after the last one, as SkyRL does."""
     layout.set_up()
     if not hasattr(layout.model(**OVERLAP).chunks[0].bucket_groups[0], "is_first_batch"):
         return None  # up to 0.15 a step has one call
@@ -23,7 +26,7 @@ def calls_in_varying_number(layout: Layout = DP) -> float | None:
 
 
 def no_sync_in_no_sync(layout: Layout = DP) -> float:
-    """Calls in a caller's no_sync(), each of which uses no_sync() itself."""
+    """Make calls in a caller's no_sync(), each of which uses no_sync() itself."""
     layout.set_up()
     largest = 0.0
     model, plain = layout.model(**OVERLAP), layout.model()
@@ -32,7 +35,7 @@ def no_sync_in_no_sync(layout: Layout = DP) -> float:
             found = step_in_calls(model, step, calls, finishing="last", no_sync=True)
         expected = step_in_calls(plain, step, calls, finishing="last")
         largest = max(largest, same(found, expected, f"step {step + 1}, of {calls} calls: gradients"))
-    (ddp, *_) = layout.model(**OVERLAP).chunks
+    ddp = layout.model(**OVERLAP).chunks[0]
     with ddp.no_sync():
         with ddp.no_sync():
             pass
@@ -42,7 +45,7 @@ def no_sync_in_no_sync(layout: Layout = DP) -> float:
 
 
 def layer_without_gradients(layout: Layout = DP) -> float:
-    """A step in which the output of a layer is not used."""
+    """Make a step in which the output of a layer is not used."""
     layout.set_up()
     model, plain = layout.model(**OVERLAP), layout.model()
     for trained in (model, plain):
@@ -53,6 +56,71 @@ def layer_without_gradients(layout: Layout = DP) -> float:
     with the_defect(AssertionError):
         model.train_step(1)
     return same(model.parameters(), plain.parameters(), "parameters")
+
+
+def prepared_and_stepped(layout: Layout = DP) -> float:
+    """Call prepare_grads() before step(), as slime does; fp16 divides by the loss scale there."""
+    layout.set_up()
+    model, plain = layout.model(dtype="fp16"), layout.model(dtype="fp16")
+    for trained in (model, plain):
+        trained.zero_grad()
+        trained.forward_backward()
+    expect(not model.optimizer.prepare_grads(), "prepare_grads() has found an overflow")
+    norm = model.optimizer.get_grad_norm()
+    stepped, norm_of_step, _ = model.optimizer.step()
+    expected = plain.optimizer.step()[1]
+    expect(stepped, "step() has skipped the step")
+    expect(norm_of_step == norm, f"step() has the gradient norm {norm_of_step}, and prepare_grads() {norm}")
+    expect(abs(norm - expected) <= 1e-5 * expected, f"the gradient norm is {norm} instead of {expected}")
+    return same(model.parameters(), plain.parameters(), "parameters")
+
+
+def microbatch_without_tokens(layout: Layout = DP) -> float:
+    """Train on a microbatch in which no token counts, beside one in which some do."""
+    import torch
+
+    layout.set_up()
+    model = layout.model()
+    empty = torch.zeros(2, model.seq + 1, dtype=torch.int64)
+    full = model.microbatches(0, 1)
+    model.zero_grad()
+    model.forward_backward(microbatches=[*full, empty], masked=True)
+    found = model.gradients()
+    model.zero_grad()
+    model.forward_backward(microbatches=full, masked=True)
+    # The mean is over microbatches, of which the empty one is one.
+    expected = {name: gradient / 2 for name, gradient in model.gradients().items()}
+    return same(found, expected, "gradients")
+
+
+def auxiliary_loss_of_two_context_parallel_ranks(layout: Layout = DP) -> None:
+    """Differentiate a router's loss as one of two context-parallel ranks, which needs one rank only."""
+    from importlib import import_module
+    from unittest import mock
+
+    import torch
+
+    from ...patches.megatron._schedules import one_microbatch
+
+    schedules = import_module("megatron.core.pipeline_parallel.schedules")
+    routers = import_module("megatron.core.transformer.moe.moe_utils")
+    parallel = import_module("megatron.core.parallel_state")
+    layout.set_up()
+    loss = torch.ones(1, requires_grad=True)
+    output = routers.MoEAuxLossAutoScaler.apply(torch.zeros(1, requires_grad=True), loss)
+    routers.MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([one_microbatch(schedules, 1, cp_size=2).scale]))
+    config = SimpleNamespace(
+        timers=None,
+        grad_scale_func=None,
+        deallocate_pipeline_outputs=None,
+        num_moe_experts=2,
+        calculate_per_token_loss=False,
+    )
+    before_0_16 = ["a model type"] if "model_type" in inspect.signature(schedules.backward_step).parameters else []
+    with mock.patch.object(parallel, "get_context_parallel_world_size", return_value=2):
+        schedules.backward_step([None], [output], [None], *before_0_16, config)
+    assert loss.grad is not None
+    expect(loss.grad.item() == 2.0, f"a router's loss has the weight {loss.grad.item()} instead of 2")
 
 
 CHECKS = (
@@ -69,8 +137,20 @@ CHECKS = (
         layouts=True,
     ),
     Check(
+        "megatron.prepare-grads-once",
+        prepared_and_stepped,
+        "parameters after prepare_grads() and step(), with those after step()",
+        layouts=True,
+    ),
+    Check(
         "megatron.parameters-without-gradients",
         layer_without_gradients,
         "parameters after a step in which a layer has no gradients, with a run without overlap",
     ),
+    Check(
+        "megatron.zero-tokens",
+        microbatch_without_tokens,
+        "gradients of a microbatch beside an empty one, with half of those of that one alone",
+    ),
+    Check("megatron.aux-loss-over-context-parallel", auxiliary_loss_of_two_context_parallel_ranks),
 )

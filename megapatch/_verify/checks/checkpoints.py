@@ -1,0 +1,95 @@
+"""Checkpoints that lack something, or that are read as another one."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from ..check import DP, Check, Layout, expect, the_defect
+
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+
+
+def idle_rerun_state(layout: Layout = DP) -> None:
+    """Ask an idle rerun state machine for what a checkpoint holds of it, and load strictly without."""
+    layout.set_up()
+    rerun = import_module("megatron.core.rerun_state_machine")
+    machine = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)
+    state = machine.state_dict(None, "torch_dist")
+    expect(state is not None, "a checkpoint has no rerun state as long as no rerun is pending")
+    validation = import_module("megatron.core.dist_checkpointing.validation")
+    with the_defect(Exception, says="rerun_state_machine_state"):
+        validation.maybe_report_missing_and_unexpected_keys({"rerun_state_machine_state"}, set())
+
+
+def fault_that_went_away(layout: Layout = DP) -> None:
+    """Ask whether to save after a fault that its rerun in place has not repeated."""
+    rerun = import_module("megatron.core.rerun_state_machine")
+    machine = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)
+    machine.state = rerun.RerunState.RERUNNING_IN_PLACE
+    checkpoint, leave, _ = machine.should_checkpoint_and_exit()
+    expect(leave, "the job does not end after the fault")
+    expect(not checkpoint, "a checkpoint is saved in the middle of a rerun, which cannot be resumed")
+
+
+def structure_that_grows(layout: Layout = DP) -> None:
+    """Plan two saves, of which the second has a key more; nothing is written."""
+    layout.set_up()
+    with tempfile.TemporaryDirectory(prefix="megapatch-verify-") as folder:
+        _plan_twice(folder)
+
+
+def _plan_twice(folder: str) -> None:
+    import os
+
+    import torch
+
+    leaf = import_module("megatron.core.dist_checkpointing.mapping").ShardedObject
+    module = import_module(f"{STRATEGIES}.torch")
+    strategy = module.TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    kwargs = {"async_strategy": "mcore"} if hasattr(strategy, "_metadata_cache") else {}
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    for save, keys in enumerate((["one"], ["one", "two"])):
+        path = os.path.join(folder, str(save))
+        os.mkdir(path)
+        strategy.async_save({key: leaf(key, "data", (ranks,), (rank,)) for key in keys}, path, **kwargs)
+        planned = [item.index.fqn for item in strategy.cached_local_plan.items]
+        expected = [f"{key}/shard_{rank}_{ranks}" for key in keys]
+        expect(planned == expected, f"save {save + 1} has {planned} instead of {expected}")
+
+
+def overwritten_checkpoint(layout: Layout = DP) -> None:
+    """Overwrite a checkpoint in its folder, and read its metadata before and after."""
+    import torch
+    from torch.distributed import checkpoint
+
+    reader = import_module(f"{STRATEGIES}.cached_metadata_filesystem_reader").CachedMetadataFileSystemReader
+    with tempfile.TemporaryDirectory(prefix="megapatch-verify-") as folder:
+        for key in ("first", "second"):
+            checkpoint.save({key: torch.ones(1)}, checkpoint_id=folder, no_dist=True)
+            found = list(reader(folder).read_metadata().state_dict_metadata)
+            expect(found == [key], f"the checkpoint has the key {key!r}, and is read with {found}")
+
+
+def strides_in_metadata(layout: Layout = DP) -> None:
+    """Learn a tensor's shape from metadata as torch keeps them from 2.14 on."""
+    import torch
+
+    module = import_module(f"{STRATEGIES}.torch")
+    tensor: Any = SimpleNamespace(dtype=torch.float32, strides=(1,))
+    storage = module.TensorStorageMetadata(tensor, torch.Size([2]), [])
+    strategy = object.__new__(module.TorchDistLoadShardedStrategy)
+    with the_defect(TypeError, says="strides"):
+        found = strategy.load_tensors_metadata("", SimpleNamespace(state_dict_metadata={"key": storage}))
+    assert list(found) == ["key"]
+
+
+CHECKS = (
+    Check("megatron.save-plan-cache", structure_that_grows, hangs=True),
+    Check("megatron.fresh-metadata", overwritten_checkpoint),
+    Check("megatron.rerun-state-dict", idle_rerun_state),
+    Check("megatron.rerun-transient-fault", fault_that_went_away),
+    Check("megatron.strict-loads-with-new-torch", strides_in_metadata),
+)
