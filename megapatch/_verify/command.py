@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._engine.settings import matching, unknown_name
+from .._engine.settings import AUDIT, matching, unknown_name
 from .._reporting import terminal
 from .._versions import TESTED, find_module, here, too_old
 from ..errors import MegapatchError, RanksFailed, RanksTimedOut
 from ..patches._catalogue import CATALOGUE
 from . import in_ranks
-from .judge import WITH, run_check, without_a_run
+from .judge import REPAIRED, WITH, run_check, without_a_run
 from .results import CANNOT_RUN, Results
 from .world import Device, Launched, Local, World, gpus, is_launched, opened
 
@@ -140,12 +140,34 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
     for number, name in enumerate(todo, 1):
         say = _progress(world, f"[{number:{len(str(len(todo)))}}/{len(todo)}] {name}")
         results.rows.append(run_check(checks[name], world, standings.get(name), seconds, say))
+    _measure(results, world, seconds)
     order = {name: place for place, name in enumerate(chosen)}
     results.rows.sort(key=lambda row: order[row.name])
 
 
+def _measure(results: Results, world: World, seconds: float) -> None:
+    """Measure what each patch costs whose defect was repaired."""
+    from .cost import costs
+
+    repaired = {row.name: row for row in results.rows if row.outcome == REPAIRED}
+    if not repaired:
+        return
+    say = _progress(world, f"the cost of {len(repaired)} patches")
+    try:
+        measured = world.run(costs, tuple(repaired), env={**WITH, AUDIT: ""}, timeout=seconds)[0]
+    except (RanksFailed, RanksTimedOut) as error:
+        say(f"could not be measured: {error}")
+        return
+    results.step = measured.step
+    for name, cost in measured.of.items():
+        repaired[name].cost = cost
+    say(f"measured in steps of {1000 * measured.step:.1f} ms")
+
+
 def _standings(world: World, names: list[str], seconds: float) -> dict[str, in_ranks.Standing]:
     """Return what became of each patch, which has to be the same in all ranks."""
+    if not names:
+        return {}
     _progress(world, "what is installed, and what it needs")("looking")
     ranks = world.run(in_ranks.standings, tuple(names), env=WITH, timeout=seconds)
     for name in names:

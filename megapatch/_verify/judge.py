@@ -40,7 +40,7 @@ class Row:
         difference: the largest difference to the reference, with megapatch; None where there are no numbers.
         compares: what was compared with what.
         layouts: in which all was well with megapatch.
-        cost: seconds that the patch adds to an ordinary step, and how much that varies; None where not measured.
+        cost: host seconds that the patch adds to an ordinary step, and their uncertainty; None where not measured.
         seconds: that the check took.
         text: why, in words.
     """

@@ -28,7 +28,7 @@ class Results:
         backend: of torch.distributed.
         processes: number of ranks.
         rows: what came of each check.
-        step: seconds of an ordinary step, without which a cost says little; None if costs were not measured.
+        step: the host's seconds in an ordinary step; None if costs were not measured.
         stopped: why it ended before the last check; "" if it did not.
     """
 
@@ -61,7 +61,9 @@ class Results:
 
     def text(self, columns: int) -> str:
         """Return the table, what is wrong, and one sentence on all of it."""
-        return "\n".join([*self._head(columns), "", *self._table(), *self._notes(columns), "", self.sentence()])
+        measured = [f"cost: of a step that takes the host {1000 * self.step:.1f} ms"] if self.step else []
+        lines = [*self._head(columns), "", *self._table(), *measured, *self._notes(columns), "", self.sentence()]
+        return "\n".join(lines)
 
     def sentence(self) -> str:
         """Return what all of it comes to."""
@@ -92,7 +94,7 @@ class Results:
                 _word(row.seen, "yes", "no"),
                 _word(row.repaired, "well", "not well"),
                 _numbers(row.difference),
-                _cost(row.cost, self.step),
+                _cost(row.cost),
             )
             for row in shown
         ]
@@ -136,8 +138,6 @@ def _word(answer: bool | None, yes: str, no: str) -> str:
     return {True: yes, False: no, None: "-"}[answer]
 
 
-def _cost(cost: tuple[float, float] | None, step: float | None) -> str:
-    """Word the seconds that a patch adds to a step as a part of the step."""
-    if cost is None or not step:
-        return "-"
-    return f"{100 * cost[0] / step:+.1f} ± {100 * cost[1] / step:.1f} %"
+def _cost(cost: tuple[float, float] | None) -> str:
+    """Word the seconds that a patch adds to a step, in microseconds."""
+    return "-" if cost is None else f"{1e6 * cost[0]:+.0f} ± {1e6 * cost[1]:.0f} us"

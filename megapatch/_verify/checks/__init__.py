@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..check import Check
-from . import checkpoints, gradients, offloading, parameters, training
+from . import checkpoints, gradients, offloading, ordinary, parameters, train_step, training
 
 CHECKS: tuple[Check, ...] = (
     *gradients.CHECKS,
@@ -11,4 +11,6 @@ CHECKS: tuple[Check, ...] = (
     *checkpoints.CHECKS,
     *offloading.CHECKS,
     *training.CHECKS,
+    *train_step.CHECKS,
+    *ordinary.CHECKS,
 )

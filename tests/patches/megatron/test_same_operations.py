@@ -12,10 +12,10 @@ import torch
 from rigs.cells import run_cells
 from rigs.layouts import CASES, NOT_KNOWN_HERE, in_layouts, model_of
 from rigs.megatron import BOTH, GRADS, UNPATCHED
-from rigs.operations import HOST_READ, Operations
 from rigs.train_step import allow_sequence_parallel
 
 import megapatch
+from megapatch._verify.operations import HOST_READ, Operations
 from megapatch.patch import Status
 from megapatch.testing import MegatronLoop, megatron_training_available
 
