@@ -70,6 +70,7 @@ def verify(
         text = json.dumps(results.to_dict(), indent=2) if as_json else results.text(terminal.width())
         terminal.write(text, file=output)
         terminal.flush(output)
+    world.close()
     return 130 if results.stopped == "interrupted" else results.exit_code
 
 

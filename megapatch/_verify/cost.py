@@ -30,8 +30,7 @@ class Costs(NamedTuple):
 
 def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
     """Time data-parallel steps with overlap, with each of these patches and without it. A collective."""
-    import megapatch
-
+    from .._api import apply, restore
     from .check import DP
     from .checks._steps import BOTH
 
@@ -54,9 +53,9 @@ def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
     for _ in range(ROUNDS):
         for name in names:
             with_it[name] += timed()
-            megapatch.restore(name)
+            restore(name)
             without[name] += timed()
-            megapatch.apply()
+            apply()
     fast = {name: (_fast(with_it[name]), _fast(without[name])) for name in names}
     step = min(low for pair in fast.values() for low, _ in pair)
     return Costs(

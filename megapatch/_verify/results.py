@@ -76,7 +76,10 @@ class Results:
         repaired = sum(row.outcome == REPAIRED for row in self.rows)
         off = [row.name for row in self.rows if row.outcome == DISABLED]
         less = f"; switched off: {', '.join(off)}" if off else ""
-        return f"all well: {repaired} defects were seen without megapatch and are repaired with it{less}"
+        defects = "1 defect was" if repaired == 1 else f"{repaired} defects were"
+        right = sum(row.outcome == RIGHT for row in self.rows)
+        checks = f"; {right} other checks went well" if right else ""
+        return f"all well: {defects} seen without megapatch and repaired with it{checks}{less}"
 
     def _head(self, columns: int) -> list[str]:
         versions = {"megapatch": __version__, **self.versions, "Python": platform.python_version()}
@@ -140,4 +143,7 @@ def _word(answer: bool | None, yes: str, no: str) -> str:
 
 def _cost(cost: tuple[float, float] | None) -> str:
     """Word the seconds that a patch adds to a step, in microseconds."""
-    return "-" if cost is None else f"{1e6 * cost[0]:+.0f} ± {1e6 * cost[1]:.0f} us"
+    if cost is None:
+        return "-"
+    seconds, uncertain = cost
+    return f"< {1e6 * (max(seconds, 0) + uncertain):.0f} us" if seconds < uncertain else f"{1e6 * seconds:.0f} us"

@@ -37,6 +37,9 @@ class World(Protocol):
     def run(self, function: Callable[..., Any], *args: Any, env: Mapping[str, str], timeout: float) -> list[Any]:
         """Call `function` in a new process a rank, as `run_ranks`; the same result or error in each launcher."""
 
+    def close(self) -> None:
+        """Let the others finish: they may still have to read what the last run came to."""
+
 
 class Local(NamedTuple):
     """Ranks on this machine."""
@@ -49,6 +52,9 @@ class Local(NamedTuple):
         from ..testing import run_ranks
 
         return run_ranks(function, self.size, *args, env=env, timeout=timeout, device=self.device)
+
+    def close(self) -> None:
+        pass
 
 
 class NoAnswer(MegapatchError):
@@ -99,6 +105,13 @@ class Launched:
             self._store.set(f"{run}/failed", b"1")
         self._store.set(f"{run}/{self.rank}", pickle.dumps((mine, waiting.get(self.rank))))
         return results(*self._gathered(run, timeout), timeout)
+
+    def close(self) -> None:
+        done = [f"{self._job}/done/{rank}" for rank in range(self.size)]
+        self._store.set(done[self.rank], b"1")
+        if self.leads:
+            with contextlib.suppress(RuntimeError):  # some have ended otherwise
+                self._store.wait(done, timedelta(seconds=SLACK))
 
     def _gathered(self, run: str, timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
         """Return all ranks' outcomes and stacks. Rank 0 collects them, so that each is sent twice at most."""

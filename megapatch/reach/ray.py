@@ -17,8 +17,9 @@ from typing import Any
 from .._reporting.facts import Facts, difference, numbered
 from ..errors import InconsistentError, MegapatchError
 from ._ray_trainer import RayTrainer
+from ._ray_verify import verify
 
-__all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env"]
+__all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env", "verify"]
 
 _AT_A_TIME = 64
 _HOOK = "worker_process_setup_hook"

@@ -15,13 +15,13 @@ def ordinary_steps(layout: Layout = DP) -> None:
 
     Those of the first step may come in another order: megatron.grad-ready-window holds its reduces back.
     """
-    import megapatch
+    from ..._api import apply, restore
 
     layout.set_up()
     for options in (OVERLAP, BOTH):
-        megapatch.restore()
+        restore()
         without = _listed(layout, options)
-        megapatch.apply()
+        apply()
         with_patches = _listed(layout, options)
         for step, (ours, megatrons) in enumerate(zip(with_patches, without, strict=True), start=1):
             more, less = _beyond(ours, megatrons), _beyond(megatrons, ours)

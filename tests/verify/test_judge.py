@@ -1,0 +1,172 @@
+"""What verify makes of the ways in which a check's two runs can end, without running anything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megapatch._verify import judge
+from megapatch._verify.check import Check
+from megapatch._verify.in_ranks import Seen, Standing
+from megapatch._verify.results import Results
+from megapatch.errors import RanksFailed, RanksTimedOut
+
+APPLIED = Standing("applied", "the defect is there")
+FIXED = Standing("not-needed", "upstream has repaired it")
+DEFECT = RanksFailed(
+    "", {1: "Traceback\nmegapatch._verify.check.DefectSeen: dp: gradients differ by 0.3"}, {0: ""}
+)
+BROKE = RanksFailed("", {0: "Traceback\nmegapatch._verify.in_ranks.BrokeOff: in the layout dp: OSError: no"}, {})
+LATE = RanksTimedOut("rank 0 of 2 did not finish within 9 s:\nin a collective")
+WELL = [Seen({"dp": 0.0, "pp2": None}, (), 1.0), Seen({"dp": 1e-8, "pp2": None}, (), 1.0)]
+AUDITED = [WELL[0], Seen({"dp": 0.0}, ("reduced-once: twice",), 1.0)]
+
+
+class Stand:
+    """A world of two ranks, in which the runs without megapatch and with it end as they are told."""
+
+    size, device, leads = 2, "cpu", True
+
+    def __init__(self, without, with_it):
+        self.endings = {True: without, False: with_it}
+        self.runs = []
+
+    def run(self, function, *args, env, timeout):
+        self.runs.append(env)
+        ending = self.endings[env["MEGAPATCH_AUDIT"] == "" and env.get("MEGAPATCH_DISABLE") == "*"]
+        if isinstance(ending, Exception):
+            raise ending
+        return ending
+
+
+def row_of(without, with_it, standing=APPLIED, **options):
+    world = Stand(without, with_it)
+    row = judge.run_check(
+        Check("megatron.a", lambda layout: None, **options), world, standing, 9.0, lambda text: 0
+    )
+    return row, world
+
+
+@pytest.mark.parametrize(
+    ("without", "with_it", "outcome", "says"),
+    [
+        (DEFECT, WELL, judge.REPAIRED, "dp: gradients differ by 0.3"),
+        (WELL, WELL, judge.NOT_SEEN, ""),
+        (DEFECT, DEFECT, judge.WRONG, "with megapatch: dp: gradients differ by 0.3"),
+        (DEFECT, BROKE, judge.WRONG, "OSError: no"),
+        (DEFECT, LATE, judge.WRONG, "did not finish within 9 s"),
+        (DEFECT, AUDITED, judge.WRONG, "the audit has found: reduced-once: twice"),
+        (BROKE, WELL, judge.UNDECIDED, "ended otherwise: in the layout dp: OSError: no"),
+        (LATE, WELL, judge.UNDECIDED, "did not finish"),
+    ],
+)
+def test_how_an_applied_patch_is_judged(without, with_it, outcome, says):
+    row, _ = row_of(without, with_it)
+    assert row.outcome == outcome
+    assert says in row.text
+    assert row.is_bad == (outcome != judge.REPAIRED)
+
+
+def test_ranks_that_wait_for_each_other_are_the_defect_only_of_a_check_that_says_so():
+    assert row_of(LATE, WELL, hangs=True)[0].outcome == judge.REPAIRED
+
+
+def test_a_patch_that_is_not_needed_has_to_work_without_one():
+    row, world = row_of(DEFECT, WELL, FIXED)
+    assert (row.outcome, row.seen, row.text, len(world.runs)) == (judge.NOT_NEEDED, None, FIXED.reason, 1)
+    assert row_of(DEFECT, DEFECT, FIXED)[0].outcome == judge.WRONG
+
+
+def test_what_megapatch_adds_has_no_defect_to_be_seen():
+    row, world = row_of(DEFECT, WELL, None)
+    assert (row.outcome, row.seen, len(world.runs)) == (judge.RIGHT, None, 1)
+
+
+def test_the_largest_difference_of_any_rank_counts_and_the_audit_watches_where_it_may():
+    row, world = row_of(DEFECT, WELL)
+    assert (row.difference, row.layouts) == (1e-8, ["dp", "pp2"])
+    assert [env["MEGAPATCH_AUDIT"] for env in world.runs] == ["", "1"]
+    row, world = row_of(DEFECT, WELL, audited=False)
+    assert [env["MEGAPATCH_AUDIT"] for env in world.runs] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("status", "has_check", "outcome"),
+    [
+        ("not-installed", True, judge.NOT_HERE),
+        ("failed", True, judge.NOT_IN_PLACE),
+        ("refused", True, judge.NOT_IN_PLACE),
+        ("overwritten", False, judge.NOT_IN_PLACE),
+        ("missed", False, judge.NOT_IN_PLACE),
+        ("disabled", True, judge.DISABLED),
+        ("unsupported", True, judge.UNSUPPORTED),
+        ("pending", True, judge.CANNOT),
+        ("applied", False, judge.NO_CHECK),
+        ("not-needed", False, judge.NOT_NEEDED),
+        ("applied", True, None),
+        ("not-needed", True, None),
+    ],
+)
+def test_what_needs_no_run(status, has_check, outcome):
+    row = judge.without_a_run("megatron.a", Standing(status, "why"), has_check)
+    assert outcome == (row and row.outcome)
+    if row and outcome != judge.NO_CHECK:
+        assert "why" in row.text
+        assert row.is_bad == (outcome == judge.NOT_IN_PLACE)
+
+
+def shown(*rows, **fields):
+    return Results({"torch": "2.13.0"}, "CPU", "gloo", 2, list(rows), **fields)
+
+
+def test_the_table():
+    repaired = row_of(DEFECT, WELL)[0]
+    repaired.cost = (30e-6, 4e-6)
+    off = judge.Row("megatron.b", judge.DISABLED, text="switched off by MEGAPATCH_DISABLE=megatron.b")
+    here = [judge.Row(f"roll.{name}", judge.NOT_HERE) for name in ("grad-scale", "overflow-is-skipped")]
+    results = shown(repaired, off, *here, judge.Row("skyrl.grad-scale", judge.NOT_HERE), step=0.0042)
+    text = results.text(80)
+    assert "2 processes on CPU (gloo)" in " ".join(text.split())
+    assert "megatron.a  repaired  yes          well            equal to 1e-08  30 us\n" in text
+    assert "a step that takes the host 4.2 ms" in text
+    assert "megatron.b: disabled: switched off by MEGAPATCH_DISABLE" in text
+    assert "not here, as it is not installed: roll.*, skyrl.grad-scale\n" in text
+    assert "all well: 1 defect was seen without megapatch and repaired with it; switched off: megatron.b" in text
+    assert results.exit_code == 0
+
+
+def test_what_is_wrong_is_in_the_table_in_the_last_line_and_in_the_exit_code():
+    results = shown(row_of(DEFECT, LATE)[0], row_of(DEFECT, WELL, None)[0])
+    assert "megatron.a: WRONG: with megapatch: rank 0 of 2 did not finish within 9 s:" in results.text(200)
+    assert results.text(200).endswith("NOT WELL: megatron.a")
+    assert results.exit_code == 1
+
+
+def test_what_was_known_when_it_was_stopped():
+    results = shown(row_of(DEFECT, WELL)[0], stopped="interrupted")
+    assert results.text(80).endswith("not finished: interrupted; 1 checks went well before, 0 did not")
+    assert results.exit_code == 1
+
+
+def test_a_cost_that_is_lost_in_the_noise_is_a_limit():
+    row = row_of(DEFECT, WELL)[0]
+    row.cost = (-3e-6, 5e-6)
+    assert "< 5 us" in shown(row, step=0.01).text(80)
+
+
+def test_json_has_all_of_it():
+    found = json.loads(json.dumps(shown(row_of(DEFECT, WELL)[0]).to_dict()))
+    assert (found["schema"], found["exit_code"], found["processes"]) == (1, 0, 2)
+    assert found["checks"][0] == {
+        "name": "megatron.a",
+        "outcome": "repaired",
+        "seen": True,
+        "repaired": True,
+        "difference": 1e-8,
+        "compares": "",
+        "layouts": ["dp", "pp2"],
+        "cost": None,
+        "seconds": found["checks"][0]["seconds"],
+        "text": "dp: gradients differ by 0.3",
+    }
