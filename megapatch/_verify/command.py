@@ -14,7 +14,7 @@ from .._versions import TESTED, find_module, here, too_old
 from ..errors import MegapatchError, RanksFailed, RanksTimedOut
 from ..patches._catalogue import CATALOGUE
 from . import in_ranks
-from .judge import REPAIRED, WITH, run_check, without_a_run
+from .judge import REPAIRED, UNDECIDED, WITH, Row, run_check, without_a_run
 from .results import CANNOT_RUN, Results
 from .world import Device, Launched, Local, World, gpus, is_launched, opened
 
@@ -90,7 +90,10 @@ def _world(processes: int | None, device: Device | None) -> World:
     if is_launched():
         if processes is not None:
             raise CannotRun("--processes: the number of processes is that of the launcher (RANK is set)")
-        return Launched(device)
+        try:
+            return Launched(device)
+        except (RuntimeError, ValueError) as error:
+            raise CannotRun(f"the launcher's store (MASTER_ADDR, MASTER_PORT) does not answer: {error}") from error
     if device == "cuda" and (processes or 1) > there:
         raise CannotRun(
             f"--processes {processes}: torch sees {there} GPUs, and two ranks cannot share one over NCCL; "
@@ -133,14 +136,16 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
         return
     todo = []
     for name in chosen:
-        row = without_a_run(name, standings[name], name in checks) if name in standings else None
-        if row is None:
+        known = without_a_run(name, standings[name], name in checks) if name in standings else None
+        if known is None:
             todo.append(name)
         else:
-            results.rows.append(row)
+            results.rows.append(known)
     for number, name in enumerate(todo, 1):
         say = _progress(world, f"[{number:{len(str(len(todo)))}}/{len(todo)}] {name}")
-        results.rows.append(run_check(checks[name], world, standings.get(name), seconds, say))
+        row = Row(name, UNDECIDED, text="it was not finished")
+        results.rows.append(row)
+        run_check(checks[name], row, world, standings.get(name), seconds, say)
     _measure(results, world, seconds)
     order = {name: place for place, name in enumerate(chosen)}
     results.rows.sort(key=lambda row: order[row.name])

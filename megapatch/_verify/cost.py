@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from .in_ranks import quiet
 
-ROUNDS = 6
-STEPS = 5
+ROUNDS = 4
+STEPS = 4
 """Steps that are timed one by one, after one that is not."""
 
 

@@ -87,30 +87,28 @@ def without_a_run(name: str, standing: Standing, has_check: bool) -> Row | None:
     return None
 
 
-def run_check(check: Check, world: World, standing: Standing | None, timeout: float, say: Say) -> Row:
+def run_check(check: Check, row: Row, world: World, standing: Standing | None, timeout: float, say: Say) -> None:
     """Run a check without megapatch, if its patch is applied, and with it.
 
     Args:
         check: the check.
+        row: gets what comes of it, as soon as that is known.
         world: where to run it.
         standing: of its patch; None for a check of what megapatch adds.
         timeout: seconds for each of the two runs.
         say: called with a few words on each run.
     """
-    row = Row(check.name, UNDECIDED, compares=check.compares)
+    row.compares = check.compares
     started = time.monotonic()
-    try:
-        if standing is not None and standing.status == Status.APPLIED.value:
-            _without(check, world, timeout, row)
-            say("defect seen" if row.seen else "defect not seen" if row.seen is False else "undecided")
-        _with(check, world, timeout, row)
-        say("well with megapatch" if row.repaired else "NOT WELL with megapatch")
-    finally:
-        row.seconds = time.monotonic() - started
+    if standing is not None and standing.status == Status.APPLIED.value:
+        _without(check, world, timeout, row)
+        say("defect seen" if row.seen else "defect not seen" if row.seen is False else "undecided")
+    _with(check, world, timeout, row)
     row.outcome = _outcome(row, standing)
+    row.seconds = time.monotonic() - started
     if row.outcome == NOT_NEEDED and standing is not None:
         row.text = standing.reason
-    return row
+    say("well with megapatch" if row.repaired else "NOT WELL with megapatch")
 
 
 def _without(check: Check, world: World, timeout: float, row: Row) -> None:

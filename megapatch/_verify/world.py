@@ -77,7 +77,15 @@ class Launched:
         self.leads = self.rank == 0
         self._host, self._port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         torchruns = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._store = TCPStore(self._host, self._port, is_master=self.leads and not torchruns)
+        if not self._port:
+            raise ValueError("MASTER_PORT is 0")
+        self._store = TCPStore(
+            self._host,
+            self._port,
+            is_master=self.leads and not torchruns,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=SLACK),
+        )
         self._runs = itertools.count()
         # A job that is started again meets in the same store.
         self._job = f"megapatch-verify/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -41,10 +41,9 @@ class Stand:
 
 
 def row_of(without, with_it, standing=APPLIED, **options):
-    world = Stand(without, with_it)
-    row = judge.run_check(
-        Check("megatron.a", lambda layout: None, **options), world, standing, 9.0, lambda text: 0
-    )
+    world, row = Stand(without, with_it), judge.Row("megatron.a", judge.UNDECIDED)
+    check = Check("megatron.a", lambda layout: None, **options)
+    judge.run_check(check, row, world, standing, 9.0, lambda text: None)
     return row, world
 
 
