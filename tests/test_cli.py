@@ -53,7 +53,7 @@ def test_activate_takes_and_ignores_arguments():
     assert run("-c", "import megapatch; megapatch.activate(1, model=None)").returncode == 0
 
 
-@pytest.mark.parametrize("command", ["", "doctor", "list", "explain", "run", "demo"])
+@pytest.mark.parametrize("command", ["", "doctor", "verify", "list", "explain", "run", "demo"])
 def test_help(command):
     shown = run(*command.split(), "--help", COLUMNS="80")
     assert (shown.returncode, shown.stderr) == (0, "")
