@@ -52,8 +52,8 @@ def verify(
     """
     output = terminal.reserve()
     try:
-        world = _world(processes, device)
         chosen = _chosen(names)
+        world = _world(processes, device)
     except CannotRun as error:
         terminal.note(str(error))
         return CANNOT_RUN

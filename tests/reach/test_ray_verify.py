@@ -17,6 +17,8 @@ from rigs.ray import ray_with
 from megapatch.errors import MegapatchError
 from megapatch.reach.ray import verify
 
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::ResourceWarning")  # Ray's own
+
 
 def actors_of(ray, **environment):
     @ray.remote(num_cpus=0, runtime_env={"env_vars": environment})

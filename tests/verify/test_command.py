@@ -11,7 +11,9 @@ import sys
 import pytest
 from rigs.command import heed_ctrl_c, run
 
+from megapatch._verify import command
 from megapatch._verify.checks import CHECKS
+from megapatch._verify.world import Local
 from megapatch._versions import find_module
 from megapatch.patches._catalogue import CATALOGUE
 
@@ -112,11 +114,25 @@ def test_without_torch_it_says_what_is_missing():
     )
 
 
-@needs_megatron
-def test_what_it_cannot_do_is_one_sentence():
+def test_a_name_that_there_is_not():
     assert "did you mean megatron.nested-no-sync" in refused(WITH.format("pass", "['megatron.nested-nosync']"))
-    assert refused(WITH.format("pass", "device='cuda'")) == "--device cuda: torch sees no GPU here\n"
-    two = "command.gpus = lambda: 2"
-    assert "two ranks cannot share one over NCCL" in refused(WITH.format(two, "processes=3"))
-    launched = "command.is_launched = lambda: True"
-    assert "that of the launcher" in refused(WITH.format(launched, "processes=3"))
+
+
+@needs_megatron
+def test_what_it_cannot_do_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(command, "gpus", lambda: 0)
+    with pytest.raises(command.CannotRun, match="torch sees no GPU here"):
+        command._world(None, "cuda")
+    monkeypatch.setattr(command, "gpus", lambda: 2)
+    assert command._world(None, None) == Local(2, "cuda")
+    assert command._world(3, "cpu") == Local(3, "cpu")
+    with pytest.raises(command.CannotRun, match="two ranks cannot share one over NCCL"):
+        command._world(3, None)
+    monkeypatch.setattr(command, "is_launched", lambda: True)
+    with pytest.raises(command.CannotRun, match="that of the launcher"):
+        command._world(3, None)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(command.CannotRun, match="MASTER_PORT is 0"):
+        command._world(None, None)
