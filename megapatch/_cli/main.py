@@ -139,9 +139,9 @@ def _add_verify(commands: Any) -> None:
         commands,
         "verify",
         help="meet each defect here without its patch, and see that the patch repairs it",
-        description="For each patch that the installed Megatron needs: meet its defect without it, and\n"
-        "see that the numbers are right with it, in new processes on this machine's GPUs\n"
-        "over NCCL, or on CPU over gloo. Under torchrun, in as many processes as it starts.",
+        description="For each patch that the installed Megatron needs: meet its defect without it,\n"
+        "and see that the numbers are right with it, in new processes on this machine's\n"
+        "GPUs over NCCL, or on CPU over gloo. Under torchrun, in as many processes as it\nstarts.",
         epilog=VERIFY_EXIT_CODES,
     )
     names = command.add_argument(

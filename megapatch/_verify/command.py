@@ -57,7 +57,7 @@ def verify(
     except CannotRun as error:
         terminal.note(str(error))
         return CANNOT_RUN
-    results = Results(here(), _name_of(world), "gloo" if world.device == "cpu" else "nccl", world.size)
+    results = Results(here(), world.device, "gloo" if world.device == "cpu" else "nccl", world.size)
     with _terminated_is_interrupted():
         try:
             with opened(world):
@@ -102,14 +102,6 @@ def _world(processes: int | None, device: Device | None) -> World:
     return Local(processes or (there if device == "cuda" else ON_CPU), device)
 
 
-def _name_of(world: World) -> str:
-    if world.device == "cpu":
-        return "CPU"
-    import torch
-
-    return str(torch.cuda.get_device_name())
-
-
 def _chosen(names: Sequence[str]) -> list[str]:
     """Return the names of checks and of patches without one, in the order in which they run."""
     from .checks import CHECKS
@@ -130,11 +122,11 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
     checks = {check.name: check for check in CHECKS}
     patches = {name for family in CATALOGUE.values() for name in family}
     try:
-        standings = _standings(world, [name for name in chosen if name in patches], seconds)
+        found = _look(world, [name for name in chosen if name in patches], seconds)
     except (RanksFailed, RanksTimedOut) as error:
         results.stopped = f"the processes do not work here:\n{error}"
         return
-    todo = []
+    results.device, standings, todo = found.device, found.standings, []
     for name in chosen:
         known = without_a_run(name, standings[name], name in checks) if name in standings else None
         if known is None:
@@ -170,18 +162,15 @@ def _measure(results: Results, world: World, seconds: float) -> None:
     say(f"measured in steps of {1000 * measured.step:.1f} ms")
 
 
-def _standings(world: World, names: list[str], seconds: float) -> dict[str, in_ranks.Standing]:
-    """Return what became of each patch, which has to be the same in all ranks."""
-    if not names:
-        return {}
+def _look(world: World, names: list[str], seconds: float) -> in_ranks.Look:
+    """Return what is there, and what became of each patch, which has to be the same in all ranks."""
     _progress(world, "what is installed, and what it needs")("looking")
-    ranks = world.run(in_ranks.standings, tuple(names), env=WITH, timeout=seconds)
+    ranks: list[in_ranks.Look] = world.run(in_ranks.look, tuple(names), env=WITH, timeout=seconds)
     for name in names:
-        differing = {rank[name] for rank in ranks}
+        differing = {rank.standings[name] for rank in ranks}
         if len(differing) > 1:
             raise MegapatchError(f"{name} is not the same in all ranks: {'; '.join(map(str, differing))}")
-    first: dict[str, in_ranks.Standing] = ranks[0]
-    return first
+    return ranks[0]
 
 
 def _progress(world: World, what: str) -> Callable[[str], None]:

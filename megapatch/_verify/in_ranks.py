@@ -29,6 +29,18 @@ class Standing(NamedTuple):
     reason: str
 
 
+class Look(NamedTuple):
+    """What a rank has found before any check.
+
+    Attributes:
+        device: ``CPU``, or the GPU's name.
+        standings: of each patch that was asked for.
+    """
+
+    device: str
+    standings: dict[str, Standing]
+
+
 class Seen(NamedTuple):
     """What a rank found in a run that met no defect.
 
@@ -47,8 +59,16 @@ class BrokeOff(Exception):
     """A scenario failed on something other than its defect; the message says in which layout."""
 
 
-def standings(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, Standing]:
+def look(rank: int, world_size: int, names: tuple[str, ...]) -> Look:
     """Import the targets of these patches, and return what became of each."""
+    import torch
+
+    standings = _standings(names) if names else {}
+    on_gpu = torch.cuda.is_available()  # never with the CUDA stubs
+    return Look(torch.cuda.get_device_name() if on_gpu else "CPU", standings)
+
+
+def _standings(names: tuple[str, ...]) -> dict[str, Standing]:
     from importlib import import_module
 
     from .._api import report

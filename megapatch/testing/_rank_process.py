@@ -22,6 +22,8 @@ from multiprocessing.connection import Connection
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from ..errors import MisuseError
+
 STACK_SIGNAL = signal.SIGUSR1
 GPU_MEMORY = 1 << 30  # bytes that torch may allocate on a GPU; the driver and NCCL take about as much again
 
@@ -118,7 +120,9 @@ def _use_gpu(local_rank: int) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists for tensor parallelism
     os.environ.setdefault("NO_VCS_VERSION", "1")  # megatron.core would run git when it is imported
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling what Megatron fuses takes longer than most runs
-    device = local_rank % torch.cuda.device_count()
+    if not (there := torch.cuda.device_count()):
+        raise MisuseError('device="cuda": torch sees no GPU here; expected one for each rank, or device="cpu"')
+    device = local_rank % there
     torch.cuda.set_device(device)
     whole = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_MEMORY / whole))

@@ -31,12 +31,15 @@ def ordinary_steps(layout: Layout = DP) -> None:
 
 
 def _listed(layout: Layout, options: dict[str, object]) -> list[list[str]]:
+    import torch
+
     from ..operations import Operations
 
     model = layout.model(**options)
     found = []
     for step in range(STEPS):
-        with Operations() as operations:
+        # On a GPU a backward pass has a thread of its own otherwise, in which nothing would be seen.
+        with torch.autograd.set_multithreading_enabled(False), Operations() as operations:
             model.train_step(step)
         found.append([repr(operation) for operation in operations.found])
     return found
