@@ -62,7 +62,6 @@ class Check(NamedTuple):
             there are no numbers.
         compares: what is compared with what, in words; "" where there are no numbers.
         layouts: whether to run in the layouts of `EVEN` as well.
-        hangs: whether the defect may leave ranks waiting for each other.
         audited: whether the audit watches; not where the scenario makes what the audit looks for, such as a fault.
     """
 
@@ -70,7 +69,6 @@ class Check(NamedTuple):
     scenario: Callable[[Layout], float | None]
     compares: str = ""
     layouts: bool = False
-    hangs: bool = False
     audited: bool = True
 
     def layouts_of(self, world_size: int) -> tuple[Layout, ...]:

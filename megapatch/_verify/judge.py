@@ -118,10 +118,9 @@ def _without(check: Check, world: World, timeout: float, row: Row) -> None:
     except RanksFailed as error:
         defect = last_line(error, "DefectSeen")
         row.seen = True if defect is not None else None
-        row.text = defect or f"without megapatch the check ended otherwise: {_why(error)}"
+        row.text = f"without megapatch: {defect or f'the check ended otherwise: {_why(error)}'}"
     except RanksTimedOut as error:
-        row.seen = True if check.hangs else None
-        row.text = "ranks waited for each other" if check.hangs else f"without megapatch: {error}"
+        row.text = f"without megapatch: {error}"
     else:
         row.seen = False
 
