@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from .in_ranks import quiet
+from .in_ranks import end_together, quiet
 
 ROUNDS = 4
 STEPS = 4
@@ -56,6 +56,7 @@ def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
             restore(name)
             without[name] += timed()
             apply()
+    end_together()
     fast = {name: (_fast(with_it[name]), _fast(without[name])) for name in names}
     step = min(low for pair in fast.values() for low, _ in pair)
     return Costs(

@@ -78,7 +78,8 @@ class Results:
         less = f"; switched off: {', '.join(off)}" if off else ""
         defects = "1 defect was" if repaired == 1 else f"{repaired} defects were"
         right = sum(row.outcome == RIGHT for row in self.rows)
-        checks = f"; {right} other checks went well" if right else ""
+        others = "1 other check" if right == 1 else f"{right} other checks"
+        checks = f"; {others} went well" if right else ""
         return f"all well: {defects} seen without megapatch and repaired with it{checks}{less}"
 
     def _head(self, columns: int) -> list[str]:
