@@ -30,6 +30,12 @@ def set_up():
 def set_up_worker():
     install_cuda_stubs()
     set_up()
+    importlib.import_module("megatron.bridge.peft.utils").finalize_model_grads_with_expert_adapter_sync = finalize
+
+
+def finalize(*args):
+    """Reduce gradients as Megatron does; Bridge's function also does so for experts' LoRA adapters."""
+    importlib.import_module("megatron.core.distributed").finalize_model_grads(*args)
 
 
 def init(real, runtime_env):
