@@ -39,7 +39,7 @@ class Cell(NamedTuple):
 
 
 AUDIT = "audit"
-"""The family of the audit's watchers. Theirs may be missing from a page that was written before them."""
+"""The family of the audit's watchers, which no release has to need."""
 
 Verdicts = dict[tuple[str, str], dict[str, Cell]]
 """By the names of patch and module: release to cell."""
@@ -53,8 +53,6 @@ def write(verdicts: Verdicts, patches: Iterable[Patch], releases: list[Release])
         lines.append(f"| {project} | {names} | {' '.join(beside).replace('==', ' ') or 'nothing'} |")
     for patch in patches:
         sites = [site for site in patch.sites if project_of(site.module)]
-        if patch.family == AUDIT and not any((patch.name, site.module) in verdicts for site in sites):
-            continue
         lines += ["", f"## {patch.name}", "", f"{patch.summary} <{patch.upstream}>"]
         for site in sites:
             project = project_of(site.module)
@@ -99,12 +97,7 @@ def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_i
         verdicts = read(text)
     except ValueError as error:
         return [str(error)]
-    sites = [
-        (patch.name, site.module)
-        for patch in patches
-        for site in patch.sites
-        if project_of(site.module) and (patch.family != AUDIT or f"\n## {patch.name}\n" in text)
-    ]
+    sites = [(patch.name, site.module) for patch in patches for site in patch.sites if project_of(site.module)]
     found += [f"{patch} at {module} has no table" for patch, module in sites if (patch, module) not in verdicts]
     found += [f"{patch} at {module} has a table, and is no site" for patch, module in verdicts.keys() - set(sites)]
     for patch, module in sites:
