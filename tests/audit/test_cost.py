@@ -10,9 +10,9 @@ import pytest
 import torch
 from rigs.cells import AUDITED
 from rigs.megatron import BOTH, GRADS, UNPATCHED
-from rigs.operations import HOST_READ, Operations
 
 from megapatch import audit
+from megapatch._verify.operations import HOST_READ, Operations
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 pytestmark = pytest.mark.thorough
