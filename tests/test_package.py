@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from configparser import ConfigParser
 from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
@@ -49,3 +50,10 @@ def test_the_environment_is_what_its_name_says():
 def test_the_command_is_installed():
     (command,) = entry_points(group="console_scripts", name="megapatch")
     assert command.value == "megapatch._cli.main:main"
+
+
+def test_with_a_gpu_tox_installs_neither_torch_nor_megatron():
+    """It would inherit the tested torch, which may not fit the machine's driver."""
+    tox = ConfigParser(interpolation=None)
+    assert tox.read(Path(__file__).parent.parent / "tox.ini")
+    assert tox["testenv:gpu"]["deps"] == ""
