@@ -45,7 +45,7 @@ class Job:
 
     rank: int
     world_size: int
-    store: str  # where ranks meet: file://PATH, or tcp://HOST:PORT/PREFIX, where a store is waiting
+    store: str  # where ranks meet: tcp://HOST:PORT/PREFIX, where a store is waiting
     stack: str  # file for this rank's stack, written on STACK_SIGNAL
     setup: bytes  # pickled function or None
     call: bytes  # pickled (function, args)
@@ -102,8 +102,9 @@ def _result(job: Job) -> bytes:
     setup = pickle.loads(job.setup)
     if setup is not None:
         setup()
+    backend = "gloo" if job.device == "cpu" else "nccl"
     torch.distributed.init_process_group(
-        "gloo" if job.device == "cpu" else "nccl", rank=job.rank, world_size=job.world_size, **_meeting(job.store)
+        backend, rank=job.rank, world_size=job.world_size, store=_meeting(job.store)
     )
     function, args = pickle.loads(job.call)
     # Tensors go by value: multiprocessing's pickle would share memory with a process that ends, and plain pickle
@@ -128,16 +129,14 @@ def _use_gpu(local_rank: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_MEMORY / whole))
 
 
-def _meeting(store: str) -> dict[str, Any]:
-    """Return the arguments of init_process_group that say where ranks meet."""
-    if store.startswith("file://"):
-        return {"init_method": store}
+def _meeting(store: str) -> Any:
+    """Return the store in which ranks meet."""
     import torch.distributed
 
     where = urlsplit(store)
     assert where.hostname is not None and where.port is not None
     there = torch.distributed.TCPStore(where.hostname, where.port, is_master=False)
-    return {"store": torch.distributed.PrefixStore(where.path, there)}
+    return torch.distributed.PrefixStore(where.path, there)
 
 
 def _find_modules(files: dict[str, str]) -> None:

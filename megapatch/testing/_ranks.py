@@ -48,7 +48,8 @@ def run_ranks(
     the processes, with the settings in `env`: ``env={"MEGAPATCH_DISABLE": "*"}`` shows Megatron as it is.
 
     However the call ends, even if the caller is killed, none of its processes is left, nor any that they started:
-    each rank leads its own process group. Only the server stays, until the caller exits.
+    each rank leads its own process group. Only the server stays, until the caller exits. Until the call ends, the
+    store in which ranks meet listens on a port of this machine, as torchrun's does.
 
     Args:
         function: a function at module level.
@@ -67,10 +68,15 @@ def run_ranks(
         RanksFailed: a rank raised or died. The others, which may wait for it forever, got two seconds more.
         RanksTimedOut: the message names the late ranks and shows where they were.
     """
+    from torch.distributed import TCPStore
+
+    # Ranks that meet in a file look for each other every 10 ms only, once more for each process group.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = f"tcp://127.0.0.1:{store.port}/ranks"
     with tempfile.TemporaryDirectory(prefix="megapatch-ranks-") as directory:
         work = pickled(function, args, setup)
         jobs = [
-            Job(rank, world_size, f"file://{directory}/store", f"{directory}/stack-{rank}", *work, device=device)
+            Job(rank, world_size, meeting, f"{directory}/stack-{rank}", *work, device=device)
             for rank in range(world_size)
         ]
         outcomes, waiting = run_jobs(jobs, {**os.environ, **(env or {})}, timeout)
