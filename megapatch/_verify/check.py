@@ -19,6 +19,10 @@ class DefectSeen(AssertionError):
     """A scenario has met the defect that it is about; the message says what it saw."""
 
 
+class CannotRunHere(Exception):
+    """A scenario needs what is not here; the message says what."""
+
+
 class Layout(NamedTuple):
     """A way of dividing a world into groups.
 

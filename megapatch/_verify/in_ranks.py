@@ -7,7 +7,7 @@ import time
 from typing import Any, NamedTuple
 
 from ..patch import NEEDS_ATTENTION, Status
-from .check import DefectSeen, Layout
+from .check import CannotRunHere, DefectSeen, Layout
 from .checks import CHECKS
 
 ORDER = (
@@ -98,7 +98,13 @@ def _standings(names: tuple[str, ...]) -> dict[str, Standing]:
 
 
 def seen(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> Seen:
-    """Run a check's scenario in these layouts. Raises DefectSeen where it meets the defect, else BrokeOff."""
+    """Run a check's scenario in these layouts.
+
+    Raises:
+        DefectSeen: it met its defect.
+        CannotRunHere: what it needs is missing.
+        BrokeOff: it failed on something else.
+    """
     from .. import audit
 
     quiet()
@@ -110,6 +116,8 @@ def seen(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> 
             differences[layout.name] = check.scenario(layout)
         except DefectSeen as defect:
             raise DefectSeen(f"{layout.name}: {defect}") from defect
+        except CannotRunHere:
+            raise
         except Exception as error:
             raise BrokeOff(f"in the layout {layout.name}: {type(error).__name__}: {error}") from error
     findings = tuple(map(str, audit.findings()))

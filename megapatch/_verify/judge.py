@@ -11,7 +11,7 @@ from .._engine.settings import AUDIT, DISABLE, EVERY, ONLY, STRICT
 from ..errors import RanksFailed, RanksTimedOut
 from ..patch import NEEDS_ATTENTION, Status
 from . import in_ranks
-from .check import Check
+from .check import CannotRunHere, Check
 from .in_ranks import BrokeOff, Seen, Standing, last_line
 from .world import World
 
@@ -104,11 +104,12 @@ def run_check(check: Check, row: Row, world: World, standing: Standing | None, t
         _without(check, world, timeout, row)
         say("defect seen" if row.seen else "defect not seen" if row.seen is False else "undecided")
     _with(check, world, timeout, row)
-    row.outcome = _outcome(row, standing)
+    if row.outcome != CANNOT:
+        row.outcome = _outcome(row, standing)
     row.seconds = time.monotonic() - started
     if row.outcome == NOT_NEEDED and standing is not None:
         row.text = standing.reason
-    say("well with megapatch" if row.repaired else "NOT WELL with megapatch")
+    say({True: "well with megapatch", False: "NOT WELL with megapatch", None: CANNOT}[row.repaired])
 
 
 def _without(check: Check, world: World, timeout: float, row: Row) -> None:
@@ -131,6 +132,9 @@ def _with(check: Check, world: World, timeout: float, row: Row) -> None:
     try:
         ranks: list[Seen] = world.run(in_ranks.seen, check.name, layouts, env=env, timeout=timeout)
     except RanksFailed as error:
+        if lacking := last_line(error, CannotRunHere.__name__):
+            row.outcome, row.text = CANNOT, lacking
+            return
         row.repaired = False
         row.text = f"with megapatch: {last_line(error, 'DefectSeen') or _why(error)}"
         return

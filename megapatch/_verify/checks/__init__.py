@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..check import Check
-from . import checkpoints, gradients, offloading, ordinary, parameters, train_step, training
+from . import checkpoints, gradients, offloading, ordinary, parameters, train_step, training, weight_sync
 
 CHECKS: tuple[Check, ...] = (
     *gradients.CHECKS,
@@ -13,4 +13,5 @@ CHECKS: tuple[Check, ...] = (
     *training.CHECKS,
     *train_step.CHECKS,
     *ordinary.CHECKS,
+    *weight_sync.CHECKS,
 )

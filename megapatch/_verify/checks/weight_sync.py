@@ -1,0 +1,107 @@
+"""A weight sync with a real inference engine: vLLM, in a process of its own, where it is installed.
+
+`megapatch.weight_sync.paused_generation` pauses it with requests in flight, and resumes it also where the sync
+raises half way. SGLang is not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ..._versions import find_module
+from ..check import DP, CannotRunHere, Check, Layout, expect
+from . import _vllm
+from ._vllm import LONG, Interrupted
+
+ASKED = {
+    "vllm": ("", "vLLM is not installed"),
+    "vllm.v1.engine.async_llm": (
+        "PauseMode",
+        "this vLLM is too old: its engine has no modes of pausing generation",
+    ),
+    "vllm.v1.worker.gpu_model_runner": (
+        "weights_path",
+        "this vLLM is too old: it cannot reload weights from a folder",
+    ),
+}
+"""Modules of vLLM, what their source has to have, and what it means when that is missing."""
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+"""Environment variables, or how they begin, that are for the ranks: an engine would take them for its own."""
+
+
+def weight_syncs(layout: Layout = DP) -> None:
+    """Make weight syncs beside the first rank; the others wait. The ranks' time limit ends the engine as well."""
+    import torch.distributed
+
+    for module, (name, reason) in ASKED.items():
+        spec = find_module(module)
+        if spec is None or (name and name not in Path(str(spec.origin)).read_text()):
+            raise CannotRunHere(reason)
+    if torch.distributed.get_rank() == 0:
+        with tempfile.TemporaryDirectory(prefix="megapatch-engine-") as folder:
+            found = _found(Path(folder))
+        if "cannot" in found:
+            raise CannotRunHere(found["cannot"])
+        judge(found)
+
+
+def judge(found: dict[str, Any]) -> None:
+    """Raise DefectSeen unless all is as it should be.
+
+    Args:
+        found: by the engine's process: "old" and "new", the answers of engines that started with these weights, and
+            "syncs". An answer that did not come is None.
+    """
+    expect(None not in [*found["old"], *found["new"]], "before any sync a request was not answered")
+    expect(found["old"] != found["new"], "the old and the new weights give the same tokens: nothing can be seen")
+    expect(found["syncs"], "no sync was made")
+    for sync in found["syncs"]:
+        kind = "a sync that raises half way" if sync["fails"] else "a sync"
+        what = f"{kind} (pause_generation(mode='{sync['mode']}'))"
+        raised = Interrupted.__name__ if sync["fails"] else ""
+        expect(sync["raised"] == raised, f"{what} raised {sync['raised'] or 'nothing'}")
+        expect(sync["paused"] is True, f"{what}: generation was not paused")
+        in_flight = all(0 < tokens < LONG for tokens in sync["at_pause"])
+        expect(in_flight, f"{what}: requests were not in flight, with {sync['at_pause']} of {LONG} tokens")
+        expect(sync["after_load"] == sync["at_pause"], f"{what}: tokens were made in the pause")
+        lost = sync["in_flight"].count(None)
+        expect(not lost, f"{what}: {lost} of {len(sync['in_flight'])} requests in flight never ended")
+        endings = [(len(tokens), reason) for tokens, reason in sync["in_flight"]]
+        ended = [(LONG, "length")] * len(endings)
+        if sync["mode"] == "abort":
+            ended = [(tokens, "abort") for tokens in sync["at_pause"]]
+        expect(endings == ended, f"{what}: requests in flight ended with {endings} instead of {ended}")
+        expect(None not in sync["answers"], f"{what}: requests after it are not answered")
+        mixed = not sync["fails"] and sync["answers"] != found["new"]
+        expect(not mixed, f"{what}: tokens after it are not those of an engine that started with the new weights")
+
+
+def _found(folder: Path) -> dict[str, Any]:
+    """Run the engine's process, which may write nothing outside of this folder, and download nothing."""
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
+    environment |= dict.fromkeys(("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"), "1")
+    environment |= dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR"), str(folder / "cache"))
+    output = folder / "output"
+    with output.open("w") as file:
+        ended = subprocess.run(
+            [sys.executable, "-c", f"from {_vllm.__name__} import main; main({str(folder)!r})"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    if ended.returncode:
+        last = (output.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(f"the engine's process ended with exit code {ended.returncode}: {last}")
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+CHECKS = (Check("weight-sync", weight_syncs, audited=False),)
