@@ -50,20 +50,22 @@ async def _found(folder: Path) -> dict[str, Any]:
 
     old, new, half = (_checkpoint(folder / name, name) for name in ("old", "new", "half"))
     try:
-        engine = _engine(new)
+        engine = _engine(new)  # so that what it answers now has to do with no sync
         expected = await _answers(engine, "new")
-        engine.shutdown()
-        engine = _engine(old)
     except Exception as error:
         return {"cannot": f"the engine of vLLM {vllm.__version__} does not start: {type(error).__name__}: {error}"}
+    found: dict[str, Any] = {"vllm": vllm.__version__, "new": expected, "syncs": []}
     try:
-        before = await _answers(engine, "old")
-        syncs = []
         for mode in ("abort", "keep"):
-            await _load(engine, old)
-            syncs.append(await _sync(engine, mode, half, fails=True))
-            syncs.append(await _sync(engine, mode, new, fails=False))
-        return {"vllm": vllm.__version__, "old": before, "new": expected, "syncs": syncs}
+            async with paused_generation(engine):
+                await _load(engine, old)
+            found["old"] = await _answers(engine, f"{mode}-before")
+            for weights, fails in ((half, True), (new, False)):
+                sync = await _sync(engine, mode, weights, fails=fails)
+                found["syncs"].append(sync)
+                if None in (*sync["in_flight"], *sync["answers"]):
+                    return found  # the others would only wait
+        return found
     finally:
         engine.shutdown()
 
@@ -101,11 +103,14 @@ async def _load(engine: Any, weights: Path) -> None:
 
 
 async def _answers(engine: Any, name: str) -> list[Any]:
-    """Ask one after the other, so that each answer is computed in the same shapes whenever it is asked for."""
-    found = [
-        await _answer(engine, f"{name}-{number}", prompt, ANSWER, []) for number, prompt in enumerate(PROMPTS)
-    ]
-    return [answer and answer[0] for answer in found]
+    """Ask one after the other: each answer is computed in the same shapes whenever it is asked for."""
+    found: list[Any] = []
+    for number, prompt in enumerate(PROMPTS):
+        answer = await _answer(engine, f"{name}-{number}", prompt, ANSWER, [])
+        found.append(answer and answer[0])
+        if answer is None:
+            break
+    return found
 
 
 async def _answer(engine: Any, name: str, prompt: list[int], length: int, made: list[int]) -> Any:
@@ -156,10 +161,7 @@ def _checkpoint(folder: Path, name: str) -> Path:
     }
     norms = ["model.norm"]
     for layer in (f"model.layers.{number}" for number in range(LAYERS)):
-        parts = [
-            *(f"self_attn.{part}_proj" for part in "qkvo"),
-            *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
-        ]
+        parts = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", *(f"self_attn.{part}_proj" for part in "qkvo")]
         shapes |= {f"{layer}.{part}": (WIDTH, WIDTH) for part in parts}
         norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
     generator = torch.Generator().manual_seed(1 if name == "old" else 2)

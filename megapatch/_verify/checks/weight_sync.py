@@ -23,11 +23,11 @@ ASKED = {
     "vllm": ("", "vLLM is not installed"),
     "vllm.v1.engine.async_llm": (
         "PauseMode",
-        "this vLLM is too old: its engine has no modes of pausing generation",
+        "this vLLM is too old: it has no modes of pausing",
     ),
     "vllm.v1.worker.gpu_model_runner": (
         "weights_path",
-        "this vLLM is too old: it cannot reload weights from a folder",
+        "this vLLM is too old: it cannot load from a folder",
     ),
 }
 """Modules of vLLM, what their source has to have, and what it means when that is missing."""
@@ -37,12 +37,12 @@ LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 
 def weight_syncs(layout: Layout = DP) -> None:
     """Make weight syncs beside the first rank; the others wait. The ranks' time limit ends the engine as well."""
-    import torch.distributed
-
     for module, (name, reason) in ASKED.items():
         spec = find_module(module)
         if spec is None or (name and name not in Path(str(spec.origin)).read_text()):
             raise CannotRunHere(reason)
+    import torch.distributed
+
     if torch.distributed.get_rank() == 0:
         with tempfile.TemporaryDirectory(prefix="megapatch-engine-") as folder:
             found = _found(Path(folder))
@@ -55,8 +55,9 @@ def judge(found: dict[str, Any]) -> None:
     """Raise DefectSeen unless all is as it should be.
 
     Args:
-        found: by the engine's process: "old" and "new", the answers of engines that started with these weights, and
-            "syncs". An answer that did not come is None.
+        found: by the engine's process: "new", the answers of the engine as it started with the new weights; "old",
+            those after it loaded others; "syncs", from these to the new ones. None stands for an answer that did
+            not come.
     """
     expect(None not in [*found["old"], *found["new"]], "before any sync a request was not answered")
     expect(found["old"] != found["new"], "the old and the new weights give the same tokens: nothing can be seen")
