@@ -78,6 +78,13 @@ def test_what_megapatch_adds_has_no_defect_to_be_seen():
     assert (row.outcome, row.seen, len(world.runs)) == (judge.RIGHT, None, 1)
 
 
+def test_a_check_that_lacks_what_it_needs_is_not_bad():
+    lacking = RanksFailed("", {0: "Traceback\nmegapatch._verify.check.CannotRunHere: vLLM is not installed"}, {})
+    row, _ = row_of(WELL, lacking, None)
+    assert (row.outcome, row.repaired, row.text) == (judge.CANNOT, None, "vLLM is not installed")
+    assert not row.is_bad
+
+
 def test_the_largest_difference_of_any_rank_counts_and_the_audit_watches_where_it_may():
     row, world = row_of(DEFECT, WELL)
     assert (row.difference, row.layouts) == (1e-8, ["dp", "pp2"])

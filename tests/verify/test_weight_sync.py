@@ -1,0 +1,109 @@
+"""Weight syncs with a real engine, which `tox -e vllm` has. Without one: what the row says, and the judge."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from rigs.command import run
+
+from megapatch._verify.check import CannotRunHere, DefectSeen
+from megapatch._verify.checks import weight_sync
+from megapatch._verify.checks._vllm import LONG
+from megapatch._versions import find_module
+
+needs_megatron = pytest.mark.skipif(find_module("megatron.core") is None, reason="megatron-core is not installed")
+HERE = find_module("vllm") is not None
+
+
+def row():
+    shown = run("verify", "--json", "--processes", "1", "weight-sync", seconds=400)
+    (found,) = json.loads(shown.stdout)["checks"]
+    return shown.returncode, found["outcome"], found["text"]
+
+
+@needs_megatron
+@pytest.mark.thorough
+@pytest.mark.skipif(HERE, reason="vLLM is installed")
+def test_without_vllm_it_cannot_run_and_says_so():
+    assert row() == (0, "cannot run", "vLLM is not installed")
+
+
+@needs_megatron
+@pytest.mark.skipif(not HERE, reason="vLLM is not installed")
+def test_syncs_of_a_real_engine_go_well():
+    assert row() == (0, "right", "")
+
+
+def test_a_vllm_that_lacks_what_is_asked_of_it_is_too_old(tmp_path, monkeypatch):
+    for module in weight_sync.ASKED:
+        (tmp_path / module.replace(".", "/")).mkdir(parents=True)
+        (tmp_path / module.replace(".", "/") / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CannotRunHere, match="too old: it has no modes of pausing"):
+        weight_sync.weight_syncs()
+    (tmp_path / "vllm/v1/engine/async_llm/__init__.py").write_text("PauseMode = str")
+    with pytest.raises(CannotRunHere, match="too old: it cannot load from a folder"):
+        weight_sync.weight_syncs()
+
+
+def sync(mode, fails):
+    kept, aborted = [[1] * LONG, "length"], [[1] * 4, "abort"]
+    return {
+        "mode": mode,
+        "fails": fails,
+        "raised": "Interrupted" if fails else "",
+        "paused": True,
+        "at_pause": [4, 4],
+        "after_load": [4, 4],
+        "in_flight": [kept, kept] if mode == "keep" else [aborted, aborted],
+        "answers": [[7], [8]] if fails else [[5], [6]],
+    }
+
+
+WELL = {
+    "old": [[1], [2]],
+    "new": [[5], [6]],
+    "syncs": [sync(mode, fails) for mode in ("abort", "keep") for fails in (True, False)],
+}
+
+
+def test_the_judge_is_content_with_what_an_engine_does_that_works():
+    weight_sync.judge(WELL)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"old": [[1], None]}, "before any sync a request was not answered"),
+        ({"old": [[5], [6]]}, "nothing can be seen"),
+        ({"syncs": []}, "no sync was made"),
+    ],
+)
+def test_what_the_judge_asks_of_the_engine(fields, says):
+    with pytest.raises(DefectSeen, match=says):
+        weight_sync.judge({**WELL, **fields})
+
+
+@pytest.mark.parametrize(
+    ("number", "fields", "says"),
+    [
+        (0, {"raised": ""}, "raises half way .* raised nothing"),
+        (1, {"raised": "EngineDeadError"}, "raised EngineDeadError"),
+        (1, {"paused": False}, "generation was not paused"),
+        (2, {"at_pause": [4, LONG]}, "requests were not in flight"),
+        (2, {"at_pause": [0, 4]}, "requests were not in flight"),
+        (2, {"after_load": [4, 5]}, "tokens were made in the pause"),
+        (0, {"in_flight": [None, [[1] * 4, "abort"]]}, "1 of 2 requests in flight never ended"),
+        (2, {"in_flight": [[[1] * 9, "abort"], [[1] * LONG, "length"]]}, r"ended with \[\(9, 'abort'\)"),
+        (0, {"answers": [[7], None]}, "requests after it are not answered"),
+        (1, {"answers": [[5], [7]]}, "not those of an engine that started with the new weights"),
+        (3, {"answers": [[1], [2]]}, r"mode='keep'\)\): tokens after it are not"),
+    ],
+)
+def test_what_the_judge_asks_of_each_sync(number, fields, says):
+    found = copy.deepcopy(WELL)
+    found["syncs"][number].update(fields)
+    with pytest.raises(DefectSeen, match=says):
+        weight_sync.judge(found)
