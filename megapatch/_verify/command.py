@@ -14,7 +14,7 @@ from .._versions import TESTED, find_module, here, too_old
 from ..errors import MegapatchError, RanksFailed, RanksTimedOut
 from ..patches._catalogue import CATALOGUE
 from . import in_ranks
-from .judge import REPAIRED, UNDECIDED, WITH, Row, run_check, without_a_run
+from .judge import REPAIRED, UNDECIDED, UNFINISHED, WITH, Row, run_check, without_a_run
 from .results import CANNOT_RUN, Results
 from .world import Device, Launched, Local, World, gpus, is_launched, opened
 
@@ -135,7 +135,7 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
             results.rows.append(known)
     for number, name in enumerate(todo, 1):
         say = _progress(world, f"[{number:{len(str(len(todo)))}}/{len(todo)}] {name}")
-        row = Row(name, UNDECIDED, text="it was not finished")
+        row = Row(name, UNDECIDED, text=UNFINISHED)
         results.rows.append(row)
         run_check(checks[name], row, world, standings.get(name), seconds, say)
     _measure(results, world, seconds)

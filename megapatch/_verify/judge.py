@@ -26,6 +26,8 @@ DISABLED, UNSUPPORTED, NOT_HERE, NO_CHECK, CANNOT = "disabled", "unsupported", "
 
 BAD = (WRONG, NOT_SEEN, NOT_IN_PLACE, UNDECIDED)
 """Outcomes with which verify exits with 1."""
+UNFINISHED = "it was not finished"
+"""Text of a row until there is more to say."""
 
 
 @dataclass
@@ -107,6 +109,8 @@ def run_check(check: Check, row: Row, world: World, standing: Standing | None, t
     if row.outcome != CANNOT:
         row.outcome = _outcome(row, standing)
     row.seconds = time.monotonic() - started
+    if row.text == UNFINISHED:
+        row.text = ""
     if row.outcome == NOT_NEEDED and standing is not None:
         row.text = standing.reason
     say({True: "well with megapatch", False: "NOT WELL with megapatch", None: CANNOT}[row.repaired])

@@ -41,7 +41,7 @@ class Stand:
 
 
 def row_of(without, with_it, standing=APPLIED, **options):
-    world, row = Stand(without, with_it), judge.Row("megatron.a", judge.UNDECIDED)
+    world, row = Stand(without, with_it), judge.Row("megatron.a", judge.UNDECIDED, text=judge.UNFINISHED)
     check = Check("megatron.a", lambda layout: None, **options)
     judge.run_check(check, row, world, standing, 9.0, lambda text: None)
     return row, world
@@ -75,7 +75,7 @@ def test_a_patch_that_is_not_needed_has_to_work_without_one():
 
 def test_what_megapatch_adds_has_no_defect_to_be_seen():
     row, world = row_of(DEFECT, WELL, None)
-    assert (row.outcome, row.seen, len(world.runs)) == (judge.RIGHT, None, 1)
+    assert (row.outcome, row.seen, row.text, len(world.runs)) == (judge.RIGHT, None, "", 1)
 
 
 def test_a_check_that_lacks_what_it_needs_is_not_bad():
