@@ -27,7 +27,7 @@ def row():
 @pytest.mark.thorough
 @pytest.mark.skipif(HERE, reason="vLLM is installed")
 def test_without_vllm_it_cannot_run_and_says_so():
-    assert row() == (0, "cannot run", "vLLM is not installed")
+    assert row() == (0, "cannot run", "vLLM is not installed, the only engine that is asked")
 
 
 @needs_megatron

@@ -53,7 +53,8 @@ async def _found(folder: Path) -> dict[str, Any]:
         engine = _engine(new)  # so that what it answers now has to do with no sync
         expected = await _answers(engine, "new")
     except Exception as error:
-        return {"cannot": f"the engine of vLLM {vllm.__version__} does not start: {type(error).__name__}: {error}"}
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        return {"cannot": f"the engine of vLLM {vllm.__version__} does not start: {why}"}
     found: dict[str, Any] = {"vllm": vllm.__version__, "new": expected, "syncs": []}
     try:
         for mode in ("abort", "keep"):

@@ -20,7 +20,7 @@ from . import _vllm
 from ._vllm import LONG, Interrupted
 
 ASKED = {
-    "vllm": ("", "vLLM is not installed"),
+    "vllm": ("", "vLLM is not installed, the only engine that is asked"),
     "vllm.v1.engine.async_llm": (
         "PauseMode",
         "this vLLM is too old: it has no modes of pausing",
