@@ -51,6 +51,7 @@ class Job:
     call: bytes  # pickled (function, args)
     files: dict[str, str]  # files of the modules that the pickled functions are from, by module name
     device: str = "cpu"  # or "cuda"
+    backend: str | None = None  # gloo on CPU and NCCL on GPUs
     local_rank: int | None = None  # if not all ranks are on this machine
 
 
@@ -102,7 +103,7 @@ def _result(job: Job) -> bytes:
     setup = pickle.loads(job.setup)
     if setup is not None:
         setup()
-    backend = "gloo" if job.device == "cpu" else "nccl"
+    backend = job.backend or ("gloo" if job.device == "cpu" else "nccl")
     torch.distributed.init_process_group(
         backend, rank=job.rank, world_size=job.world_size, store=_meeting(job.store)
     )

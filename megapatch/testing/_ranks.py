@@ -39,6 +39,7 @@ def run_ranks(
     setup: Callable[[], object] | None = None,
     env: Mapping[str, str] | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
+    backend: Literal["gloo", "nccl"] | None = None,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` in `world_size` new processes.
 
@@ -60,6 +61,8 @@ def run_ranks(
         env: environment variables of the processes.
         device: "cpu", or "cuda" for one visible GPU a rank over NCCL. On GPUs nothing of torch.cuda is replaced,
             and processes are started afresh: a process that was forked may not use CUDA.
+        backend: of torch.distributed; None: gloo on CPU, NCCL on GPUs. Over gloo several ranks can share a GPU,
+            which NCCL refuses; it does not have all collectives for GPUs.
 
     Returns:
         The results, by rank; they must be picklable.
@@ -76,7 +79,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="megapatch-ranks-") as directory:
         work = pickled(function, args, setup)
         jobs = [
-            Job(rank, world_size, meeting, f"{directory}/stack-{rank}", *work, device=device)
+            Job(rank, world_size, meeting, f"{directory}/stack-{rank}", *work, device=device, backend=backend)
             for rank in range(world_size)
         ]
         outcomes, waiting = run_jobs(jobs, {**os.environ, **(env or {})}, timeout)

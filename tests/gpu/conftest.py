@@ -1,4 +1,4 @@
-"""Where the checks of this folder run: two ranks on CPU, and one rank a visible GPU over NCCL."""
+"""Where these checks run: two ranks on CPU, one rank a visible GPU over NCCL, and two on one GPU over gloo."""
 
 from __future__ import annotations
 
@@ -6,32 +6,28 @@ import pytest
 
 from megapatch._versions import find_module
 
-if find_module("torch") is None or find_module("megatron.core") is None:
+HERE = find_module("torch") is not None and find_module("megatron.core") is not None
+if not HERE:
     collect_ignore_glob = ["test_*.py"]
+else:
+    from rigs.places import CPU, NCCL, SHARED, gpus
 
 NO_GPU = "no GPU is visible"
 
 
-def gpus():
-    import torch
-
-    return torch.cuda.device_count()
-
-
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=["CPU", "NCCL", "SHARED"])
 def place(request):
-    """Return the device and the number of ranks."""
-    if request.param == "cpu":
-        return "cpu", 2
+    """Return a Place to run in."""
+    if request.param == "CPU":
+        return CPU
     if not gpus():
         pytest.skip(NO_GPU)
-    return "cuda", gpus()
+    return NCCL() if request.param == "NCCL" else SHARED
 
 
 @pytest.fixture
-def on_gpus(place):
-    """Return the number of ranks; there is nothing to see on CPU."""
-    device, ranks = place
-    if device == "cpu":
-        pytest.skip("the CUDA stubs have no memory, no graphs and no compiler")
-    return ranks
+def on_gpus():
+    """Return the Place of all visible GPUs: there is nothing to see on CPU."""
+    if not gpus():
+        pytest.skip(f"{NO_GPU}, and the CUDA stubs have no memory, no graphs and no compiler")
+    return NCCL()

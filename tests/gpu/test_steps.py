@@ -5,50 +5,55 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs import gpu
+from rigs.places import lacks
 from rigs.timeline import hidden, reduces_of, timeline
 
-from megapatch.testing import run_ranks
+from megapatch.testing import RanksFailed
 
 pytestmark = pytest.mark.thorough
 
+UNSUPPORTED = "RuntimeError: ProcessGroupGloo::allgather_base: unsupported device type cuda"
+
 
 def test_a_step_waits_for_the_device_no_more_often_than_without_patches(place):
-    device, ranks = place
-    for without, with_patches in run_ranks(gpu.waits_of_a_step, ranks, device=device):
+    for without, with_patches in place.run(gpu.waits_of_a_step):
         assert with_patches == without > 0
 
 
 def test_reading_parameters_adds_no_gather(place):
-    device, ranks = place
-    for without, reading in run_ranks(gpu.gathers_of_reads, ranks, device=device):
+    for without, reading in place.run(gpu.gathers_of_reads):
         assert reading == without > 0
 
 
 def test_the_reduce_of_a_split_step_begins_during_its_last_backward_pass(place, tmp_path):
-    device, ranks = place
-    if device == "cuda" and ranks < 2:
+    if place.ranks < 2:
         pytest.skip("NCCL reduces nothing with a single GPU")
-    events = run_ranks(gpu.traced, ranks, True, device=device)[0]
+    events = place.run(gpu.traced, True)[0]
     picture = tmp_path / "overlap.svg"
     picture.write_text(timeline(events))
     print(f"a picture of the call: {picture}")
     # The loss has some of its own; where nobody knows that the call is the last one, no others are in it.
-    unknown = run_ranks(gpu.traced, ranks, False, device=device)[0]
+    unknown = place.run(gpu.traced, False)[0]
     assert hidden(events) > hidden(unknown) == len(reduces_of(unknown))
 
 
 def test_a_split_step_and_a_read_take_no_more_memory(on_gpus):
-    for one_call, split, read in run_ranks(gpu.memory, on_gpus, device="cuda"):
+    for one_call, split, read in on_gpus.run(gpu.memory):
         assert split <= 1.05 * one_call + 2**16
         assert read <= 2**16
 
 
 def test_a_cuda_graph_is_that_of_the_same_pass(on_gpus):
-    for eager, captured in run_ranks(gpu.graph_and_eager, on_gpus, device="cuda"):
+    for eager, captured in on_gpus.run(gpu.graph_and_eager):
         torch.testing.assert_close(captured, eager)
 
 
 def test_a_compiled_pass_is_that_of_the_same_pass(on_gpus):
     env = {"TORCHDYNAMO_DISABLE": "0"}
-    for eager, compiled in run_ranks(gpu.compiled_and_eager, on_gpus, device="cuda", env=env, timeout=300):
+    for eager, compiled in on_gpus.run(gpu.compiled_and_eager, env=env, timeout=300):
         torch.testing.assert_close(compiled, eager)
+
+
+def test_a_collective_that_gloo_lacks_for_a_gpu_is_a_reason_to_skip_and_nothing_else_is():
+    assert lacks(RanksFailed(f"rank 0 of 2 failed:\n  File x\n{UNSUPPORTED}", {}, {})) == UNSUPPORTED
+    assert lacks(RanksFailed("rank 0 of 2 failed:\nAssertionError: 3 != 2", {}, {})) is None
