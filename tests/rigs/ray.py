@@ -24,8 +24,8 @@ def ray_with(hook=None, **settings):
     try:
         yield ray
     finally:
-        ray.shutdown()
-        _forget_processes()
+        with _unwaited_processes():
+            ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -39,15 +39,17 @@ def cluster():
     try:
         yield
     finally:
-        there.shutdown()
-        del there
-        _forget_processes()
+        with _unwaited_processes():
+            there.shutdown()
+            del there
 
 
-def _forget_processes():
-    """Ray kills its processes without waiting for them; Popen warns of that whenever the garbage is collected."""
+@contextlib.contextmanager
+def _unwaited_processes():
+    """Ray kills its processes without waiting for them; Popen warns of that when it is dropped or collected."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
+        yield
         gc.collect()
 
 
