@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -144,6 +145,15 @@ def test_what_cannot_be_imported_is_an_error(fake_megatron):
         pytest.skip("torch is not installed")
     with pytest.raises(CouldNotLook, match="distributed_data_parallel cannot be imported: ModuleNotFoundError"):
         verdicts_on("megatron-core", fake_megatron("import no_such_torch"))
+
+
+@pytest.mark.parametrize("project", ["skyrl", "skyrl-train"])
+def test_what_a_project_silently_does_without_is_named(monkeypatch, project):
+    pytest.importorskip("torch")
+    look = importlib.import_module("verdicts.look")
+    monkeypatch.setattr(look, "find_module", lambda name: None)
+    assert look.lacks(project) == [f"importing {project} takes cloudpickle, which is not installed here"]
+    assert look.lacks("megatron-core") == []
 
 
 # ---------------------------------------------------------------- what can be told without

@@ -22,6 +22,8 @@ from megapatch.testing import install_cuda_stubs
 from .releases import project_of
 
 ABSENT = ("absent", "no such module")
+DOES_WITHOUT = {"skyrl": ("cloudpickle",), "skyrl-train": ("cloudpickle",)}
+"""What a project imports if it is there, and without which it fails later, on something that does not name it."""
 
 
 def look(project):
@@ -48,6 +50,12 @@ def look(project):
                 errors[site.module] = f"{one.patch.name} at {site.module} is {site.status.value}: {site.reason}"
             cells.append([one.patch.name, site.module, *verdict])
     return cells, list(errors.values())
+
+
+def lacks(project):
+    """Say what of DOES_WITHOUT is not installed."""
+    missing = [name for name in DOES_WITHOUT.get(project, ()) if find_module(name) is None]
+    return [f"importing {project} takes {name}, which is not installed here" for name in missing]
 
 
 def find(project):
@@ -96,9 +104,11 @@ def _find_nemo_rl():
 def main(project):
     with contextlib.redirect_stdout(sys.stderr):  # what modules print when they are imported
         install_cuda_stubs()
-        find(project)
-        megapatch.audit.start()  # its sites are judged as those of patches are
-        cells, errors = look(project)
+        cells, errors = [], lacks(project)
+        if not errors:
+            find(project)
+            megapatch.audit.start()  # its sites are judged as those of patches are
+            cells, errors = look(project)
     print(json.dumps({"cells": cells, "errors": errors}))
     sys.stdout.flush()
     os._exit(0)  # none of the projects' threads and handlers
