@@ -70,6 +70,8 @@ def once(function, *args, **kwargs):
 
 
 AUDITED = {"MEGAPATCH_AUDIT": "1", "MEGAPATCH_AUDIT_EVERY": "1"}
+RAISING = {**AUDITED, "MEGAPATCH_AUDIT": "raise"}
+"""For runs that are not made of cells: a finding ends them in the next step."""
 
 
 def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=False, **options):

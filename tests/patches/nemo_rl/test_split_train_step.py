@@ -32,7 +32,8 @@ def cell(expected, options, loss, sizes):
 
 @pytest.fixture(scope="module", params=SHAPES)
 def ranks(request):
-    return run_cells(compared, 2, setup=find_nemo_rl, timeout=580, env={"NEMO_RL_SHAPE": request.param})
+    shape = {"NEMO_RL_SHAPE": request.param}
+    return run_cells(compared, 2, audited=True, setup=find_nemo_rl, timeout=580, env=shape)
 
 
 @pytest.mark.parametrize("cut", SLICES)

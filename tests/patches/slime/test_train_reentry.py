@@ -7,6 +7,7 @@ import contextlib
 import functools
 
 import pytest
+from rigs.cells import RAISING
 from rigs.megatron import (
     ADAM,
     BOTH,
@@ -194,7 +195,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def repaired():
-    return run_ranks(patched, 2, setup=find_slime)
+    return run_ranks(patched, 2, env=RAISING, setup=find_slime)
 
 
 def assert_as_plain(by_rank, plain, what):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rigs.cells import RAISING
 from rigs.megatron import ADAM, BOTH, UNPATCHED, assert_same_parameters
 from rigs.slime import SlimeLoop, find_slime
 
@@ -40,7 +41,7 @@ def rollouts(rank, world_size):
 
 
 def test_rollouts_give_the_numbers_of_a_run_without_overlap():
-    got = run_ranks(rollouts, 4, setup=find_slime)
+    got = run_ranks(rollouts, 4, env=RAISING, setup=find_slime)
     expected = run_ranks(plain, 4, env=UNPATCHED, setup=find_slime)
     assert sum(len(log) for _, log in got) == 6
     for (parameters, log), (plain_parameters, plain_log) in zip(got, expected, strict=True):
