@@ -34,3 +34,23 @@ class Generation(Protocol):
 
     def resume_generation(self) -> MaybeAwaitable[object]:
         """Serve requests again."""
+
+
+class PausedBySync:
+    """Generation whose own weight sync pauses and resumes it, so that a pump has only to tell it the version.
+
+    Attributes:
+        version: of the weights that engines have.
+    """
+
+    version = 0
+
+    def set_weight_version(self, version: int) -> None:
+        """Note the version of the synced weights."""
+        self.version = version
+
+    async def pause_generation(self) -> None:
+        """Do nothing: the sync pauses."""
+
+    async def resume_generation(self) -> None:
+        """Do nothing: the sync resumes."""

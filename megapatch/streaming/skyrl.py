@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import MisuseError
 from ..patch import FIXED, MARK
 from ..patches.skyrl import accumulate_forward_backward as several_calls
+from ._generation import PausedBySync
 
 __all__ = ["DispatchTrainer", "SamplerWeights"]
 
@@ -103,7 +104,7 @@ class DispatchTrainer:
         ray.get([worker.handle.__ray_call__.remote(function) for worker in workers])
 
 
-class SamplerWeights:
+class SamplerWeights(PausedBySync):
     """Synchronizer and generation of a pump, around ``WorkerDispatch.save_weights_for_sampler()``.
 
     That pauses and resumes the engines, so the two methods of this name do nothing here. Up to the end of the sync
@@ -118,21 +119,11 @@ class SamplerWeights:
     """
 
     def __init__(self, dispatch: Any) -> None:
-        self.dispatch, self.version = dispatch, 0
+        self.dispatch = dispatch
 
     async def sync_weights(self) -> None:
         """Push the model's weights to the engines."""
         await self.dispatch.save_weights_for_sampler()
-
-    def set_weight_version(self, version: int) -> None:
-        """Note the version of the synced weights."""
-        self.version = version
-
-    async def pause_generation(self) -> None:
-        """Do nothing: `sync_weights` pauses."""
-
-    async def resume_generation(self) -> None:
-        """Do nothing: `sync_weights` resumes."""
 
 
 # ---------------------------------------------------------------------------- what runs in the workers

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .._mcore.bucket_groups import finish_param_gathers
 from ..errors import MisuseError
 from ..patches._temporarily import temporarily_set
+from ._generation import PausedBySync
 
 if TYPE_CHECKING:
     from ..train_step import TrainStep
@@ -76,7 +77,7 @@ class GroupTrainer:
         return found
 
 
-class GroupWeights:
+class GroupWeights(PausedBySync):
     """Synchronizer and generation of a pump, around ``RayTrainGroup.update_weights()``.
 
     That pauses and resumes the engines, so the two methods of this name do nothing here.
@@ -89,21 +90,11 @@ class GroupWeights:
     """
 
     def __init__(self, group: Any) -> None:
-        self.group, self.version = group, 0
+        self.group = group
 
     def sync_weights(self) -> None:
         """Push the actor's weights to the engines."""
         self.group.update_weights()
-
-    def set_weight_version(self, version: int) -> None:
-        """Note the version of the synced weights."""
-        self.version = version
-
-    async def pause_generation(self) -> None:
-        """Do nothing: `sync_weights` pauses."""
-
-    async def resume_generation(self) -> None:
-        """Do nothing: `sync_weights` resumes."""
 
 
 # ---------------------------------------------------------------------------- what runs in the actors
