@@ -21,6 +21,7 @@ if not (find_spec("torch") and find_spec("megatron")):
     pytest.skip("needs torch and megatron-core", allow_module_level=True)
 
 from rigs.cells import run_cells
+from rigs.fails_once import FailsOnce
 from rigs.nemo_policy import POLICIES, find_policies, loss, policy_for, samples, sliced, whole
 from rigs.nemo_rl import CHECKOUT, GPT, IMITATIONS
 from rigs.nemo_rl_steps import SIZE
@@ -47,25 +48,7 @@ needs_replay_buffer = pytest.mark.skipif(not has_replay_buffer, reason="this NeM
 
 
 # ------------------------------------------------------------------------------------------ the trainer
-class Trainer(PolicyTrainer):
-    """Fails once, after two calls have added gradients; keeps the last metrics."""
-
-    calls, failing = 0, 2
-
-    def begin_train_step(self):
-        install_cuda_stubs()  # in the pump's thread, too
-        super().begin_train_step()
-
-    def train_microbatch(self, data):
-        super().train_microbatch(data)
-        self.calls += 1
-        if self.calls == self.failing:
-            raise ValueError("the second group")
-
-    def finish_train_step(self):
-        self.found = super().finish_train_step()
-        return self.found
-
+class Trainer(FailsOnce, PolicyTrainer):
     def prepare_logprobs(self, data, **which):
         install_cuda_stubs()
         return super().prepare_logprobs(data, **which)

@@ -19,6 +19,7 @@ if not (find_spec("torch") and find_spec("megatron")):
 
 import torch
 from rigs.cells import run_cells
+from rigs.fails_once import FailsOnce
 from rigs.megatron import BOTH, GRADS, attempt
 from rigs.slime import FRAMEWORK, find_slime
 from rigs.slime_group import Loop, group_for
@@ -36,24 +37,8 @@ STEPS, MICROBATCHES, GROUPS = 2, 4, 2  # steps, and their microbatches on a rank
 OPTIONS = {"plain": {}, "overlap": GRADS, "sharded": BOTH}
 
 
-class Trainer(GroupTrainer):
-    """Fails once, after two calls have added gradients; keeps the last metrics."""
-
-    calls, failing = 0, 2
-
-    def begin_train_step(self):
-        install_cuda_stubs()  # in the pump's thread, too
-        super().begin_train_step()
-
-    def train_microbatch(self, data):
-        super().train_microbatch(data)
-        self.calls += 1
-        if self.calls == self.failing:
-            raise ValueError("the second group")
-
-    def finish_train_step(self):
-        self.found = super().finish_train_step()
-        return self.found
+class Trainer(FailsOnce, GroupTrainer):
+    pass
 
 
 class Weights(GroupWeights):
