@@ -1,4 +1,4 @@
-"""What was found: each broken invariant once, with how often it was seen since."""
+"""Keep what was found: each broken invariant once, with a count of how often it was seen."""
 
 from __future__ import annotations
 

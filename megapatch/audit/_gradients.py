@@ -48,7 +48,7 @@ class Events:
 
 
 class BucketState:
-    """What has happened to a bucket's gradients since they were zeroed."""
+    """The history of a bucket's gradients since they were zeroed."""
 
     __slots__ = ("arrivals", "dropped", "excused", "reduces", "stepped")
 

@@ -33,7 +33,7 @@ _not_finite: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class _Totals:
-    """What is wrong so far: tensors, read in the steps in which ranks are compared."""
+    """Counts of errors so far: tensors, read in the steps in which ranks are compared."""
 
     uncounted: Any = 0
     not_finite: Any = 0
