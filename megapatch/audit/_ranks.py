@@ -192,7 +192,7 @@ def hash_of(parameters: Iterable[Any]) -> Any:
 
 
 def _joined(tensors: list[Any]) -> Iterator[Any]:
-    """Yield the memory of each tensor, as bytes; small ones together: each sum costs more than they take to copy."""
+    """Yield the memory of each tensor, as bytes; small ones together, as a sum costs more than to copy them."""
     import torch
 
     small: list[Any] = []
