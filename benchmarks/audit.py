@@ -12,13 +12,11 @@ Needs megapatch, torch and megatron-core.
 from __future__ import annotations
 
 import argparse
-import socket
+import functools
 import statistics
 import sys
-import time
 
-import torch
-from train_step import MICRO_BATCH_SIZE, SIZE
+from train_step import MICRO_BATCH_SIZE, SIZE, seconds
 
 from megapatch import audit
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -26,31 +24,19 @@ from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 MOST = {50: 0.01, 1: 0.05}  # of a step, by how many steps lie between two comparisons
 NEVER = 10**9
 GENERATIONS = 8  # of models: where they lie in memory makes some percent of difference
+WARM_UP = 2  # rounds that do not count
 OFF, WATCHED, COMPARED = "without the audit", "watched", "compared"
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def measure(rank, world_size, rounds, port):
-    """Return, for each generation of models, the seconds of each step by kind, and the number of findings."""
-    # Ranks meet in torch.distributed's store: a server, as torchrun has it. That of run_ranks is a file, where a
-    # wait takes ten milliseconds.
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
+def measure(rank, world_size, rounds):
+    """Return, for each generation of models, the seconds of each step by kind; and the number of findings."""
     init_parallel()
+    return [measure_models(rounds) for _ in range(GENERATIONS)], len(audit.findings())
+
+
+def measure_models(rounds):
+    """Return by kind the seconds of each step of four new models."""
     options = {"lr": 1e-3, "overlap_grad_reduce": True, "ddp": {"bucket_size": 200_000}, **SIZE}
-    return [measure_models(options, rounds) for _ in range(GENERATIONS)]
-
-
-def measure_models(options, rounds):
-    """Return by kind the seconds of each step of four new models, and the number of findings."""
     models = {True: [], False: []}
     for audited in (False, True, True, False):  # a model keeps the hooks that it was wrapped with
         (audit.start if audited else audit.stop)()
@@ -59,13 +45,9 @@ def measure_models(options, rounds):
     found = {kind: [] for kind in (OFF, WATCHED, COMPARED)}
 
     def step(model, kind):
-        torch.distributed.barrier()
-        start = time.perf_counter()
-        model.train_step(microbatches=batches)
-        torch.distributed.barrier()
-        found[kind].append(time.perf_counter() - start)
+        found[kind].append(seconds(functools.partial(model.train_step, microbatches=batches)))
 
-    for _ in range(rounds + 2):
+    for _ in range(rounds + WARM_UP):
         audit.stop()
         for model in models[False]:
             step(model, OFF)
@@ -74,14 +56,14 @@ def measure_models(options, rounds):
             step(model, WATCHED)
             audit.start(every=1)
             step(model, COMPARED)
-    return {kind: seconds[4:] for kind, seconds in found.items()}, len(audit.findings())  # without the first ones
+    return {kind: times[WARM_UP * len(models[False]) :] for kind, times in found.items()}
 
 
-def added_by(seconds):
+def added_by(times):
     """Return by what part of a step watching makes it longer, and by what part a comparison does."""
-    off, watched = (statistics.median(seconds[kind]) for kind in (OFF, WATCHED))
+    off, watched = (statistics.median(times[kind]) for kind in (OFF, WATCHED))
     # The same model makes both steps, one after the other.
-    pairs = zip(seconds[WATCHED], seconds[COMPARED], strict=True)
+    pairs = zip(times[WATCHED], times[COMPARED], strict=True)
     return watched / off - 1, statistics.median(compared - before for before, compared in pairs) / off
 
 
@@ -91,12 +73,11 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=6, help="steps of each kind, by each model")
     options = parser.parse_args()
-    measured = run_ranks(measure, 2, options.rounds, free_port(), timeout=3600)[0]
-    off = statistics.median(second for seconds, _ in measured for second in seconds[OFF])
+    measured, findings = run_ranks(measure, 2, options.rounds, timeout=3600)[0]
+    off = statistics.median(second for times in measured for second in times[OFF])
     print(f"a step without the audit: {off * 1e3:.1f} ms")
-    parts = zip(*(added_by(seconds) for seconds, _ in measured), strict=True)
-    watching, comparison = (statistics.median(part) for part in parts)
-    too_much = any(findings for _, findings in measured)
+    watching, comparison = map(statistics.median, zip(*map(added_by, measured), strict=True))
+    too_much = findings > 0
     for every, most in MOST.items():
         added = watching + comparison / every
         too_much |= added > most

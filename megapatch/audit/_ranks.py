@@ -35,7 +35,7 @@ log = logging.getLogger("megapatch")
 _DEFAULT = 50
 _WIDTHS = (1024, 1021)
 _SMALL = 2**16
-"""Bytes of a tensor that is hashed together with others."""
+"""Bytes: a tensor of at most this size is hashed together with others."""
 _ODD = 0x1E3779B97F4A7C15
 
 
@@ -196,15 +196,17 @@ def _joined(tensors: list[Any]) -> Iterator[Any]:
     import torch
 
     small: list[Any] = []
+    size = 0
     for tensor in tensors:
         memory = tensor.contiguous().view(-1).view(torch.uint8)
         if memory.numel() > _SMALL:
             yield memory
             continue
         small.append(memory)
-        if sum(memory.numel() for memory in small) > _SMALL:
+        size += memory.numel()
+        if size > _SMALL:
             yield torch.cat(small)
-            small.clear()
+            small, size = [], 0
     if small:
         yield torch.cat(small)
 
