@@ -19,7 +19,7 @@ pytestmark = pytest.mark.thorough
 
 STEPS = 10_000
 EVERY = 50
-WARM_UP = 2 * EVERY
+WARM_UP = 20 * EVERY
 MOST = 500
 """Blocks of memory of Python's that may come and go: with one more in each step there would be thousands."""
 

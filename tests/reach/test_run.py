@@ -111,7 +111,8 @@ def test_torchrun_with_a_real_megatron(project):
     script.write_text(
         "import os, megatron.core.distributed.distributed_data_parallel, sys\n"
         "told = {one.patch.name: one.status.value for one in sys.modules['megapatch'].report().patches}\n"
-        "print('rank', os.environ['RANK'], told['megatron.forward-pre-hook'], flush=True)\n"
+        "line = f\"rank {os.environ['RANK']} {told['megatron.forward-pre-hook']}\\n\"\n"
+        "os.write(1, line.encode())\n"  # at once: print's several writes mix with the other rank's
     )
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     shown = run(*torchrun, script, env=environment())

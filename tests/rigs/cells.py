@@ -14,6 +14,7 @@ ranks[0][layout, case]                      # what rank 0 computed, or that cell
 from __future__ import annotations
 
 import functools
+import os
 import tempfile
 import traceback
 from datetime import timedelta
@@ -138,18 +139,25 @@ def _run(rank, world_size, job, args, folder, patience, audited):
     store = torch.distributed.FileStore(f"{folder}/store", world_size)
     for number, (cell, compute) in enumerate(job(rank, world_size, *args)):
         path = f"{folder}/{rank}-{number:06d}"
-        torch.save(Outcome(cell, failure=UNFINISHED), path)
+        _save(Outcome(cell, failure=UNFINISHED), path)
         ending = "computed"
         try:
             value = compute()
-            torch.save(Outcome(cell, value, broken=_broken(cell) if audited else ()), path)
+            _save(Outcome(cell, value, broken=_broken(cell) if audited else ()), path)
         except BaseException as error:  # torch's CheckpointException is no Exception
-            torch.save(Outcome(cell, failure=traceback.format_exc()), path)
+            _save(Outcome(cell, failure=traceback.format_exc()), path)
             ending = _place(error)
         limit = FOREVER if ending == "computed" else timedelta(seconds=patience)
         _go_on_together(
             store, [f"{number} {each}" for each in range(world_size)], rank, f"{cell!r}: {ending}", limit
         )
+
+
+def _save(outcome, path):
+    """Put an outcome in place whole: a rank that is killed while it writes leaves the one before."""
+    unfinished = f"{path}.unfinished"
+    torch.save(outcome, unfinished)
+    os.replace(unfinished, path)
 
 
 def take_findings():
@@ -190,5 +198,5 @@ def _place(error):
 
 
 def _outcomes(folder, rank):
-    paths = sorted(Path(folder).glob(f"{rank}-*"))
+    paths = sorted(Path(folder).glob(f"{rank}-??????"))
     return [torch.load(path, weights_only=False) for path in paths]  # our own processes wrote them
