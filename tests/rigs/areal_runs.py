@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 from unittest import mock
 
 import torch
@@ -155,8 +154,11 @@ def initialized_again():
     Return the number of groups of each time, and the fraction of the parameters that differ from the first time's.
     """
     rank, ports = torch.distributed.get_rank(), [None] * 3
-    if rank == 0:
-        ports = [_free_port() for _ in ports]
+    if rank == 0:  # as torchrun does: its stores listen before the ranks look for them, so no port can be taken
+        stores = [
+            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in ports
+        ]
+        ports = [store.port for store in stores]
     torch.distributed.broadcast_object_list(ports, 0)
     importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
     torch.distributed.destroy_process_group()
@@ -165,16 +167,10 @@ def initialized_again():
         if engine is not None:
             engine.destroy()
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-        with mock.patch.dict(os.environ, address):
+        with mock.patch.dict(os.environ, address, TORCHELASTIC_USE_AGENT_STORE="True"):
             engine = engine_of(BOTH, alone=True)
         train(engine, 0)
         engine.model[0].start_param_sync(force_sync=True)
         ends.append(parameters(engine))
         counts.append(len(process_groups()))
     return counts, [wrong(end, ends[0]) for end in ends]
-
-
-def _free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
