@@ -1,4 +1,4 @@
-"""Weight syncs with a real engine, which `tox -e vllm` has. Without one: what the row says, and the judge."""
+"""Weight syncs with a real engine (`tox -e vllm,sglang`). Without one: what its row says, and the judge."""
 
 from __future__ import annotations
 
@@ -10,42 +10,62 @@ from rigs.command import run
 
 from megapatch._verify.check import CannotRunHere, DefectSeen
 from megapatch._verify.checks import weight_sync
-from megapatch._verify.checks._vllm import LONG
+from megapatch._verify.checks._syncs import LONG
 from megapatch._versions import find_module
 
 needs_megatron = pytest.mark.skipif(find_module("megatron.core") is None, reason="megatron-core is not installed")
-HERE = find_module("vllm") is not None
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+here = {package for package in ENGINES if find_module(package) is not None}
 
 
-def row():
-    shown = run("verify", "--json", "--processes", "1", "weight-sync", seconds=400)
-    (found,) = json.loads(shown.stdout)["checks"]
-    return shown.returncode, found["outcome"], found["text"]
+def rows():
+    shown = run("verify", "--json", "--processes", "1", "weight-sync-*", seconds=400)
+    found = {row["name"]: (row["outcome"], row["text"]) for row in json.loads(shown.stdout)["checks"]}
+    return shown.returncode, {package: found[f"weight-sync-{package}"] for package in ENGINES}
 
 
 @needs_megatron
 @pytest.mark.thorough
-@pytest.mark.skipif(HERE, reason="vLLM is installed")
-def test_without_vllm_it_cannot_run_and_says_so():
-    assert row() == (0, "cannot run", "vLLM is not installed, the only engine that is asked")
+@pytest.mark.skipif(bool(here), reason="an engine is installed")
+def test_without_an_engine_it_cannot_run_and_says_so():
+    code, found = rows()
+    assert code == 0
+    assert found == {package: ("cannot run", f"{name} is not installed") for package, name in ENGINES.items()}
 
 
 @needs_megatron
-@pytest.mark.skipif(not HERE, reason="vLLM is not installed")
+@pytest.mark.skipif(not here, reason="no engine is installed")
 def test_syncs_of_a_real_engine_go_well():
-    assert row() == (0, "right", "")
+    code, found = rows()
+    assert code == 0
+    assert {package: found[package] for package in here} == dict.fromkeys(here, ("right", ""))
 
 
-def test_a_vllm_that_lacks_what_is_asked_of_it_is_too_old(tmp_path, monkeypatch):
-    for module in weight_sync.ASKED:
+@pytest.mark.parametrize("package", ENGINES)
+def test_an_engine_that_lacks_what_is_asked_of_it_is_too_old(package, tmp_path, monkeypatch):
+    asked = weight_sync.ASKED[package]
+    for module in asked:
         (tmp_path / module.replace(".", "/")).mkdir(parents=True)
         (tmp_path / module.replace(".", "/") / "__init__.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(CannotRunHere, match="too old: it has no modes of pausing"):
-        weight_sync.weight_syncs()
-    (tmp_path / "vllm/v1/engine/async_llm/__init__.py").write_text("PauseMode = str")
-    with pytest.raises(CannotRunHere, match="too old: it cannot load from a folder"):
-        weight_sync.weight_syncs()
+    for module, (name, reason) in asked.items():
+        if name:
+            with pytest.raises(CannotRunHere, match=f"^{reason}$"):
+                weight_sync.weight_syncs(package)
+            (tmp_path / module.replace(".", "/") / "__init__.py").write_text(name)
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("", "no output"),
+        ("loading\nKilled", "Killed"),
+        ("Traceback\n  File x\nModuleNotFoundError: No module named 'k'\n\n[12:00] ended", "No module named 'k'"),
+        ("(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory\nstopped", "OutOfMemoryError: CUDA"),
+    ],
+)
+def test_of_an_engine_that_does_not_start_the_error_is_told(output, says):
+    assert says in weight_sync._last_error(output)
 
 
 def sync(mode, fails):

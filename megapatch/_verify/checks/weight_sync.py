@@ -1,43 +1,45 @@
-"""A weight sync with a real inference engine: vLLM, in a process of its own, where it is installed.
+"""Weight syncs with a real inference engine, vLLM or SGLang, in a process of its own, where it is installed.
 
 `megapatch.weight_sync.paused_generation` pauses it with requests in flight, and resumes it also where the sync
-raises half way. SGLang is not asked.
+raises half way.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..._versions import find_module
+from ..._versions import find_module, version_of
 from ..check import DP, CannotRunHere, Check, Layout, expect
-from . import _vllm
-from ._vllm import LONG, Interrupted
+from . import _syncs
+from ._syncs import LONG, RECORD, STARTED, Interrupted
 
 ASKED = {
-    "vllm": ("", "vLLM is not installed, the only engine that is asked"),
-    "vllm.v1.engine.async_llm": (
-        "PauseMode",
-        "this vLLM is too old: it has no modes of pausing",
-    ),
-    "vllm.v1.worker.gpu_model_runner": (
-        "weights_path",
-        "this vLLM is too old: it cannot load from a folder",
-    ),
+    "vllm": {
+        "vllm": ("", "vLLM is not installed"),
+        "vllm.v1.engine.async_llm": ("PauseMode", "this vLLM is too old: it has no modes of pausing"),
+        "vllm.v1.worker.gpu_model_runner": ("weights_path", "this vLLM is too old: it cannot load from a folder"),
+    },
+    "sglang": {
+        "sglang": ("", "SGLang is not installed"),
+        "sglang.srt.managers.io_struct": ('"retract"', "this SGLang is too old: a pause ends all requests"),
+    },
 }
-"""Modules of vLLM, what their source has to have, and what it means when that is missing."""
+"""Modules of each engine, what their source has to have, and what it means when that is missing."""
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 """Environment variables, or how they begin, that are for the ranks: an engine would take them for its own."""
 
 
-def weight_syncs(layout: Layout = DP) -> None:
+def weight_syncs(package: str, layout: Layout = DP) -> None:
     """Make weight syncs beside the first rank; the others wait. The ranks' time limit ends the engine as well."""
-    for module, (name, reason) in ASKED.items():
+    for module, (name, reason) in ASKED[package].items():
         spec = find_module(module)
         if spec is None or (name and name not in Path(str(spec.origin)).read_text()):
             raise CannotRunHere(reason)
@@ -45,10 +47,7 @@ def weight_syncs(layout: Layout = DP) -> None:
 
     if torch.distributed.get_rank() == 0:
         with tempfile.TemporaryDirectory(prefix="megapatch-engine-") as folder:
-            found = _found(Path(folder))
-        if "cannot" in found:
-            raise CannotRunHere(found["cannot"])
-        judge(found)
+            judge(_found(package, Path(folder)))
 
 
 def judge(found: dict[str, Any]) -> None:
@@ -83,15 +82,16 @@ def judge(found: dict[str, Any]) -> None:
         expect(not mixed, f"{what}: tokens after it are not those of an engine that started with the new weights")
 
 
-def _found(folder: Path) -> dict[str, Any]:
+def _found(package: str, folder: Path) -> dict[str, Any]:
     """Run the engine's process, which may write nothing outside of this folder, and download nothing."""
     environment = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment |= dict.fromkeys(("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"), "1")
-    environment |= dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR"), str(folder / "cache"))
+    caches = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR", "SGLANG_CACHE_DIR")
+    environment |= dict.fromkeys(caches, str(folder / "cache"))
     output = folder / "output"
     with output.open("w") as file:
         ended = subprocess.run(
-            [sys.executable, "-c", f"from {_vllm.__name__} import main; main({str(folder)!r})"],
+            [sys.executable, "-c", f"from {_syncs.__name__} import main; main({str(folder)!r}, '_{package}')"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -99,10 +99,19 @@ def _found(folder: Path) -> dict[str, Any]:
             check=False,
         )
     if ended.returncode:
-        last = (output.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-        raise RuntimeError(f"the engine's process ended with exit code {ended.returncode}: {last}")
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+        why = f"exit code {ended.returncode}: {_last_error(output.read_text(errors='replace'))}"
+        if (folder / STARTED).exists():
+            raise RuntimeError(f"the engine's process ended with {why}")
+        raise CannotRunHere(f"the engine of {package} {version_of(package, package)} does not start: {why}")
+    found: dict[str, Any] = json.loads((folder / RECORD).read_text())
     return found
 
 
-CHECKS = (Check("weight-sync", weight_syncs, audited=False),)
+def _last_error(output: str) -> str:
+    """Return the last line that names an error, or the last one: an engine may have said more as it ended."""
+    lines = output.strip().splitlines() or ["no output"]
+    errors = [line for line in lines if re.match(r"(\(.*\) )?[\w.]*(Error|Exception): ", line)]
+    return (errors or lines)[-1]
+
+
+CHECKS = tuple(Check(f"weight-sync-{package}", partial(weight_syncs, package), audited=False) for package in ASKED)
