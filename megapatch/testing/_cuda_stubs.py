@@ -50,6 +50,11 @@ def install_cuda_stubs() -> None:
         _of_this_thread.mode.__enter__()  # and never left
 
 
+_REWRITTEN = frozenset(
+    getattr(torch.Tensor, name) for name in ("cuda", "cpu", "pin_memory", "record_stream", "to", "type")
+)
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites calls of torch functions that name a CUDA device."""
 
@@ -60,6 +65,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in _REWRITTEN:  # nearly always
+            return func(*args)
         kwargs = dict(kwargs or {})
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"

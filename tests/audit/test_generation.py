@@ -19,11 +19,16 @@ from megapatch.streaming import TrainPump  # noqa: F401  (before the audit, as i
 from megapatch.weight_sync import paused_generation
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _audited():
     audit.start()
     yield
     audit.stop()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left():
+    yield
     audit.clear()
 
 
