@@ -48,6 +48,9 @@ class Engine:
             ended = output["meta_info"]["finish_reason"] or {"type": ""}
             yield list(output["output_ids"]), ended["type"]
 
+    async def forget(self) -> None:
+        await self._manager.flush_cache()
+
     async def pause(self, mode: str) -> None:
         await self._manager.pause_generation(self._messages.PauseGenerationReqInput(mode=mode))
 

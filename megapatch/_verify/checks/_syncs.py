@@ -58,6 +58,9 @@ class Engine(Protocol):
     def generate(self, prompt: list[int], length: int, name: str) -> AsyncIterator[tuple[list[int], str]]:
         """Yield all tokens so far, and why they ended, or "": greedily, and this many whatever they are."""
 
+    async def forget(self) -> None:
+        """Empty the key-value cache."""
+
     async def pause(self, mode: str) -> None: ...
 
     async def resume(self) -> None: ...
@@ -79,6 +82,7 @@ async def _found(folder: Path, new_engine: type[Engine]) -> dict[str, Any]:
     old, new, half = (_checkpoint(folder / name, name) for name in ("old", "new", "half"))
     engine = new_engine(new)  # so that what it answers now has to do with no sync
     found: dict[str, Any] = {"new": await _answers(engine, "new"), "syncs": []}
+    await engine.forget()  # or what a sync ought to have emptied would be right again after the next one
     (folder / STARTED).touch()
     try:
         for mode in engine.MODES:

@@ -38,6 +38,9 @@ class Engine:
         async for output in self._engine.generate({"prompt_token_ids": prompt}, greedy, name):
             yield list(output.outputs[0].token_ids), str(output.outputs[0].finish_reason or "")
 
+    async def forget(self) -> None:
+        await self._engine.reset_prefix_cache()
+
     async def pause(self, mode: str) -> None:
         await self._engine.pause_generation(mode=mode)
 
