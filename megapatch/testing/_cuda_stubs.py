@@ -53,6 +53,7 @@ def install_cuda_stubs() -> None:
 _REWRITTEN = frozenset(
     getattr(torch.Tensor, name) for name in ("cuda", "cpu", "pin_memory", "record_stream", "to", "type")
 )
+"""The functions that `_CudaMeansCpu` asks for by name: any other is only rewritten for its keywords."""
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -65,7 +66,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not kwargs and func not in _REWRITTEN:  # nearly always
+        if not kwargs and func not in _REWRITTEN:
             return func(*args)
         kwargs = dict(kwargs or {})
         if _names_cuda(kwargs.get("device")):

@@ -11,7 +11,7 @@ from ._syncs import CONFIG, PROMPTS
 
 
 class Engine:
-    """See the protocol of this name. Attention and sampling are torch's, on GPUs too: nothing is compiled."""
+    """See `_syncs.Engine`. Attention and sampling are torch's, on GPUs too: nothing is compiled."""
 
     MODES = ("abort", "retract")
 

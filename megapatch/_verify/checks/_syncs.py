@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 
 class Engine(Protocol):
-    """What is asked of an engine. Each of its modules has a class of this name, with these methods.
+    """An inference engine, as `_vllm.Engine` and `_sglang.Engine` wrap it.
 
     It starts with the weights of a folder, and runs in the event loop that is running then.
     """
@@ -71,7 +71,7 @@ class Engine(Protocol):
 
 
 def main(folder: str, module: str) -> None:
-    """Write the record to the folder, for the engine of this module beside us."""
+    """Make the syncs with the engine of a module of this package (`_vllm`), and write the record to the folder."""
     new_engine = importlib.import_module(f".{module}", __package__).Engine
     found = asyncio.run(_found(Path(folder), new_engine))
     (Path(folder) / RECORD).write_text(json.dumps(found))
@@ -81,12 +81,12 @@ async def _found(folder: Path, new_engine: type[Engine]) -> dict[str, Any]:
     """Return what the judge asks for."""
     old, new, half = (_checkpoint(folder / name, name) for name in ("old", "new", "half"))
     engine = new_engine(new)  # so that what it answers now has to do with no sync
-    found: dict[str, Any] = {"new": await _answers(engine, "new"), "syncs": []}
-    await engine.forget()  # or what a sync ought to have emptied would be right again after the next one
-    (folder / STARTED).touch()
     try:
+        found: dict[str, Any] = {"new": await _answers(engine, "new"), "syncs": []}
+        await engine.forget()  # or what a sync ought to have emptied would be right again after the next one
+        (folder / STARTED).touch()
         for mode in engine.MODES:
-            async with paused_generation(engine, pause=partial(engine.pause, mode), resume=engine.resume):
+            async with _paused(engine, mode):
                 await engine.load(old)
             found["old"] = await _answers(engine, f"{mode}-before")
             for weights, fails in ((half, True), (new, False)):
@@ -111,9 +111,8 @@ async def _sync(engine: Engine, mode: str, weights: Path, *, fails: bool) -> dic
     while not all(made) and time.monotonic() < deadline:
         await asyncio.sleep(0.001)
     found: dict[str, Any] = {"mode": mode, "fails": fails, "raised": ""}
-    pausing = paused_generation(engine, pause=partial(engine.pause, mode), resume=engine.resume)
     try:
-        async with pausing as found["paused"]:
+        async with _paused(engine, mode) as found["paused"]:
             await asyncio.sleep(SETTLED)
             found["at_pause"] = list(map(len, made))
             await engine.load(weights)
@@ -126,6 +125,10 @@ async def _sync(engine: Engine, mode: str, weights: Path, *, fails: bool) -> dic
     found["in_flight"] = await asyncio.gather(*requests)
     found["answers"] = await _answers(engine, f"{name}-after")
     return found
+
+
+def _paused(engine: Engine, mode: str) -> paused_generation:
+    return paused_generation(engine, pause=partial(engine.pause, mode), resume=engine.resume)
 
 
 async def _answers(engine: Engine, name: str) -> list[Any]:

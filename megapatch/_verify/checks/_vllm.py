@@ -10,7 +10,7 @@ from ._syncs import CONFIG, PROMPTS
 
 
 class Engine:
-    """See the protocol of this name."""
+    """See `_syncs.Engine`."""
 
     MODES = ("abort", "keep")
 
