@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper, megatron_worker
 
-from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 VOCABULARY, LENGTH = 16, 8
 
@@ -24,7 +24,6 @@ class Worker(megatron_worker.MegatronPolicyWorkerBase):
     enable_router_replay = enable_sample_support_replay = empty_cuda_cache = False
 
     def init_worker_process_group(self):
-        install_cuda_stubs()  # in the thread of the actor's calls, too
         torch.distributed.init_process_group("gloo")
         super().init_worker_process_group()
 

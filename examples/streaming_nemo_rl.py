@@ -21,18 +21,12 @@ from rigs import nemo_policy, nemo_rl  # noqa: E402
 SAMPLES, GROUPS, STEPS = 4, 3, 6
 
 
-class OnCPU(PolicyTrainer):
-    def begin_train_step(self):
-        install_cuda_stubs()  # in the thread of the pump's calls, too
-        super().begin_train_step()
-
-
 async def main():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     init_parallel()
     nemo_policy.find_policies()
     policy = nemo_policy.policy_for(tiny_gpt(**nemo_rl.GPT))
-    trainer, buffer = OnCPU(policy, nemo_rl.nll_loss(), gbs=SAMPLES * GROUPS), RolloutBuffer()
+    trainer, buffer = PolicyTrainer(policy, nemo_rl.nll_loss(), gbs=SAMPLES * GROUPS), RolloutBuffer()
     weights = SimpleNamespace(version=0, sync_weights=lambda: None)  # for a synchronizer, and for a manager
     weights.set_weight_version = lambda version: setattr(weights, "version", version)
     step_of = {"generations_per_prompt": SAMPLES, "target_prompt_groups_per_step": GROUPS}

@@ -21,19 +21,14 @@ from rigs import slime, slime_group  # noqa: E402
 SAMPLES, GROUPS, STEPS = 4, 3, 6
 
 
-class OnCPU(GroupTrainer):
-    def begin_train_step(self):
-        install_cuda_stubs()  # in the thread of the pump's calls, too
-        super().begin_train_step()
-
-
 async def main():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     init_parallel()
     slime.find_slime()
     model = tiny_gpt(hooks=False)
     _, loop, group = slime_group.group_for(model, SAMPLES * GROUPS)
-    trainer, weights, buffer = OnCPU(group, batch_size=SAMPLES * GROUPS), GroupWeights(group), RolloutBuffer()
+    trainer = GroupTrainer(group, batch_size=SAMPLES * GROUPS)
+    weights, buffer = GroupWeights(group), RolloutBuffer()
     step_of = {"generations_per_prompt": SAMPLES, "target_prompt_groups_per_step": GROUPS}
 
     def show(metrics, step, prefix):

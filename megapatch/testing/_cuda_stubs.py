@@ -7,6 +7,7 @@ that Megatron's own random state tracker does its real work.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -16,76 +17,100 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.overrides import TorchFunctionMode
+import torch.utils._device
 
 from ..errors import MisuseError
 
 _lock = threading.Lock()
 _replaced = False
-_of_this_thread = threading.local()
 
 
 def install_cuda_stubs() -> None:
     """Replace the parts of torch.cuda that Megatron uses, and make device="cuda" mean the CPU.
 
     Call it before the first import of megatron; a second call does nothing. The replacements hold for the whole
-    process and are never undone. The meaning of "cuda" holds for the calling thread: call this again in other
-    threads that create tensors.
+    process, in every thread, and are never undone.
 
     Raises:
         MisuseError: megatron.core has been imported already, and its modules hold originals.
     """
     global _replaced
     with _lock:
-        if not _replaced:
-            if "megatron.core" in sys.modules:
-                raise MisuseError(
-                    "install_cuda_stubs() must come before the first import of megatron: "
-                    "megatron.core is already imported and holds parts of the real torch.cuda"
-                )
-            _replace_torch_cuda()
-            _replaced = True
-    if getattr(_of_this_thread, "mode", None) is None:
-        _of_this_thread.mode = _CudaMeansCpu()
-        _of_this_thread.mode.__enter__()  # and never left
+        if _replaced:
+            return
+        if "megatron.core" in sys.modules:
+            raise MisuseError(
+                "install_cuda_stubs() must come before the first import of megatron: "
+                "megatron.core is already imported and holds parts of the real torch.cuda"
+            )
+        _replace_torch_cuda()
+        _replace_functions_that_take_a_device()
+        _replaced = True
 
 
-_REWRITTEN = frozenset(
-    getattr(torch.Tensor, name) for name in ("cuda", "cpu", "pin_memory", "record_stream", "to", "type")
-)
-"""The functions that `_CudaMeansCpu` asks for by name: any other is only rewritten for its keywords."""
+def _replace_functions_that_take_a_device() -> None:
+    # Not a TorchFunctionMode: it would see every call of torch, and a step of a tiny model would take a fifth more
+    # processor time. torch makes this list once, to know the functions in `with torch.device(...)`: it must find
+    # the originals. The list is private to torch (2.6 to 2.15).
+    factories = {factory.__name__: factory for factory in torch.utils._device._device_constructors()}
+    factories |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("_like")}
+    for name, factory in factories.items():
+        if hasattr(torch, name):  # not those of torch.fft and torch.nested
+            setattr(torch, name, _on_cpu(factory))
+    for name in dir(torch.Tensor):
+        if name.startswith("new_"):
+            setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    for name, method in _tensor_methods().items():
+        setattr(torch.Tensor, name, functools.wraps(getattr(torch.Tensor, name))(method))
+    context = torch.utils._device.DeviceContext
+    of_device = context.__init__
+    context.__init__ = lambda self, device: of_device(self, "cpu" if _names_cuda(device) else device)
 
 
-class _CudaMeansCpu(TorchFunctionMode):
-    """Rewrites calls of torch functions that name a CUDA device."""
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def patched_factory(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            if _names_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if not kwargs and func not in _REWRITTEN:
-            return func(*args)
-        kwargs = dict(kwargs or {})
+    patched_factory.__qualname__ = factory.__name__  # torch's own says a private class; pickle goes by this name
+    return patched_factory
+
+
+def _tensor_methods() -> dict[str, Callable[..., Any]]:
+    copy_to_cpu, convert, convert_type = torch.Tensor.cpu, torch.Tensor.to, torch.Tensor.type
+
+    def patched_cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # From a GPU it returns a copy: Megatron offloads, then frees the original.
+        return copy_to_cpu(self, *args, **kwargs).clone()
+
+    def patched_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if _names_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
-        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
-            return args[0]
-        if func is torch.Tensor.cpu:  # from a GPU it returns a copy: Megatron offloads, then frees the original
-            return func(*args, **kwargs).clone()
-        if func is torch.Tensor.record_stream:
-            return None
-        if func is torch.Tensor.to:
-            args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
-        elif func is torch.Tensor.type:
-            # The mixed-precision optimizers sort parameters by this name, and know only CUDA names.
-            if len(args) == 1 and not kwargs:
-                return func(*args).replace("torch.", "torch.cuda.", 1)
-            args = tuple(arg.replace("torch.cuda.", "torch.") if isinstance(arg, str) else arg for arg in args)
-        return func(*args, **kwargs)
+        return convert(self, *("cpu" if _names_cuda(arg) else arg for arg in args), **kwargs)
+
+    def patched_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # The mixed-precision optimizers sort parameters by this name, and know only CUDA names.
+        if not args and not kwargs:
+            # Under a torch function mode torch finds this method by its name, and it is called within itself.
+            return f"torch.cuda.{convert_type(self).removeprefix('torch.').removeprefix('cuda.')}"
+        args = tuple(arg.replace("torch.cuda.", "torch.") if isinstance(arg, str) else arg for arg in args)
+        return convert_type(self, *args, **kwargs)
+
+    def itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    return dict(
+        cpu=patched_cpu,
+        to=patched_to,
+        type=patched_type,
+        cuda=itself,
+        pin_memory=_its_own(itself),
+        record_stream=_its_own(_nothing),
+    )
 
 
 def _names_cuda(value: object) -> bool:

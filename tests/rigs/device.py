@@ -7,6 +7,7 @@ CPU, so it is what a GPU would be asked for.
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -16,7 +17,7 @@ from megapatch._verify.operations import HOST_READ, Operations
 # What makes the host wait until the device has a value, and copies it.
 READS = {torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.nonzero}
 # A tensor of Python's numbers, which is copied to the device where it is to be there.
-COPIES = {torch.tensor, torch.as_tensor}
+COPIES = ("tensor", "as_tensor")
 
 
 class Device(TorchFunctionMode):
@@ -29,8 +30,6 @@ class Device(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function in COPIES:
-            self.found.append(f"copy to {_kind(kwargs.get('device'))}")
         if function in READS:
             self.found.append(f"read {tuple(args[0].shape)}")
             length = len(self.found)
@@ -41,8 +40,17 @@ class Device(TorchFunctionMode):
 
     @contextlib.contextmanager
     def watched(self):
-        with self._below, self:
+        with self._below, self, contextlib.ExitStack() as stack:
+            for name in COPIES:
+                stack.enter_context(mock.patch.object(torch, name, self._listed(getattr(torch, name))))
             yield self
+
+    def _listed(self, copy):
+        def listed_copy(*args, **kwargs):
+            self.found.append(f"copy to {_kind(kwargs.get('device'))}")
+            return copy(*args, **kwargs)
+
+        return listed_copy
 
 
 class _Below(Operations):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from megapatch.testing import install_cuda_stubs
-
 
 class FailsOnce:
     """Mixed into an adapter: fails once, after two calls have added gradients, and keeps the last metrics."""
 
     calls, failing = 0, 2
-
-    def begin_train_step(self):
-        install_cuda_stubs()  # in the pump's thread, too
-        super().begin_train_step()
 
     def train_microbatch(self, data):
         super().train_microbatch(data)

@@ -9,7 +9,6 @@ import torch
 
 import megapatch
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
-from megapatch.testing import install_cuda_stubs
 from rigs.gathers import wrong
 from rigs.megatron import attempt
 from rigs.verl import GRADS, MICRO, batch_of, engine_of, loss, parameters, train
@@ -35,7 +34,6 @@ class EngineTrainer:
         )
 
     def begin_train_step(self):
-        install_cuda_stubs()  # the pump calls a plain trainer in a thread of its own
         for chunk in self.engine.module:
             chunk.train()
         self.step.begin()

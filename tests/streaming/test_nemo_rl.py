@@ -31,7 +31,7 @@ from rigs.nemo_weight_sync import has_synchronizers, synchronizer
 from megapatch.errors import MisuseError
 from megapatch.streaming import Group, RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.nemo_rl import InFlightUpdates, PolicyTrainer, TQBuffer
-from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -49,9 +49,7 @@ needs_replay_buffer = pytest.mark.skipif(not has_replay_buffer, reason="this NeM
 
 # ------------------------------------------------------------------------------------------ the trainer
 class Trainer(FailsOnce, PolicyTrainer):
-    def prepare_logprobs(self, data, **which):
-        install_cuda_stubs()
-        return super().prepare_logprobs(data, **which)
+    pass
 
 
 class Groups(RolloutBuffer):

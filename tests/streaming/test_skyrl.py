@@ -27,7 +27,7 @@ from rigs.skyrl_worker import GPT, samples, worker_for
 import megapatch
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.skyrl import DispatchTrainer, SamplerWeights
-from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = needs_skyrl
 
@@ -58,10 +58,6 @@ class Trainer(DispatchTrainer):
     """Notes what it returns; `failing` counts down the calls until one gets advantages that are not numbers."""
 
     failing = 0
-
-    def begin_train_step(self):
-        install_cuda_stubs()  # in the pump's thread, too
-        super().begin_train_step()
 
     def train_microbatch(self, data):
         self.failing -= 1

@@ -26,7 +26,7 @@ from rigs.slime_group import Loop, group_for
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.slime import GroupTrainer, GroupWeights
-from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = [
     pytest.mark.thorough,
@@ -39,12 +39,6 @@ OPTIONS = {"plain": {}, "overlap": GRADS, "sharded": BOTH}
 
 class Trainer(FailsOnce, GroupTrainer):
     pass
-
-
-class Weights(GroupWeights):
-    def sync_weights(self):
-        install_cuda_stubs()
-        super().sync_weights()
 
 
 class Groups(RolloutBuffer):
@@ -63,7 +57,7 @@ def by_pump(options):
     """The same steps, a prompt group at a time; the second group fails at first."""
     model = tiny_gpt(hooks=False, **options)
     rig, loop, group = group_for(model, MICROBATCHES)
-    trainer, weights, buffer = Trainer(group, loop._global_batch_size()), Weights(group), Groups()
+    trainer, weights, buffer = Trainer(group, loop._global_batch_size()), GroupWeights(group), Groups()
     config = StreamingConfig(generations_per_prompt=1, target_prompt_groups_per_step=GROUPS, max_staleness=STEPS)
     pump = TrainPump(config, trainer, buffer, weights, weights)
     batches = [model.microbatches(step, MICROBATCHES) for step in range(STEPS)]

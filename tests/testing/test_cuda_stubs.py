@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import types
 
+import cloudpickle
 import pytest
 import torch
 from rigs.megatron import UNPATCHED
@@ -35,13 +37,15 @@ def devices(rank, world_size):
         torch.ones(1).to(device="cuda:0", dtype=torch.bfloat16),
         torch.ones(1).pin_memory(),
         torch.nn.Linear(1, 1).cuda().weight,
+        torch.nn.Linear(1, 1, device="cuda").weight,
+        torch.ones(1).new_zeros(1, device="cuda"),
+        torch.ones_like(torch.ones(1), device="cuda", pin_memory=True),
     ]
-
-    def in_a_thread():
-        install_cuda_stubs()
-        made.append(torch.zeros(1, device="cuda"))
-
-    thread = threading.Thread(target=in_a_thread)
+    with torch.device("cuda"):
+        made.append(torch.zeros(1))
+    with torch.device("meta"):
+        assert torch.zeros(1).is_meta
+    thread = threading.Thread(target=lambda: made.append(torch.zeros(1, device="cuda")))
     thread.start()
     thread.join()
     with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
@@ -53,9 +57,18 @@ def devices(rank, world_size):
 
 def test_cuda_means_cpu():
     found, available, type_name = run_ranks(devices, 1, env=UNPATCHED)[0]
-    assert found == ["cpu"] * 9
+    assert found == ["cpu"] * 13
     assert not available
     assert type_name == "torch.cuda.FloatTensor"  # what Megatron's optimizers want to see
+
+
+def pickled(rank, world_size):
+    functions = [torch.zeros, torch.tensor, torch.empty_like]
+    return pickle.loads(pickle.dumps(functions)) == functions == cloudpickle.loads(cloudpickle.dumps(functions))
+
+
+def test_functions_that_make_tensors_still_pickle():
+    assert run_ranks(pickled, 1, env=UNPATCHED) == [True]
 
 
 def draw(rank, world_size):

@@ -132,9 +132,8 @@ def in_ray(rank, world_size):
                 import torch
                 from rigs.nemo_rl import GPT, worker_for
 
-                from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
+                from megapatch.testing import init_parallel, tiny_gpt
 
-                install_cuda_stubs()  # in the actor's thread
                 torch.distributed.init_process_group(
                     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
                 )
