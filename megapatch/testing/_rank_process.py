@@ -46,7 +46,7 @@ class Job:
     rank: int
     world_size: int
     store: str  # where ranks meet: tcp://HOST:PORT/PREFIX, where a store is waiting
-    stack: str  # file for this rank's stack, written on STACK_SIGNAL
+    stack: str  # file for this rank's stack, written on STACK_SIGNAL and when native code ends the process
     setup: bytes  # pickled function or None
     call: bytes  # pickled (function, args)
     files: dict[str, str]  # files of the modules that the pickled functions are from, by module name
@@ -70,6 +70,7 @@ def run(channel: Connection, **job_fields: Any) -> None:
     job = Job(**job_fields)
     threading.Thread(target=_end_with_caller, args=(channel,), daemon=True).start()
     stack = open(job.stack, "w")  # noqa: SIM115  (stays open as long as the process)
+    faulthandler.enable(stack)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=False)
     try:
         outcome = Outcome(_result(job))

@@ -177,6 +177,8 @@ class _Rank:
             assert self.process is not None
             self.process.join(1.0)
             ending = f"its process ended without a result ({_ending(self.process.exitcode)})"
+            if stack := _text(Path(self.job.stack)):
+                ending = f"{ending}\n{stack}"
             self.outcome = Outcome(failure=ending, failed_at=time.monotonic())
 
     def end(self) -> None:

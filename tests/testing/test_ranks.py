@@ -95,6 +95,10 @@ def kill_itself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def abort_natively():
+    os.abort()
+
+
 def hang_on_rank_1(rank, world_size, folder):
     note_pids(folder, os.getpid())
     if rank == 1:
@@ -170,6 +174,12 @@ def test_a_rank_that_just_ends(how, said):
     with pytest.raises(RanksFailed, match=f"rank 1 of 2 failed:\n.*{said}") as caught:
         run_ranks(end_on_rank_1, 2, how)
     assert list(caught.value.waiting) == [0]
+
+
+def test_a_rank_that_native_code_ends():
+    with pytest.raises(RanksFailed, match="signal SIGABRT") as caught:
+        run_ranks(end_on_rank_1, 2, abort_natively)
+    assert "in abort_natively" in caught.value.failures[1]
 
 
 def test_a_rank_that_hangs(tmp_path):
