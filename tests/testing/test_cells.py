@@ -99,6 +99,7 @@ def wait_for_ever():
     threading.Event().wait()
 
 
+@pytest.mark.thorough  # it waits for its timeout
 def test_a_cell_that_hangs_keeps_those_before_it():
     for rank, found in enumerate(run_cells(hanging, 2, timeout=30)):  # the first cell has to be done by then
         assert found["good"] == rank
