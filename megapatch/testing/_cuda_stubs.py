@@ -51,7 +51,7 @@ def install_cuda_stubs() -> None:
 def _replace_functions_that_take_a_device() -> None:
     # Not a TorchFunctionMode: it would see every call of torch, and a step of a tiny model would take a fifth more
     # processor time. torch makes this list once, to know the functions in `with torch.device(...)`: it must find
-    # the originals. The list is private to torch (2.6 to 2.15).
+    # the originals. The list is private to torch (seen in 2.13 to 2.15).
     factories = {factory.__name__: factory for factory in torch.utils._device._device_constructors()}
     factories |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("_like")}
     for name, factory in factories.items():
