@@ -52,11 +52,13 @@ def _replace_functions_that_take_a_device() -> None:
     # Not a TorchFunctionMode: it would see every call of torch, and a step of a tiny model would take a fifth more
     # processor time. torch makes this list once, to know the functions in `with torch.device(...)`: it must find
     # the originals. The list is private to torch (seen in 2.13 to 2.15).
-    factories = {factory.__name__: factory for factory in torch.utils._device._device_constructors()}
-    factories |= {name: getattr(torch, name) for name in dir(torch) if name.endswith("_like")}
-    for name, factory in factories.items():
-        if hasattr(torch, name):  # not those of torch.fft and torch.nested
-            setattr(torch, name, _on_cpu(factory))
+    factories = {*torch.utils._device._device_constructors(), torch.normal}
+    for module in (torch, torch.fft, torch.nested):
+        for name, function in list(vars(module).items()):
+            if callable(function) and (function in factories or name.endswith("_like")):
+                replacement = _on_cpu(function)
+                replacement.__module__, replacement.__qualname__ = module.__name__, name  # pickle goes by these
+                setattr(module, name, replacement)
     for name in dir(torch.Tensor):
         if name.startswith("new_"):
             setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
@@ -76,7 +78,6 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
             kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
-    patched_factory.__qualname__ = factory.__name__  # torch's own says a private class; pickle goes by this name
     return patched_factory
 
 

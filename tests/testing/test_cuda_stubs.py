@@ -40,6 +40,9 @@ def devices(rank, world_size):
         torch.nn.Linear(1, 1, device="cuda").weight,
         torch.ones(1).new_zeros(1, device="cuda"),
         torch.ones_like(torch.ones(1), device="cuda", pin_memory=True),
+        torch.normal(0.0, 1.0, (1,), device="cuda"),
+        torch.fft.fftfreq(1, device="cuda"),
+        torch.nested.nested_tensor([torch.ones(1)], device="cuda"),
     ]
     with torch.device("cuda"):
         made.append(torch.zeros(1))
@@ -57,13 +60,13 @@ def devices(rank, world_size):
 
 def test_cuda_means_cpu():
     found, available, type_name = run_ranks(devices, 1, env=UNPATCHED)[0]
-    assert found == ["cpu"] * 13
+    assert found == ["cpu"] * 16
     assert not available
     assert type_name == "torch.cuda.FloatTensor"  # what Megatron's optimizers want to see
 
 
 def pickled(rank, world_size):
-    functions = [torch.zeros, torch.tensor, torch.empty_like]
+    functions = [torch.zeros, torch.tensor, torch.empty_like, torch.fft.fftfreq]
     return pickle.loads(pickle.dumps(functions)) == functions == cloudpickle.loads(cloudpickle.dumps(functions))
 
 
