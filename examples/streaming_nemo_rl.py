@@ -16,7 +16,8 @@ from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 install_cuda_stubs()
-from rigs import nemo_policy, nemo_rl  # noqa: E402
+from rigs.nemo_rl import policy as nemo_policy  # noqa: E402
+from rigs.nemo_rl import worker as nemo_rl  # noqa: E402
 
 SAMPLES, GROUPS, STEPS = 4, 3, 6
 

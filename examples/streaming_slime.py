@@ -16,7 +16,8 @@ from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 install_cuda_stubs()
-from rigs import slime, slime_group  # noqa: E402
+from rigs.slime import group as slime_group  # noqa: E402
+from rigs.slime import train as slime  # noqa: E402
 
 SAMPLES, GROUPS, STEPS = 4, 3, 6
 

@@ -9,7 +9,7 @@ import sys
 from unittest import mock
 
 import pytest
-from rigs.streaming import run as run_on_virtual_clock
+from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import PLACES, Failure, World
 
 from megapatch.weight_sync import paused_generation

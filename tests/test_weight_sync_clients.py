@@ -11,7 +11,7 @@ import types
 from unittest import mock
 
 import pytest
-from rigs.streaming import run as run_on_virtual_clock
+from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import Failure, World
 
 from megapatch import MegapatchError

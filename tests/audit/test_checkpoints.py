@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 from rigs.cells import AUDITED, run_cells
-from rigs.megatron import BOTH, UNPATCHED
-from rigs.save import BASE, SHARED, STATE_ON_ONE, Saves, prepare
+from rigs.megatron.options import BOTH, UNPATCHED
+from rigs.megatron.save import BASE, SHARED, STATE_ON_ONE, Saves, prepare
 
 from megapatch import audit
 from megapatch.testing import init_parallel, tiny_gpt

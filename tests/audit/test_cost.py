@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from rigs.cells import AUDITED
-from rigs.megatron import BOTH, GRADS, UNPATCHED
+from rigs.megatron.options import BOTH, GRADS, UNPATCHED
 
 from megapatch import audit
 from megapatch._verify.operations import HOST_READ, Operations

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import AUDITED, run_cells
-from rigs.grad_ready import BUFFER
-from rigs.megatron import ADAM, BOTH, GRADS, UNPATCHED
+from rigs.megatron.grad_ready import BUFFER
+from rigs.megatron.options import ADAM, BOTH, GRADS, UNPATCHED
 
 from megapatch import audit
 from megapatch.testing import _data, init_parallel, tiny_gpt

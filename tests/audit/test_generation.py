@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from rigs.streaming import World, run
+from rigs.streaming.world import World, run
 
 from megapatch import audit
 from megapatch.audit import _generation, _weights

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import AUDITED, run_cells
-from rigs.megatron import GRADS, UNPATCHED, Interrupted, new_machine, raising_half_way, rerun_data
+from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, new_machine, raising_half_way, rerun_data
 
 from megapatch import audit
 from megapatch._mcore.rerun_machine import rewind_interrupted_step

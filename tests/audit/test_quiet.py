@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.fsdp import Sharded
-from rigs.megatron import BOTH, GRADS, Interrupted, raising_half_way
-from rigs.save import Saves, minor, prepare
-from rigs.train_step import in_pieces
+from rigs.megatron.options import BOTH, GRADS, Interrupted, raising_half_way
+from rigs.megatron.save import Saves, minor, prepare
+from rigs.train_step.fsdp import Sharded
+from rigs.train_step.models import in_pieces
 
 from megapatch.testing import MegatronLoop, init_parallel, tiny_gpt
 from megapatch.testing._availability import megatron_training_available

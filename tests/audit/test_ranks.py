@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch
 from rigs.cells import AUDITED
-from rigs.megatron import UNPATCHED, Log
+from rigs.megatron.options import UNPATCHED, Log
 
 from megapatch import MisuseError, apply, audit
 from megapatch.audit import _participants

@@ -10,7 +10,7 @@ HERE = find_module("torch") is not None and find_module("megatron.core") is not 
 if not HERE:
     collect_ignore_glob = ["test_*.py"]
 else:
-    from rigs.places import CPU, NCCL, SHARED, gpus
+    from rigs.gpu.places import CPU, NCCL, SHARED, gpus
 
 NO_GPU = "no GPU is visible"
 

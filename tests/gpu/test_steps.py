@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rigs import gpu
-from rigs.places import lacks
-from rigs.timeline import hidden, reduces_of, timeline
+from rigs.gpu import ranks as gpu
+from rigs.gpu.places import lacks
+from rigs.train_step.timeline import hidden, reduces_of, timeline
 
 from megapatch.testing import RanksFailed
 

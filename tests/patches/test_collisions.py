@@ -9,10 +9,10 @@ import importlib
 import importlib.util
 
 import pytest
-from rigs import slime
 from rigs.collisions import together
-from rigs.megatron import BOTH
-from rigs.skyrl import RELEASES, find_skyrl, needs_skyrl
+from rigs.megatron.options import BOTH
+from rigs.skyrl.releases import RELEASES, find_skyrl, needs_skyrl
+from rigs.slime import train as slime
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

@@ -8,7 +8,7 @@ import os
 
 import torch
 import wrapt
-from rigs.megatron import ADAM, BOTH, GRADS
+from rigs.megatron.options import ADAM, BOTH, GRADS
 from torch._dynamo.testing import CompileCounter
 
 from megapatch.patches import PATCHES

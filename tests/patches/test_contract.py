@@ -8,9 +8,9 @@ from __future__ import annotations
 import functools
 import importlib
 
-from rigs.megatron import GRADS, quick_writer
-from rigs.slime import IMITATIONS, SlimeLoop
-from rigs.slime_actor import REFERENCE, Actor
+from rigs.megatron.options import GRADS, quick_writer
+from rigs.slime.actor import REFERENCE, Actor
+from rigs.slime.train import IMITATIONS, SlimeLoop
 
 from megapatch._verify.checks import CHECKS, checkpoints
 from megapatch.patch import NEEDED, Patch, Site, Verdict

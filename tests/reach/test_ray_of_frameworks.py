@@ -15,7 +15,7 @@ if not (find_spec("ray") and find_spec("torch")):
     pytest.skip("needs Ray, and torch for what its workers import", allow_module_level=True)
 
 from rigs.ray import TESTS, cluster, job
-from rigs.skyrl import RELEASES, has_correctness_fixes
+from rigs.skyrl.releases import RELEASES, has_correctness_fixes
 from rigs.variables import folder_in
 
 from megapatch.reach.ray import compose_into_init
@@ -72,7 +72,7 @@ def in_ray(rank, world_size, slime, skyrl, log):
         before = "megapatch" in sys.modules
         sys.path.insert(0, TESTS)
         os.environ["SKYRL_RELEASE"] = release.folder
-        from rigs.skyrl import find_skyrl
+        from rigs.skyrl.releases import find_skyrl
 
         find_skyrl(real=["ray"])
         importlib.import_module(f"{release.backend}.workers.megatron.megatron_model_wrapper")
@@ -85,7 +85,7 @@ def in_ray(rank, world_size, slime, skyrl, log):
 
         compose_into_init()
         if skyrl is not None:
-            from rigs.skyrl import find_skyrl
+            from rigs.skyrl.releases import find_skyrl
 
             os.environ["SKYRL_RELEASE"] = skyrl.folder
             find_skyrl(real=["ray"])
@@ -144,7 +144,7 @@ def in_nemo_rls_ray(rank, world_size):
 
 @pytest.mark.skipif(not NEMO_RL, reason="NEMO_RL_CHECKOUT is not set")
 def test_nemo_rls_own_init_ray():
-    from rigs.nemo_rl import find_nemo_rl
+    from rigs.nemo_rl.worker import find_nemo_rl
 
     env = {"MEGAPATCH_DISABLE": "skyrl.*"}
     assert run_ranks(in_nemo_rls_ray, 1, setup=find_nemo_rl, env=env) == [(True, "skyrl.*")]

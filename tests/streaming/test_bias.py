@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from rigs.bias_picture import picture, rows
-from rigs.rollout_bias import CASES, mean, p90, simulate, table
-from rigs.streaming import run
+from rigs.streaming.bias_picture import picture, rows
+from rigs.streaming.rollout_bias import CASES, mean, p90, simulate, table
+from rigs.streaming.world import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "streaming.md"
 
@@ -53,7 +53,7 @@ def test_rollouts_that_are_not_announced_are_biased_and_this_is_told(caplog):
 
 
 def test_the_picture_is_that_of_the_table():
-    """If not: python -m rigs.bias_picture"""
+    """If not: python -m rigs.streaming.bias_picture"""
     assert len(rows()) == len(CASES)
     assert (PAGE.parent / "rollout_bias.svg").read_text() == picture(rows())
 

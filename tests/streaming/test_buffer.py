@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming import run
+from rigs.streaming.world import run
 
 from megapatch import MegapatchError
 from megapatch.streaming import Group, RolloutBuffer

@@ -7,7 +7,7 @@ import logging
 import sys
 
 import pytest
-from rigs.streaming import Fault, World, cancelled_after, failing_after, raised, run
+from rigs.streaming.world import Fault, World, cancelled_after, failing_after, raised, run
 
 from megapatch.streaming import RolloutBuffer
 

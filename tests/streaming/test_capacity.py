@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 import pytest
-from rigs.streaming import World, raised, run
+from rigs.streaming.world import World, raised, run
 
 from megapatch.streaming import ConfigError, EmptyStepError, RolloutBuffer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming import Fault, World, raised, run
+from rigs.streaming.world import Fault, World, raised, run
 
 from megapatch import MisuseError
 

@@ -7,7 +7,7 @@ import logging
 import sys
 
 import pytest
-from rigs.streaming import Fault, World, failing_after, raised, run
+from rigs.streaming.world import Fault, World, failing_after, raised, run
 
 from megapatch import MegapatchError
 from megapatch.streaming import EmptyStepError, StreamingConfig, TrainPump

@@ -7,7 +7,7 @@ import contextlib
 import random
 
 import pytest
-from rigs.streaming import Fault, World, raised, run
+from rigs.streaming.world import Fault, World, raised, run
 
 from megapatch import MisuseError
 from megapatch.streaming import Group, RolloutBuffer, StalenessSampler

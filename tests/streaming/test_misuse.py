@@ -7,7 +7,7 @@ import pickle
 import re
 
 import pytest
-from rigs.streaming import World, raised, run
+from rigs.streaming.world import World, raised, run
 
 from megapatch import MegapatchError
 from megapatch.streaming import Backlog, ConfigError, EmptyStepError, RolloutBuffer, StreamingConfig, TrainPump

@@ -1,6 +1,6 @@
 """NeMo-RL's own policies and replay buffer as the parts of a pump; without a checkout, our imitation of them.
 
-Every rank runs a pump, as it runs the driver's program in tests/rigs/nemo_policy.py.
+Every rank runs a pump, as it runs the driver's program in tests/rigs/nemo_rl/policy.py.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if not (find_spec("torch") and find_spec("megatron")):
     pytest.skip("needs torch and megatron-core", allow_module_level=True)
 
 from rigs.cells import run_cells
-from rigs.fails_once import FailsOnce
-from rigs.nemo_policy import POLICIES, find_policies, loss, policy_for, samples, sliced, whole
-from rigs.nemo_rl import CHECKOUT, GPT, IMITATIONS
-from rigs.nemo_rl_steps import SIZE
-from rigs.nemo_weight_sync import find as find_weight_sync
-from rigs.nemo_weight_sync import has_synchronizers, synchronizer
+from rigs.nemo_rl.policy import POLICIES, find_policies, loss, policy_for, samples, sliced, whole
+from rigs.nemo_rl.steps import SIZE
+from rigs.nemo_rl.weight_sync import find as find_weight_sync
+from rigs.nemo_rl.weight_sync import has_synchronizers, synchronizer
+from rigs.nemo_rl.worker import CHECKOUT, GPT, IMITATIONS
+from rigs.streaming.fails_once import FailsOnce
 
 from megapatch.errors import MisuseError
 from megapatch.streaming import Group, RolloutBuffer, StreamingConfig, TrainPump
@@ -231,7 +231,7 @@ def made():
 
 
 def record_of(size):
-    return importlib.import_module("rigs.nemo_rl").batch(0, size, rank=0)
+    return importlib.import_module("rigs.nemo_rl.worker").batch(0, size, rank=0)
 
 
 def filled(rank, world_size):

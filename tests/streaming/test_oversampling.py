@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.rollout_bias import mean, simulate
-from rigs.rollouts import begun
-from rigs.streaming import run
+from rigs.streaming.rollout_bias import mean, simulate
+from rigs.streaming.rollouts import begun
+from rigs.streaming.world import run
 
 
 @pytest.mark.parametrize(("max_staleness", "first"), [(0, "abc"), (1, "abcde")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming import World, raised, run
+from rigs.streaming.world import World, raised, run
 
 from megapatch import MisuseError
 from megapatch.streaming import Group, StalenessSampler

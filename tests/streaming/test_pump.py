@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming import World, run
+from rigs.streaming.world import World, run
 
 
 def test_one_step():

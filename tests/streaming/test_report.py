@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
-from rigs.streaming import World, failing_after, raised, run
+from rigs.streaming.world import World, failing_after, raised, run
 
 
 class Logger:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.streaming import World, raised, run
+from rigs.streaming.world import World, raised, run
 
 from megapatch import MisuseError
 from megapatch.streaming import RolloutBuffer
@@ -48,7 +48,7 @@ async def roll_out(world, pump, group, seconds=0.0, **tag):
 @pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the lives are forked")
 def test_killed_a_hundred_times(tmp_path):
-    command = [sys.executable, "-m", "rigs.killed_runs", str(tmp_path), "100"]
+    command = [sys.executable, "-m", "rigs.streaming.killed_runs", str(tmp_path), "100"]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     kills, groups, versions, rollouts = map(int, done.stdout.split())

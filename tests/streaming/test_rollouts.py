@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 import pytest
-from rigs.rollouts import begun
-from rigs.streaming import World, cancelled_after, failing_after, raised, run
+from rigs.streaming.rollouts import begun
+from rigs.streaming.world import World, cancelled_after, failing_after, raised, run
 
 from megapatch.streaming import EmptyStepError, RolloutBuffer
 

@@ -19,10 +19,10 @@ if not (find_spec("torch") and find_spec("megatron")):
     pytest.skip("needs torch and megatron-core", allow_module_level=True)
 
 import torch
-from rigs.megatron import attempt
-from rigs.skyrl import RELEASES, needs_skyrl
-from rigs.skyrl_dispatch import dispatch_for, fsdp_worker_for
-from rigs.skyrl_worker import GPT, samples, worker_for
+from rigs.megatron.options import attempt
+from rigs.skyrl.dispatch import dispatch_for, fsdp_worker_for
+from rigs.skyrl.releases import RELEASES, needs_skyrl
+from rigs.skyrl.worker import GPT, samples, worker_for
 
 import megapatch
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
@@ -205,7 +205,7 @@ def test_what_would_lose_gradients_is_refused(ranks, release):
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
 def test_the_example_learns():
     env = {**os.environ, "SKYRL_RELEASE": TESTED[-1].folder, "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "rigs.skyrl_ray", EXAMPLE]
+    command = [sys.executable, "-m", "rigs.skyrl.ray", EXAMPLE]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True, timeout=300
     )

@@ -19,10 +19,10 @@ if not (find_spec("torch") and find_spec("megatron")):
 
 import torch
 from rigs.cells import run_cells
-from rigs.fails_once import FailsOnce
-from rigs.megatron import BOTH, GRADS, attempt
-from rigs.slime import FRAMEWORK, find_slime
-from rigs.slime_group import Loop, group_for
+from rigs.megatron.options import BOTH, GRADS, attempt
+from rigs.slime.group import Loop, group_for
+from rigs.slime.train import FRAMEWORK, find_slime
+from rigs.streaming.fails_once import FailsOnce
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.slime import GroupTrainer, GroupWeights

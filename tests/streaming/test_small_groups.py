@@ -55,7 +55,7 @@ async def train(trainer, samples, each):
 
 
 def parameters(rank, samples, each):
-    from rigs.train_step import MEAN
+    from rigs.train_step.models import MEAN
 
     from megapatch.testing._data import forward_step
     from megapatch.train_step import TrainStep

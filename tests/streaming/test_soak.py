@@ -10,7 +10,7 @@ import logging
 import random
 
 import pytest
-from rigs.streaming import Fault, flat, run
+from rigs.streaming.world import Fault, flat, run
 
 from megapatch.streaming import EmptyStepError, Group, RolloutBuffer, StreamingConfig, TrainPump
 

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from unittest import mock
 
-from rigs.streaming import raised
+from rigs.streaming.world import raised
 
 from megapatch.reach.ray import RayTrainer
 from megapatch.streaming import StepTrainer

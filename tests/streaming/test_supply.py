@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 import pytest
-from rigs.streaming import Fault, World, raised, run
+from rigs.streaming.world import Fault, World, raised, run
 
 from megapatch import MegapatchError
 from megapatch.streaming import EmptyStepError, RolloutBuffer

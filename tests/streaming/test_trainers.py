@@ -10,7 +10,7 @@ import sys
 import threading
 
 import pytest
-from rigs.streaming import raised
+from rigs.streaming.world import raised
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 

@@ -7,8 +7,8 @@ import logging
 import threading
 
 import pytest
-from rigs.rollouts import begun
-from rigs.streaming import World, cancelled_after, run
+from rigs.streaming.rollouts import begun
+from rigs.streaming.world import World, cancelled_after, run
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump, _watchdog
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming import Fault, World, cancelled_after, failing_after, raised, run
+from rigs.streaming.world import Fault, World, cancelled_after, failing_after, raised, run
 
 from megapatch.streaming import StreamingConfig, TrainPump
 

@@ -10,7 +10,7 @@ import types
 import cloudpickle
 import pytest
 import torch
-from rigs.megatron import UNPATCHED
+from rigs.megatron.options import UNPATCHED
 
 from megapatch.errors import MisuseError
 from megapatch.testing import init_parallel, install_cuda_stubs, run_ranks

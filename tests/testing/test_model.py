@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from rigs.megatron import UNPATCHED
+from rigs.megatron.options import UNPATCHED
 
 from megapatch.testing import init_parallel, mean_loss, run_ranks, tiny_gpt
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from rigs.cells import Found, run_cells
-from rigs.megatron import ADAM, BOTH, UNPATCHED
-from rigs.megatron import GRADS as OVERLAP
+from rigs.megatron.options import ADAM, BOTH, UNPATCHED
+from rigs.megatron.options import GRADS as OVERLAP
 
 from megapatch.testing import init_parallel, tiny_gpt
 

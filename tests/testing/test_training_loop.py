@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 import torch
-from rigs.megatron import BOTH, UNPATCHED, needs_training
+from rigs.megatron.options import BOTH, UNPATCHED, needs_training
 
 from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from rigs.megatron import BOTH, GRADS, Interrupted, assert_same_parameters, raising_half_way
-from rigs.train_step import MEAN
+from rigs.megatron.options import BOTH, GRADS, Interrupted, assert_same_parameters, raising_half_way
+from rigs.train_step.models import MEAN
 
 from megapatch import MegapatchError
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt

@@ -7,8 +7,8 @@ import gc
 
 import pytest
 import torch
-from rigs.megatron import BOTH, GRADS, assert_same_parameters, attempt
-from rigs.train_step import MEAN, MOE, in_pieces, sum_forward_step
+from rigs.megatron.options import BOTH, GRADS, assert_same_parameters, attempt
+from rigs.train_step.models import MEAN, MOE, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step

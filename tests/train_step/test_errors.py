@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 from rigs.cells import run_cells
-from rigs.megatron import (
+from rigs.megatron.options import (
     BOTH,
     GRADS,
     Interrupted,
@@ -18,7 +18,7 @@ from rigs.megatron import (
     raising_half_way,
     rerun_data,
 )
-from rigs.train_step import MEAN, in_pieces
+from rigs.train_step.models import MEAN, in_pieces
 
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.fsdp import (
+from rigs.train_step.fsdp import (
     GAMMA,
     LEARNING_RATE,
     Sharded,

@@ -8,7 +8,15 @@ from unittest import mock
 
 import pytest
 from rigs.cells import run_cells
-from rigs.fsdp import Interrupted, Sharded, forward_step, largest_difference, optimizers, plain_model, reference
+from rigs.train_step.fsdp import (
+    Interrupted,
+    Sharded,
+    forward_step,
+    largest_difference,
+    optimizers,
+    plain_model,
+    reference,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

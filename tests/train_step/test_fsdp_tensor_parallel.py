@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.fsdp import Sharded, largest_difference, optimizers, reference
-from rigs.megatron import attempt
+from rigs.megatron.options import attempt
+from rigs.train_step.fsdp import Sharded, largest_difference, optimizers, reference
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

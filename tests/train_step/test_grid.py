@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.layouts import CASES, in_layouts, model_of
-from rigs.megatron import UNPATCHED
-from rigs.train_step import allow_sequence_parallel
+from rigs.megatron.options import UNPATCHED
+from rigs.train_step.layouts import CASES, in_layouts, model_of
+from rigs.train_step.models import allow_sequence_parallel
 
 pytestmark = pytest.mark.thorough
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.grad_ready import Reduces
-from rigs.megatron import BOTH, GRADS, UNPATCHED
-from rigs.train_step import MEAN, MOE, in_pieces
+from rigs.megatron.grad_ready import Reduces
+from rigs.megatron.options import BOTH, GRADS, UNPATCHED
+from rigs.train_step.models import MEAN, MOE, in_pieces
 
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep

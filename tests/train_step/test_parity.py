@@ -11,9 +11,9 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import once, run_cells
-from rigs.layouts import CASES, NO_ATTENTION, NOT_KNOWN_HERE, PER_TOKEN, TOKENS, in_layouts, model_of
-from rigs.megatron import BOTH, GRADS, UNPATCHED
-from rigs.train_step import allow_sequence_parallel, in_pieces
+from rigs.megatron.options import BOTH, GRADS, UNPATCHED
+from rigs.train_step.layouts import CASES, NO_ATTENTION, NOT_KNOWN_HERE, PER_TOKEN, TOKENS, in_layouts, model_of
+from rigs.train_step.models import allow_sequence_parallel, in_pieces
 
 from megapatch.train_step import TrainStep
 

@@ -6,9 +6,9 @@ import contextlib
 
 import pytest
 import torch
-from rigs.layouts import NOT_KNOWN_HERE, is_known_here, model_of
-from rigs.megatron import GRADS, Interrupted, attempt
-from rigs.train_step import MEAN, in_pieces
+from rigs.megatron.options import GRADS, Interrupted, attempt
+from rigs.train_step.layouts import NOT_KNOWN_HERE, is_known_here, model_of
+from rigs.train_step.models import MEAN, in_pieces
 
 from megapatch.errors import MisuseError
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import GRADS, assert_same_parameters
-from rigs.train_step import MEAN, MOE, MTP, in_pieces, sum_forward_step
+from rigs.megatron.options import GRADS, assert_same_parameters
+from rigs.train_step.models import MEAN, MOE, MTP, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step

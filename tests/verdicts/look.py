@@ -61,34 +61,34 @@ def lacks(project):
 def find(project):
     """From now on the project can be imported, without what it needs and no diagnosis asks for."""
     if project == "megatron-bridge":
-        importlib.import_module("rigs.bridge").find_bridge()
-        importlib.import_module("rigs.exporters").find_conversions()
+        importlib.import_module("rigs.megatron.bridge").find_bridge()
+        importlib.import_module("rigs.megatron.exporters").find_conversions()
     elif project in ("mbridge", "mcore-bridge"):
-        importlib.import_module("rigs.exporters").find_exporters()
+        importlib.import_module("rigs.megatron.exporters").find_exporters()
     elif project in ("slime", "miles"):
-        importlib.import_module("rigs.slime").find_slime()
+        importlib.import_module("rigs.slime.train").find_slime()
     elif project in ("skyrl", "skyrl-train"):
-        importlib.import_module("rigs.skyrl").find_skyrl()
+        importlib.import_module("rigs.skyrl.releases").find_skyrl()
     elif project == "verl":
-        importlib.import_module("rigs.verl").find_verl()
+        importlib.import_module("rigs.verl.engine").find_verl()
     elif project == "ms-swift":
-        importlib.import_module("rigs.ms_swift").find_swift()
+        importlib.import_module("rigs.ms_swift.trainer").find_swift()
     elif project == "areal":
-        importlib.import_module("rigs.areal").find_areal()
+        importlib.import_module("rigs.areal.engine").find_areal()
     elif project == "roll":
-        importlib.import_module("rigs.roll").find_roll()
+        importlib.import_module("rigs.roll.strategy").find_roll()
     elif project == "nemo-rl":
         _find_nemo_rl()
 
 
 def _find_nemo_rl():
-    rig = importlib.import_module("rigs.nemo_rl")
+    rig = importlib.import_module("rigs.nemo_rl.worker")
     others = ["nemo_automodel", "vllm"]
     if not (Path(rig.CHECKOUT) / "nemo_rl/models/policy/workers").is_dir():  # up to v0.5.0
         rig.WORKER = rig.WORKER.replace(".workers", "")
     if not find_module("megatron.training"):  # which its own fork of Megatron has, up to v0.5.0
         others += ["megatron.inference", "megatron.training"]
-    importlib.import_module("rigs.nemo_dtensor").find_workers()
+    importlib.import_module("rigs.nemo_rl.dtensor").find_workers()
     backported = "NeMoAutoModelForTokenClassification"  # NeMo-RL insists that Automodel has none
     sys.modules[f"nemo_automodel.{backported}"] = None
     stand_ins = importlib.import_module("rigs.stand_ins")

@@ -20,8 +20,8 @@ if find_module("megatron.core") is None:
 
 from rigs.cells import run_cells
 from rigs.device import Device
-from rigs.megatron import GRADS
-from rigs.train_step import sum_forward_step
+from rigs.megatron.options import GRADS
+from rigs.train_step.models import sum_forward_step
 
 import megapatch
 from megapatch.reach import _ray_trainer

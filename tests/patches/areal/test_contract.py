@@ -7,10 +7,10 @@ import importlib
 from unittest import mock
 
 import torch
-from rigs.areal import BOTH, ENGINE, GRADS, RELEASES, engine_of, find_areal, needs_areal, train
-from rigs.areal_updates import Servers, checkpoint, update
-from rigs.gathers import Collectives
-from rigs.megatron import attempt
+from rigs.areal.engine import BOTH, ENGINE, GRADS, RELEASES, engine_of, find_areal, needs_areal, train
+from rigs.areal.updates import Servers, checkpoint, update
+from rigs.megatron.gathers import Collectives
+from rigs.megatron.options import attempt
 
 from megapatch.patches.areal import PATCHES, aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
 from megapatch.testing import check_contract, run_ranks

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from rigs.areal import RELEASES, STEPS, find_areal, needs_areal
-from rigs.areal_runs import READS, cells
+from rigs.areal.engine import RELEASES, STEPS, find_areal, needs_areal
+from rigs.areal.runs import READS, cells
 from rigs.cells import run_cells
 
 pytestmark = needs_areal

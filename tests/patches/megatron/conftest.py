@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rigs.save import minor
+from rigs.megatron.save import minor
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import importlib
 
 import pytest
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED
-from rigs.save import minor
+from rigs.megatron.options import UNPATCHED
+from rigs.megatron.save import minor
 
 from megapatch.testing import init_parallel, tiny_gpt
 

@@ -6,7 +6,7 @@ import contextlib
 import importlib
 from unittest import mock
 
-from rigs.megatron import UNPATCHED, needs_training
+from rigs.megatron.options import UNPATCHED, needs_training
 
 from megapatch.patch import MARK, unpatched
 from megapatch.testing import run_ranks

@@ -8,7 +8,7 @@ from types import ModuleType
 from unittest import mock
 
 import pytest
-from rigs.megatron import UNPATCHED
+from rigs.megatron.options import UNPATCHED
 
 from megapatch.patches.megatron import gathered_when_read as patch
 from megapatch.testing import run_ranks

@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from rigs.megatron import UNPATCHED
+from rigs.megatron.options import UNPATCHED
 
 from megapatch.testing import run_ranks
 

@@ -6,7 +6,7 @@ import importlib
 import inspect
 from unittest import mock
 
-from rigs.megatron import UNPATCHED
+from rigs.megatron.options import UNPATCHED
 
 from megapatch.testing import run_ranks
 

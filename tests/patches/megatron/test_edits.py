@@ -6,7 +6,7 @@ import importlib
 import warnings
 
 import pytest
-from rigs.edits import HARMLESS, another_body, edited, empty, with_name, without
+from rigs.megatron.edits import HARMLESS, another_body, edited, empty, with_name, without
 
 from megapatch.patch import NEEDED, UNKNOWN
 from megapatch.patches import PATCHES

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.megatron import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
+from rigs.megatron.options import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

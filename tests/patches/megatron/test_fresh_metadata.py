@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED, attempt, quick_writer
-from rigs.save import minor
+from rigs.megatron.options import UNPATCHED, attempt, quick_writer
+from rigs.megatron.save import minor
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import FileSystemReader
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 from rigs.cells import run_cells
-from rigs.gathers import Collectives, between_ranks, no_collective, pair, state_of, unwrapped, wrong
-from rigs.megatron import UNPATCHED, attempt, buckets
+from rigs.megatron.gathers import Collectives, between_ranks, no_collective, pair, state_of, unwrapped, wrong
+from rigs.megatron.options import UNPATCHED, attempt, buckets
 
 from megapatch import MisuseError
 from megapatch.testing import init_parallel, tiny_gpt

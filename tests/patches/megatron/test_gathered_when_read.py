@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.cells import run_cells
-from rigs.gathers import (
+from rigs.megatron.gathers import (
     OVERLAP,
     PLAIN,
     Collectives,
@@ -20,7 +20,7 @@ from rigs.gathers import (
     whole,
     wrong,
 )
-from rigs.megatron import UNPATCHED, attempt, buckets, needs_training
+from rigs.megatron.options import UNPATCHED, attempt, buckets, needs_training
 
 from megapatch import apply, restore
 from megapatch._versions import find_module

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.cells import run_cells
-from rigs.gathers import PLAIN, pair, wrong
-from rigs.megatron import UNPATCHED, needs_training, quick_writer
+from rigs.megatron.gathers import PLAIN, pair, wrong
+from rigs.megatron.options import UNPATCHED, needs_training, quick_writer
 
 from megapatch.testing import MegatronLoop, init_parallel, tiny_gpt
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.gathers import export, pair, unwrapped, wrong
+from rigs.megatron.gathers import export, pair, unwrapped, wrong
 
 from megapatch.patches._gathered import gathered_at_first_next
 from megapatch.testing import init_parallel

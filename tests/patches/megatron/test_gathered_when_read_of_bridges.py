@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.exporters import MODULES, find_exporters, installed, stream
-from rigs.gathers import Collectives, pair, wrong
-from rigs.megatron import UNPATCHED, buckets
+from rigs.megatron.exporters import MODULES, find_exporters, installed, stream
+from rigs.megatron.gathers import Collectives, pair, wrong
+from rigs.megatron.options import UNPATCHED, buckets
 
 import megapatch
 from megapatch.patch import Status

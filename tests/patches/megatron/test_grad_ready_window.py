@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.grad_ready import assert_as_without_overlap, needs_learning, run_case
-from rigs.megatron import ADAM
+from rigs.megatron.grad_ready import assert_as_without_overlap, needs_learning, run_case
+from rigs.megatron.options import ADAM
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel

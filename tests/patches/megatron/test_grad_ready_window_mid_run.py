@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.grad_ready import assert_as_without_overlap, needs_learning, one_step, run_case
-from rigs.megatron import ADAM, GRADS, Interrupted, assert_same_parameters
+from rigs.megatron.grad_ready import assert_as_without_overlap, needs_learning, one_step, run_case
+from rigs.megatron.options import ADAM, GRADS, Interrupted, assert_same_parameters
 
 from megapatch import MegapatchError, apply, restore
 from megapatch.testing import destroy_parallel, init_parallel, tiny_gpt

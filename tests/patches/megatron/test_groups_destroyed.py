@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED
+from rigs.megatron.options import UNPATCHED
 
 from megapatch._mcore.process_groups import process_groups
 from megapatch.patches.megatron.groups_destroyed import diagnose

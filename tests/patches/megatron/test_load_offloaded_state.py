@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED, attempt, quick_writer
-from rigs.offloading import OFFLOADS, offloading, offloading_gpt
-from rigs.save import minor
+from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
+from rigs.megatron.options import UNPATCHED, attempt, quick_writer
+from rigs.megatron.save import minor
 
 from megapatch.patch import MARK
 from megapatch.testing import init_parallel

@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.grad_ready import Reduces
-from rigs.megatron import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
+from rigs.megatron.grad_ready import Reduces
+from rigs.megatron.options import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, tiny_gpt

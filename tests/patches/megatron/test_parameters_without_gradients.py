@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
-from rigs.megatron import Log, assert_same_parameters, attempt
-from rigs.train_step import MEAN, in_pieces
+from rigs.megatron.options import Log, assert_same_parameters, attempt
+from rigs.train_step.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
+from rigs.train_step.models import MEAN, in_pieces
 
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import once, run_cells
-from rigs.megatron import ADAM, UNPATCHED, Interrupted, assert_same_parameters, attempt
+from rigs.megatron.options import ADAM, UNPATCHED, Interrupted, assert_same_parameters, attempt
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, tiny_gpt

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import once, run_cells
-from rigs.megatron import UNPATCHED
-from rigs.offloading import OFFLOADS, offloading, offloading_gpt
-from rigs.save import minor
+from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
+from rigs.megatron.options import UNPATCHED
+from rigs.megatron.save import minor
 
 from megapatch.patch import MARK
 from megapatch.testing import init_parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from rigs.megatron import UNPATCHED, attempt, iterate, new_machine, rerun_data
+from rigs.megatron.options import UNPATCHED, attempt, iterate, new_machine, rerun_data
 
 from megapatch.testing import run_ranks
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rigs.megatron import attempt, iterate, new_machine, quick_writer, rerun, rerun_data
+from rigs.megatron.options import attempt, iterate, new_machine, quick_writer, rerun, rerun_data
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, run_ranks

@@ -6,7 +6,7 @@ import importlib
 from types import SimpleNamespace
 
 import pytest
-from rigs.megatron import ADAM, assert_same_parameters, attempt, needs_training, quick_writer, rerun
+from rigs.megatron.options import ADAM, assert_same_parameters, attempt, needs_training, quick_writer, rerun
 
 from megapatch.testing import MegatronLoop, init_parallel, run_ranks, tiny_gpt
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import (
+from rigs.megatron.options import (
     ADAM,
     assert_same,
     attempt,

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.layouts import CASES, NOT_KNOWN_HERE, in_layouts, model_of
-from rigs.megatron import BOTH, GRADS, UNPATCHED
-from rigs.train_step import allow_sequence_parallel
+from rigs.megatron.options import BOTH, GRADS, UNPATCHED
+from rigs.train_step.layouts import CASES, NOT_KNOWN_HERE, in_layouts, model_of
+from rigs.train_step.models import allow_sequence_parallel
 
 import megapatch
 from megapatch._verify.operations import HOST_READ, Operations

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED
-from rigs.save import (
+from rigs.megatron.options import UNPATCHED
+from rigs.megatron.save import (
     BASE,
     DISTRIBUTED,
     LOCAL,

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED, attempt
-from rigs.save import (
+from rigs.megatron.options import UNPATCHED, attempt
+from rigs.megatron.save import (
     BASE,
     DISTRIBUTED,
     LOCAL,

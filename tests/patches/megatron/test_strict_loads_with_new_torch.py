@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED, attempt, quick_writer
+from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megapatch.patch import MARK

@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED, attempt
-from rigs.save import minor
+from rigs.megatron.options import UNPATCHED, attempt
+from rigs.megatron.save import minor
 from torch.distributed.device_mesh import DeviceMesh
 
 from megapatch.testing import init_parallel, tiny_gpt

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
-from rigs.megatron import (
+from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,

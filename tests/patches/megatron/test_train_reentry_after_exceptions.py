@@ -6,7 +6,7 @@ import contextlib
 import sys
 
 import pytest
-from rigs.megatron import (
+from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,

@@ -7,9 +7,19 @@ import sys
 from functools import partial
 
 import pytest
-from rigs.bridge import ALIGNED, MODULE, MXFP8, Fault, find_bridge, needs_bridge, new_loop, ranks, timers_running
 from rigs.cells import run_cells
-from rigs.megatron import (
+from rigs.megatron.bridge import (
+    ALIGNED,
+    MODULE,
+    MXFP8,
+    Fault,
+    find_bridge,
+    needs_bridge,
+    new_loop,
+    ranks,
+    timers_running,
+)
+from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,

@@ -6,8 +6,8 @@ import contextlib
 import sys
 
 import pytest
-from rigs.bridge import ALIGNED, MXFP8, BridgeLoop, Fault, needs_bridge, new_loop, ranks, timers_running
-from rigs.megatron import (
+from rigs.megatron.bridge import ALIGNED, MXFP8, BridgeLoop, Fault, needs_bridge, new_loop, ranks, timers_running
+from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,

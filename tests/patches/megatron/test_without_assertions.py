@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rigs.command import run
-from rigs.grad_ready import needs_learning
+from rigs.megatron.grad_ready import needs_learning
 
 TESTS = Path(__file__).parents[2]
 pytestmark = pytest.mark.thorough
@@ -33,7 +33,7 @@ def test_no_patch_is_refused():
 def test_what_was_an_assertion_is_repaired():
     path = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
     shown = subprocess.run(
-        [sys.executable, "-O", "-m", "rigs.without_assertions"],
+        [sys.executable, "-O", "-m", "rigs.megatron.without_assertions"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron import UNPATCHED
-from rigs.save import minor
+from rigs.megatron.options import UNPATCHED
+from rigs.megatron.save import minor
 
 from megapatch import TrainStep
 from megapatch.testing import init_parallel, tiny_gpt

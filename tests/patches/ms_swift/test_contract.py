@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from rigs.ms_swift import GRADS, RELEASES, find_swift, needs_swift, train, trainer_of
+from rigs.ms_swift.trainer import GRADS, RELEASES, find_swift, needs_swift, train, trainer_of
 
 from megapatch.patches.ms_swift import PATCHES, overflow_is_skipped, train_reentry
 from megapatch.testing import check_contract, run_ranks

@@ -6,8 +6,8 @@ import math
 
 import pytest
 from rigs.cells import run_cells
-from rigs.ms_swift import RELEASES, STEPS, find_swift, needs_swift
-from rigs.ms_swift_runs import cells
+from rigs.ms_swift.runs import cells
+from rigs.ms_swift.trainer import RELEASES, STEPS, find_swift, needs_swift
 
 pytestmark = needs_swift
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 
 import pytest
-from rigs.nemo_rl import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
-from rigs.nemo_rl_steps import SIZE, summary
+from rigs.nemo_rl.steps import SIZE, summary
+from rigs.nemo_rl.worker import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
 from rigs.ray import TESTS, ray_with
 
 from megapatch.testing import run_ranks
@@ -30,7 +30,7 @@ LOAD = """
 import json, pickle, sys
 import torch
 assert "megapatch" not in sys.modules
-from rigs.nemo_rl import find_nemo_rl
+from rigs.nemo_rl.worker import find_nemo_rl
 find_nemo_rl()
 cls = pickle.load(sys.stdin.buffer)
 worker = object.__new__(cls)
@@ -120,7 +120,7 @@ def in_ray(rank, world_size):
         from megapatch.testing import install_cuda_stubs
 
         install_cuda_stubs()
-        from rigs.nemo_rl import find_nemo_rl
+        from rigs.nemo_rl.worker import find_nemo_rl
 
         find_nemo_rl()
 
@@ -130,7 +130,7 @@ def in_ray(rank, world_size):
         class Tiny(module.MegatronPolicyWorkerImpl):
             def __init__(self):
                 import torch
-                from rigs.nemo_rl import GPT, worker_for
+                from rigs.nemo_rl.worker import GPT, worker_for
 
                 from megapatch.testing import init_parallel, tiny_gpt
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
 from patches.nemo_rl.test_split_after_exceptions import failing_in_loss
-from rigs.gathers import OVERLAP
-from rigs.megatron import BOTH, Interrupted, attempt
-from rigs.nemo_dtensor import SECOND, WORKERS, find_workers
-from rigs.nemo_rl import GPT, SHAPES, batch, nll_loss, worker_for
+from rigs.megatron.gathers import OVERLAP
+from rigs.megatron.options import BOTH, Interrupted, attempt
+from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
+from rigs.nemo_rl.worker import GPT, SHAPES, batch, nll_loss, worker_for
 
 from megapatch import Patch, _versions
 from megapatch.patches.nemo_rl import (
@@ -104,7 +104,7 @@ def swap_that_raises():
 
 
 def policy_of_slices():
-    from rigs.nemo_policy import find_policies, policy_for
+    from rigs.nemo_rl.policy import find_policies, policy_for
 
     if there("nemo_rl.models.policy.lm_policy"):
         find_policies()

@@ -9,10 +9,10 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from rigs.exporters import find_conversions, installed, new_bridge, tasks_of
-from rigs.gathers import OVERLAP, PLAIN, Collectives, wrong
-from rigs.megatron import buckets
-from rigs.nemo_rl import GPT, batch, find_nemo_rl, needs_nemo_rl, nll_loss, worker_for
+from rigs.megatron.exporters import find_conversions, installed, new_bridge, tasks_of
+from rigs.megatron.gathers import OVERLAP, PLAIN, Collectives, wrong
+from rigs.megatron.options import buckets
+from rigs.nemo_rl.worker import GPT, batch, find_nemo_rl, needs_nemo_rl, nll_loss, worker_for
 from rigs.stand_ins import Anything, StandIns
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt

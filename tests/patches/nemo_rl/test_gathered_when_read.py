@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 from rigs.cells import AUDITED
-from rigs.gathers import OVERLAP, PLAIN, Collectives, wrong
-from rigs.megatron import buckets
-from rigs.nemo_rl import (
+from rigs.megatron.gathers import OVERLAP, PLAIN, Collectives, wrong
+from rigs.megatron.options import buckets
+from rigs.nemo_rl.worker import (
     GPT,
     batch,
     find_nemo_rl,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from rigs.nemo_rl import GPT, LENGTH, SHAPES, batch, find_nemo_rl, worker_for
-from rigs.nemo_rl_steps import LAYOUTS, LOSSES, SIZE, differences, in_slices, trained_gpt
+from rigs.nemo_rl.steps import LAYOUTS, LOSSES, SIZE, differences, in_slices, trained_gpt
+from rigs.nemo_rl.worker import GPT, LENGTH, SHAPES, batch, find_nemo_rl, worker_for
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

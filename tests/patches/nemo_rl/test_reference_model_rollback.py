@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs import nemo_dtensor
-from rigs.megatron import Interrupted
-from rigs.nemo_dtensor import FIRST, SECOND, WORKERS, find_workers, module_of
-from rigs.nemo_rl_steps import LAYOUTS, differences, samples, trained_gpt, whole
+from rigs.megatron.options import Interrupted
+from rigs.nemo_rl import dtensor as nemo_dtensor
+from rigs.nemo_rl.dtensor import FIRST, SECOND, WORKERS, find_workers, module_of
+from rigs.nemo_rl.steps import LAYOUTS, differences, samples, trained_gpt, whole
 
 from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
 from megapatch.patches.nemo_rl import reference_model_rollback

@@ -8,9 +8,9 @@ import importlib
 from unittest import mock
 
 import pytest
-from rigs.megatron import Interrupted
-from rigs.nemo_rl import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
-from rigs.nemo_rl_steps import LAYOUTS, SIZE, differences, in_slices, trained_gpt, whole
+from rigs.megatron.options import Interrupted
+from rigs.nemo_rl.steps import LAYOUTS, SIZE, differences, in_slices, trained_gpt, whole
+from rigs.nemo_rl.worker import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
 
 from megapatch.testing import init_parallel, run_ranks
 

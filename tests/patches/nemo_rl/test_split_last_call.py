@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 from rigs.cells import once, run_cells
-from rigs.grad_ready import Reduces
-from rigs.megatron import attempt, buckets
-from rigs.nemo_rl import GPT, SHAPES, batch, find_nemo_rl, has_own_split_step, nll_loss, worker_for
-from rigs.nemo_rl_steps import LAYOUTS, SIZE, SLICES, differences, in_slices, samples, trained_gpt, whole
+from rigs.megatron.grad_ready import Reduces
+from rigs.megatron.options import attempt, buckets
+from rigs.nemo_rl.steps import LAYOUTS, SIZE, SLICES, differences, in_slices, samples, trained_gpt, whole
+from rigs.nemo_rl.worker import GPT, SHAPES, batch, find_nemo_rl, has_own_split_step, nll_loss, worker_for
 
 from megapatch.testing import init_parallel, tiny_gpt
 

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 from rigs.cells import once, run_cells
-from rigs.nemo_rl import SHAPES, find_nemo_rl
-from rigs.nemo_rl_steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained_gpt, whole
+from rigs.nemo_rl.steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained_gpt, whole
+from rigs.nemo_rl.worker import SHAPES, find_nemo_rl
 
 from megapatch.testing import init_parallel
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import once, run_cells
-from rigs.nemo_dtensor import (
+from rigs.nemo_rl.dtensor import (
     SLICES,
     WORKERS,
     assert_close,
@@ -21,8 +21,8 @@ from rigs.nemo_dtensor import (
     trained,
     worker_for,
 )
-from rigs.nemo_rl import CHECKOUT, batch
-from rigs.nemo_rl_steps import in_slices, whole
+from rigs.nemo_rl.steps import in_slices, whole
+from rigs.nemo_rl.worker import CHECKOUT, batch
 
 pytestmark = pytest.mark.thorough
 

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import once, run_cells
-from rigs.nemo_dtensor import (
+from rigs.nemo_rl.dtensor import (
     SLICES,
     WORKERS,
     Interrupted,
@@ -22,8 +22,8 @@ from rigs.nemo_dtensor import (
     trained,
     worker_for,
 )
-from rigs.nemo_rl import batch, nll_loss
-from rigs.nemo_rl_steps import SIZE, in_slices, slices, whole
+from rigs.nemo_rl.steps import SIZE, in_slices, slices, whole
+from rigs.nemo_rl.worker import batch, nll_loss
 
 from megapatch.errors import MisuseError
 

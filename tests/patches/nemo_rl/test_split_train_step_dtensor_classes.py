@@ -9,7 +9,7 @@ import functools
 from types import SimpleNamespace
 
 import pytest
-from rigs.nemo_dtensor import CLASSES, WORKERS, find_workers, module_of
+from rigs.nemo_rl.dtensor import CLASSES, WORKERS, find_workers, module_of
 
 from megapatch.patch import VerdictKind
 from megapatch.patches._ray_actors import class_of

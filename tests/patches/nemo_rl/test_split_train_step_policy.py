@@ -12,9 +12,9 @@ from functools import partial
 
 import pytest
 from rigs.cells import once, run_cells
-from rigs.nemo_policy import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
-from rigs.nemo_rl import CHECKOUT, GPT, needs_nemo_rl
-from rigs.nemo_rl_steps import SIZE, SLICES, STEPS, differences
+from rigs.nemo_rl.policy import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
+from rigs.nemo_rl.steps import SIZE, SLICES, STEPS, differences
+from rigs.nemo_rl.worker import CHECKOUT, GPT, needs_nemo_rl
 
 from megapatch.errors import MisuseError
 from megapatch.patches.nemo_rl import split_train_step_policy

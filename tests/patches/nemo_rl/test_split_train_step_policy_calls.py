@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.nemo_policy import (
+from rigs.nemo_rl.policy import (
     OF_MAIN,
     POLICIES,
     find_policies,
@@ -26,8 +26,8 @@ from rigs.nemo_policy import (
     train_slice,
     whole,
 )
-from rigs.nemo_rl import GPT
-from rigs.nemo_rl_steps import SIZE
+from rigs.nemo_rl.steps import SIZE
+from rigs.nemo_rl.worker import GPT
 
 from megapatch.testing import init_parallel, tiny_gpt
 

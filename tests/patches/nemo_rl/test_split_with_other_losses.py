@@ -6,9 +6,9 @@ import contextlib
 import importlib
 
 import pytest
-from rigs.nemo_rl import CHECKOUT, GPT, WORKER, find_nemo_rl, nll_loss, policy_gradient_loss, worker_for
-from rigs.nemo_rl_steps import SLICES, differences, in_slices, summary, trained_gpt, whole
-from rigs.train_step import MOE, MTP
+from rigs.nemo_rl.steps import SLICES, differences, in_slices, summary, trained_gpt, whole
+from rigs.nemo_rl.worker import CHECKOUT, GPT, WORKER, find_nemo_rl, nll_loss, policy_gradient_loss, worker_for
+from rigs.train_step.models import MOE, MTP
 
 from megapatch.patches.nemo_rl._workers import has_own_split_step
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt

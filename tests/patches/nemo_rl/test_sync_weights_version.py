@@ -12,9 +12,8 @@ import sys
 from unittest import mock
 
 import pytest
-from rigs.megatron import UNPATCHED, Log, attempt
-from rigs.nemo_rl import CHECKOUT
-from rigs.nemo_weight_sync import (
+from rigs.megatron.options import UNPATCHED, Log, attempt
+from rigs.nemo_rl.weight_sync import (
     CHECKED,
     NAME,
     TRANSPORTS,
@@ -28,7 +27,8 @@ from rigs.nemo_weight_sync import (
     needs_synchronizers,
     synchronizer,
 )
-from rigs.skyrl import status_of
+from rigs.nemo_rl.worker import CHECKOUT
+from rigs.skyrl.releases import status_of
 
 from megapatch.patches.nemo_rl.sync_weights_version import MODULE
 from megapatch.testing import run_ranks

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 from patches.nemo_rl.test_split_after_exceptions import failing_in_iterator, failing_in_loss
-from rigs.megatron import Interrupted, Log, attempt
-from rigs.nemo_rl import SHAPES, batch, find_nemo_rl, nll_loss
-from rigs.nemo_rl_steps import LAYOUTS, SIZE, differences, trained_gpt, whole
+from rigs.megatron.options import Interrupted, Log, attempt
+from rigs.nemo_rl.steps import LAYOUTS, SIZE, differences, trained_gpt, whole
+from rigs.nemo_rl.worker import SHAPES, batch, find_nemo_rl, nll_loss
 
 from megapatch.testing import init_parallel, run_ranks
 

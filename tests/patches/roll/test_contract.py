@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from rigs.roll import find_roll, strategy_of, train
-from rigs.roll_runs import set_scale
+from rigs.roll.runs import set_scale
+from rigs.roll.strategy import find_roll, strategy_of, train
 
 from megapatch.patches.roll import PATCHES, grad_scale, overflow_is_skipped
 from megapatch.testing import check_contract, init_parallel, run_ranks

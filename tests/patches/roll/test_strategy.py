@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from rigs.cells import run_cells
-from rigs.roll import CHECKOUT, find_roll
-from rigs.roll_runs import SCALES, cells
+from rigs.roll.runs import SCALES, cells
+from rigs.roll.strategy import CHECKOUT, find_roll
 
 pytestmark = pytest.mark.thorough
 

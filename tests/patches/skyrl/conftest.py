@@ -1,7 +1,7 @@
 """What is asked of each release."""
 
 import pytest
-from rigs.skyrl import RELEASES
+from rigs.skyrl.releases import RELEASES
 
 
 @pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
-from rigs.megatron import ADAM, assert_same_parameters, attempt
-from rigs.skyrl import needs_skyrl, status_of
-from rigs.skyrl_worker import GPT, LENGTH, RESPONSE, samples, worker_for
+from rigs.megatron.options import ADAM, assert_same_parameters, attempt
+from rigs.skyrl.releases import needs_skyrl, status_of
+from rigs.skyrl.worker import GPT, LENGTH, RESPONSE, samples, worker_for
 
 from megapatch import apply, restore
 from megapatch.patches.skyrl.accumulate_forward_backward import MODULES, WORKER, diagnose

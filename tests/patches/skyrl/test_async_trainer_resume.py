@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 from rigs.cells import AUDITED
-from rigs.skyrl import RELEASES, needs_skyrl
-from rigs.skyrl_engines import STEPS, Engines, audited, each_way, logged, outcome, trainer_for
+from rigs.skyrl.engines import STEPS, Engines, audited, each_way, logged, outcome, trainer_for
+from rigs.skyrl.releases import RELEASES, needs_skyrl
 
 from megapatch.patches.skyrl.async_trainer_resume import MODULES, SYNC, TRAINER, diagnose
 

@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.gathers import OVERLAP, Collectives
-from rigs.skyrl import RELEASES, Release, find_skyrl, needs_skyrl
-from rigs.skyrl_engines import BroadcastFailed, Engines, trainer_for
-from rigs.skyrl_save import Saves
-from rigs.skyrl_worker import GPT, samples, worker_for
+from rigs.megatron.gathers import OVERLAP, Collectives
+from rigs.skyrl.engines import BroadcastFailed, Engines, trainer_for
+from rigs.skyrl.releases import RELEASES, Release, find_skyrl, needs_skyrl
+from rigs.skyrl.save import Saves
+from rigs.skyrl.worker import GPT, samples, worker_for
 
 from megapatch.patches.skyrl import (
     PATCHES,

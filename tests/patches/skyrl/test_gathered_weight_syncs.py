@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 from rigs.cells import AUDITED, take_rules
-from rigs.exporters import MODULES, installed
-from rigs.gathers import Collectives, pair, wrong
-from rigs.megatron import UNPATCHED, buckets
-from rigs.skyrl import RELEASES, needs_skyrl
-from rigs.skyrl_sync import extractors_of, find_skyrl_and_exporter, syncs_through_bridge
+from rigs.megatron.exporters import MODULES, installed
+from rigs.megatron.gathers import Collectives, pair, wrong
+from rigs.megatron.options import UNPATCHED, buckets
+from rigs.skyrl.releases import RELEASES, needs_skyrl
+from rigs.skyrl.sync import extractors_of, find_skyrl_and_exporter, syncs_through_bridge
 
 import megapatch
 from megapatch.testing import init_parallel

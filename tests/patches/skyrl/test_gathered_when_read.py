@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 from rigs.cells import AUDITED, take_rules
-from rigs.gathers import Collectives, pair, wrong
-from rigs.megatron import UNPATCHED, buckets
-from rigs.skyrl import needs_skyrl, status_of
-from rigs.skyrl_save import Saves
+from rigs.megatron.gathers import Collectives, pair, wrong
+from rigs.megatron.options import UNPATCHED, buckets
+from rigs.skyrl.releases import needs_skyrl, status_of
+from rigs.skyrl.save import Saves
 
 from megapatch.patches.skyrl.gathered_when_read import diagnose
 from megapatch.testing import init_parallel

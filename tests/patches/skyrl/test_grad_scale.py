@@ -9,8 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
-from rigs.megatron import assert_same_parameters
-from rigs.skyrl import has_correctness_fixes, needs_skyrl, status_of
+from rigs.megatron.options import assert_same_parameters
+from rigs.skyrl.releases import has_correctness_fixes, needs_skyrl, status_of
 
 from megapatch import apply, restore
 from megapatch.patches.skyrl.grad_scale import MODULES, diagnose

@@ -6,8 +6,8 @@ import functools
 
 import pytest
 from rigs.cells import AUDITED
-from rigs.skyrl import RELEASES, needs_skyrl
-from rigs.skyrl_engines import Engines, audited, cancelled_when, each_way, outcome
+from rigs.skyrl.engines import Engines, audited, cancelled_when, each_way, outcome
+from rigs.skyrl.releases import RELEASES, needs_skyrl
 
 from megapatch.patches.skyrl.pause_rollback import CLIENT, MODULES, diagnose
 

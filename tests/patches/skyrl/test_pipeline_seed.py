@@ -10,8 +10,8 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from rigs.megatron import attempt
-from rigs.skyrl import RELEASES, has_correctness_fixes, needs_skyrl, status_of
+from rigs.megatron.options import attempt
+from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl, status_of
 
 from megapatch import apply, restore
 from megapatch.patches.skyrl.pipeline_seed import MODULES, diagnose

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 from rigs.ray import TESTS, ray_with
-from rigs.skyrl import RELEASES, has_correctness_fixes, needs_skyrl
+from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
 
 from megapatch.testing import run_ranks
 
@@ -48,7 +48,7 @@ def in_ray(rank, world_size, dispatch, wrapper):
         active = "megapatch" in sys.modules
         sys.path.insert(0, TESTS)
         os.environ["SKYRL_RELEASE"] = release.folder
-        from rigs.skyrl import find_skyrl
+        from rigs.skyrl.releases import find_skyrl
 
         find_skyrl(real=["ray"])
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy as moved
@@ -84,8 +84,8 @@ def in_ray(rank, world_size, dispatch, wrapper):
         import importlib
         from unittest import mock
 
-        from rigs.skyrl import has_correctness_fixes
-        from rigs.skyrl_engines import Engines, outcome, save_without_pause
+        from rigs.skyrl.engines import Engines, outcome, save_without_pause
+        from rigs.skyrl.releases import has_correctness_fixes
 
         import megapatch
 

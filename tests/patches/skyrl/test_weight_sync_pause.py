@@ -10,8 +10,7 @@ import functools
 from unittest import mock
 
 import pytest
-from rigs.skyrl import RELEASES, has_correctness_fixes, needs_skyrl
-from rigs.skyrl_engines import (
+from rigs.skyrl.engines import (
     Engines,
     EngineThatCannot,
     cancelled_when,
@@ -20,6 +19,7 @@ from rigs.skyrl_engines import (
     outcome,
     save_without_pause,
 )
+from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
 
 import megapatch
 from megapatch.patches.skyrl.weight_sync_pause import DISPATCH, MODULES, SAVE, diagnose

@@ -1,7 +1,7 @@
 """Every result of these tests says whose code it is about."""
 
 import pytest
-from rigs.slime import CHECKOUT, FRAMEWORK
+from rigs.slime.train import CHECKOUT, FRAMEWORK
 
 
 @pytest.fixture(autouse=True, params=[FRAMEWORK if CHECKOUT else f"imitation of {FRAMEWORK}"])

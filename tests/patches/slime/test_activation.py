@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from rigs.megatron import BOTH, UNPATCHED
-from rigs.slime import UTILS, SlimeLoop, find_slime
+from rigs.megatron.options import BOTH, UNPATCHED
+from rigs.slime.train import UTILS, SlimeLoop, find_slime
 
 import megapatch
 from megapatch._engine.engine import Engine

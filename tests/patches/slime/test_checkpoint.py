@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from rigs.megatron import ADAM, BOTH, UNPATCHED, assert_same_parameters, plain_steps, quick_writer
-from rigs.slime import CHECKOUT, SlimeLoop, find_slime
+from rigs.megatron.options import ADAM, BOTH, UNPATCHED, assert_same_parameters, plain_steps, quick_writer
+from rigs.slime.train import CHECKOUT, SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from unittest import mock
 
-from rigs.megatron import UNPATCHED
-from rigs.slime import UTILS, find_slime
+from rigs.megatron.options import UNPATCHED
+from rigs.slime.train import UTILS, find_slime
 
 from megapatch.patches.slime.train_reentry import diagnose
 from megapatch.testing import run_ranks

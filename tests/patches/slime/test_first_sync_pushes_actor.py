@@ -7,9 +7,9 @@ import importlib
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
-from rigs.megatron import UNPATCHED
-from rigs.slime import FRAMEWORK, UTILS, find_slime
-from rigs.slime_actor import REFERENCE, Actor
+from rigs.megatron.options import UNPATCHED
+from rigs.slime.actor import REFERENCE, Actor
+from rigs.slime.train import FRAMEWORK, UTILS, find_slime
 
 from megapatch.patches.slime.first_sync_pushes_actor import diagnose
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt

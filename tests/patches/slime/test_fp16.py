@@ -8,8 +8,8 @@ import inspect
 import math
 
 import pytest
-from rigs.megatron import ADAM, UNPATCHED, assert_same_parameters, attempt
-from rigs.slime import FRAMEWORK, SlimeLoop, find_slime
+from rigs.megatron.options import ADAM, UNPATCHED, assert_same_parameters, attempt
+from rigs.slime.train import FRAMEWORK, SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

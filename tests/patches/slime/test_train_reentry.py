@@ -8,7 +8,7 @@ import functools
 
 import pytest
 from rigs.cells import RAISING
-from rigs.megatron import (
+from rigs.megatron.options import (
     ADAM,
     BOTH,
     GRADS,
@@ -20,7 +20,7 @@ from rigs.megatron import (
     hooks_of,
     raising_half_way,
 )
-from rigs.slime import Fault, SlimeLoop, find_slime
+from rigs.slime.train import Fault, SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, mean_loss, run_ranks, tiny_gpt
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from rigs.cells import RAISING
-from rigs.megatron import ADAM, BOTH, UNPATCHED, assert_same_parameters
-from rigs.slime import SlimeLoop, find_slime
+from rigs.megatron.options import ADAM, BOTH, UNPATCHED, assert_same_parameters
+from rigs.slime.train import SlimeLoop, find_slime
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

@@ -7,11 +7,21 @@ import importlib
 from unittest import mock
 
 import torch
-from rigs.gathers import Collectives
-from rigs.verl import BOTH, ENGINES, GRADS, batch_of, engine_of, find_reloadable_verl, loss, needs_verl, train
-from rigs.verl_reads import copy, save, shards
-from rigs.verl_runs import register
-from rigs.verl_sync import Plan, blocking, sync
+from rigs.megatron.gathers import Collectives
+from rigs.verl.engine import (
+    BOTH,
+    ENGINES,
+    GRADS,
+    batch_of,
+    engine_of,
+    find_reloadable_verl,
+    loss,
+    needs_verl,
+    train,
+)
+from rigs.verl.reads import copy, save, shards
+from rigs.verl.runs import register
+from rigs.verl.sync import Plan, blocking, sync
 
 from megapatch.patches.verl import (
     PATCHES,

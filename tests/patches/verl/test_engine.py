@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.verl import ENGINES, STEPS, find_verl, needs_verl
-from rigs.verl_reads import READS
-from rigs.verl_runs import cells, trained_in_four
+from rigs.verl.engine import ENGINES, STEPS, find_verl, needs_verl
+from rigs.verl.reads import READS
+from rigs.verl.runs import cells, trained_in_four
 
 pytestmark = needs_verl
 

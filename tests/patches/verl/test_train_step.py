@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.verl import ENGINES, find_verl, needs_verl
-from rigs.verl_steps import LAYOUTS, SPLITS, cells
+from rigs.verl.engine import ENGINES, find_verl, needs_verl
+from rigs.verl.steps import LAYOUTS, SPLITS, cells
 
 pytestmark = needs_verl
 

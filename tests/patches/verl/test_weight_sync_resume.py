@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from rigs.verl import RELEASES, needs_verl
-from rigs.verl_sync import CALLS, PLACES, found_by
+from rigs.verl.engine import RELEASES, needs_verl
+from rigs.verl.sync import CALLS, PLACES, found_by
 
 pytestmark = needs_verl
 

@@ -1,0 +1,1 @@
+"""AReaL's engine, and what is run with it."""

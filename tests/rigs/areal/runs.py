@@ -1,0 +1,176 @@
+"""What AReaL's engine does without megapatch's patches and with them, as cells of one run of two ranks."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from unittest import mock
+
+import torch
+
+from megapatch import apply, report, restore
+from megapatch._mcore.process_groups import process_groups
+from rigs.areal.engine import BOTH, CHECKPOINTER, ENGINE, GRADS, ROLLOUT, STEPS, engine_of, parameters, train
+from rigs.areal.updates import Servers, checkpoint, update
+from rigs.megatron.gathers import wrong
+from rigs.megatron.options import Log, attempt
+
+READS = {
+    "broadcast": lambda engine: update(engine, Servers()),
+    "disk": lambda engine: update(engine, Servers(), "disk"),
+    "checkpoint": checkpoint,
+}
+EXPERTS = {
+    "experts": 2,
+    "moe_aux_loss_coeff": 10.0,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_router_topk": 1,
+}
+SCALE = 1024.0
+alive = []
+"""Servers, which survive a failure."""
+
+
+def cells(rank, world_size):
+    """Yield the cells of `run_cells`: (name, what), first with nothing patched, then with all patches."""
+    importlib.import_module(ENGINE)
+    importlib.import_module(ROLLOUT)
+    importlib.import_module(CHECKPOINTER)
+    restore()
+    for name in READS:
+        yield f"{name}, without", lambda name=name: read_after_steps(name)
+    yield "seeds, without", seeds
+    yield "failures, without", failures
+    yield "router, without", router_gradients
+    yield "dense, without", lambda: gradients(SCALE)
+    apply()
+    yield "statuses", statuses
+    for name in READS:
+        yield f"{name}, with", lambda name=name: read_after_steps(name)
+    yield "seeds", seeds
+    yield "failures", failures
+    yield "router", router_gradients
+    yield "dense", lambda: gradients(SCALE)
+    yield "own hook", own_hook
+    yield "again", initialized_again
+
+
+def statuses():
+    return {patch["name"]: patch["status"] for patch in report().to_dict()["patches"]}
+
+
+def read_after_steps(name):
+    """Return the fraction of the elements that is old, by step, and of the parameters that differ at the end."""
+    engine, plain = engine_of(BOTH), engine_of(GRADS, beside=True)
+    fractions = []
+    for step in range(STEPS):
+        train(plain, step)
+        train(engine, step)
+        fractions.append(wrong(READS[name](engine), READS[name](plain)))
+    engine.model[0].start_param_sync(force_sync=True)
+    return fractions, wrong(parameters(engine), parameters(plain))
+
+
+def seeds():
+    module, found = importlib.import_module(ENGINE), []
+    with mock.patch.object(module.tensor_parallel, "model_parallel_cuda_manual_seed", found.append):
+        engine_of(pp=2)
+    return found
+
+
+def failures():
+    """Let rank 0 update the weights by servers that fail in one call.
+
+    Return, by that call: the exception, all calls, the ERRORs, and whether the lock is still held.
+    """
+    found, engine = {}, engine_of(GRADS)
+    for kind, fails in (("xccl", "pause"), ("xccl", "update"), ("xccl", "continue"), ("disk", "disk")):
+        if torch.distributed.get_rank():
+            continue  # it would wait for rank 0 until the timeout
+        log, servers = Log(), Servers(fails)
+        alive.append(servers)
+        with mock.patch("torch.distributed.barrier"):
+            failed = attempt(update, engine, servers, kind)
+        if held := engine.engine_lock.token is not None:
+            engine.engine_lock.release()
+        texts = [text for text in log.texts if "weight sync" in text]
+        found[fails] = failed, list(servers.calls), texts, held
+        if fails == "continue":  # with the patch as well, such servers stay paused until somebody starts them
+            servers.fails = None
+            servers.continue_generation()
+    torch.distributed.barrier()
+    return found
+
+
+def gradients(scale, **config):
+    """Return the gradients that the optimizer gets in a step of fp16 with this loss scale, divided by it."""
+    engine = engine_of(GRADS, dtype="float16", **config)
+    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        optimizer.grad_scaler._scale.fill_(scale)
+    found = {}
+
+    def step():
+        for chunk in engine.model:
+            for name, parameter in chunk.named_parameters():
+                found[name] = parameter.main_grad.detach().clone() / scale
+        return True, 0.0, None
+
+    engine.optimizer.step = step
+    train(engine, 0)
+    return found
+
+
+def router_gradients():
+    """Return by how much the routers' gradients are off from those without a loss scale.
+
+    And the share of these that the auxiliary losses make.
+    """
+    expected = gradients(1.0, **EXPERTS)
+    found, alone = gradients(SCALE, **EXPERTS), gradients(1.0, **{**EXPERTS, "moe_aux_loss_coeff": 0.0})
+    routers = [name for name in expected if "router" in name]
+    return tuple(
+        max(float((some[name] - expected[name]).norm() / expected[name].norm()) for name in routers)
+        for some in (found, alone)
+    )
+
+
+def own_hook():
+    """A hook that is there already is left alone: return whether it was called, and is there afterwards."""
+    engine, called = engine_of(GRADS, dtype="float16"), []
+    config = importlib.import_module(ENGINE).get_model_config(engine.model[0])
+
+    def hook(loss):
+        called.append(loss)
+        return loss
+
+    config.grad_scale_func = hook
+    train(engine, 0)
+    return bool(called), config.grad_scale_func is hook
+
+
+def initialized_again():
+    """Let AReaL set up torch.distributed itself, train, and destroy all, several times.
+
+    Return the number of groups of each time, and the fraction of the parameters that differ from the first time's.
+    """
+    rank, ports = torch.distributed.get_rank(), [None] * 3
+    if rank == 0:  # as torchrun does: its stores listen before the ranks look for them, so no port can be taken
+        stores = [
+            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in ports
+        ]
+        ports = [store.port for store in stores]
+    torch.distributed.broadcast_object_list(ports, 0)
+    importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    counts, ends, engine = [], [], None
+    for port in ports:  # torch keeps a process's store, with all keys, for as long as something refers to it
+        if engine is not None:
+            engine.destroy()
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+        with mock.patch.dict(os.environ, address, TORCHELASTIC_USE_AGENT_STORE="True"):
+            engine = engine_of(BOTH, alone=True)
+        train(engine, 0)
+        engine.model[0].start_param_sync(force_sync=True)
+        ends.append(parameters(engine))
+        counts.append(len(process_groups()))
+    return counts, [wrong(end, ends[0]) for end in ends]

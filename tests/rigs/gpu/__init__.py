@@ -1,0 +1,1 @@
+"""What the checks for GPUs run, and where."""

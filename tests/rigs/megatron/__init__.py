@@ -1,0 +1,1 @@
+"""Real Megatron and Megatron-Bridge: options, reference runs, probes, exporters, edited functions."""

@@ -1,0 +1,58 @@
+"""The real HybridDeviceOptimizer without GPUs: parameters say that they are on one, copies that they are not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megapatch.testing import tiny_gpt
+from rigs.megatron.options import ADAM
+
+IS_CUDA = torch.Tensor.is_cuda.__get__
+KEEP_THE_PLACE = (torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.float, torch.Tensor.pin_memory)
+
+PLAIN = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": False}
+OFFLOADS = {
+    "all": {**PLAIN, "optimizer_offload_fraction": 1.0},
+    "half": {**PLAIN, "optimizer_offload_fraction": 0.5},
+    "none": {**PLAIN, "optimizer_offload_fraction": 0.0},
+    "overlapped": {**PLAIN, "optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": True},
+    "precision-aware": {**PLAIN, "optimizer_offload_fraction": 1.0, "use_precision_aware_optimizer": True},
+}
+
+
+class Gpu(TorchFunctionMode):
+    """Lets tensors say that they are on a GPU, except what cpu() returns and what is made of that."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == IS_CUDA:
+            return not getattr(args[0], "on_host", False)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.cpu or (func in KEEP_THE_PLACE and getattr(args[0], "on_host", False)):
+            result.on_host = True
+        return result
+
+
+@contextlib.contextmanager
+def offloading(options):
+    """Let optimizers be built, stepped, saved and loaded with these options; with none, do nothing."""
+    if not options:
+        yield
+        return
+    config = importlib.import_module("megatron.core.optimizer.optimizer_config")
+    distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    # 0.13 to 0.16 ask for Transformer Engine as soon as the precision-aware optimizer is configured, and all take
+    # a HybridDeviceOptimizer's state apart only where there is one.
+    there = mock.patch.object(config, "is_te_min_version", return_value=True, create=True)
+    with there, mock.patch.object(distributed, "HAVE_APEX_OR_TE", True), Gpu():
+        yield
+
+
+def offloading_gpt(options, lr=0.1, **more):
+    """Build a model in bf16 whose optimizer has these options."""
+    optim = {**ADAM["optim"], **options}
+    return tiny_gpt(dtype="bf16", **{**ADAM, "optim": optim, "lr": lr, **more})

@@ -1,0 +1,1 @@
+"""ms-swift's Megatron trainer, and what is run with it."""

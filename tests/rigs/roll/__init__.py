@@ -1,0 +1,1 @@
+"""ROLL's strategy, and what is run with it."""

@@ -1,0 +1,1 @@
+"""SkyRL's worker, dispatch, engines, weight syncs and checkpoints."""

@@ -1,0 +1,1 @@
+"""slime's (or miles') train(), actor and group."""

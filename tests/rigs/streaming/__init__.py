@@ -1,0 +1,1 @@
+"""What TrainPump is tested with: trainers, buffers, rollouts, simulated and killed runs."""

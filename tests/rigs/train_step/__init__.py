@@ -1,0 +1,1 @@
+"""What TrainStep is tested with: models, layouts, FSDP2, timelines."""

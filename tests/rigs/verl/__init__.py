@@ -1,0 +1,1 @@
+"""verl's engine and checkpoint manager, and what is run with them."""

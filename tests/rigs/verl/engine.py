@@ -1,0 +1,295 @@
+"""verl's MegatronEngine around a tiny GPT, of the releases in VERL_RELEASES and the checkout in VERL_CHECKOUT.
+
+Real: the engine (its constructor, initialize(), train_batch() and all that these call, to Megatron), verl's
+configurations of it, losses and data. Megatron-Bridge has a stand-in, of which the engine gets our tiny GPT in
+place of a model of Hugging Face's, and so do the packages that play no part in the tests: inference engines,
+datasets, Ray, transformers. Each release is loaded in processes of its own, since their code has the same names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import wrapt
+
+from megapatch import report
+from megapatch._mcore.process_groups import process_groups
+from megapatch.testing import _parallel, destroy_parallel, run_ranks
+from megapatch.testing._weights import global_name
+from rigs.megatron.exporters import find_conversions, installed
+from rigs.megatron.gathers import unwrapped
+from rigs.stand_ins import BRIDGE, StandIns
+from rigs.variables import folder_in
+from rigs.verl.bridge import LENGTH, SIZES, VOCABULARY, stand_in
+
+STAND_INS = (
+    BRIDGE,
+    "PIL",
+    "accelerate",
+    "aiohttp",
+    "cachetools",
+    "datasets",
+    "fastapi",
+    "huggingface_hub",
+    "hydra",
+    "mbridge",
+    "orjson",
+    "pandas",
+    "peft",
+    "ray",
+    "requests",
+    "torchdata",
+    "tqdm",
+    "transformers",
+    "uvicorn",
+)
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+GRADS = {"overlap_grad_reduce": True}
+BOTH = {**GRADS, "overlap_param_gather": True}
+STEPS = 2
+SAMPLES, MICRO = 4, 1  # samples of a rank in a step, and of a microbatch
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release, and the folder that would stand on PYTHONPATH."""
+
+    name: str
+    folder: str
+
+    @property
+    def there(self):
+        return (Path(self.folder) / "verl/workers").is_dir()
+
+    def has(self, path):
+        return (Path(self.folder) / "verl" / path).is_file()
+
+    def text(self, path):
+        """The text of one of its files, by which a test knows what it has."""
+        return (Path(self.folder) / "verl" / path).read_text()
+
+    @property
+    def has_bridge(self):
+        """Whether its engine builds the model by Megatron-Bridge, of which there is a stand-in."""
+        return "to_megatron_provider" in self.text("workers/engine/megatron/transformer_impl.py")
+
+    def ranks(self, function, world_size, *args, env=None, setup=None, **options):
+        """Call run_ranks in processes that find this release."""
+        env = {**(env or {}), "VERL_RELEASE": self.folder}
+        return run_ranks(function, world_size, *args, setup=setup or find_verl, env=env, **options)
+
+
+def _releases():
+    found = {}
+    if wheels := folder_in("VERL_RELEASES"):
+        found.update({path.name: path for path in sorted(Path(wheels).iterdir())})
+    if checkout := folder_in("VERL_CHECKOUT"):
+        found["checkout"] = checkout
+    return [Release(name, str(path)) for name, path in found.items()]
+
+
+RELEASES = _releases()
+ENGINES = [release for release in RELEASES if release.has_bridge]
+needs_verl = pytest.mark.skipif(not RELEASES, reason="neither VERL_RELEASES nor VERL_CHECKOUT is set")
+
+
+def find_verl(real=()):
+    """Make the release in VERL_RELEASE importable: the setup of a rank. Packages in `real` get no stand-ins."""
+    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
+        importlib.import_module(f"megatron.core.models.gpt.{name}")
+    sys.path.insert(0, os.environ["VERL_RELEASE"])
+    sys.meta_path.insert(0, StandIns(set(STAND_INS) - set(real), stand_in))
+    if installed("Megatron-Bridge"):
+        find_conversions()
+    for name in (
+        "empty_cache",
+        "max_memory_allocated",
+        "max_memory_reserved",
+    ):  # verl takes torch.cpu for torch.cuda
+        vars(torch.cpu).setdefault(name, getattr(torch.cuda, name))
+
+
+def find_reloadable_verl():
+    """The same, and let verl's engines be registered again when their module is reloaded, which verl refuses."""
+    find_verl()
+    wrapt.register_post_import_hook(_register_again, "verl.workers.engine.base")
+
+
+def _register_again(base):
+    register = base.EngineRegistry.register
+
+    def tolerant(*args, **kwargs):
+        decorate = register(*args, **kwargs)
+
+        def decorated(engine):
+            with contextlib.suppress(AssertionError):
+                decorate(engine)
+            return engine
+
+        return decorated
+
+    base.EngineRegistry.register = tolerant
+
+
+def status_of(name):
+    (patch,) = (patch for patch in report().to_dict()["patches"] if patch["name"] == name)
+    return patch["status"]
+
+
+# ------------------------------------------------------------------------------------------ the engine
+def engine_of(
+    dtype="bfloat16",
+    overlap=None,
+    optimizer=None,
+    ddp=None,
+    model=None,
+    engine=None,
+    pp=1,
+    vpp=None,
+    tp=1,
+    colocated=False,
+):
+    """Return verl's own engine, initialized, in the layout that these sizes make of the world.
+
+    overlap     the options of Megatron's DistributedDataParallel, and its optimizer's where it has such
+    optimizer, ddp, model, engine
+                more of Megatron's optimizer, of DistributedDataParallel, of the model, and of verl's engine
+    colocated   beside the last engine, in its layout
+    """
+    config = importlib.import_module("verl.workers.config")
+    overlap = overlap or {}
+    gather = {name: value for name, value in overlap.items() if name == "overlap_param_gather"}
+    engine_config = config.McoreEngineConfig(
+        dtype=dtype,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        sequence_parallel=False,
+        use_remove_padding=False,  # packed sequences take Transformer Engine
+        use_dynamic_bsz=False,
+        override_ddp_config={**overlap, **({"bucket_size": 1000} if overlap else {}), **(ddp or {})},
+        override_transformer_config={"overlap_p2p_comm": bool(vpp), **(model or {})},
+        override_mcore_model_config={},
+        **{"vanilla_mbridge": False, "use_mbridge": True, **(engine or {})},
+    )
+    optimizer_config = config.McoreOptimizerConfig(
+        optimizer="adam",
+        lr=0.1,
+        min_lr=0.05,
+        lr_warmup_steps=0,
+        lr_decay_steps=100,
+        total_training_steps=100,
+        weight_decay=0.0,
+        clip_grad=1e9,
+        override_optimizer_config={
+            "adam_eps": 1.0,  # nearly SGD, which shows a wrong scale
+            "use_precision_aware_optimizer": False,  # takes Transformer Engine
+            **gather,
+            **(optimizer or {}),
+        },
+    )
+    with contextlib.nullcontext() if colocated else _new_layout():
+        built = importlib.import_module(ENGINE).MegatronEngineWithLMHead(
+            model_config(), engine_config, optimizer_config, config_of_checkpoints()
+        )
+        built.initialize()
+    return built
+
+
+@contextlib.contextmanager
+def _new_layout():
+    """Take down the last layout with its process groups, each of which has threads; the engine makes its own."""
+    destroy_parallel()
+    _parallel._destroy_process_groups()
+    before = process_groups()
+    try:
+        yield
+    finally:
+        _parallel._of_layout.extend(group for group in process_groups() if group not in before)
+
+
+@functools.cache
+def model_config():
+    """Return verl's HFModelConfig without what it would read from a model's folder."""
+    module = importlib.import_module("verl.workers.config")
+
+    class Config(module.HFModelConfig):
+        def __post_init__(self):
+            pass
+
+    hf = SimpleNamespace(
+        architectures=["Qwen2ForCausalLM"],
+        model_type="qwen2",
+        hidden_size=SIZES["hidden_size"],
+        rope_theta=10000.0,
+        rope_parameters={"rope_theta": 10000.0},
+        tie_word_embeddings=False,
+    )
+    config = Config(path="nowhere", load_tokenizer=False, use_remove_padding=False)
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    values = {"hf_config": hf, "architectures": hf.architectures, "local_path": "nowhere", "tokenizer": tokenizer}
+    for name, value in {**values, "share_embeddings_and_output_weights": False}.items():
+        object.__setattr__(config, name, value)  # it is frozen
+    return config
+
+
+def config_of_checkpoints():
+    return importlib.import_module("verl.trainer.config").CheckpointConfig()
+
+
+def batch_of(step, rank=None, samples=SAMPLES):
+    """Return a data-parallel rank's samples of a step, in verl's own form: jagged, of different lengths."""
+    from megatron.core import parallel_state
+
+    tensors = importlib.import_module("verl.utils.tensordict_utils")
+    rank = parallel_state.get_data_parallel_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    lengths = [LENGTH - (step + index) % 3 for index in range(samples)]
+    rows = [torch.randint(1, VOCABULARY, (length,), generator=generator) for length in lengths]
+    masks = [torch.arange(len(row)) >= 2 for row in rows]
+    data = {
+        "input_ids": torch.nested.as_nested_tensor(rows, layout=torch.jagged),
+        "loss_mask": torch.nested.as_nested_tensor([mask.long() for mask in masks], layout=torch.jagged),
+        "position_ids": torch.nested.as_nested_tensor(
+            [torch.arange(len(row)) for row in rows], layout=torch.jagged
+        ),
+        "temperature": torch.ones(samples),
+    }
+    settings = {
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": MICRO,
+        "global_batch_size": samples * parallel_state.get_data_parallel_world_size(),
+        "calculate_entropy": False,
+    }
+    return tensors.get_tensordict(data, non_tensor_dict=settings)
+
+
+def loss():
+    """Return verl's own loss of supervised training: a sum over tokens, divided by those of the global batch."""
+    return functools.partial(importlib.import_module("verl.workers.utils.losses").sft_loss, None)
+
+
+def train(engine, step):
+    """Train a step as verl's worker does, and return what its engine returns."""
+    with engine.train_mode():
+        found = engine.train_batch(batch_of(step), loss())
+    engine.lr_scheduler_step()
+    return found
+
+
+def parameters(engine):
+    """Return the engine's parameters by their names in the whole model."""
+    return {
+        global_name(unwrapped(chunk), name): parameter.detach().clone()
+        for chunk in engine.module
+        for name, parameter in unwrapped(chunk).named_parameters()
+    }
