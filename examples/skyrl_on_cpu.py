@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from skyrl.backends.skyrl_train.workers.megatron import megatron_model_wrapper, megatron_worker
 
-from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt, use_one_gloo_thread
 
 VOCABULARY, LENGTH = 16, 8
 
@@ -24,6 +24,7 @@ class Worker(megatron_worker.MegatronPolicyWorkerBase):
     enable_router_replay = enable_sample_support_replay = empty_cuda_cache = False
 
     def init_worker_process_group(self):
+        use_one_gloo_thread()
         torch.distributed.init_process_group("gloo")
         super().init_worker_process_group()
 

@@ -140,9 +140,10 @@ def new_model(rank, world_size, store):
     """Build Megatron's GPT and its optimizer on this rank."""
     import torch
 
-    from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
+    from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt, use_one_gloo_thread
 
     install_cuda_stubs()
+    use_one_gloo_thread()
     torch.set_num_threads(1)
     if not torch.distributed.is_initialized():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

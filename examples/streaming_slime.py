@@ -12,7 +12,7 @@ import torch
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.slime import GroupTrainer, GroupWeights
-from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt
+from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt, use_one_gloo_thread
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 install_cuda_stubs()
@@ -23,6 +23,7 @@ SAMPLES, GROUPS, STEPS = 4, 3, 6
 
 
 async def main():
+    use_one_gloo_thread()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     init_parallel()
     slime.find_slime()

@@ -22,6 +22,7 @@ from ._availability import megatron_core_available, megatron_training_available
 from ._contract import check_contract
 from ._cuda_stubs import install_cuda_stubs
 from ._data import microbatches
+from ._gloo import use_one_gloo_thread
 from ._model import TinyGPT, TinyStepResult, mean_loss
 from ._parallel import destroy_parallel, init_parallel
 from ._ranks import run_ranks
@@ -45,4 +46,5 @@ __all__ = [
     "microbatches",
     "run_ranks",
     "tiny_gpt",
+    "use_one_gloo_thread",
 ]

@@ -23,6 +23,7 @@ from typing import IO, Any
 from urllib.parse import urlsplit
 
 from ..errors import MisuseError
+from ._gloo import use_one_gloo_thread
 
 STACK_SIGNAL = signal.SIGUSR1
 GPU_MEMORY = 1 << 30  # bytes that torch may allocate on a GPU; the driver and NCCL take about as much again
@@ -105,6 +106,7 @@ def _result(job: Job) -> bytes:
     if setup is not None:
         setup()
     backend = job.backend or ("gloo" if job.device == "cpu" else "nccl")
+    use_one_gloo_thread()  # whatever the backend: Megatron makes gloo groups next to NCCL's
     torch.distributed.init_process_group(
         backend, rank=job.rank, world_size=job.world_size, store=_meeting(job.store)
     )

@@ -190,9 +190,10 @@ class Policy(StepTrainer):
     def __init__(self, rank, world_size):
         import torch.distributed
 
-        from megapatch.testing import install_cuda_stubs
+        from megapatch.testing import install_cuda_stubs, use_one_gloo_thread
 
         install_cuda_stubs()
+        use_one_gloo_thread()
         torch.set_num_threads(1)
         torch.distributed.init_process_group("gloo", init_method="env://")
         self.rank = rank

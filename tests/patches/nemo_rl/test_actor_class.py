@@ -132,8 +132,9 @@ def in_ray(rank, world_size):
                 import torch
                 from rigs.nemo_rl.worker import GPT, worker_for
 
-                from megapatch.testing import init_parallel, tiny_gpt
+                from megapatch.testing import init_parallel, tiny_gpt, use_one_gloo_thread
 
+                use_one_gloo_thread()
                 torch.distributed.init_process_group(
                     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
                 )

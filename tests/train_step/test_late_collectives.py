@@ -1,0 +1,141 @@
+"""TrainStep and gathers under collectives that end late and in any order: each handle is waited for by itself.
+
+Over gloo with one worker thread, waiting for the last handle of a group would do, and no other test would notice.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from rigs.cells import once, run_cells
+from rigs.megatron.gathers import pair, wrong
+from rigs.megatron.late import make_collectives_late
+from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, raising_half_way
+from rigs.train_step.layouts import CASES, TOKENS, in_layouts, model_of
+from rigs.train_step.models import in_pieces
+
+from megapatch._mcore import bucket_groups, param_gathers
+from megapatch.train_step import TrainStep, _megatron
+from megapatch.weight_sync import gathered_parameters
+
+STEPS = 3
+CUT = (1, 1, 2)
+LAYERS = {"layers": 4}  # for `raising_half_way`
+NAMES = ("dp2, overlap", "dp2, distributed optimizer, overlap", "dp2, distributed optimizer, both")
+
+
+def wait_for_the_last_reduce(ddp):
+    """What `settle_grad_reduces` must not be."""
+    groups = [group for group in bucket_groups.bucket_groups(ddp) if group.grad_reduce_handle is not None]
+    for group in groups[-1:]:
+        group.grad_reduce_handle.wait()
+    for group in groups:
+        group.grad_reduce_handle = None
+
+
+def wait_for_the_last_gather(groups):
+    """What `param_gathers._finish` must not be."""
+    groups = list(groups)
+    for group in groups:
+        group.start_param_sync()
+    for group in groups[-1:]:
+        group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+SABOTAGED = {
+    "settles the last reduce only": (_megatron, "settle_grad_reduces", wait_for_the_last_reduce),
+    "finishes the last gather only": (param_gathers, "_finish", wait_for_the_last_gather),
+}
+
+
+def two_handles():
+    """Whether a tensor whose own handle was not waited for holds its sum, after a later handle was."""
+    first, second = torch.ones(4), torch.ones(4)
+    handles = [torch.distributed.all_reduce(tensor, async_op=True) for tensor in (first, second)]
+    handles[1].wait()
+    before = first.tolist(), second.tolist()
+    handles[0].wait()
+    return before, first.tolist()
+
+
+def whole(make):
+    model = make()
+    for step in range(STEPS):
+        model.train_step(step, num_microbatches=sum(CUT), **TOKENS)
+    model.gather_parameters()
+    return model.parameters()
+
+
+def in_calls(make, expected, aborted=False):
+    """The fraction of the parameters that differs from those of whole steps."""
+    model = make()
+    train_step = TrainStep(model.chunks, model.optimizer)
+    for step in range(STEPS):
+        if aborted:
+            with suppress(Interrupted), train_step, raising_half_way(model, sum(CUT) - 1):
+                in_pieces(train_step, model, STEPS + step, CUT, TOKENS, last=True)
+        with train_step:
+            in_pieces(train_step, model, step, CUT, TOKENS, last=True)
+            train_step.finish()
+    model.gather_parameters()
+    return wrong(model.parameters(), expected())
+
+
+def read_after_steps():
+    plain, model = pair()
+    for step in range(STEPS):
+        plain.train_step(step)
+        model.train_step(step)
+        gathered_parameters(model.chunks)
+        if found := wrong(model.parameters(), plain.parameters()):
+            return found
+    return 0.0
+
+
+def job(rank, world_size):
+    yield "two handles", two_handles
+    for name, layout, options, _ in in_layouts(CASES, world_size, NAMES):
+        make = partial(model_of, layout, {**options, **LAYERS})
+        expected = once(whole, make)
+        yield (name, "in calls"), partial(in_calls, make, expected)
+        yield (name, "after aborts"), partial(in_calls, make, expected, aborted=True)
+    yield "read", read_after_steps
+    for name, (module, function, sabotage) in SABOTAGED.items():
+        make = partial(model_of, {}, {**GRADS, **LAYERS})
+        expected = once(whole, make)
+        with mock.patch.object(module, function, sabotage):
+            found = (
+                partial(in_calls, make, once(whole, make), aborted=True) if "reduce" in name else read_after_steps
+            )
+            yield name, found
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_cells(job, 2, setup=make_collectives_late, env=UNPATCHED)
+
+
+def test_a_result_is_there_when_its_own_handle_was_waited_for(ranks):
+    for found in ranks:
+        (first, second), after = found["two handles"]
+        assert second == after == [2.0] * 4
+        assert all(value != value for value in first)  # NaN
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", ["in calls", "after aborts"])
+def test_a_step_in_calls_is_a_whole_one(ranks, name, what):
+    assert [found[name, what] for found in ranks] == [0.0, 0.0]
+
+
+def test_a_read_has_every_gather(ranks):
+    assert [found["read"] for found in ranks] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", SABOTAGED)
+def test_waiting_for_the_last_handle_only_is_noticed(ranks, name):
+    assert all(found[name] > 0 for found in ranks)
