@@ -1,4 +1,4 @@
-"""Which environment variables run what; and modules to patch, made for one test of the engine."""
+"""Which environment variables run what; what is skipped; and modules to patch, made for one test of the engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rigs.needs import missing, reason_to_skip
 
 from megapatch._versions import here
 
@@ -86,7 +87,12 @@ VARIABLES = {
 }
 
 
+ABSENT = missing()
+
+
 def pytest_configure():
+    if ABSENT and os.environ.get("MEGATRON_REQUIRED"):
+        raise pytest.UsageError(f"MEGATRON_REQUIRED is set, and its tests {'; '.join(ABSENT.values())}")
     for name, variable in VARIABLES.items():
         if (value := os.environ.get(name)) and (problem := wrong_with(Path(value), variable)):
             raise pytest.UsageError(f"{name}={value}: expected {variable.folder}; {problem}")
@@ -95,6 +101,31 @@ def pytest_configure():
         raise pytest.UsageError(
             f"MEGATRON_CHECKOUT={megatron}: expected it on PYTHONPATH, where tox -e slime puts it; not found there"
         )
+
+
+class Skipped(pytest.File):
+    """A module, or a folder with its conftest.py, that is not imported: what it needs is not installed."""
+
+    reason = ""
+
+    def collect(self):
+        pytest.skip(self.reason, allow_module_level=True)
+
+
+def skipped(file, path, parent):
+    if not ABSENT or not file.exists() or (reason := reason_to_skip(file, ABSENT)) is None:
+        return None
+    node = Skipped.from_parent(parent, path=path)
+    node.reason = reason
+    return node
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return skipped(module_path, module_path, parent)
+
+
+def pytest_collect_directory(path, parent):
+    return skipped(path / "conftest.py", path, parent)
 
 
 def wrong_with(folder: Path, variable: Variable) -> str | None:

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 
 import pytest
+from rigs.needs import needs_megatron, needs_torch
 
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
@@ -160,7 +161,7 @@ def agreeing(rank, world_size):
     return found
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@needs_megatron
 def test_ranks_agree_in_one_collective_or_say_who_differs():
     from megapatch.testing import run_ranks
 
@@ -187,7 +188,7 @@ def test_ranks_agree_in_one_collective_or_say_who_differs():
         assert rank["the others of a group"] == (1, None)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+@needs_torch
 def test_without_ranks_it_says_so():
     import megapatch
 

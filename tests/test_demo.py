@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from rigs.command import heed_ctrl_c, run
+from rigs.needs import needs_megatron
 
 from megapatch._cli import demo, heartbeat
 from megapatch._versions import find_module
 
 HAS_CORE = find_module("megatron.core") is not None
 HAS_TRAIN = find_module("megatron.training") is not None
-needs_megatron = pytest.mark.skipif(not HAS_CORE, reason="megatron-core is not installed")
 
 # The demo with other settings for its repaired run.
 RUN_WITH = """

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import tempfile
 from pathlib import Path
 
-import pytest
 from rigs.command import run
+from rigs.needs import needs_megatron
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "slime.md"
@@ -34,7 +33,7 @@ def sample():
     return "".join(f"    {line}\n" for line in shown.stdout.splitlines())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@needs_megatron
 def test_the_sample_report_in_the_page_on_slime():
     (found,) = SAMPLE.findall(PAGE.read_text())
     assert found == sample(), "if this is meant: cd tests && python test_samples.py"

@@ -7,7 +7,6 @@ import faulthandler
 import gc
 import io
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -16,14 +15,14 @@ import traceback
 import warnings
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location, spec_from_loader
+from importlib.machinery import ModuleSpec
 from multiprocessing.connection import Connection
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 from ..errors import MisuseError
 from ._gloo import use_one_gloo_thread
+from ._main_module import importing, load_main, load_pickle, spec_of_file
 
 STACK_SIGNAL = signal.SIGUSR1
 GPU_MEMORY = 1 << 30  # bytes that torch may allocate on a GPU; the driver and NCCL take about as much again
@@ -51,6 +50,7 @@ class Job:
     setup: bytes  # pickled function or None
     call: bytes  # pickled (function, args)
     files: dict[str, str]  # files of the modules that the pickled functions are from, by module name
+    main: tuple[str, str] | None  # how to load the caller's __main__, if they are from there
     device: str = "cpu"  # or "cuda"
     backend: str | None = None  # gloo on CPU and NCCL on GPUs
     local_rank: int | None = None  # if not all ranks are on this machine
@@ -101,8 +101,11 @@ def _result(job: Job) -> bytes:
         install_cuda_stubs()
     else:
         _use_gpu(local_rank)
-    _find_modules(job.files)
-    setup = pickle.loads(job.setup)
+    sys.meta_path.append(_ByFile(job.files))
+    if job.main is not None:
+        with importing():
+            load_main(*job.main)
+    setup = load_pickle(job.setup)
     if setup is not None:
         setup()
     backend = job.backend or ("gloo" if job.device == "cpu" else "nccl")
@@ -110,7 +113,7 @@ def _result(job: Job) -> bytes:
     torch.distributed.init_process_group(
         backend, rank=job.rank, world_size=job.world_size, store=_meeting(job.store)
     )
-    function, args = pickle.loads(job.call)
+    function, args = load_pickle(job.call)
     # Tensors go by value: multiprocessing's pickle would share memory with a process that ends, and plain pickle
     # names the function that loads a tensor, which megatron.training replaces with one of its own.
     result = io.BytesIO()
@@ -143,18 +146,6 @@ def _meeting(store: str) -> Any:
     return torch.distributed.PrefixStore(where.path, there)
 
 
-def _find_modules(files: dict[str, str]) -> None:
-    """Make modules with these names importable, the caller's script among them."""
-    sys.meta_path.append(_ByFile(files))
-    # __mp_main__ is multiprocessing's own name for the caller's script (seen in CPython 3.6 to 3.13):
-    # https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L296
-    if "__main__" in files:
-        spec = spec_from_loader("__mp_main__", SourceFileLoader("__mp_main__", files["__main__"]))
-        assert spec is not None and spec.loader is not None
-        sys.modules["__main__"] = sys.modules["__mp_main__"] = module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["__main__"])
-
-
 class _ByFile(MetaPathFinder):
     """Finds modules that no other finder finds."""
 
@@ -164,7 +155,7 @@ class _ByFile(MetaPathFinder):
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname in self.files:
-            return spec_from_file_location(fullname, self.files[fullname])
+            return spec_of_file(fullname, self.files[fullname])
         if any(f"{package}.".startswith(f"{fullname}.") for package in self.packages):
             return ModuleSpec(fullname, None, is_package=True)
         return None

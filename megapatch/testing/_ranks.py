@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import RanksFailed, RanksTimedOut
-from . import _rank_process
+from ..errors import MisuseError, RanksFailed, RanksTimedOut
+from . import _main_module, _rank_process
 from ._rank_process import STACK_SIGNAL, Job, Outcome
 from ._server import ensure_server, no_main_module
 
@@ -53,7 +53,9 @@ def run_ranks(
     store in which ranks meet listens on a port of this machine, as torchrun's does.
 
     Args:
-        function: a function at module level.
+        function: a function at module level of a module or a script, which ranks import. A script makes its calls
+            under ``if __name__ == "__main__":``, as with multiprocessing. ``python -m`` and zip files work; a
+            notebook imports the function from a file.
         world_size: number of ranks.
         *args: more arguments of `function`; they must be picklable (tensors go by value).
         timeout: seconds for everything.
@@ -68,16 +70,17 @@ def run_ranks(
         The results, by rank; they must be picklable.
 
     Raises:
+        MisuseError: a function or argument cannot be sent: it has no file, is local, or cannot be pickled.
         RanksFailed: a rank raised or died. The others, which may wait for it forever, got two seconds more.
         RanksTimedOut: the message names the late ranks and shows where they were.
     """
+    work = pickled(function, args, setup)
     from torch.distributed import TCPStore
 
     # Ranks that meet in a file look for each other every 10 ms only, once more for each process group.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     meeting = f"tcp://127.0.0.1:{store.port}/ranks"
     with tempfile.TemporaryDirectory(prefix="megapatch-ranks-") as directory:
-        work = pickled(function, args, setup)
         jobs = [
             Job(rank, world_size, meeting, f"{directory}/stack-{rank}", *work, device=device, backend=backend)
             for rank in range(world_size)
@@ -88,10 +91,13 @@ def run_ranks(
 
 def pickled(
     function: Callable[..., Any], args: tuple[Any, ...], setup: Callable[[], object] | None = None
-) -> tuple[bytes, bytes, dict[str, str]]:
-    """Return the fields `setup`, `call` and `files` of the jobs that make this call."""
+) -> tuple[bytes, bytes, dict[str, str], tuple[str, str] | None]:
+    """Return the fields `setup`, `call`, `files` and `main` of the jobs that make this call."""
+    _main_module.refuse_while_importing()
     files: dict[str, str] = {}
-    return _dumps(setup, files), _dumps((function, args), files), files
+    work = _dumps(setup, files), _dumps((function, args), files)
+    needed = files.pop("__main__", None)
+    return *work, files, _main_module.find_main(needed) if needed else None
 
 
 def run_jobs(
@@ -197,19 +203,29 @@ class _Rank:
 def _dumps(value: Any, files: dict[str, str]) -> bytes:
     """Pickle the value, and add to `files` the modules of its functions and classes.
 
-    A rank may not find them by itself: pytest's importlib mode makes up names for test modules.
+    A rank may not find them by itself: pytest's importlib mode makes up names for test modules. If `__main__` is
+    among them, its entry is the name of what is needed from it.
     """
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:
             if isinstance(obj, (type, types.FunctionType)):
                 file = getattr(sys.modules.get(obj.__module__), "__file__", None)
-                if file and obj.__module__.partition(".")[0] != "megapatch":
+                if obj.__module__ in _main_module.NAMES:
+                    files["__main__"] = obj.__qualname__
+                elif file and obj.__module__.partition(".")[0] != "megapatch":
                     files[obj.__module__] = file
             return NotImplemented
 
     buffer = io.BytesIO()
-    Pickler(buffer).dump(value)
+    try:
+        Pickler(buffer).dump(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise MisuseError(
+            "run_ranks() sends its functions and arguments to other processes, and found that pickle cannot: "
+            f"{error}. Expected functions at module level, not lambdas or functions in functions, and "
+            "arguments that can be pickled"
+        ) from error
     return buffer.getvalue()
 
 

@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from megapatch._versions import find_module
-
-HERE = find_module("torch") is not None and find_module("megatron.core") is not None
-if not HERE:
-    collect_ignore_glob = ["test_*.py"]
-else:
-    from rigs.gpu.places import CPU, NCCL, SHARED, gpus
+from rigs.gpu.places import CPU, NCCL, SHARED, gpus
 
 NO_GPU = "no GPU is visible"
 

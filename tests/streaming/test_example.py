@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 from rigs.command import heed_ctrl_c
+from rigs.needs import needs_megatron
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_rl.py"
-needs_megatron = pytest.mark.skipif(
-    not (find_spec("torch") and find_spec("megatron")), reason="needs torch and megatron-core"
-)
 
 
 @pytest.mark.thorough

@@ -11,15 +11,10 @@ import importlib
 import subprocess
 import sys
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-if not (find_spec("torch") and find_spec("megatron")):
-    pytest.skip("needs torch and megatron-core", allow_module_level=True)
-
 from rigs.cells import run_cells
 from rigs.nemo_rl.policy import POLICIES, find_policies, loss, policy_for, samples, sliced, whole
 from rigs.nemo_rl.steps import SIZE

@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 import time
-from importlib.util import find_spec
 
 import pytest
+from rigs.needs import needs_megatron
 
 from megapatch.errors import MisuseError
 from megapatch.reach.ray import RayTrainer, assert_consistent
@@ -244,11 +244,6 @@ class Policy(StepTrainer):
             self.model.train_step(microbatches=self.microbatches(groups), masked=True)
         own, ours = self.model.parameters(), trained.parameters()
         return max(float((own[name] - ours[name]).abs().max()) for name in own)
-
-
-needs_megatron = pytest.mark.skipif(
-    not (find_spec("torch") and find_spec("megatron")), reason="needs torch and megatron-core"
-)
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-if not (find_spec("torch") and find_spec("megatron")):
-    pytest.skip("needs torch and megatron-core", allow_module_level=True)
-
 import torch
 from rigs.megatron.options import attempt
 from rigs.skyrl.dispatch import dispatch_for, fsdp_worker_for

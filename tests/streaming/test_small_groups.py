@@ -7,8 +7,6 @@ from functools import partial
 
 import pytest
 
-pytest.importorskip("megatron.core")
-
 from megapatch.streaming import RolloutBuffer, StepTrainer, StreamingConfig, TrainPump
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rigs.needs import needs_megatron
+
+pytestmark = needs_megatron
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 

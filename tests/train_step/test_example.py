@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rigs.needs import needs_megatron
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "accumulate_rollouts.py"
 
 
+@needs_megatron
 @pytest.mark.thorough
 def test_rollouts_that_are_accumulated_are_the_step_of_one_call():
     shown = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, check=True).stdout

@@ -10,14 +10,13 @@ import sys
 
 import pytest
 from rigs.command import heed_ctrl_c, run
+from rigs.needs import needs_megatron
 
 from megapatch._verify import command
 from megapatch._verify.checks import CHECKS
 from megapatch._verify.world import Local
-from megapatch._versions import find_module
 from megapatch.patches._catalogue import CATALOGUE
 
-needs_megatron = pytest.mark.skipif(find_module("megatron.core") is None, reason="megatron-core is not installed")
 SECONDS = 400
 
 

@@ -12,12 +12,6 @@ from functools import partial
 from unittest import mock
 
 import pytest
-
-from megapatch._versions import find_module
-
-if find_module("megatron.core") is None:
-    pytest.skip("megatron-core is not installed", allow_module_level=True)
-
 from rigs.cells import run_cells
 from rigs.device import Device
 from rigs.megatron.options import GRADS

@@ -7,13 +7,13 @@ import json
 
 import pytest
 from rigs.command import run
+from rigs.needs import needs_megatron
 
 from megapatch._verify.check import CannotRunHere, DefectSeen
 from megapatch._verify.checks import weight_sync
 from megapatch._verify.checks._syncs import LONG
 from megapatch._versions import find_module
 
-needs_megatron = pytest.mark.skipif(find_module("megatron.core") is None, reason="megatron-core is not installed")
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 here = {package for package in ENGINES if find_module(package) is not None}
 

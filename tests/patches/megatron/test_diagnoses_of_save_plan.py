@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.needs import needs_megatron
 
 from megapatch.patch import MARK
 from megapatch.testing import run_ranks
@@ -161,6 +162,7 @@ def assert_verdicts(found, expected):
         assert text in found[case][1], (case, found[case])
 
 
+@needs_megatron
 def test_plans(found):
     needed = ("needed", "the plan is reused although the structure has changed")
     expected = {
@@ -177,6 +179,7 @@ def test_plans(found):
     assert_verdicts(found[0], expected)
 
 
+@needs_megatron
 def test_distributions(found):
     needed = ("needed", "the distribution is reused although the structure has changed")
     expected = {

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 from rigs.megatron.edits import HARMLESS, another_body, edited, empty, with_name, without
+from rigs.needs import needs_megatron
 
 from megapatch.patch import NEEDED, UNKNOWN
 from megapatch.patches import PATCHES
@@ -131,6 +132,7 @@ def sites():
     return found
 
 
+@needs_megatron
 def test_harmless_edits_are_not_refused():
     made, refused = 0, []
     for patch, site, module, before in sites():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from rigs.needs import needs_torch
 
 from megapatch.patches.ms_swift import overflow_is_skipped, train_reentry
 
@@ -110,6 +111,7 @@ CASES = {
 }
 
 
+@needs_torch  # some of the code imports it
 @pytest.mark.parametrize(("diagnose", "source", "kind", "words"), CASES.values(), ids=CASES)
 def test_the_verdict(diagnose, source, kind, words, modules):
     verdict = diagnose(importlib.import_module(modules.write(source)))
