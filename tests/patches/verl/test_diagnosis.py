@@ -39,8 +39,12 @@ class MegatronCheckpointManager:
     def save_checkpoint(self, path):
         {body}
 """
+FOR_ALL = "model_parallel_cuda_manual_seed(seed)"
 BY_STAGE = "model_parallel_cuda_manual_seed(seed + 100 * get_pipeline_model_parallel_rank())"
-GATHERED = "        await gather(*[one.resume_generation() for one in self.replicas])"
+NO_RESUME = "        await self.transfer()"
+NO_COROUTINE = MANAGER.format(body=RESUME).replace("async def", "def").replace("await ", "")
+GATHERS = "self.checkpoint_config; self.model.start_param_sync()"
+COMPREHENSION = "        await gather(*[one.resume_generation() for one in self.replicas])"
 FINALLY = f"        try: await self.transfer()\n        finally:\n    {RESUME}"
 
 
@@ -59,37 +63,21 @@ SOURCES = {
     },
     pipeline_seed.diagnose: {
         "seed: none": (NOTHING, "absent", "no set_random_seed"),
-        "seed: one for all": (
-            SEED.format(body="model_parallel_cuda_manual_seed(seed)"),
-            "needed",
-            "the same seed",
-        ),
+        "seed: one for all": (SEED.format(body=FOR_ALL), "needed", "the same seed"),
         "seed: by stage": (SEED.format(body=BY_STAGE), "fixed", "depends"),
         "seed: another": (SEED.format(body="pass"), "unknown", "manual_seed"),
     },
     weight_sync_resume.diagnose: {
         "sync: none": (NOTHING, "absent", "no CheckpointEngineManager"),
         "sync: no finally": (MANAGER.format(body=RESUME), "needed", "does not resume"),
-        "sync: in a comprehension": (MANAGER.format(body=GATHERED), "needed", "does not resume"),
+        "sync: in a comprehension": (MANAGER.format(body=COMPREHENSION), "needed", "does not resume"),
         "sync: finally": (MANAGER.format(body=FINALLY), "fixed", "even after a failure"),
-        "sync: no resume": (
-            MANAGER.format(body="        await self.transfer()"),
-            "unknown",
-            "found no such call",
-        ),
-        "sync: no coroutine": (
-            MANAGER.format(body=RESUME).replace("async def", "def").replace("await ", ""),
-            "unknown",
-            "a coroutine",
-        ),
+        "sync: no resume": (MANAGER.format(body=NO_RESUME), "unknown", "found no such call"),
+        "sync: no coroutine": (NO_COROUTINE, "unknown", "a coroutine"),
     },
     gathered_when_read.diagnose_save: {
         "save: none": (NOTHING, "absent", "no MegatronCheckpointManager"),
-        "save: gathers": (
-            SAVE.format(body="self.checkpoint_config; self.model.start_param_sync()"),
-            "fixed",
-            "gathers",
-        ),
+        "save: gathers": (SAVE.format(body=GATHERS), "fixed", "gathers"),
         "save: does not": (SAVE.format(body="self.checkpoint_config"), "needed", "not gathered"),
         "save: another": (SAVE.format(body="pass"), "unknown", "checkpoint_config"),
     },
