@@ -192,25 +192,17 @@ NOT_COMPILED = {
         for site in patch.PATCH.sites
         for path in site.paths
     ),
-    # Nor the building of a model, nor seeding, nor coroutines.
+    # Nor the building of a model, nor seeding, nor coroutines, nor what a worker does for its driver.
     *(
         f"{package}.{target}"
         for package in ("skyrl_train", "skyrl.backends.skyrl_train")
         for target in (
             "distributed.megatron.megatron_strategy:MegatronStrategy.set_seed",
             "workers.megatron.megatron_model_wrapper:MegatronModelWrapper.__init__",
-        )
-    ),
-    # Nor what a worker does for its driver.
-    *(
-        f"{package}.workers.megatron.megatron_worker:MegatronPolicyWorkerBase.{name}"
-        for package in ("skyrl_train", "skyrl.backends.skyrl_train")
-        for name in ("forward_backward", "optim_step", "offload_to_cpu", "save_checkpoint")
-    ),
-    *(
-        f"{package}.{target}"
-        for package in ("skyrl_train", "skyrl.backends.skyrl_train")
-        for target in (
+            "workers.megatron.megatron_worker:MegatronPolicyWorkerBase.forward_backward",
+            "workers.megatron.megatron_worker:MegatronPolicyWorkerBase.offload_to_cpu",
+            "workers.megatron.megatron_worker:MegatronPolicyWorkerBase.optim_step",
+            "workers.megatron.megatron_worker:MegatronPolicyWorkerBase.save_checkpoint",
             "inference_engines.inference_engine_client:InferenceEngineClient.pause_generation",
             "workers.worker_dispatch:WorkerDispatch.save_weights_for_sampler",
         )

@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from megapatch.testing import RanksFailed, RanksTimedOut, run_ranks
@@ -117,6 +118,21 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
         )
         for outcomes in ranks
     ]
+
+
+def cells_of(job, world_size, *, folder=None, **options):
+    """Return a fixture of a module's tests: what `run_cells` returns, or of one rank its `Found`.
+
+    folder   the name of a folder that the job gets the path of; it is in the one of the fixture `folder`
+    """
+
+    @pytest.fixture(scope="module")
+    def found(request):
+        args = [f"{request.getfixturevalue('folder')}/{folder}"] if folder else []
+        ranks = run_cells(job, world_size, *args, **options)
+        return ranks if world_size > 1 else ranks[0]
+
+    return found
 
 
 def _failure(cell, ranks, error):

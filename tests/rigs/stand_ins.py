@@ -9,14 +9,16 @@ BRIDGE = "megatron.bridge"
 
 
 class StandIns:
-    """A finder for sys.meta_path that makes `names`, and any module in them, importable. The attributes of such a
-    module are `make(module, name)`."""
+    """A finder for sys.meta_path that makes `names`, and any module in them, importable, except those in `real`.
 
-    def __init__(self, names, make):
-        self.names, self.make = tuple(names), make
+    The attributes of such a module are `make(module, name)`.
+    """
+
+    def __init__(self, names, make, real=()):
+        self.names, self.make, self.real = tuple(names), make, tuple(real)
 
     def find_spec(self, name, path=None, target=None):
-        if any(f"{name}.".startswith(f"{known}.") for known in self.names):
+        if name not in self.real and any(f"{name}.".startswith(f"{known}.") for known in self.names):
             return ModuleSpec(name, self, is_package=True)
         return None
 
@@ -34,14 +36,21 @@ class StandIns:
         return self.make(module, name)
 
 
-class BareBridge:
-    """Finds Bridge's package without its __init__, which imports all conversions."""
+class BarePackages:
+    """A finder for sys.meta_path of packages without what their __init__ imports: Bridge's all conversions.
+
+    folders   where to look for packages that are not in another; on sys.path unless given
+    """
+
+    def __init__(self, names=(BRIDGE,), folders=None):
+        self.names, self.folders = tuple(names), folders
 
     def find_spec(self, name, path=None, target=None):
-        if name != BRIDGE:
+        found = PathFinder.find_spec(name, path or self.folders) if name in self.names else None
+        if found is None:
             return None
         bare = ModuleSpec(name, None, is_package=True)
-        bare.submodule_search_locations = list(PathFinder.find_spec(name, path).submodule_search_locations)
+        bare.submodule_search_locations = list(found.submodule_search_locations)
         return bare
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from unittest import mock
 
 import torch
 from rigs.areal.engine import BOTH, ENGINE, GRADS, RELEASES, engine_of, find_areal, needs_areal, train
 from rigs.areal.updates import Servers, checkpoint, update
+from rigs.contract import check_family
 from rigs.megatron.gathers import Collectives
 from rigs.megatron.options import attempt
 
 from megapatch.patches.areal import PATCHES, aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
-from megapatch.testing import check_contract, run_ranks
 
 pytestmark = needs_areal
 
@@ -68,7 +67,4 @@ SCENARIOS = {
 
 
 def test_the_contract_is_kept(monkeypatch):
-    monkeypatch.setenv("AREAL_RELEASE", RELEASES[-1].folder)
-    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_areal))
-    assert SCENARIOS.keys() == set(PATCHES)
-    check_contract(SCENARIOS)
+    check_family(PATCHES, SCENARIOS, find_areal, monkeypatch, AREAL_RELEASE=RELEASES[-1].folder)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
-import pytest
+from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.areal import aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
 
@@ -41,52 +39,48 @@ class MegatronEngine:
 ORDINARY = dict(seed="self.seed", hook="pass", first="", last="self.rollout_engine.continue_generation()")
 FINALLY = "try: print()\n        finally: self.rollout_engine.continue_generation()"
 MANAGER = "class MegatronCheckpointManager:\n    def save_checkpoint(self):\n        {}self.generate_state_dict()"
-NOTHING = "there = 'nothing'"
 
 
 def engine(**changed):
     return ENGINE.format(**{**ORDINARY, **changed})
 
 
-CASES = {
-    "scale: none": (aux_loss_scale.diagnose, NOTHING, "absent", "no MegatronEngine"),
-    "scale: by hand": (aux_loss_scale.diagnose, engine(), "needed", "only AReaL's own loss"),
-    "scale: set": (aux_loss_scale.diagnose, engine(hook="config.grad_scale_func = 1"), "fixed", "sets"),
-    "scale: other": (aux_loss_scale.diagnose, "class MegatronEngine: ...", "unknown", "train_batch"),
-    "seed: none": (pipeline_seed.diagnose, NOTHING, "absent", "no MegatronEngine"),
-    "seed: one": (pipeline_seed.diagnose, engine(), "needed", "the same seed"),
-    "seed: by stage": (
-        pipeline_seed.diagnose,
-        engine(seed="self.seed + mpu.get_pipeline_model_parallel_rank()"),
-        "fixed",
-        "depends",
-    ),
-    "seed: other": (pipeline_seed.diagnose, engine(seed="1"), "unknown", "seed"),
-    "sync: none": (weight_sync_resume.diagnose, NOTHING, "absent", "no MegatronEngine"),
-    "sync: at the end": (weight_sync_resume.diagnose, engine(), "needed", "does not continue"),
-    "sync: finally": (weight_sync_resume.diagnose, engine(last=FINALLY), "fixed", "even after"),
-    "sync: never": (weight_sync_resume.diagnose, engine(last="pass"), "unknown", "then continue_generation"),
-    "sync: other": (weight_sync_resume.diagnose, "class MegatronEngine: ...", "unknown", "update_weights"),
-    "reads: none": (gathered_when_read.diagnose_engine, NOTHING, "absent", "this version has no"),
-    "reads: shards": (gathered_when_read.diagnose_engine, engine(), "needed", "are not gathered"),
-    "reads: gathers": (
-        gathered_when_read.diagnose_engine,
-        engine(first="self.model[0].start_param_sync(); "),
-        "fixed",
-        "gathers",
-    ),
-    "saves: shards": (gathered_when_read.diagnose_save, MANAGER.format(""), "needed", "are not gathered"),
-    "saves: gathers": (
-        gathered_when_read.diagnose_save,
-        MANAGER.format("self.model[0].start_param_sync(); "),
-        "fixed",
-        "gathers",
-    ),
+GATHERS = "self.model[0].start_param_sync(); "
+BY_STAGE = "self.seed + mpu.get_pipeline_model_parallel_rank()"
+
+
+SOURCES = {
+    aux_loss_scale.diagnose: {
+        "scale: none": (NOTHING, "absent", "no MegatronEngine"),
+        "scale: by hand": (engine(), "needed", "only AReaL's own loss"),
+        "scale: set": (engine(hook="config.grad_scale_func = 1"), "fixed", "sets"),
+        "scale: other": ("class MegatronEngine: ...", "unknown", "train_batch"),
+    },
+    pipeline_seed.diagnose: {
+        "seed: none": (NOTHING, "absent", "no MegatronEngine"),
+        "seed: one": (engine(), "needed", "the same seed"),
+        "seed: by stage": (engine(seed=BY_STAGE), "fixed", "depends"),
+        "seed: other": (engine(seed="1"), "unknown", "seed"),
+    },
+    weight_sync_resume.diagnose: {
+        "sync: none": (NOTHING, "absent", "no MegatronEngine"),
+        "sync: at the end": (engine(), "needed", "does not continue"),
+        "sync: finally": (engine(last=FINALLY), "fixed", "even after"),
+        "sync: never": (engine(last="pass"), "unknown", "then continue_generation"),
+        "sync: other": ("class MegatronEngine: ...", "unknown", "update_weights"),
+    },
+    gathered_when_read.diagnose_engine: {
+        "reads: none": (NOTHING, "absent", "this version has no"),
+        "reads: shards": (engine(), "needed", "are not gathered"),
+        "reads: gathers": (engine(first=GATHERS), "fixed", "gathers"),
+    },
+    gathered_when_read.diagnose_save: {
+        "saves: shards": (MANAGER.format(""), "needed", "are not gathered"),
+        "saves: gathers": (MANAGER.format(GATHERS), "fixed", "gathers"),
+    },
 }
 
 
-@pytest.mark.parametrize(("diagnose", "source", "kind", "words"), CASES.values(), ids=CASES)
-def test_the_verdict(diagnose, source, kind, words, modules):
-    verdict = diagnose(importlib.import_module(modules.write(source)))
-    assert verdict.kind.value == kind
-    assert words in verdict.reason
+@each_source(SOURCES)
+def test_the_verdict(source_case, modules):
+    assert_verdict_of_source(source_case, modules)

@@ -9,7 +9,7 @@ import functools
 import importlib
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor
 
@@ -73,14 +73,8 @@ def held_scale():
     return routers.MoEAuxLossAutoScaler.main_loss_backward_scale.item()
 
 
-@pytest.fixture(scope="module")
-def unpatched():
-    return run_cells(job, 2, env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def patched():
-    return run_cells(job, 2)
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
 
 
 def assert_all(ratios, expected, rel=1e-4):

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from unittest import mock
 
+from rigs.diagnoses import GONE, assert_verdicts, of_a_rank, verdicts_of, words
 from rigs.megatron.options import UNPATCHED, needs_training
 
 from megapatch.patch import MARK, unpatched
 from megapatch.testing import run_ranks
-
-
-def assert_verdicts(found, expected):
-    """Compare {case: (verdict, reason)} with {case: (verdict, words of the reason)}."""
-    assert found.keys() == expected.keys()
-    for case, (kind, words) in expected.items():
-        assert found[case][0] == kind, case
-        assert words in found[case][1], case
 
 
 def hook_verdicts(rank, world_size):
@@ -26,10 +18,6 @@ def hook_verdicts(rank, world_size):
     module = importlib.import_module("megatron.core.distributed.distributed_data_parallel")
     group = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")._ParamAndGradBucketGroup
     ddp = module.DistributedDataParallel
-
-    def verdict():
-        found = diagnose(module)
-        return found.kind.value, found.reason
 
     disable, enable = unpatched(ddp.disable_forward_pre_hook), unpatched(ddp.enable_forward_pre_hook)
 
@@ -46,21 +34,16 @@ def hook_verdicts(rank, world_size):
     def needs_more(self):
         return self.something_new
 
-    found = {"marked": hasattr(ddp.disable_forward_pre_hook, MARK), "as it is": verdict()}
-    with mock.patch.object(ddp, "disable_forward_pre_hook", disables):
-        found["half repaired"] = verdict()
-        with mock.patch.object(ddp, "enable_forward_pre_hook", enables):
-            found["repaired"] = verdict()
+    switches_off = ddp, "disable_forward_pre_hook", disables
     changes = {
+        "half repaired": switches_off,
+        "repaired": [switches_off, (ddp, "enable_forward_pre_hook", enables)],
         "needs more": (ddp, "enable_forward_pre_hook", needs_more),
         "other signature": (group, "finish_param_sync", takes_nothing),
         "other attributes": (ddp, "__init__", takes_nothing),
         "no class": (module, "DistributedDataParallel", None),
     }
-    for case, change in changes.items():
-        with mock.patch.object(*change):
-            found[case] = verdict()
-    return found
+    return {"marked": hasattr(ddp.disable_forward_pre_hook, MARK), **verdicts_of(diagnose, module, changes)}
 
 
 def test_forward_pre_hook():
@@ -119,7 +102,6 @@ def no_sync_verdicts(rank, world_size):
 
     def takes_nothing(self): ...
 
-    found = {"as it is": diagnose(module)}
     changes = {
         "repaired": (ddp, "no_sync", keeps_what_was),
         "no experts": (ddp, "no_sync", forgets_experts),
@@ -129,17 +111,12 @@ def no_sync_verdicts(rank, world_size):
         "other switch": (group, "register_grad_ready", takes_nothing),
         "no class": (module, "DistributedDataParallel", None),
     }
-    for case, change in changes.items():
-        with mock.patch.object(*change):
-            found[case] = diagnose(module)
-    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+    return verdicts_of(diagnose, module, changes)
 
 
 def test_nested_no_sync():
-    unpatched, (patched,) = run_ranks(no_sync_verdicts, 1, env=UNPATCHED), run_ranks(no_sync_verdicts, 1)
-    assert [patched] == unpatched
     assert_verdicts(
-        patched,
+        of_a_rank(no_sync_verdicts),
         {
             "as it is": ("needed", "ends the outer one"),
             "repaired": ("fixed", "stays in force"),
@@ -154,7 +131,7 @@ def test_nested_no_sync():
 
 
 def prepare_verdicts(rank, world_size):
-    from megapatch import apply, restore
+    from megapatch import restore
     from megapatch.patches.megatron.prepare_grads_once import diagnose
 
     module = importlib.import_module("megatron.core.optimizer")
@@ -171,10 +148,6 @@ def prepare_verdicts(rank, world_size):
     def needs_more(self):
         return self.something_new
 
-    found = {"as it is": diagnose(module)}
-    restore("megatron.prepare-grads-once")
-    found["restored"] = diagnose(module)
-    apply()
     changes = {
         "repaired": (mixed, "prepare_grads", unscales_once),
         "repaired in part": (chained, "step", always_overflows),
@@ -183,10 +156,9 @@ def prepare_verdicts(rank, world_size):
         "other buffers": (module, "_ParamAndGradBuffer", None),
         "other chains": (module.optimizer, "ChainedOptimizer", None),
     }
-    for case, change in changes.items():
-        with mock.patch.object(*change):
-            found[case] = diagnose(module)
-    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+    found = verdicts_of(diagnose, module, changes)
+    restore("megatron.prepare-grads-once")
+    return {**found, "restored": words(diagnose(module))}
 
 
 def test_prepare_grads_once():
@@ -211,24 +183,20 @@ def train_verdicts(rank, world_size):
     from megapatch.patches.megatron.train_reentry import diagnose
 
     module = importlib.import_module("megatron.training.training")
-    verdicts = {"as it is": diagnose(module)}
 
     def another_train(model): ...
 
-    with mock.patch.object(module, "train", another_train):
-        verdicts["another train"] = diagnose(module)
-    for case, name in {"no timers": "get_timers", "no train": "train"}.items():
-        with mock.patch.dict(vars(module)):
-            delattr(module, name)
-            verdicts[case] = diagnose(module)
-    return {case: (verdict.kind.value, verdict.reason) for case, verdict in verdicts.items()}
+    changes = {
+        "another train": (module, "train", another_train),
+        "no timers": (module, "get_timers", GONE),
+        "no train": (module, "train", GONE),
+    }
+    return verdicts_of(diagnose, module, changes)
 
 
 @needs_training
 def test_train_reentry():
-    unpatched, patched = run_ranks(train_verdicts, 1, env=UNPATCHED), run_ranks(train_verdicts, 1)
-    assert patched == unpatched
-    (found,) = patched
+    found = of_a_rank(train_verdicts)
     assert {case: kind for case, (kind, _) in found.items()} == {
         "as it is": "needed",
         "another train": "unknown",

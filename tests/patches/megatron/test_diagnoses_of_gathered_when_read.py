@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from unittest import mock
 
 import pytest
-from rigs.megatron.options import UNPATCHED
+from rigs.diagnoses import assert_verdicts, made_up, of_a_rank, verdicts_of
 
 from megapatch.patches.megatron import gathered_when_read as patch
-from megapatch.testing import run_ranks
 
 
 def verdicts(rank, world_size):
@@ -28,37 +26,34 @@ def verdicts(rank, world_size):
 
     def another_step(self): ...
 
-    found = {"as it is": patch.diagnose_ddp(ddp), "optimizer": patch.diagnose_optimizer(optimizer)}
-    with mock.patch.object(chunk, "state_dict", gathers):
-        found["repaired in part"] = patch.diagnose_ddp(ddp)
-        with mock.patch.object(chunk, "state_dict_for_save_checkpoint", gathers):
-            found["repaired"] = patch.diagnose_ddp(ddp)
-    with mock.patch.object(chunk, "state_dict", needs_more):
-        found["needs more"] = patch.diagnose_ddp(ddp)
-    with mock.patch.object(group, "finish_param_sync", another_step):
-        found["other gathers"] = patch.diagnose_ddp(ddp)
-    with mock.patch.object(optimizer.DistributedOptimizer, "step_with_ready_grads", another_step):
-        found["another step"] = patch.diagnose_optimizer(optimizer)
-    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+    changes = {
+        "repaired in part": (chunk, "state_dict", gathers),
+        "repaired": [(chunk, "state_dict", gathers), (chunk, "state_dict_for_save_checkpoint", gathers)],
+        "needs more": (chunk, "state_dict", needs_more),
+        "other gathers": (group, "finish_param_sync", another_step),
+    }
+    of_optimizer = made_up(optimizer.DistributedOptimizer, "step_with_ready_grads", another_step)
+    return (
+        verdicts_of(patch.diagnose_ddp, ddp, changes),
+        verdicts_of(patch.diagnose_optimizer, optimizer, of_optimizer),
+    )
 
 
 def test_megatron():
-    unpatched, patched = run_ranks(verdicts, 1, env=UNPATCHED), run_ranks(verdicts, 1)
-    assert patched == unpatched
-    (found,) = patched
+    found, found_of_optimizer = of_a_rank(verdicts)
     expected = {
         "as it is": ("needed", "read parameters that are not gathered"),
-        "optimizer": ("needed", "a step leaves its parameters to be gathered"),
         "repaired in part": ("needed", ""),
         "repaired": ("fixed", "gather the parameters"),
         "needs more": ("unknown", "module.state_dict called by state_dict"),
         "other gathers": ("unknown", "parameter skip_next_bucket_dispatch of"),
-        "another step": ("unknown", "overlap_param_gather in"),
     }
-    assert found.keys() == expected.keys()
-    for case, (kind, words) in expected.items():
-        assert found[case][0] == kind, case
-        assert words in found[case][1], case
+    assert_verdicts(found, expected)
+    expected = {
+        "as it is": ("needed", "a step leaves its parameters to be gathered"),
+        "another_step": ("unknown", "overlap_param_gather in"),
+    }
+    assert_verdicts(found_of_optimizer, expected)
 
 
 def export(models):

@@ -7,22 +7,15 @@ import sys
 from unittest import mock
 
 import pytest
-from rigs.megatron.options import UNPATCHED
-
-from megapatch.testing import run_ranks
+from rigs.diagnoses import GONE, assert_verdicts, made_up, of_a_rank, verdicts_of, words
 
 KEY = "rerun_state_machine_state"
-
-
-def words(verdict):
-    return verdict.kind.value, verdict.reason
 
 
 def saving():
     from megapatch.patches.megatron.rerun_state_dict import diagnose_saving as diagnose
 
     module = importlib.import_module("megatron.core.rerun_state_machine")
-    found = {"as it is": words(diagnose(module))}
 
     def idle_is_none(self, data_iterator, ckpt_format, force=False):
         ShardedObject = tuple
@@ -54,7 +47,7 @@ def saving():
     def takes_a_switch(self, use_dist_ckpt):
         return None
 
-    for made_up in (
+    functions = (
         idle_is_none,
         builds,
         gives_one,
@@ -63,12 +56,12 @@ def saving():
         raises,
         says_nothing,
         takes_a_switch,
-    ):
-        with mock.patch.object(module.RerunStateMachine, "state_dict", made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    for name in ("RerunStateMachine", "RerunMode"):
-        with mock.patch.object(module, name, None):
-            found[f"no {name}"] = words(diagnose(module))
+    )
+    changes = {
+        **made_up(module.RerunStateMachine, "state_dict", *functions),
+        **{f"no {name}": (module, name, None) for name in ("RerunStateMachine", "RerunMode")},
+    }
+    found = verdicts_of(diagnose, module, changes)
     state_dict = getattr(module.RerunStateMachine.state_dict, "__wrapped__", module.RerunStateMachine.state_dict)
     found["takes force"] = "force" in state_dict.__code__.co_varnames
     return found
@@ -78,7 +71,6 @@ def loading():
     from megapatch.patches.megatron.rerun_state_dict import diagnose_loading as diagnose
 
     module = importlib.import_module("megatron.core.dist_checkpointing.validation")
-    found = {"as it is": words(diagnose(module))}
 
     def forgives(missing_keys, unexpected_keys, raise_error=True):
         if missing_keys - {KEY}:
@@ -92,14 +84,12 @@ def loading():
     def takes_a_list(keys): ...
 
     name = "maybe_report_missing_and_unexpected_keys"
-    for made_up in (forgives, never_raises, raises_another, takes_a_list):
-        with mock.patch.object(module, name, made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    with mock.patch.object(module, "validate_integrity_and_strict_load", takes_a_list):
-        found["not looked up"] = words(diagnose(module))
-    with mock.patch.dict(vars(module)):
-        delattr(module, name)
-        found["no function"] = words(diagnose(module))
+    changes = {
+        **made_up(module, name, forgives, never_raises, raises_another, takes_a_list),
+        "not looked up": (module, "validate_integrity_and_strict_load", takes_a_list),
+        "no function": (module, name, GONE),
+    }
+    found = verdicts_of(diagnose, module, changes)
     with mock.patch.dict(sys.modules):
         del sys.modules["megatron.core.rerun_state_machine"]
         found["without the machine's module"] = words(diagnose(module))
@@ -112,9 +102,7 @@ def both(rank, world_size):
 
 @pytest.fixture(scope="module")
 def found():
-    unpatched, patched = run_ranks(both, 1, env=UNPATCHED), run_ranks(both, 1)
-    assert patched == unpatched  # a second look, through the patch, gives the same answers
-    return patched[0]
+    return of_a_rank(both)
 
 
 def test_saving(found):
@@ -133,10 +121,7 @@ def test_saving(found):
         "no RerunStateMachine": ("unknown", "RerunStateMachine.state_dict"),
         "no RerunMode": ("unknown", "RerunMode.DISABLED"),
     }
-    assert found.keys() == expected.keys()
-    for case, (kind, text) in expected.items():
-        assert found[case][0] == kind, case
-        assert text in found[case][1], case
+    assert_verdicts(found, expected)
 
 
 def test_loading(found):
@@ -152,7 +137,4 @@ def test_loading(found):
         "no function": ("unknown", "validation:maybe_report_missing_and_unexpected_keys"),
         "without the machine's module": needed,
     }
-    assert found.keys() == expected.keys()
-    for case, (kind, text) in expected.items():
-        assert found[case][0] == kind, case
-        assert text in found[case][1], case
+    assert_verdicts(found, expected)

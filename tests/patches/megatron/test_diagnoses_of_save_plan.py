@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from unittest import mock
 
 import pytest
 import torch
+from rigs.diagnoses import assert_verdicts, made_up, verdicts_of
 from rigs.needs import needs_megatron
 
 from megapatch.patch import MARK
@@ -96,14 +95,12 @@ def of_plans():
 
     module = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     strategy = module.TorchDistSaveShardedStrategy
-    found = {"patched": hasattr(strategy.async_save, MARK), "as it is": words(diagnose(module))}
-    for made_up in (plans, looks, looks_together, forgets, takes_another):
-        with mock.patch.object(strategy, "async_save", made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    for made_up in (keeps_nothing, keeps_less):
-        with mock.patch.object(strategy, "__init__", made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    return found | of_missing_names(module, diagnose, "TorchDistSaveShardedStrategy")
+    changes = {
+        **made_up(strategy, "async_save", plans, looks, looks_together, forgets, takes_another),
+        **made_up(strategy, "__init__", keeps_nothing, keeps_less),
+        **missing_names(module, "TorchDistSaveShardedStrategy"),
+    }
+    return {"patched": hasattr(strategy.async_save, MARK), **verdicts_of(diagnose, module, changes)}
 
 
 def of_distributions():
@@ -111,33 +108,24 @@ def of_distributions():
 
     module = importlib.import_module("megatron.core.dist_checkpointing.strategies.fully_parallel")
     wrapper = module.FullyParallelSaveStrategyWrapper
-    found = {"patched": hasattr(wrapper.apply_saving_parallelization, MARK), "as it is": words(diagnose(module))}
-    for made_up in (distributes, distributes_what_it_sees, distributes_always, distributes_elsewhere):
-        with mock.patch.object(wrapper, "apply_saving_parallelization", made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    for made_up in (has_no_cache, has_another_cache):
-        with mock.patch.object(wrapper, "__init__", made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    with mock.patch.object(wrapper, "save", saves_by_itself):
-        found["saves_by_itself"] = words(diagnose(module))
-    return found | of_missing_names(module, diagnose, "FullyParallelSaveStrategyWrapper")
+    distributing = distributes, distributes_what_it_sees, distributes_always, distributes_elsewhere
+    changes = {
+        **made_up(wrapper, "apply_saving_parallelization", *distributing),
+        **made_up(wrapper, "__init__", has_no_cache, has_another_cache),
+        **made_up(wrapper, "save", saves_by_itself),
+        **missing_names(module, "FullyParallelSaveStrategyWrapper"),
+    }
+    marked = hasattr(wrapper.apply_saving_parallelization, MARK)
+    return {"patched": marked, **verdicts_of(diagnose, module, changes)}
 
 
-def of_missing_names(module, diagnose, owner):
-    found = {}
-    for name in ("ShardedTensor", "ShardedObject", owner):
-        with mock.patch.object(module, name, None):
-            found[f"no {name}"] = words(diagnose(module))
+def missing_names(module, owner):
     leaf = module.ShardedTensor
-    with contextlib.ExitStack() as stack:
-        fields = {name: field for name, field in leaf.__dataclass_fields__.items() if name != "local_shape"}
-        stack.enter_context(mock.patch.object(leaf, "__dataclass_fields__", fields))
-        found["no local_shape"] = words(diagnose(module))
-    return found
-
-
-def words(verdict):
-    return verdict.kind.value, verdict.reason
+    fields = {name: field for name, field in leaf.__dataclass_fields__.items() if name != "local_shape"}
+    return {
+        **{f"no {name}": (module, name, None) for name in ("ShardedTensor", "ShardedObject", owner)},
+        "no local_shape": (leaf, "__dataclass_fields__", fields),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -153,13 +141,9 @@ LACKING = {
 }
 
 
-def assert_verdicts(found, expected):
-    assert found.pop("patched")  # and seen through
-    expected = {**LACKING, **expected}
-    assert found.keys() == expected.keys()
-    for case, (kind, text) in expected.items():
-        assert found[case][0] == kind, (case, found[case])
-        assert text in found[case][1], (case, found[case])
+def assert_seen_through(found, expected):
+    assert found.pop("patched")
+    assert_verdicts(found, {**LACKING, **expected})
 
 
 @needs_megatron
@@ -176,7 +160,7 @@ def test_plans(found):
         "keeps_less": ("unknown", "not found: cached_local_plan in megatron."),
         "no TorchDistSaveShardedStrategy": ("unknown", "TorchDistSaveShardedStrategy"),
     }
-    assert_verdicts(found[0], expected)
+    assert_seen_through(found[0], expected)
 
 
 @needs_megatron
@@ -193,4 +177,4 @@ def test_distributions(found):
         "saves_by_itself": ("unknown", "not found: apply_saving_parallelization in megatron."),
         "no FullyParallelSaveStrategyWrapper": ("unknown", "FullyParallelSaveStrategyWrapper"),
     }
-    assert_verdicts(found[1], expected)
+    assert_seen_through(found[1], expected)

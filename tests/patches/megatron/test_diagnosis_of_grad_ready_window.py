@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from unittest import mock
 
-from rigs.megatron.options import UNPATCHED
-
-from megapatch.testing import run_ranks
+from rigs.diagnoses import assert_verdicts, of_a_rank, verdicts_of
 
 
 def verdicts(rank, world_size):
@@ -40,7 +37,6 @@ def verdicts(rank, world_size):
     def needs_more(self):
         return self.something_new
 
-    found = {"as it is": diagnose(module)}
     changes = {
         "other groups": (group, "__init__", takes_nothing),
         "other models": (ddp, "__init__", takes_nothing),
@@ -48,23 +44,21 @@ def verdicts(rank, world_size):
         "never early": (group, "register_grad_ready", never_early),
         "needs more": (group, "reset", needs_more),
         "half repaired": (group, "finish_grad_sync", reduces_what_is_left),
+        "learns nothing": [
+            (group, "__init__", takes_nothing),
+            (group, "register_grad_ready", learns_nothing),
+        ],
+        "repaired": [
+            (group, "register_grad_ready", reduces_every_pass),
+            (group, "finish_grad_sync", reduces_what_is_left),
+        ],
     }
-    for case, change in changes.items():
-        with mock.patch.object(*change):
-            found[case] = diagnose(module)
-    with mock.patch.multiple(group, __init__=takes_nothing, register_grad_ready=learns_nothing):
-        found["learns nothing"] = diagnose(module)
-    with mock.patch.multiple(group, register_grad_ready=reduces_every_pass, finish_grad_sync=reduces_what_is_left):
-        found["repaired"] = diagnose(module)
-    return (
-        {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()},
-        "golden_per_param_grad_ready_counts" in inspect.getsource(buffer),
-    )
+    learns = "golden_per_param_grad_ready_counts" in inspect.getsource(buffer)
+    return verdicts_of(diagnose, module, changes), learns
 
 
 def test_diagnosis():
-    unpatched, ((patched, learns),) = run_ranks(verdicts, 1, env=UNPATCHED), run_ranks(verdicts, 1)
-    assert unpatched == [(patched, learns)]
+    patched, learns = of_a_rank(verdicts)
     if not learns:  # up to 0.15
         assert patched["as it is"] == ("absent", "Megatron does not learn how often gradients become ready")
         assert patched["never early"][0] == "unknown"
@@ -89,7 +83,4 @@ def test_diagnosis():
         ),
         "repaired": ("fixed", "after the last"),
     }
-    assert patched.keys() == expected.keys()
-    for case, (kind, words) in expected.items():
-        assert patched[case][0] == kind, case
-        assert words in patched[case][1], case
+    assert_verdicts(patched, expected)

@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
+from rigs.diagnoses import assert_verdicts, made_up, verdicts_of
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import minor
 from torch.distributed import checkpoint
@@ -195,15 +196,13 @@ def is_another(self): ...
 
 def diagnoses(reader):
     module = importlib.import_module(reader.__module__)
-    found = {"as it is": diagnose(module)}
-    for made_up in (looks_at_the_file, reads_always, reads_never, needs_more, is_another):
-        with mock.patch.object(reader, "read_metadata", made_up):
-            found[made_up.__name__] = diagnose(module)
-    with mock.patch.object(module, "CachedMetadataFileSystemReader", FileSystemReader):
-        found["no cache"] = diagnose(module)
-    with mock.patch.object(module, "CachedMetadataFileSystemReader", None):
-        found["no class"] = diagnose(module)
-    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+    functions = looks_at_the_file, reads_always, reads_never, needs_more, is_another
+    changes = {
+        **made_up(reader, "read_metadata", *functions),
+        "no cache": (module, "CachedMetadataFileSystemReader", FileSystemReader),
+        "no class": (module, "CachedMetadataFileSystemReader", None),
+    }
+    return verdicts_of(diagnose, module, changes)
 
 
 DIAGNOSES = {
@@ -219,14 +218,8 @@ DIAGNOSES = {
 
 
 # ------------------------------------------------------------------------------------------ the checks
-@pytest.fixture(scope="module")
-def unpatched(folder):
-    return run_cells(job, 2, f"{folder}/unpatched", env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def patched(folder):
-    return run_cells(job, 2, f"{folder}/patched")
+unpatched = cells_of(job, 2, folder="unpatched", env=UNPATCHED)
+patched = cells_of(job, 2, folder="patched")
 
 
 @needs_shared_cache
@@ -288,7 +281,4 @@ def test_an_unchanged_file_is_read_once(patched, module):
 def test_diagnosis(unpatched, patched, module):
     found = patched[0][module, "diagnoses"]
     assert unpatched[0][module, "diagnoses"] == found  # a second look, through the patch, gives the same answers
-    assert found.keys() == DIAGNOSES.keys()
-    for case, (kind, text) in DIAGNOSES.items():
-        assert found[case][0] == kind, (case, found[case])
-        assert text in found[case][1], (case, found[case])
+    assert_verdicts(found, DIAGNOSES)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.gathers import Collectives, between_ranks, no_collective, pair, state_of, unwrapped, wrong
 from rigs.megatron.options import UNPATCHED, attempt, buckets
 
@@ -142,9 +142,7 @@ def job(rank, world_size):
     yield "refusals", refusals
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2, env=UNPATCHED)
+ranks = cells_of(job, 2, env=UNPATCHED)
 
 
 # ------------------------------------------------------------------------------------------ the tests

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.gathers import (
     OVERLAP,
     PLAIN,
@@ -247,14 +247,8 @@ COUNTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def without():
-    return run_cells(unpatched, 2, env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(patched, 2)
+without = cells_of(unpatched, 2, env=UNPATCHED)
+ranks = cells_of(patched, 2)
 
 
 # ------------------------------------------------------------------------------------------ the tests

@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.gathers import PLAIN, pair, wrong
 from rigs.megatron.options import UNPATCHED, needs_training, quick_writer
 
@@ -49,14 +49,8 @@ def job(rank, world_size, folder):
         yield ckpt_format, partial(save_and_load, folder, ckpt_format)
 
 
-@pytest.fixture(scope="module")
-def without(folder):
-    return run_cells(job, 2, f"{folder}/without", env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def ranks(folder):
-    return run_cells(job, 2, f"{folder}/with")
+without = cells_of(job, 2, folder="without", env=UNPATCHED)
+ranks = cells_of(job, 2, folder="with")
 
 
 @pytest.mark.parametrize("ckpt_format", FORMATS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.gathers import export, pair, unwrapped, wrong
 
 from megapatch.patches._gathered import gathered_at_first_next
@@ -42,9 +42,7 @@ def in_layouts(rank, world_size):
         yield name, partial(in_layout, sizes, **options)
 
 
-@pytest.fixture(scope="module")
-def four():
-    return run_cells(in_layouts, 4)
+four = cells_of(in_layouts, 4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.exporters import MODULES, find_exporters, installed, stream
 from rigs.megatron.gathers import Collectives, pair, wrong
 from rigs.megatron.options import UNPATCHED, buckets
@@ -52,14 +52,8 @@ def job(rank, world_size):
     yield "statuses", lambda: {name: statuses[MODULES[name]] for name in EXPORTERS}
 
 
-@pytest.fixture(scope="module")
-def without():
-    return run_cells(job, 2, setup=find_exporters, env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2, setup=find_exporters)
+without = cells_of(job, 2, setup=find_exporters, env=UNPATCHED)
+ranks = cells_of(job, 2, setup=find_exporters)
 
 
 @pytest.mark.parametrize("name", EXPORTERS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.grad_ready import assert_as_without_overlap, needs_learning, run_case
 from rigs.megatron.options import ADAM
 
@@ -99,14 +99,8 @@ def in_pipelines(rank, world_size):
         apply()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(data_parallel, 2)
-
-
-@pytest.fixture(scope="module")
-def pipelines():
-    return run_cells(in_pipelines, 4)
+ranks = cells_of(data_parallel, 2)
+pipelines = cells_of(in_pipelines, 4)
 
 
 def assert_wrong(steps, expected):

@@ -7,7 +7,7 @@ import contextlib
 from functools import partial
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.grad_ready import assert_as_without_overlap, needs_learning, one_step, run_case
 from rigs.megatron.options import ADAM, GRADS, Interrupted, assert_same_parameters
 
@@ -104,9 +104,7 @@ def raising(layer):
         handle.remove()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(found_by, 2)
+ranks = cells_of(found_by, 2)
 
 
 @pytest.mark.parametrize(("name", "options"), [("changed ways", {}), ("instances", INSTANCES)])

@@ -6,15 +6,14 @@ import functools
 import importlib
 import os
 from pathlib import Path
-from unittest import mock
 
 import torch
 from rigs.cells import run_cells
+from rigs.diagnoses import made_up, of_a_rank, verdicts_of
 from rigs.megatron.options import UNPATCHED
 
 from megapatch._mcore.process_groups import process_groups
 from megapatch.patches.megatron.groups_destroyed import diagnose
-from megapatch.testing import run_ranks
 
 CYCLES = 4
 
@@ -125,7 +124,6 @@ def test_groups_that_nothing_refers_to_are_destroyed(tmp_path):
 
 def verdicts(rank, world_size):
     module = importlib.import_module("megatron.core.parallel_state")
-    found = {"as it is": diagnose(module)}
 
     def forgets_nothing():
         return module._TENSOR_MODEL_PARALLEL_GROUP
@@ -135,11 +133,8 @@ def verdicts(rank, world_size):
 
     repaired = {}
     exec(REPAIRED, vars(module), repaired)
-    made_up = (forgets_nothing, needs_more, repaired["destroys_all"])
-    for function in made_up:
-        with mock.patch.object(module, "destroy_model_parallel", function):
-            found[function.__name__] = diagnose(module)
-    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+    functions = forgets_nothing, needs_more, repaired["destroys_all"]
+    return verdicts_of(diagnose, module, made_up(module, "destroy_model_parallel", *functions))
 
 
 REPAIRED = """
@@ -151,9 +146,7 @@ def destroys_all():
 
 
 def test_diagnosis():
-    unpatched, patched = run_ranks(verdicts, 1, env=UNPATCHED), run_ranks(verdicts, 1)
-    assert patched == unpatched
-    found = patched[0]
+    found = of_a_rank(verdicts)
     assert found["as it is"] == (
         "needed",
         "destroy_model_parallel() forgets the process groups and leaves them in place",

@@ -6,10 +6,10 @@ import copy
 import functools
 import importlib
 import tempfile
-from unittest import mock
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
+from rigs.diagnoses import GONE, assert_verdicts, made_up, verdicts_of
 from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import minor
@@ -118,30 +118,24 @@ def needs_more(self):
 def is_another(self): ...
 
 
+def syncs_at_last(self, state):
+    self.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
 def diagnoses():
     from megapatch.patches.megatron.load_offloaded_state import LOAD_BUCKETS, diagnose
 
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     hybrid, optimizer = module.HybridDeviceOptimizer, module.DistributedOptimizer
     targets = (hybrid._sync_hdo_state_to_sub_optimizers, optimizer._set_main_param_and_optimizer_states)
-    found = {"marked": [hasattr(target, MARK) for target in targets], "as it is": words(diagnose(module))}
-    for made_up in (as_on_main, of_all, needs_more, is_another):
-        with mock.patch.object(hybrid, "_update_fp32_params_by_new_state", made_up):
-            found[made_up.__name__] = words(diagnose(module))
+    update = "_update_fp32_params_by_new_state"
     load = next(name for name in LOAD_BUCKETS if hasattr(optimizer, name))
-    with (
-        mock.patch.object(hybrid, "_update_fp32_params_by_new_state", of_all),
-        mock.patch.object(optimizer, load, lambda self, state: self.optimizer._sync_hdo_state_to_sub_optimizers()),
-    ):
-        found["repaired"] = words(diagnose(module))
-    del module.HybridDeviceOptimizer
-    found["no offloading"] = words(diagnose(module))
-    module.HybridDeviceOptimizer = hybrid
-    return found
-
-
-def words(verdict):
-    return verdict.kind.value, verdict.reason
+    changes = {
+        **made_up(hybrid, update, as_on_main, of_all, needs_more, is_another),
+        "repaired": [(hybrid, update, of_all), (optimizer, load, syncs_at_last)],
+        "no offloading": (module, "HybridDeviceOptimizer", GONE),
+    }
+    return {"marked": [hasattr(target, MARK) for target in targets], **verdicts_of(diagnose, module, changes)}
 
 
 DIAGNOSES = {
@@ -156,16 +150,8 @@ DIAGNOSES = {
 
 
 # ------------------------------------------------------------------------------------------ the checks
-@pytest.fixture(scope="module")
-def unpatched():
-    (found,) = run_cells(job, 1, env=UNPATCHED)
-    return found
-
-
-@pytest.fixture(scope="module")
-def patched():
-    (found,) = run_cells(job, 1)
-    return found
+unpatched = cells_of(job, 1, env=UNPATCHED)
+patched = cells_of(job, 1)
 
 
 def test_without_the_patch_loading_fails_or_training_continues_from_another_step(unpatched):
@@ -188,7 +174,4 @@ def test_diagnosis(unpatched, patched):
     before, found = unpatched["diagnoses"], patched["diagnoses"]
     assert (before.pop("marked"), found.pop("marked")) == ([False, False], [True, True])
     assert before == found  # a second look, through the patch, gives the same answers
-    assert found.keys() == DIAGNOSES.keys()
-    for case, (kind, text) in DIAGNOSES.items():
-        assert found[case][0] == kind, (case, found[case])
-        assert text in found[case][1], (case, found[case])
+    assert_verdicts(found, DIAGNOSES)

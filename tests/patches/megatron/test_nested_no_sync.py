@@ -7,7 +7,7 @@ import gc
 from functools import partial
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.grad_ready import Reduces
 from rigs.megatron.options import ADAM, GRADS, UNPATCHED, Interrupted, assert_same_parameters
 
@@ -101,14 +101,8 @@ def cut_without(cuts):
     return found
 
 
-@pytest.fixture(scope="module")
-def unpatched():
-    return run_cells(without_patch, 2, env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def patched():
-    return run_cells(with_patch, 2)
+unpatched = cells_of(without_patch, 2, env=UNPATCHED)
+patched = cells_of(with_patch, 2)
 
 
 # ------------------------------------------------------------------------------------------ the defect

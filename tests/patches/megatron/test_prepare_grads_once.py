@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.cells import once, run_cells
+from rigs.cells import cells_of, once
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted, assert_same_parameters, attempt
 
 from megapatch import apply, restore
@@ -118,14 +118,8 @@ def without_patch(rank, world_size):
         yield case, lambda case=case: (runs[case, step_alone](), train(case, prepare_first))
 
 
-@pytest.fixture(scope="module")
-def unpatched():
-    return run_cells(without_patch, 2, env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def patched():
-    return run_cells(with_patch, 2)
+unpatched = cells_of(without_patch, 2, env=UNPATCHED)
+patched = cells_of(with_patch, 2)
 
 
 # ------------------------------------------------------------------------------------------ the defect

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from unittest import mock
 
 import pytest
 import torch
-from rigs.cells import once, run_cells
+from rigs.cells import cells_of, once
+from rigs.diagnoses import GONE, assert_verdicts, made_up, verdicts_of
 from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor
@@ -80,21 +80,12 @@ def diagnoses():
 
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizer, method = module.DistributedOptimizer, "_copy_model_params_to_main_params"
-    found = {"marked": hasattr(getattr(optimizer, method), MARK), "as it is": words(diagnose(module))}
-    for made_up in (updates_all, updates_none, needs_more, is_another):
-        with mock.patch.object(optimizer, method, made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    with mock.patch.object(module, "DistributedOptimizer", None):
-        found["no class"] = words(diagnose(module))
-    hybrid = module.HybridDeviceOptimizer
-    del module.HybridDeviceOptimizer
-    found["no offloading"] = words(diagnose(module))
-    module.HybridDeviceOptimizer = hybrid
-    return found
-
-
-def words(verdict):
-    return verdict.kind.value, verdict.reason
+    changes = {
+        **made_up(optimizer, method, updates_all, updates_none, needs_more, is_another),
+        "no class": (module, "DistributedOptimizer", None),
+        "no offloading": (module, "HybridDeviceOptimizer", GONE),
+    }
+    return {"marked": hasattr(getattr(optimizer, method), MARK), **verdicts_of(diagnose, module, changes)}
 
 
 DIAGNOSES = {
@@ -109,14 +100,8 @@ DIAGNOSES = {
 
 
 # ------------------------------------------------------------------------------------------ the checks
-@pytest.fixture(scope="module")
-def unpatched():
-    return run_cells(job, 2, env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def patched():
-    return run_cells(job, 2)
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
 
 
 def test_without_the_patch_the_first_step_brings_the_old_weights_back(unpatched):
@@ -139,7 +124,4 @@ def test_diagnosis(unpatched, patched):
     before, found = unpatched[0]["diagnoses"], patched[0]["diagnoses"]
     assert (before.pop("marked"), found.pop("marked")) == (False, True)
     assert before == found  # a second look, through the patch, gives the same answers
-    assert found.keys() == DIAGNOSES.keys()
-    for case, (kind, text) in DIAGNOSES.items():
-        assert found[case][0] == kind, (case, found[case])
-        assert text in found[case][1], (case, found[case])
+    assert_verdicts(found, DIAGNOSES)

@@ -6,22 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.megatron.options import UNPATCHED, attempt, iterate, new_machine, rerun_data
+from rigs.megatron.save import STRICTNESSES
 
 from megapatch.testing import run_ranks
 
 KEY = "rerun_state_machine_state"
 FORMAT = "torch_dist"
 ENABLED = ("VALIDATE_RESULTS", "REPORT_DETERMINISM_STATS")
-STRICTNESSES = (
-    "assume_ok_unexpected",
-    "log_unexpected",
-    "log_all",
-    "raise_unexpected",
-    "raise_all",
-    "return_unexpected",
-    "return_all",
-    "ignore_all",
-)
 
 
 def structure(state):

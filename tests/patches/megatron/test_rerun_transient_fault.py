@@ -6,11 +6,11 @@ import importlib
 import os
 from functools import partial
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from rigs.cells import run_cells
+from rigs.diagnoses import verdicts_of
 from rigs.megatron.options import (
     ADAM,
     assert_same,
@@ -47,20 +47,16 @@ def found_by_rank(rank, world_size, folder):
 def verdicts():
     """Of the machine as it is, and of changed ones; the logger, which would tell of an exit, is as before."""
     machine = rerun().RerunStateMachine
-    found = {"as it is": diagnose(rerun())}
-    changes = {
+    answers = {
         "saves": lambda self: (True, True, FAILED),
         "does not save": lambda self: (False, True, FAILED),
         "goes on": lambda self: (False, False, 0),
         "needs more": lambda self: self.something_new,
     }
-    for case, answer in changes.items():
-        with mock.patch.object(machine, "should_checkpoint_and_exit", answer):
-            found[case] = diagnose(rerun())
-    with mock.patch.object(rerun(), "RerunState", None):
-        found["no states"] = diagnose(rerun())
+    changes = {case: (machine, "should_checkpoint_and_exit", answer) for case, answer in answers.items()}
+    found = verdicts_of(diagnose, rerun(), {**changes, "no states": (rerun(), "RerunState", None)})
     assert not rerun().logger.disabled
-    return {case: verdict.kind.value for case, verdict in found.items()}
+    return {case: kind for case, (kind, _) in found.items()}
 
 
 def machine_after(rank, mode, faulty_runs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import (
     BASE,
@@ -74,9 +74,7 @@ def unpatched(folder):
     return [torch.load(folder / f"unpatched/found-{rank}") for rank in range(2)], failed.value
 
 
-@pytest.fixture(scope="module")
-def patched(folder):
-    return run_cells(repaired, 2, f"{folder}/patched")
+patched = cells_of(repaired, 2, folder="patched")
 
 
 # ------------------------------------------------------------------------------------------ without the patch

@@ -11,9 +11,8 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import (
     BASE,
@@ -152,14 +151,8 @@ def fields():
     return found
 
 
-@pytest.fixture(scope="module")
-def unpatched(folder):
-    return run_cells(without_patch, 2, f"{folder}/unpatched", env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def patched(folder):
-    return run_cells(repaired, 2, f"{folder}/patched")
+unpatched = cells_of(without_patch, 2, folder="unpatched", env=UNPATCHED)
+patched = cells_of(repaired, 2, folder="patched")
 
 
 def test_metadata_of_a_loaded_checkpoint_are_used_and_forgotten_with_the_plans(unpatched, patched):

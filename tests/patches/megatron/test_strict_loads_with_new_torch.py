@@ -6,28 +6,19 @@ import functools
 import importlib
 import os
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
+from rigs.diagnoses import assert_verdicts, made_up, verdicts_of
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
+from rigs.megatron.save import STRICTNESSES
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megapatch.patch import MARK
 from megapatch.testing import init_parallel
 
-DEFAULT = "assume_ok_unexpected"
-STRICTNESSES = (
-    DEFAULT,
-    "log_unexpected",
-    "log_all",
-    "raise_unexpected",
-    "raise_all",
-    "return_unexpected",
-    "return_all",
-    "ignore_all",
-)
+DEFAULT = STRICTNESSES[0]
 NEW_TORCH = "strides" in TensorProperties.__dataclass_fields__
 
 
@@ -147,17 +138,12 @@ def diagnoses():
 
     module = importlib.import_module(MODULE)
     strategy = module.TorchDistLoadShardedStrategy
-    found = {"marked": hasattr(strategy.load_tensors_metadata, MARK), "as it is": words(diagnose(module))}
-    for made_up in (passes_all, passes_the_type, makes_nothing, needs_more, takes_none):
-        with mock.patch.object(strategy, "load_tensors_metadata", made_up):
-            found[made_up.__name__] = words(diagnose(module))
-    with mock.patch.object(module, "TorchDistLoadShardedStrategy", None):
-        found["no class"] = words(diagnose(module))
-    return found
-
-
-def words(verdict):
-    return verdict.kind.value, verdict.reason
+    functions = passes_all, passes_the_type, makes_nothing, needs_more, takes_none
+    changes = {
+        **made_up(strategy, "load_tensors_metadata", *functions),
+        "no class": (module, "TorchDistLoadShardedStrategy", None),
+    }
+    return {"marked": hasattr(strategy.load_tensors_metadata, MARK), **verdicts_of(diagnose, module, changes)}
 
 
 DIAGNOSES = {
@@ -172,17 +158,10 @@ DIAGNOSES = {
 
 
 # ------------------------------------------------------------------------------------------ the checks
-@pytest.fixture(scope="module")
-def unpatched(folder):
-    (found,) = run_cells(job, 1, f"{folder}/unpatched", env=UNPATCHED)
-    return found
+unpatched = cells_of(job, 1, folder="unpatched", env=UNPATCHED)
 
 
-@pytest.fixture(scope="module")
-def patched(folder):
-    alone = {"MEGAPATCH_ONLY": "megatron.strict-loads-with-new-torch"}
-    (found,) = run_cells(job, 1, f"{folder}/patched", env=alone)
-    return found
+patched = cells_of(job, 1, folder="patched", env={"MEGAPATCH_ONLY": "megatron.strict-loads-with-new-torch"})
 
 
 LOADED = {"weights": {7.0}, "halves": {7.0}}
@@ -222,7 +201,4 @@ def test_diagnosis(unpatched, patched):
     before, found = unpatched["diagnoses"], patched["diagnoses"]
     assert (before.pop("marked"), found.pop("marked")) == (False, True)
     assert before == found  # a second look, through the patch, gives the same answers
-    assert found.keys() == DIAGNOSES.keys()
-    for case, (kind, text) in DIAGNOSES.items():
-        assert found[case][0] == kind, (case, found[case])
-        assert text in found[case][1], (case, found[case])
+    assert_verdicts(found, DIAGNOSES)

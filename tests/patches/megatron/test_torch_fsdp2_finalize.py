@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
+from rigs.diagnoses import GONE, assert_verdicts, verdicts_of
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import minor
 from torch.distributed.device_mesh import DeviceMesh
@@ -65,24 +66,14 @@ def diagnoses():
 
     package = importlib.import_module("megatron.core.distributed")
     finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    found = {"as it is": words(diagnose(package))}
+    changes = {"no class": (package, FSDP2, GONE)}
     for finalize in (finalize_with, finalize_without, finalize_nothing):
         for finish in (takes_it, takes_nothing, raises):
-            made_up = type(FSDP2, (), {"finish_grad_sync": finish})
-            with (
-                mock.patch.object(finalizing, "finalize_model_grads", finalize),
-                mock.patch.object(package, FSDP2, made_up),
-            ):
-                found[finalize.__name__, finish.__name__] = words(diagnose(package))
-    fsdp2 = getattr(package, FSDP2)
-    delattr(package, FSDP2)
-    found["no class"] = words(diagnose(package))
-    setattr(package, FSDP2, fsdp2)
-    return found
-
-
-def words(verdict):
-    return verdict.kind.value, verdict.reason
+            changes[finalize.__name__, finish.__name__] = [
+                (finalizing, "finalize_model_grads", finalize),
+                (package, FSDP2, type(FSDP2, (), {"finish_grad_sync": finish})),
+            ]
+    return verdicts_of(diagnose, package, changes)
 
 
 DIAGNOSES = {
@@ -96,14 +87,8 @@ DIAGNOSES = {
 
 
 # ------------------------------------------------------------------------------------------ the checks
-@pytest.fixture(scope="module")
-def unpatched():
-    return run_cells(job, 2, env=UNPATCHED)
-
-
-@pytest.fixture(scope="module")
-def patched():
-    return run_cells(job, 2)
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
 
 
 @pytest.mark.skipif(minor() not in (16, 17, 18), reason="0.16 to 0.18 have the defect")
@@ -122,6 +107,4 @@ def test_diagnosis(unpatched, patched):
     assert before == found  # a second look, through the patch, gives the same answers
     expected = "absent" if minor() < 16 else "needed" if minor() < 19 else "fixed"
     assert found["as it is"][0] == expected
-    for case, (kind, text) in DIAGNOSES.items():
-        assert found[case][0] == kind, (case, found[case])
-        assert text in found[case][1], (case, found[case])
+    assert_verdicts({case: found[case] for case in DIAGNOSES}, DIAGNOSES)

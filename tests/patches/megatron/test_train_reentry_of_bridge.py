@@ -17,6 +17,7 @@ from rigs.megatron.bridge import (
     needs_bridge,
     new_loop,
     ranks,
+    reference_of,
     timers_running,
 )
 from rigs.megatron.options import (
@@ -35,15 +36,9 @@ from rigs.megatron.options import (
 
 from megapatch import apply, report, restore
 from megapatch.patches.megatron._train_reentry_of_bridge import diagnose
-from megapatch.testing import run_ranks
 
 pytestmark = needs_bridge
-LONGEST = 6  # steps, of any test
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return run_ranks(plain_steps, 2, {}, ADAM, LONGEST, env=UNPATCHED)
+reference = reference_of(6)  # steps: the longest of any test
 
 
 # ------------------------------------------------------------------------------------------ the defect

@@ -6,7 +6,17 @@ import contextlib
 import sys
 
 import pytest
-from rigs.megatron.bridge import ALIGNED, MXFP8, BridgeLoop, Fault, needs_bridge, new_loop, ranks, timers_running
+from rigs.megatron.bridge import (
+    ALIGNED,
+    MXFP8,
+    BridgeLoop,
+    Fault,
+    needs_bridge,
+    new_loop,
+    ranks,
+    reference_of,
+    timers_running,
+)
 from rigs.megatron.options import (
     ADAM,
     BOTH,
@@ -15,20 +25,13 @@ from rigs.megatron.options import (
     assert_same,
     attempt,
     hooks_of,
-    plain_steps,
     raising_half_way,
 )
 
 from megapatch import apply, restore
-from megapatch.testing import run_ranks
 
 pytestmark = needs_bridge
-LONGEST = 8  # steps, of any test
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return run_ranks(plain_steps, 2, {}, ADAM, LONGEST, env=UNPATCHED)
+reference = reference_of(8)  # steps: the longest of any test
 
 
 INTERRUPTIONS = (  # good calls before, where in the next one, and at which microbatch; a step has two

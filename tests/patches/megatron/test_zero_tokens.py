@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor
 
@@ -77,16 +77,8 @@ def job(rank, world_size):
     yield "train step", by_train_step
 
 
-@pytest.fixture(scope="module")
-def unpatched():
-    (found,) = run_cells(job, 1, env=UNPATCHED)
-    return found
-
-
-@pytest.fixture(scope="module")
-def patched():
-    (found,) = run_cells(job, 1)
-    return found
+unpatched = cells_of(job, 1, env=UNPATCHED)
+patched = cells_of(job, 1)
 
 
 @pytest.mark.skipif(minor() > 14, reason="Megatron's own from 0.15 on")

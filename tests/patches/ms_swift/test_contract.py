@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
+from rigs.contract import check_family
 from rigs.ms_swift.trainer import GRADS, RELEASES, find_swift, needs_swift, train, trainer_of
 
 from megapatch.patches.ms_swift import PATCHES, overflow_is_skipped, train_reentry
-from megapatch.testing import check_contract, run_ranks
 
 pytestmark = needs_swift
 
@@ -31,7 +30,4 @@ SCENARIOS = {overflow_is_skipped.PATCH: skipped_step, train_reentry.PATCH: secon
 
 
 def test_the_contract_is_kept(monkeypatch):
-    monkeypatch.setenv("SWIFT_RELEASE", RELEASES[-1].folder)
-    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_swift))
-    assert SCENARIOS.keys() == set(PATCHES)
-    check_contract(SCENARIOS)
+    check_family(PATCHES, SCENARIOS, find_swift, monkeypatch, SWIFT_RELEASE=RELEASES[-1].folder)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
-import pytest
+from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
 from rigs.needs import needs_torch
 
 from megapatch.patches.ms_swift import overflow_is_skipped, train_reentry
@@ -42,78 +40,38 @@ class BaseMegatronTrainer:
             disable_forward_pre_hook(self.wrapped_models)
 """
 SETS = "config.no_sync_func = self.wrapped_models[0].no_sync"
-CASES = {
-    "check: none": (overflow_is_skipped.diagnose_check, "there = 'nothing'", "unknown", "wrap_model"),
-    "check: always": (
-        overflow_is_skipped.diagnose_check,
-        WRAP.format(body="kwargs['check_for_nan_in_grad'] = True"),
-        "needed",
-        "whatever the loss scale is",
-    ),
-    "check: no longer": (overflow_is_skipped.diagnose_check, WRAP.format(body="pass"), "fixed", "leaves"),
-    "check: another": (
-        overflow_is_skipped.diagnose_check,
-        WRAP.format(body="kwargs['check_for_nan_in_grad'] = not fp16"),
-        "unknown",
-        "to set check_for_nan_in_grad to True",
-    ),
-    "step: none": (overflow_is_skipped.diagnose_step, "there = 'nothing'", "unknown", "train_step"),
-    "step: makes a tensor of it": (
-        overflow_is_skipped.diagnose_step,
-        STEP.format(body=TENSOR),
-        "needed",
-        "ends the job",
-    ),
-    "step: accepts it": (
-        overflow_is_skipped.diagnose_step,
-        STEP.format(body=f"stat = -1.0 if stat is None else stat; {TENSOR}"),
-        "fixed",
-        "accepts None",
-    ),
-    "step: another": (
-        overflow_is_skipped.diagnose_step,
-        STEP.format(body="raise ValueError('no')"),
-        "unknown",
-        "ValueError: no",
-    ),
-    "setup: none": (train_reentry.diagnose, "there = 'nothing'", "absent", "no BaseMegatronTrainer"),
-    "setup: in train()": (
-        train_reentry.diagnose,
-        "class BaseMegatronTrainer:\n    def train(self): self.config.no_sync_func = None",
-        "unsupported",
-        "train() sets the hooks itself",
-    ),
-    "setup: elsewhere": (
-        train_reentry.diagnose,
-        "class BaseMegatronTrainer:\n    def train(self): ...",
-        "unknown",
-        "no_sync_func",
-    ),
-    "setup: once": (
-        train_reentry.diagnose,
-        SETUP.format(body=f"assert config.no_sync_func is None; {SETS}"),
-        "needed",
-        "fails at its second call",
-    ),
-    "setup: again": (train_reentry.diagnose, SETUP.format(body=SETS), "fixed", "can be called again"),
-    "setup: sets nothing": (
-        train_reentry.diagnose,
-        SETUP.format(body="config.no_sync_func"),
-        "unknown",
-        "to set no_sync_func",
-    ),
-    "setup: asks for more": (
-        train_reentry.diagnose,
-        SETUP.format(body=f"{SETS}; self.more()"),
-        "unknown",
-        "on a stand-in",
-    ),
+CHECK = "kwargs['check_for_nan_in_grad']"
+ANOTHER = f"{CHECK} = not fp16"
+ACCEPTS = "stat = -1.0 if stat is None else stat"
+ASSERTS = "assert config.no_sync_func is None"
+ELSEWHERE = "class BaseMegatronTrainer:\n    def train(self): ..."
+IN_TRAIN = "class BaseMegatronTrainer:\n    def train(self): self.config.no_sync_func = None"
+SOURCES = {
+    overflow_is_skipped.diagnose_check: {
+        "check: none": (NOTHING, "unknown", "wrap_model"),
+        "check: always": (WRAP.format(body=f"{CHECK} = True"), "needed", "whatever the loss scale is"),
+        "check: no longer": (WRAP.format(body="pass"), "fixed", "leaves"),
+        "check: another": (WRAP.format(body=ANOTHER), "unknown", "to set check_for_nan_in_grad to True"),
+    },
+    overflow_is_skipped.diagnose_step: {
+        "step: none": (NOTHING, "unknown", "train_step"),
+        "step: makes a tensor of it": (STEP.format(body=TENSOR), "needed", "ends the job"),
+        "step: accepts it": (STEP.format(body=f"{ACCEPTS}; {TENSOR}"), "fixed", "accepts None"),
+        "step: another": (STEP.format(body="raise ValueError('no')"), "unknown", "ValueError: no"),
+    },
+    train_reentry.diagnose: {
+        "setup: none": (NOTHING, "absent", "no BaseMegatronTrainer"),
+        "setup: in train()": (IN_TRAIN, "unsupported", "train() sets the hooks itself"),
+        "setup: elsewhere": (ELSEWHERE, "unknown", "no_sync_func"),
+        "setup: once": (SETUP.format(body=f"{ASSERTS}; {SETS}"), "needed", "fails at its second call"),
+        "setup: again": (SETUP.format(body=SETS), "fixed", "can be called again"),
+        "setup: sets nothing": (SETUP.format(body="config.no_sync_func"), "unknown", "to set no_sync_func"),
+        "setup: asks for more": (SETUP.format(body=f"{SETS}; self.more()"), "unknown", "on a stand-in"),
+    },
 }
 
 
 @needs_torch  # some of the code imports it
-@pytest.mark.parametrize(("diagnose", "source", "kind", "words"), CASES.values(), ids=CASES)
-def test_the_verdict(diagnose, source, kind, words, modules):
-    verdict = diagnose(importlib.import_module(modules.write(source)))
-    assert verdict.kind.value == kind
-    assert words in verdict.reason
+@each_source(SOURCES)
+def test_the_verdict(source_case, modules):
+    assert_verdict_of_source(source_case, modules)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib
 from types import SimpleNamespace
 
 import pytest
 from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
 from patches.nemo_rl.test_split_after_exceptions import failing_in_loss
+from rigs.contract import check_contract_in
 from rigs.megatron.gathers import OVERLAP
 from rigs.megatron.options import BOTH, Interrupted, attempt
 from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
@@ -31,7 +31,7 @@ from megapatch.patches.nemo_rl import (
     sync_weights_version,
     train_after_exception,
 )
-from megapatch.testing import check_contract, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -196,7 +196,6 @@ OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_contract_is_kept(shape, monkeypatch):
     monkeypatch.setenv("NEMO_RL_SHAPE", shape)
-    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_workers))
     assert SCENARIOS.keys() == set(PATCHES)
     chosen = {"main": OF_MAIN, "release": SCENARIOS.keys() - OF_MAIN}.get(shape, SCENARIOS.keys())
-    check_contract({loadable(patch): SCENARIOS[patch] for patch in chosen})
+    check_contract_in(find_workers, {loadable(patch): SCENARIOS[patch] for patch in chosen}, monkeypatch)

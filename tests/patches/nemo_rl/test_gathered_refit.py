@@ -10,9 +10,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from rigs.megatron.exporters import find_conversions, installed, new_bridge, tasks_of
-from rigs.megatron.gathers import OVERLAP, PLAIN, Collectives, wrong
-from rigs.megatron.options import buckets
-from rigs.nemo_rl.worker import GPT, batch, find_nemo_rl, needs_nemo_rl, nll_loss, worker_for
+from rigs.megatron.gathers import OVERLAP, PLAIN
+from rigs.nemo_rl.steps import read_after_steps
+from rigs.nemo_rl.worker import GPT, find_nemo_rl, needs_nemo_rl, worker_for
+from rigs.releases import import_before_stand_ins
 from rigs.stand_ins import Anything, StandIns
 
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -22,13 +23,12 @@ pytestmark = [
     pytest.mark.skipif(not installed("Megatron-Bridge"), reason="Megatron-Bridge is not installed"),
 ]
 
-SIZE, STEPS = 4, 3
+STEPS = 3
 SCALES = "nemo_rl.models.generation.vllm.quantization.fp8_train_utils"  # its package asks for vLLM
 
 
 def find_nemo_rl_and_exporter():
-    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
-        importlib.import_module(f"megatron.core.models.gpt.{name}")
+    import_before_stand_ins()
     find_nemo_rl()
     find_conversions()
     sys.meta_path.append(StandIns(["vllm"], lambda module, name: Anything(name, (), {})))
@@ -73,15 +73,7 @@ def read(rank, world_size, reader):
     """Return which fraction of what is read is wrong, by step, and the gathers, for each bucket group."""
     init_parallel()
     with contextlib.redirect_stdout(None):
-        plain, overlap = worker_of(PLAIN), worker_of(OVERLAP)
-        fractions = []
-        with Collectives().counted() as counted:
-            for step in range(STEPS):
-                for worker in (plain, overlap):
-                    worker.train(batch(step, SIZE), nll_loss(), gbs=SIZE * worker.dp_size)
-                fractions.append(wrong(reader(overlap), reader(plain)))
-            overlap.get_logprobs(data=batch(STEPS, SIZE))
-    return fractions, counted.gathers / buckets(overlap.model)
+        return read_after_steps(reader, worker_of(PLAIN), worker_of(OVERLAP), STEPS)
 
 
 def of_ranks(reader, **env):

@@ -9,14 +9,12 @@ from unittest import mock
 
 import pytest
 from rigs.cells import AUDITED
-from rigs.megatron.gathers import OVERLAP, PLAIN, Collectives, wrong
-from rigs.megatron.options import buckets
+from rigs.megatron.gathers import OVERLAP, PLAIN
+from rigs.nemo_rl.steps import read_after_steps
 from rigs.nemo_rl.worker import (
     GPT,
-    batch,
     find_nemo_rl,
     has_refit_of_local_shards,
-    nll_loss,
     worker_for,
 )
 
@@ -24,7 +22,7 @@ from megapatch import audit
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 PATCH = "nemo_rl.gathered-when-read"
-SIZE, STEPS = 4, 3
+STEPS = 3
 
 pytestmark = [
     pytest.mark.skipif(not has_refit_of_local_shards(), reason="this NeMo-RL has no refit of local shards"),
@@ -67,15 +65,8 @@ def refits(rank, world_size):
     """Return which fraction of what is sent is wrong, by step; the gathers, by bucket group; broken rules."""
     init_parallel()
     with contextlib.redirect_stdout(None):
-        plain, overlap = refitting_worker(PLAIN), refitting_worker(OVERLAP)
-        fractions = []
-        with Collectives().counted() as counted:
-            for step in range(STEPS):
-                for worker in (plain, overlap):
-                    worker.train(batch(step, SIZE), nll_loss(), gbs=SIZE * worker.dp_size)
-                fractions.append(wrong(sent_by(overlap), sent_by(plain)))
-            overlap.get_logprobs(data=batch(STEPS, SIZE))
-    return fractions, counted.gathers / buckets(overlap.model), [finding.invariant for finding in audit.findings()]
+        found = read_after_steps(sent_by, refitting_worker(PLAIN), refitting_worker(OVERLAP), STEPS)
+    return *found, [finding.invariant for finding in audit.findings()]
 
 
 def of_ranks(**env):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from rigs.megatron.bridge import BRIDGE, _make, find_bridge, needs_bridge
 from rigs.megatron.options import BOTH, assert_same_parameters, hooks_of
-from rigs.skyrl.releases import status_of
+from rigs.releases import status_of
 from rigs.slime.train import IMITATIONS
 from rigs.stand_ins import StandIns
 from rigs.variables import folder_in

@@ -9,7 +9,16 @@ from unittest import mock
 
 import pytest
 from rigs.megatron.options import Interrupted
-from rigs.nemo_rl.steps import LAYOUTS, SIZE, differences, in_slices, trained_gpt, whole
+from rigs.nemo_rl.steps import (
+    LAYOUTS,
+    SIZE,
+    assert_no_difference,
+    compared_after,
+    differences,
+    in_slices,
+    trained_gpt,
+    whole,
+)
 from rigs.nemo_rl.worker import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
 
 from megapatch.testing import init_parallel, run_ranks
@@ -80,26 +89,13 @@ def interrupted(fault):
 
 
 def compared(rank, world_size):
-    found = {}
-    with contextlib.redirect_stdout(None):
-        for layout in ("dp2", "dp2, distributed optimizer, both"):
-            where, options = LAYOUTS[layout]
-            init_parallel(**where)
-            for how, take_step in NEXT.items():
-                expected = trained_gpt(options, "nll", take_step)
-                for fault in FAULTS:
-                    got = trained_gpt(options, "nll", take_step, before=interrupted(fault))
-                    found[layout, fault, how] = differences(got, expected)
-                    found[layout, fault, how].pop("keys")
-    return found
+    return compared_after(("dp2", "dp2, distributed optimizer, both"), NEXT, FAULTS, interrupted)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_after_an_aborted_step_the_next_is_a_fresh_one(shape):
-    for found in run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}):
-        assert len(found) == 12
-        worst = {where: max(one.values()) for where, one in found.items()}
-        assert {where: value for where, value in worst.items() if value > 1e-5} == {}
+    ranks = run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape})
+    assert_no_difference(ranks, cells=12, limit=1e-5)
 
 
 def begins_and_ends(rank, world_size):

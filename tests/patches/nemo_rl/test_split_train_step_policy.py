@@ -11,7 +11,7 @@ import types
 from functools import partial
 
 import pytest
-from rigs.cells import once, run_cells
+from rigs.cells import cells_of, once
 from rigs.nemo_rl.policy import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
 from rigs.nemo_rl.steps import SIZE, SLICES, STEPS, differences
 from rigs.nemo_rl.worker import CHECKOUT, GPT, needs_nemo_rl
@@ -82,9 +82,7 @@ def logprobs(policy):
     policy.prepare_for_training()
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(compared, 2, setup=find_policies, timeout=580)
+ranks = cells_of(compared, 2, setup=find_policies, timeout=580)
 
 
 def check(found, microbatches=None):

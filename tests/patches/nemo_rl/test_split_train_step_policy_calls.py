@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.nemo_rl.policy import (
     OF_MAIN,
     POLICIES,
@@ -197,9 +197,7 @@ def refreshed(policy):
     return found, expected
 
 
-@pytest.fixture(scope="module")
-def calls():
-    return run_cells(called, 2, setup=find_policies, timeout=580)
+calls = cells_of(called, 2, setup=find_policies, timeout=580)
 
 
 @pytest.mark.parametrize("name", POLICIES)

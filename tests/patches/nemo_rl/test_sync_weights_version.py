@@ -28,7 +28,7 @@ from rigs.nemo_rl.weight_sync import (
     synchronizer,
 )
 from rigs.nemo_rl.worker import CHECKOUT
-from rigs.skyrl.releases import status_of
+from rigs.releases import status_of
 
 from megapatch.patches.nemo_rl.sync_weights_version import MODULE
 from megapatch.testing import run_ranks

@@ -15,7 +15,7 @@ import pytest
 from rigs.megatron.options import attempt
 from rigs.nemo_rl.weight_sync import NAME, PACKAGE, Told, awaited, find, needs_synchronizers, synchronizer
 from rigs.nemo_rl.worker import needs_nemo_rl
-from rigs.skyrl.releases import status_of
+from rigs.releases import status_of
 
 from megapatch import apply, restore
 from megapatch.patches.nemo_rl.sync_weights_version import MODULE, diagnose

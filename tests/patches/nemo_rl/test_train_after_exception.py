@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from patches.nemo_rl.test_split_after_exceptions import failing_in_iterator, failing_in_loss
 from rigs.megatron.options import Interrupted, Log, attempt
-from rigs.nemo_rl.steps import LAYOUTS, SIZE, differences, trained_gpt, whole
+from rigs.nemo_rl.steps import SIZE, assert_no_difference, compared_after, trained_gpt, whole
 from rigs.nemo_rl.worker import SHAPES, batch, find_nemo_rl, nll_loss
 
 from megapatch.testing import init_parallel, run_ranks
@@ -49,25 +49,14 @@ def interrupted(fault):
 
 
 def compared(rank, world_size):
-    found = {}
-    with contextlib.redirect_stdout(None):
-        init_parallel()
-        for layout in ("dp2, overlap", "dp2, distributed optimizer, both"):
-            _, options = LAYOUTS[layout]
-            expected = trained_gpt(options, "nll", whole)
-            for fault in FAULTS:
-                got = trained_gpt(options, "nll", whole, before=interrupted(fault))
-                found[layout, fault] = differences(got, expected)
-                found[layout, fault].pop("keys")
-    return found
+    layouts = "dp2, overlap", "dp2, distributed optimizer, both"
+    return compared_after(layouts, {"whole": whole}, FAULTS, interrupted)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_next_train_is_that_of_a_fresh_worker(shape):
-    for found in run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}):
-        assert len(found) == 6
-        worst = {where: max(one.values()) for where, one in found.items()}
-        assert {where: value for where, value in worst.items() if value > 1e-5} == {}
+    ranks = run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape})
+    assert_no_difference(ranks, cells=6, limit=1e-5)
 
 
 def fails(rank, world_size):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
+from rigs.contract import check_family
 from rigs.roll.runs import set_scale
 from rigs.roll.strategy import find_roll, strategy_of, train
 
 from megapatch.patches.roll import PATCHES, grad_scale, overflow_is_skipped
-from megapatch.testing import check_contract, init_parallel, run_ranks
+from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.thorough
 
@@ -33,6 +32,4 @@ SCENARIOS = {grad_scale.PATCH: hook, overflow_is_skipped.PATCH: skipped_step}
 
 
 def test_the_contract_is_kept(monkeypatch):
-    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_roll))
-    assert SCENARIOS.keys() == set(PATCHES)
-    check_contract(SCENARIOS)
+    check_family(PATCHES, SCENARIOS, find_roll, monkeypatch)

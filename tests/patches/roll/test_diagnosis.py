@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
+from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.roll import grad_scale, overflow_is_skipped
 
@@ -22,46 +21,35 @@ class MegatronTrainStrategy:
             self.scheduler.step()
         {otherwise}
 """
+SETS = "self.model.config.grad_scale_func = self.optimizer.scale_loss"
 RAISES = "else: raise NotImplementedError"
-CASES = {
-    "scale: none": (grad_scale.diagnose, "there = 'nothing'", "absent", "no MegatronTrainStrategy"),
-    "scale: unset": (grad_scale.diagnose, STRATEGY.format(hook="pass", otherwise=RAISES), "needed", "unset"),
-    "scale: set": (
-        grad_scale.diagnose,
-        STRATEGY.format(hook="self.model.config.grad_scale_func = self.optimizer.scale_loss", otherwise=RAISES),
-        "fixed",
-        "sets grad_scale_func",
-    ),
-    "scale: elsewhere": (
-        grad_scale.diagnose,
-        "class MegatronTrainStrategy:\n    def initialize(self): ...",
-        "unknown",
-        "models_wrapped",
-    ),
-    "overflow: none": (overflow_is_skipped.diagnose, "there = 'nothing'", "absent", "no MegatronTrainStrategy"),
-    "overflow: raises": (
-        overflow_is_skipped.diagnose,
-        STRATEGY.format(hook="pass", otherwise=RAISES),
-        "needed",
-        "ends the job",
-    ),
-    "overflow: accepted": (
-        overflow_is_skipped.diagnose,
-        STRATEGY.format(hook="pass", otherwise=""),
-        "fixed",
-        "accepts",
-    ),
-    "overflow: elsewhere": (
-        overflow_is_skipped.diagnose,
-        "class MegatronTrainStrategy:\n    def initialize(self): ...\n    def train_step(self): ...",
-        "unknown",
-        "scheduler",
-    ),
+ELSEWHERE = "class MegatronTrainStrategy:\n    def initialize(self): ...\n    def train_step(self): ..."
+
+
+def strategy(hook="pass", otherwise=RAISES):
+    return STRATEGY.format(hook=hook, otherwise=otherwise)
+
+
+SOURCES = {
+    grad_scale.diagnose: {
+        "scale: none": (NOTHING, "absent", "no MegatronTrainStrategy"),
+        "scale: unset": (strategy(), "needed", "unset"),
+        "scale: set": (strategy(hook=SETS), "fixed", "sets grad_scale_func"),
+        "scale: elsewhere": (
+            "class MegatronTrainStrategy:\n    def initialize(self): ...",
+            "unknown",
+            "models_wrapped",
+        ),
+    },
+    overflow_is_skipped.diagnose: {
+        "overflow: none": (NOTHING, "absent", "no MegatronTrainStrategy"),
+        "overflow: raises": (strategy(), "needed", "ends the job"),
+        "overflow: accepted": (strategy(otherwise=""), "fixed", "accepts"),
+        "overflow: elsewhere": (ELSEWHERE, "unknown", "scheduler"),
+    },
 }
 
 
-@pytest.mark.parametrize(("diagnose", "source", "kind", "words"), CASES.values(), ids=CASES)
-def test_the_verdict(diagnose, source, kind, words, modules):
-    verdict = diagnose(importlib.import_module(modules.write(source)))
-    assert verdict.kind.value == kind
-    assert words in verdict.reason
+@each_source(SOURCES)
+def test_the_verdict(source_case, modules):
+    assert_verdict_of_source(source_case, modules)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.roll.runs import SCALES, cells
 from rigs.roll.strategy import CHECKOUT, find_roll
 
 pytestmark = pytest.mark.thorough
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(cells, 2, audited=True, setup=find_roll, timeout=240)
+ranks = cells_of(cells, 2, audited=True, setup=find_roll, timeout=240)
 
 
 def test_the_patches_are_applied(ranks):

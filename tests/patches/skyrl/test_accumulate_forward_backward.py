@@ -9,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
+from rigs.diagnoses import made_up, verdicts_of
 from rigs.megatron.options import ADAM, assert_same_parameters, attempt
-from rigs.skyrl.releases import needs_skyrl, status_of
+from rigs.releases import status_of
+from rigs.skyrl.releases import needs_skyrl
 from rigs.skyrl.worker import GPT, LENGTH, RESPONSE, samples, worker_for
 
 from megapatch import apply, restore
@@ -186,12 +188,9 @@ def found_by(rank, world_size, release):
 def verdicts(module):
     def another(self, data): ...
 
-    found = {"as it is": diagnose(module)}
     worker = getattr(module, WORKER)
-    if "forward_backward" in vars(worker):
-        with mock.patch.object(worker, "forward_backward", another):
-            found["another"] = diagnose(module)
-    return {name: (verdict.kind.value, verdict.reason) for name, verdict in found.items()}
+    has_it = "forward_backward" in vars(worker)
+    return verdicts_of(diagnose, module, made_up(worker, "forward_backward", another) if has_it else {})
 
 
 @pytest.fixture(scope="module")

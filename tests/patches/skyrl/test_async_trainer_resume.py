@@ -10,7 +10,9 @@ from unittest import mock
 
 import pytest
 from rigs.cells import AUDITED
+from rigs.diagnoses import words
 from rigs.skyrl.engines import STEPS, Engines, audited, each_way, logged, outcome, trainer_for
+from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl
 
 from megapatch.patches.skyrl.async_trainer_resume import MODULES, SYNC, TRAINER, diagnose
@@ -80,25 +82,19 @@ def scenarios(release, module):
     return found
 
 
-def found_by(rank, world_size, release):
-    try:
-        module = release.module_of(MODULES)
-    except ModuleNotFoundError as error:
-        return str(error)
+def found_by(release, module):
     verdict = diagnose(module)
     run = functools.partial(scenarios, release, module) if verdict.kind.value == "needed" else dict
     names = ["train", SYNC] if hasattr(getattr(module, TRAINER), SYNC) else ["train"]
     found = each_way("skyrl.async-trainer-resume", module, TRAINER, names, run)
-    return {**found, "verdict": (verdict.kind.value, verdict.reason)}
+    return {**found, "verdict": words(verdict)}
 
 
 def audited_by(rank, world_size, release):
     return audited("skyrl.async-trainer-resume", functools.partial(scenarios, release, release.module_of(MODULES)))
 
 
-@functools.cache
-def found_for(release):
-    return release.ranks(found_by, 1, release)[0]
+found_for = found_once(found_by, MODULES)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)
@@ -114,17 +110,7 @@ def test_the_verdict(release):
         assert not any(found["early"]["replaced"] + found["late"]["replaced"] + found["late, held"])
 
 
-@pytest.fixture(params=[one for one in RELEASES if one.name in (*NEEDED, "checkout")], ids=lambda one: one.name)
-def release_of_needed(request):
-    return request.param
-
-
-@pytest.fixture
-def needed(release_of_needed):
-    found = found_for(release_of_needed)
-    if release_of_needed.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
-        pytest.skip("this checkout does not need it")
-    return found
+release_of_needed, needed = of_those_that_need(NEEDED, found_for)
 
 
 def test_it_comes_and_goes(needed):

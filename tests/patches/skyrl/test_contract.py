@@ -4,7 +4,6 @@ which have all the defects, come before wheels."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import importlib
 import os
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.contract import check_family
 from rigs.megatron.gathers import OVERLAP, Collectives
 from rigs.skyrl.engines import BroadcastFailed, Engines, trainer_for
 from rigs.skyrl.releases import RELEASES, Release, find_skyrl, needs_skyrl
@@ -28,7 +28,7 @@ from megapatch.patches.skyrl import (
     pipeline_seed,
     weight_sync_pause,
 )
-from megapatch.testing import check_contract, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = needs_skyrl
 
@@ -138,7 +138,4 @@ CHOSEN = [
 
 @pytest.mark.parametrize("release", CHOSEN, ids=lambda one: one.name)
 def test_the_contract_is_kept(release, monkeypatch):
-    monkeypatch.setenv("SKYRL_RELEASE", release.folder)
-    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_skyrl))
-    assert SCENARIOS.keys() == set(PATCHES)
-    check_contract(SCENARIOS)
+    check_family(PATCHES, SCENARIOS, find_skyrl, monkeypatch, SKYRL_RELEASE=release.folder)

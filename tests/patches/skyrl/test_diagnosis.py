@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
-import pytest
+from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause
 
-NOTHING = "there = 'nothing'"
 DISPATCH = """
 class WorkerDispatch:
     async def save_weights_for_sampler(self):
@@ -47,92 +44,57 @@ def in_finally(*lines, last):
     return ("try:", *(f"    {line}" for line in lines), "finally:", f"    {last}")
 
 
-CASES = {
-    "dispatch: none": (weight_sync_pause, NOTHING, "absent", "no WorkerDispatch"),
-    "dispatch: no pause": (weight_sync_pause, code(DISPATCH, BROADCAST), "needed", "while engines serve"),
-    "dispatch: fixed": (
-        weight_sync_pause,
-        code(DISPATCH, PAUSE, *in_finally(BROADCAST, last=RESUME)),
-        "fixed",
-        "even after a failure",
-    ),
-    # as in PR 1212 before its review
-    "dispatch: no finally": (
-        weight_sync_pause,
-        code(DISPATCH, PAUSE, BROADCAST, RESUME),
-        "unknown",
-        "even after a failure",
-    ),
-    "dispatch: no resume": (
-        weight_sync_pause,
-        code(DISPATCH, PAUSE, BROADCAST),
-        "unknown",
-        "even after a failure",
-    ),
-    "dispatch: another": (weight_sync_pause, code(DISPATCH, "self.sync()"), "unknown", "_inference_engine_client"),
-    "trainer: none": (async_trainer_resume, NOTHING, "absent", "no FullyAsyncRayPPOTrainer"),
-    "trainer: no finally": (
-        async_trainer_resume,
-        code(TRAINER, SYNC, PAUSE, SYNC, RESUME, client="inference_engine_client"),
-        "needed",
-        "does not resume",
-    ),
-    "trainer: finally": (
-        async_trainer_resume,
-        code(TRAINER, SYNC, PAUSE, *in_finally(SYNC, last=RESUME), client="inference_engine_client"),
-        "unknown",
-        "expected train() to use",
-    ),
-    "trainer: no first sync": (
-        async_trainer_resume,
-        code(TRAINER, PAUSE, SYNC, RESUME, client="inference_engine_client"),
-        "unknown",
-        "expected train() to use",
-    ),
-    "trainer: no such client": (
-        async_trainer_resume,
-        code(TRAINER, SYNC, PAUSE, SYNC, RESUME, client="engines"),
-        "unknown",
-        "inference_engine_client",
-    ),
-    "trainer: by the dispatch": (
-        async_trainer_resume,
-        code(TRAINER, "await self.dispatch.save_weights_for_sampler()", client="engines"),
-        "fixed",
-        "WorkerDispatch",
-    ),
-    "trainer: by something else": (
-        async_trainer_resume,
-        code(TRAINER, "await self.sync()", client="engines"),
-        "unknown",
-        "found none",
-    ),
-    "client: none": (pause_rollback, NOTHING, "absent", "no InferenceEngineClient.pause_generation"),
-    "client: set for good": (pause_rollback, code(CLIENT, LOOK, SET, "await abort()"), "needed", "leaves"),
-    "client: taken back": (
-        pause_rollback,
-        code(
-            CLIENT,
-            LOOK,
-            SET,
-            "try: await abort()",
-            "except BaseException: self.generation_paused_event.clear(); raise",
+def trainer(*lines, client="inference_engine_client"):
+    return code(TRAINER, *lines, client=client)
+
+
+TAKEN_BACK = (
+    "try: await abort()",
+    "except BaseException: self.generation_paused_event.clear(); raise",
+)
+BY_DISPATCH = "await self.dispatch.save_weights_for_sampler()"
+ITS_SYNCS = "expected train() to use"
+SOURCES = {
+    weight_sync_pause.diagnose: {
+        "dispatch: none": (NOTHING, "absent", "no WorkerDispatch"),
+        "dispatch: no pause": (code(DISPATCH, BROADCAST), "needed", "while engines serve"),
+        "dispatch: fixed": (
+            code(DISPATCH, PAUSE, *in_finally(BROADCAST, last=RESUME)),
+            "fixed",
+            "even after a failure",
         ),
-        "fixed",
-        "clears its own mark",
-    ),
-    "client: another": (pause_rollback, code(CLIENT, "await self.lock()"), "unknown", "found none"),
-    "client: no mark": (
-        pause_rollback,
-        code(CLIENT, "await abort()").replace("self.generation_paused_event = Event()", "pass"),
-        "absent",
-        "does not mark itself",
-    ),
+        # as in PR 1212 before its review
+        "dispatch: no finally": (code(DISPATCH, PAUSE, BROADCAST, RESUME), "unknown", "even after a failure"),
+        "dispatch: no resume": (code(DISPATCH, PAUSE, BROADCAST), "unknown", "even after a failure"),
+        "dispatch: another": (code(DISPATCH, "self.sync()"), "unknown", "_inference_engine_client"),
+    },
+    async_trainer_resume.diagnose: {
+        "trainer: none": (NOTHING, "absent", "no FullyAsyncRayPPOTrainer"),
+        "trainer: no finally": (trainer(SYNC, PAUSE, SYNC, RESUME), "needed", "does not resume"),
+        "trainer: finally": (trainer(SYNC, PAUSE, *in_finally(SYNC, last=RESUME)), "unknown", ITS_SYNCS),
+        "trainer: no first sync": (trainer(PAUSE, SYNC, RESUME), "unknown", ITS_SYNCS),
+        "trainer: no such client": (
+            trainer(SYNC, PAUSE, SYNC, RESUME, client="engines"),
+            "unknown",
+            "inference_engine_client",
+        ),
+        "trainer: by the dispatch": (trainer(BY_DISPATCH, client="engines"), "fixed", "WorkerDispatch"),
+        "trainer: by something else": (trainer("await self.sync()", client="engines"), "unknown", "found none"),
+    },
+    pause_rollback.diagnose: {
+        "client: none": (NOTHING, "absent", "no InferenceEngineClient.pause_generation"),
+        "client: set for good": (code(CLIENT, LOOK, SET, "await abort()"), "needed", "leaves"),
+        "client: taken back": (code(CLIENT, LOOK, SET, *TAKEN_BACK), "fixed", "clears its own mark"),
+        "client: another": (code(CLIENT, "await self.lock()"), "unknown", "found none"),
+        "client: no mark": (
+            code(CLIENT, "await abort()").replace("self.generation_paused_event = Event()", "pass"),
+            "absent",
+            "does not mark itself",
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize(("patch", "source", "kind", "words"), CASES.values(), ids=CASES)
-def test_the_verdict(patch, source, kind, words, modules):
-    verdict = patch.diagnose(importlib.import_module(modules.write(source)))
-    assert verdict.kind.value == kind
-    assert words in verdict.reason
+@each_source(SOURCES)
+def test_the_verdict(source_case, modules):
+    assert_verdict_of_source(source_case, modules)

@@ -7,7 +7,8 @@ import pytest
 from rigs.cells import AUDITED, take_rules
 from rigs.megatron.gathers import Collectives, pair, wrong
 from rigs.megatron.options import UNPATCHED, buckets
-from rigs.skyrl.releases import needs_skyrl, status_of
+from rigs.releases import status_of
+from rigs.skyrl.releases import needs_skyrl
 from rigs.skyrl.save import Saves
 
 from megapatch.patches.skyrl.gathered_when_read import diagnose

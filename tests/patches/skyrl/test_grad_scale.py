@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from unittest import mock
 
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
+from rigs.diagnoses import GONE, verdicts_of
 from rigs.megatron.options import assert_same_parameters
-from rigs.skyrl.releases import has_correctness_fixes, needs_skyrl, status_of
+from rigs.releases import status_of
+from rigs.skyrl.releases import has_correctness_fixes, needs_skyrl
 
 from megapatch import apply, restore
 from megapatch.patches.skyrl.grad_scale import MODULES, diagnose
@@ -79,14 +80,11 @@ def found_by(rank, world_size, release):
 def verdicts(module):
     def takes_other_things(self, model): ...
 
-    found = {"as it is": diagnose(module)}
-    with mock.patch.object(module.MegatronModelWrapper, "__init__", takes_other_things):
-        found["another"] = diagnose(module)
-    with mock.patch.object(module, "MegatronModelWrapper"):
-        del module.MegatronModelWrapper
-        found["none"] = diagnose(module)
-        module.MegatronModelWrapper = None
-    return {name: (verdict.kind.value, verdict.reason) for name, verdict in found.items()}
+    changes = {
+        "another": (module.MegatronModelWrapper, "__init__", takes_other_things),
+        "none": (module, "MegatronModelWrapper", GONE),
+    }
+    return verdicts_of(diagnose, module, changes)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,9 @@ import functools
 
 import pytest
 from rigs.cells import AUDITED
+from rigs.diagnoses import words
 from rigs.skyrl.engines import Engines, audited, cancelled_when, each_way, outcome
+from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl
 
 from megapatch.patches.skyrl.pause_rollback import CLIENT, MODULES, diagnose
@@ -56,11 +58,7 @@ async def pause_and_resume(engines):
         assert not engines.marked
 
 
-def found_by(rank, world_size, release):
-    try:
-        module = release.module_of(MODULES)
-    except ModuleNotFoundError as error:
-        return str(error)
+def found_by(release, module):
     marked = hasattr(Engines(release).client, "generation_paused_event")
     found = each_way(
         "skyrl.pause-rollback",
@@ -69,8 +67,7 @@ def found_by(rank, world_size, release):
         ["pause_generation"] if hasattr(module.InferenceEngineClient, "pause_generation") else [],
         lambda: scenarios(release) if marked else {},
     )
-    verdict = diagnose(module)
-    return {**found, "verdict": (verdict.kind.value, verdict.reason)}
+    return {**found, "verdict": words(diagnose(module))}
 
 
 def audited_by(rank, world_size, release):
@@ -78,22 +75,10 @@ def audited_by(rank, world_size, release):
     return audited("skyrl.pause-rollback", functools.partial(scenarios, release))
 
 
-@functools.cache
-def found_for(release):
-    return release.ranks(found_by, 1, release)[0]
+found_for = found_once(found_by, MODULES)
 
 
-@pytest.fixture(params=[one for one in RELEASES if one.name in (*NEEDED, "checkout")], ids=lambda one: one.name)
-def release_of_needed(request):
-    return request.param
-
-
-@pytest.fixture
-def needed(release_of_needed):
-    found = found_for(release_of_needed)
-    if release_of_needed.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
-        pytest.skip("this checkout does not need it")
-    return found
+release_of_needed, needed = of_those_that_need(NEEDED, found_for)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)

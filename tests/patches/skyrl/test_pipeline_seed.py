@@ -10,8 +10,10 @@ from unittest import mock
 import numpy
 import pytest
 import torch
+from rigs.diagnoses import made_up, verdicts_of, words
 from rigs.megatron.options import attempt
-from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl, status_of
+from rigs.releases import status_of
+from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
 
 from megapatch import apply, restore
 from megapatch.patches.skyrl.pipeline_seed import MODULES, diagnose
@@ -108,12 +110,12 @@ def verdicts(module):
     def sets_up_by_stage(self, mpu):
         self.set_seed(self.seed + 100 * mpu.get_pipeline_model_parallel_rank())
 
-    found = {"as it is": diagnose(module)}
-    for method, made_up in (("set_seed", takes_nothing), ("setup_distributed", sets_up_by_stage)):
-        with mock.patch.object(module.MegatronStrategy, method, made_up):
-            found[made_up.__name__] = diagnose(module)
-    found["none"] = diagnose(SimpleNamespace(__name__=module.__name__))
-    return {name: (verdict.kind.value, verdict.reason) for name, verdict in found.items()}
+    changes = {
+        **made_up(module.MegatronStrategy, "set_seed", takes_nothing),
+        **made_up(module.MegatronStrategy, "setup_distributed", sets_up_by_stage),
+    }
+    none = words(diagnose(SimpleNamespace(__name__=module.__name__)))
+    return {**verdicts_of(diagnose, module, changes), "none": none}
 
 
 @pytest.fixture(scope="module")

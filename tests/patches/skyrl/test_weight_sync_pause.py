@@ -6,10 +6,10 @@ the former one. A checkout that has the defect is tested as it is.
 
 from __future__ import annotations
 
-import functools
 from unittest import mock
 
 import pytest
+from rigs.diagnoses import words
 from rigs.skyrl.engines import (
     Engines,
     EngineThatCannot,
@@ -19,6 +19,7 @@ from rigs.skyrl.engines import (
     outcome,
     save_without_pause,
 )
+from rigs.skyrl.findings import found_once
 from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
 
 import megapatch
@@ -109,14 +110,9 @@ def scenarios(release, module):
     return found
 
 
-def found_by(rank, world_size, release):
+def found_by(release, module):
     """The verdict, and what becomes of the release's own method; then the scenarios, where there can be some."""
-    try:
-        module = release.module_of(MODULES)
-    except ModuleNotFoundError as error:
-        return str(error)
-    verdict = diagnose(module)
-    found = {"verdict": (verdict.kind.value, verdict.reason)}
+    found = {"verdict": words(diagnose(module))}
     found["its own"] = each_way("skyrl.weight-sync-pause", module, DISPATCH, [SAVE], dict)
     if release not in HAVING_BOTH:
         return found
@@ -127,9 +123,7 @@ def found_by(rank, world_size, release):
     return {**found, **every}
 
 
-@functools.cache
-def found_for(release):
-    return release.ranks(found_by, 1, release)[0]
+found_for = found_once(found_by, MODULES)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)

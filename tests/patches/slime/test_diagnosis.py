@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from unittest import mock
 
-from rigs.megatron.options import UNPATCHED
+from rigs.diagnoses import GONE, assert_verdicts, of_a_rank, verdicts_of
 from rigs.slime.train import UTILS, find_slime
 
 from megapatch.patches.slime.train_reentry import diagnose
-from megapatch.testing import run_ranks
 
 
 def another_train(rollout_id, chunks):
@@ -21,22 +19,17 @@ def another_save(iteration, chunks): ...
 
 def verdicts(rank, world_size):
     module = importlib.import_module(f"{UTILS}.model")
-    found = {"as it is": diagnose(module)}
-    changes = {"another train": ("train", another_train), "another save": ("save", another_save)}
-    for case, (name, function) in changes.items():
-        with mock.patch.object(module, name, function):
-            found[case] = diagnose(module)
-    for case, name in {"no train": "train", "no config": "get_model_config"}.items():
-        with mock.patch.dict(vars(module)):
-            delattr(module, name)
-            found[case] = diagnose(module)
-    return {case: (verdict.kind.value, verdict.reason) for case, verdict in found.items()}
+    changes = {
+        "another train": (module, "train", another_train),
+        "another save": (module, "save", another_save),
+        "no train": (module, "train", GONE),
+        "no config": (module, "get_model_config", GONE),
+    }
+    return verdicts_of(diagnose, module, changes)
 
 
 def test_the_verdicts():
-    patched, unpatched = (run_ranks(verdicts, 1, env=env, setup=find_slime) for env in ({}, UNPATCHED))
-    assert patched == unpatched
-    (found,) = patched
+    found = of_a_rank(verdicts, setup=find_slime)
     assert found["as it is"] == (
         "needed",
         "train() asserts that config.no_sync_func must be None, and never clears the one it sets",
@@ -47,7 +40,5 @@ def test_the_verdicts():
         "no train": f"{UTILS}.model:train",
         "no config": f"{UTILS}.model.get_model_config",
     }
-    for case, words in expected.items():
-        kind, reason = found[case]
-        assert kind == "unknown", case
-        assert words in reason
+    unknown = {case: ("unknown", text) for case, text in expected.items()}
+    assert_verdicts({case: found[case] for case in unknown}, unknown)

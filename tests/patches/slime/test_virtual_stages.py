@@ -19,25 +19,28 @@ def loop_for(options):
     return SlimeLoop(tiny_gpt(layers=4, hooks=False, **options))
 
 
-def plain(rank, world_size):
-    loop = loop_for({**ADAM, "use_distributed_optimizer": True})
-    parameters = []
+def after_rollouts(options, between=lambda loop: None):
+    """Return the parameters after each of three rollouts, and the log."""
+    loop, parameters = loop_for(options), []
     for _ in range(3):
         loop.train(2)
         parameters.append(loop.model.parameters())
+        between(loop)
     return parameters, loop.log
+
+
+def plain(rank, world_size):
+    return after_rollouts({**ADAM, "use_distributed_optimizer": True})
 
 
 def rollouts(rank, world_size):
     """Between them a save(), and a forward pass, in which the schedule begins gathers (align_param_gather)."""
-    loop = loop_for({**BOTH, "align_param_gather": True})
-    parameters = []
-    for _ in range(3):
-        loop.train(2)
-        parameters.append(loop.model.parameters())
+
+    def between(loop):
         loop.save()
         loop.model.forward_backward(forward_only=True)
-    return parameters, loop.log
+
+    return after_rollouts({**BOTH, "align_param_gather": True}, between)
 
 
 def test_rollouts_give_the_numbers_of_a_run_without_overlap():

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from unittest import mock
 
 import torch
+from rigs.contract import check_family
 from rigs.megatron.gathers import Collectives
 from rigs.verl.engine import (
     BOTH,
@@ -31,7 +31,6 @@ from megapatch.patches.verl import (
     training_hooks,
     weight_sync_resume,
 )
-from megapatch.testing import check_contract, run_ranks
 
 pytestmark = needs_verl
 
@@ -85,9 +84,4 @@ SCENARIOS = {
 
 
 def test_the_contract_is_kept(monkeypatch):
-    monkeypatch.setenv("VERL_RELEASE", ENGINES[-1].folder)
-    monkeypatch.setattr(
-        "megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=find_reloadable_verl)
-    )
-    assert SCENARIOS.keys() == set(PATCHES)
-    check_contract(SCENARIOS)
+    check_family(PATCHES, SCENARIOS, find_reloadable_verl, monkeypatch, VERL_RELEASE=ENGINES[-1].folder)

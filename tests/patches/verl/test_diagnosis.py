@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
-import pytest
+from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.verl import gathered_when_read, overflow_is_skipped, pipeline_seed, weight_sync_resume
 
-NOTHING = "there = 'nothing'"
 ENGINE = """
 class BaseEngine:
     def train_batch(self, data, loss_function):
@@ -42,99 +39,51 @@ class MegatronCheckpointManager:
     def save_checkpoint(self, path):
         {body}
 """
+FOR_ALL = "model_parallel_cuda_manual_seed(seed)"
+BY_STAGE = "model_parallel_cuda_manual_seed(seed + 100 * get_pipeline_model_parallel_rank())"
+NO_RESUME = "        await self.transfer()"
+NO_COROUTINE = MANAGER.format(body=RESUME).replace("async def", "def").replace("await ", "")
+GATHERS = "self.checkpoint_config; self.model.start_param_sync()"
+COMPREHENSION = "        await gather(*[one.resume_generation() for one in self.replicas])"
+FINALLY = f"        try: await self.transfer()\n        finally:\n    {RESUME}"
 
 
-CASES = {
-    "engine: none": (overflow_is_skipped.diagnose, NOTHING, "absent", "no MegatronEngine"),
-    "engine: raises": (
-        overflow_is_skipped.diagnose,
-        ENGINE.format(body=RAISE, scheduler="lr_scheduler"),
-        "needed",
-        "ends the job",
-    ),
-    "engine: skips": (
-        overflow_is_skipped.diagnose,
-        ENGINE.format(body="        pass", scheduler="lr_scheduler"),
-        "fixed",
-        "took no step",
-    ),
-    "engine: raises another": (
-        overflow_is_skipped.diagnose,
-        ENGINE.format(body="        assert successful", scheduler="lr_scheduler"),
-        "unknown",
-        "AssertionError",
-    ),
-    "engine: asks for more": (
-        overflow_is_skipped.diagnose,
-        ENGINE.format(body="        self.more()", scheduler="lr_scheduler"),
-        "unknown",
-        "on a stand-in",
-    ),
-    "engine: another scheduler": (
-        overflow_is_skipped.diagnose,
-        ENGINE.format(body=RAISE, scheduler="rates"),
-        "unknown",
-        "lr_scheduler",
-    ),
-    "seed: none": (pipeline_seed.diagnose, NOTHING, "absent", "no set_random_seed"),
-    "seed: one for all": (
-        pipeline_seed.diagnose,
-        SEED.format(body="model_parallel_cuda_manual_seed(seed)"),
-        "needed",
-        "the same seed",
-    ),
-    "seed: by stage": (
-        pipeline_seed.diagnose,
-        SEED.format(body="model_parallel_cuda_manual_seed(seed + 100 * get_pipeline_model_parallel_rank())"),
-        "fixed",
-        "depends",
-    ),
-    "seed: another": (pipeline_seed.diagnose, SEED.format(body="pass"), "unknown", "manual_seed"),
-    "sync: none": (weight_sync_resume.diagnose, NOTHING, "absent", "no CheckpointEngineManager"),
-    "sync: no finally": (weight_sync_resume.diagnose, MANAGER.format(body=RESUME), "needed", "does not resume"),
-    "sync: in a comprehension": (
-        weight_sync_resume.diagnose,
-        MANAGER.format(body="        await gather(*[one.resume_generation() for one in self.replicas])"),
-        "needed",
-        "does not resume",
-    ),
-    "sync: finally": (
-        weight_sync_resume.diagnose,
-        MANAGER.format(body=f"        try: await self.transfer()\n        finally:\n    {RESUME}"),
-        "fixed",
-        "even after a failure",
-    ),
-    "sync: no resume": (
-        weight_sync_resume.diagnose,
-        MANAGER.format(body="        await self.transfer()"),
-        "unknown",
-        "found no such call",
-    ),
-    "sync: no coroutine": (
-        weight_sync_resume.diagnose,
-        MANAGER.format(body=RESUME).replace("async def", "def").replace("await ", ""),
-        "unknown",
-        "a coroutine",
-    ),
-    "save: none": (gathered_when_read.diagnose_save, NOTHING, "absent", "no MegatronCheckpointManager"),
-    "save: gathers": (
-        gathered_when_read.diagnose_save,
-        SAVE.format(body="self.checkpoint_config; self.model.start_param_sync()"),
-        "fixed",
-        "gathers",
-    ),
-    "save: does not": (
-        gathered_when_read.diagnose_save,
-        SAVE.format(body="self.checkpoint_config"),
-        "needed",
-        "not gathered",
-    ),
-    "save: another": (gathered_when_read.diagnose_save, SAVE.format(body="pass"), "unknown", "checkpoint_config"),
+def engine(body, scheduler="lr_scheduler"):
+    return ENGINE.format(body=body, scheduler=scheduler)
+
+
+SOURCES = {
+    overflow_is_skipped.diagnose: {
+        "engine: none": (NOTHING, "absent", "no MegatronEngine"),
+        "engine: raises": (engine(RAISE), "needed", "ends the job"),
+        "engine: skips": (engine("        pass"), "fixed", "took no step"),
+        "engine: raises another": (engine("        assert successful"), "unknown", "AssertionError"),
+        "engine: asks for more": (engine("        self.more()"), "unknown", "on a stand-in"),
+        "engine: another scheduler": (engine(RAISE, scheduler="rates"), "unknown", "lr_scheduler"),
+    },
+    pipeline_seed.diagnose: {
+        "seed: none": (NOTHING, "absent", "no set_random_seed"),
+        "seed: one for all": (SEED.format(body=FOR_ALL), "needed", "the same seed"),
+        "seed: by stage": (SEED.format(body=BY_STAGE), "fixed", "depends"),
+        "seed: another": (SEED.format(body="pass"), "unknown", "manual_seed"),
+    },
+    weight_sync_resume.diagnose: {
+        "sync: none": (NOTHING, "absent", "no CheckpointEngineManager"),
+        "sync: no finally": (MANAGER.format(body=RESUME), "needed", "does not resume"),
+        "sync: in a comprehension": (MANAGER.format(body=COMPREHENSION), "needed", "does not resume"),
+        "sync: finally": (MANAGER.format(body=FINALLY), "fixed", "even after a failure"),
+        "sync: no resume": (MANAGER.format(body=NO_RESUME), "unknown", "found no such call"),
+        "sync: no coroutine": (NO_COROUTINE, "unknown", "a coroutine"),
+    },
+    gathered_when_read.diagnose_save: {
+        "save: none": (NOTHING, "absent", "no MegatronCheckpointManager"),
+        "save: gathers": (SAVE.format(body=GATHERS), "fixed", "gathers"),
+        "save: does not": (SAVE.format(body="self.checkpoint_config"), "needed", "not gathered"),
+        "save: another": (SAVE.format(body="pass"), "unknown", "checkpoint_config"),
+    },
 }
 
 
-@pytest.mark.parametrize(("diagnose", "source", "kind", "words"), CASES.values(), ids=CASES)
-def test_the_verdict(diagnose, source, kind, words, modules):
-    verdict = diagnose(importlib.import_module(modules.write(source)))
-    assert verdict.kind.value == kind
-    assert words in verdict.reason
+@each_source(SOURCES)
+def test_the_verdict(source_case, modules):
+    assert_verdict_of_source(source_case, modules)

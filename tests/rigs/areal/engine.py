@@ -14,17 +14,14 @@ import importlib
 import os
 import sys
 from datetime import timedelta
-from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
 from rigs.megatron.tiny_model import config_of, in_ddp, models_of
-from rigs.stand_ins import Anything, StandIns
-from rigs.variables import releases
+from rigs.releases import find_release, needs, releases
+from rigs.stand_ins import Anything, BarePackages, StandIns
 
 ENGINE = "areal.engine.megatron_engine"
 CHECKPOINTER = "areal.engine.megatron_utils.checkpointer"
@@ -48,31 +45,13 @@ STEPS, VOCABULARY, LENGTH, MICROBATCHES = 3, 32, 8, 2
 
 
 RELEASES = releases("AREAL")
-needs_areal = pytest.mark.skipif(not RELEASES, reason="neither AREAL_RELEASES nor AREAL_CHECKOUT is set")
-
-
-class _BarePackages:
-    """Finds AReaL's packages without what their __init__ imports."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in PACKAGES:
-            return None
-        bare = ModuleSpec(name, None, is_package=True)
-        bare.submodule_search_locations = [str(Path(os.environ["AREAL_RELEASE"], *name.split(".")))]
-        return bare
-
-
-class _AllButReal(StandIns):
-    def find_spec(self, name, path=None, target=None):
-        return None if name in REAL else super().find_spec(name, path, target)
+needs_areal = needs("AREAL", RELEASES)
 
 
 def find_areal():
     """Make the release in AREAL_RELEASE importable: the setup of a rank."""
-    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
-        importlib.import_module(f"megatron.core.models.gpt.{name}")
-    sys.path.insert(0, os.environ["AREAL_RELEASE"])
-    sys.meta_path[:0] = [_BarePackages(), _AllButReal(STAND_INS, stand_in)]
+    find_release("AREAL_RELEASE")
+    sys.meta_path[:0] = [BarePackages(PACKAGES), StandIns(STAND_INS, stand_in, real=REAL)]
 
 
 def stand_in(module, name):

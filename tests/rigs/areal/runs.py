@@ -8,12 +8,13 @@ from unittest import mock
 
 import torch
 
-from megapatch import apply, report, restore
+from megapatch import apply, restore
 from megapatch._mcore.process_groups import process_groups
 from rigs.areal.engine import BOTH, CHECKPOINTER, ENGINE, GRADS, ROLLOUT, STEPS, engine_of, parameters, train
 from rigs.areal.updates import Servers, checkpoint, update
 from rigs.megatron.gathers import wrong
 from rigs.megatron.options import Log, attempt
+from rigs.releases import statuses
 
 READS = {
     "broadcast": lambda engine: update(engine, Servers()),
@@ -53,10 +54,6 @@ def cells(rank, world_size):
     yield "dense", lambda: gradients(SCALE)
     yield "own hook", own_hook
     yield "again", initialized_again
-
-
-def statuses():
-    return {patch["name"]: patch["status"] for patch in report().to_dict()["patches"]}
 
 
 def read_after_steps(name):

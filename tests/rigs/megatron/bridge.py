@@ -20,8 +20,8 @@ import torch.distributed
 from megapatch._versions import find_module
 from megapatch.testing import TinyGPT, init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step
-from rigs.megatron.options import BOTH, Interrupted
-from rigs.stand_ins import BRIDGE, BareBridge, StandIns
+from rigs.megatron.options import ADAM, BOTH, UNPATCHED, Interrupted, plain_steps
+from rigs.stand_ins import BRIDGE, BarePackages, StandIns
 
 MODULE = f"{BRIDGE}.training.train"
 ALIGNED = {**BOTH, "align_param_gather": True}
@@ -47,6 +47,16 @@ def ranks(job, *args, world_size=2, **options):
     return run_ranks(job, world_size, *args, setup=find_bridge, **options)
 
 
+def reference_of(steps):
+    """Return a fixture of a module's tests: steps without overlap, by Megatron's pieces."""
+
+    @pytest.fixture(scope="module")
+    def reference():
+        return run_ranks(plain_steps, 2, {}, ADAM, steps, env=UNPATCHED)
+
+    return reference
+
+
 def new_loop(options, layout=None, **more):
     init_parallel(**(layout or {}))
     return BridgeLoop(tiny_gpt(layers=4, hooks=False, **options), **more)
@@ -58,7 +68,7 @@ def timers_running(loop):
 
 def find_bridge():
     """Make Bridge importable: the setup of a rank."""
-    sys.meta_path[:0] = [BareBridge(), StandIns(STAND_INS, _make)]
+    sys.meta_path[:0] = [BarePackages(), StandIns(STAND_INS, _make)]
 
 
 def _make(module, name):

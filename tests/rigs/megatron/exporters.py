@@ -16,7 +16,7 @@ import torch
 
 from megapatch._versions import find_module
 from rigs.megatron.gathers import unwrapped
-from rigs.stand_ins import BRIDGE, Anything, StandIns
+from rigs.stand_ins import BRIDGE, Anything, BarePackages, StandIns
 
 CONVERSION = f"{BRIDGE}.models.conversion"
 DECORATORS = f"{BRIDGE}.models.decorators"
@@ -71,18 +71,6 @@ def installed(name):
     return found is not None and any(Path(folder, file).is_file() for folder in found.submodule_search_locations)
 
 
-class BarePackages:
-    """Finds packages without their __init__."""
-
-    def find_spec(self, name, path=None, target=None):
-        found = PathFinder.find_spec(name, path) if name in BARE else None
-        if found is None:
-            return None
-        bare = ModuleSpec(name, None, is_package=True)
-        bare.submodule_search_locations = list(found.submodule_search_locations)
-        return bare
-
-
 def find_exporters():
     """Make the exporters importable: the setup of a rank."""
     for name in BEFORE_STAND_INS:
@@ -92,7 +80,7 @@ def find_exporters():
     def make(module, name):
         return Anything(name, (), {})
 
-    sys.meta_path[:0] = [StandIns(NOT_THEIRS, make), BarePackages()]
+    sys.meta_path[:0] = [StandIns(NOT_THEIRS, make), BarePackages(BARE)]
     missing = list(filter(is_missing, (*MISSING, "transformer_engine")))
     sys.meta_path.append(StandIns(missing, make))
     if "peft" in missing:

@@ -28,6 +28,15 @@ def unwrapped(chunk):
     return chunk
 
 
+def parameters_of(chunks):
+    """Return copies of the parameters by their names in the whole model."""
+    return {
+        global_name(unwrapped(chunk), name): parameter.detach().clone()
+        for chunk in chunks
+        for name, parameter in unwrapped(chunk).named_parameters()
+    }
+
+
 def state_of(model):
     """Which gathers this rank takes to be under way and done."""
     return [

@@ -17,6 +17,17 @@ from megapatch._versions import version_of
 from megapatch.testing import init_parallel
 from rigs.megatron.options import attempt, quick_writer
 
+STRICTNESSES = (
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "return_unexpected",
+    "return_all",
+    "ignore_all",
+)
+"""How strictly a checkpoint is loaded, by --dist-ckpt-strictness; the first is the default."""
 CALLS = Counter()
 """What has been called, of what `prepare` counts."""
 

@@ -9,7 +9,7 @@ import tempfile
 import torch
 from torch.distributed.checkpoint import default_planner
 
-from megapatch import apply, report, restore
+from megapatch import apply, restore
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.weight_sync import gathered_parameters
 from rigs.megatron.gathers import wrong
@@ -27,6 +27,7 @@ from rigs.ms_swift.trainer import (
     trainer_of,
     worker_of,
 )
+from rigs.releases import statuses
 
 
 def cells(rank, world_size):
@@ -42,7 +43,7 @@ def cells(rank, world_size):
         yield f"{tuner}, without", lambda tuner=tuner: synced(tuner)
     yield "patched by ms-swift", patched_by_swift
     apply()
-    yield "statuses", statuses
+    yield "statuses", own_statuses
     for tuner in ("full", "lora"):
         yield f"{tuner}, with", lambda tuner=tuner: synced(tuner)
     for tuner in ("full", "lora"):
@@ -63,14 +64,12 @@ def cells(rank, world_size):
     yield "checkpoint", checkpoint
     for again in (1, 2):  # ms-swift patches once more what it has patched
         importlib.import_module("swift.megatron.init").init_megatron_env()
-        yield f"statuses, {again} later", statuses
+        yield f"statuses, {again} later", own_statuses
     yield "two setups, at last", two_setups
 
 
-def statuses():
-    found = report().to_dict()["patches"]
-    families = "megatron.", "ms_swift."
-    return {patch["name"]: patch["status"] for patch in found if patch["name"].startswith(families)}
+def own_statuses():
+    return statuses("megatron", "ms_swift")
 
 
 # ------------------------------------------------------------------------------------------ weight syncs

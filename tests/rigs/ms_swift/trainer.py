@@ -9,24 +9,22 @@ play no part in the tests (datasets, templates, rewards). Each release is loaded
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
 from megapatch.testing import init_parallel
 from megapatch.testing._tiny_gpt import _models
 from megapatch.testing._weights import global_name
-from rigs.megatron.exporters import BarePackages, find_lora
-from rigs.megatron.gathers import unwrapped
+from rigs.megatron.exporters import BARE, find_lora
+from rigs.megatron.gathers import parameters_of
 from rigs.megatron.tiny_model import config_of
 from rigs.ms_swift.model import LENGTH, MICROBATCHES, add_lora, arguments
-from rigs.stand_ins import Anything, StandIns
-from rigs.variables import releases
+from rigs.releases import find_release, needs, releases
+from rigs.stand_ins import Anything, BarePackages, StandIns
 
 STAND_INS = (
     "aiohttp",
@@ -71,15 +69,13 @@ VOCABULARY = 32
 
 
 RELEASES = releases("SWIFT")
-needs_swift = pytest.mark.skipif(not RELEASES, reason="neither SWIFT_RELEASES nor SWIFT_CHECKOUT is set")
+needs_swift = needs("SWIFT", RELEASES)
 
 
 def find_swift():
     """Make the release in SWIFT_RELEASE importable: the setup of a rank."""
-    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
-        importlib.import_module(f"megatron.core.models.gpt.{name}")
-    sys.path.insert(0, os.environ["SWIFT_RELEASE"])
-    sys.meta_path[:0] = [StandIns(STAND_INS, stand_in), BarePackages()]
+    find_release("SWIFT_RELEASE")
+    sys.meta_path[:0] = [StandIns(STAND_INS, stand_in), BarePackages(BARE)]
     vars(importlib.import_module("mcore_bridge")).update(__getattr__=_of_mcore_bridge, __version__="of its wheel")
     find_lora()
 
@@ -230,8 +226,4 @@ def worker_of(trainer):
 
 def parameters(trainer):
     """Return the trainer's parameters by their names in the whole model."""
-    return {
-        global_name(unwrapped(chunk), name): parameter.detach().clone()
-        for chunk in trainer.wrapped_models
-        for name, parameter in unwrapped(chunk).named_parameters()
-    }
+    return parameters_of(trainer.wrapped_models)

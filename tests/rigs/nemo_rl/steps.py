@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
-from megapatch.testing import tiny_gpt
-from rigs.megatron.options import ADAM, BOTH, GRADS
+from megapatch.testing import init_parallel, tiny_gpt
+from rigs.megatron.gathers import Collectives, wrong
+from rigs.megatron.options import ADAM, BOTH, GRADS, buckets
 from rigs.nemo_rl.worker import GPT, batch, nll_loss, policy_gradient_loss, worker_for
 
 STEPS, SIZE = 2, 8  # steps, and samples of a rank in each; two a microbatch
@@ -107,6 +109,53 @@ def differences(got, expected, without=(), constant=()):
             difference = abs(ours[name] - theirs[name]) / max(abs(theirs[name]), 1e-6)
             found[name] = max(found.get(name, 0.0), difference)
     return found
+
+
+def read_after_steps(read, plain, overlap, steps):
+    """Return which fraction is wrong of what is read from `overlap`, by step; and the gathers, by bucket group."""
+    fractions, size = [], 4
+    with Collectives().counted() as counted:
+        for step in range(steps):
+            for worker in (plain, overlap):
+                worker.train(batch(step, size), nll_loss(), gbs=size * worker.dp_size)
+            fractions.append(wrong(read(overlap), read(plain)))
+        overlap.get_logprobs(data=batch(steps, size))
+    return fractions, counted.gathers / buckets(overlap.model)
+
+
+def set_up(*layouts):
+    """Set up these layouts in turn; yield the name and the model's options of each."""
+    for layout in layouts:
+        where, options = LAYOUTS[layout]
+        init_parallel(**where)
+        yield layout, options
+
+
+def compared_after(layouts, ways, faults, before):
+    """Return the `differences` of steps after `before(fault)` from steps of a new worker.
+
+    layouts   names of LAYOUTS
+    ways      functions that take a step, by name
+    """
+    found = {}
+    with contextlib.redirect_stdout(None):
+        for layout, options in set_up(*layouts):
+            for way, take_step in ways.items():
+                expected = trained_gpt(options, "nll", take_step)
+                for fault in faults:
+                    got = trained_gpt(options, "nll", take_step, before=before(fault))
+                    found[layout, fault, way] = differences(got, expected)
+    return found
+
+
+def assert_no_difference(ranks, cells, limit):
+    """Check that each rank has so many `differences`, by cell, and that none is larger than the limit."""
+    for found in ranks:
+        assert len(found) == cells
+        worst = {
+            where: max(value for name, value in one.items() if name != "keys") for where, one in found.items()
+        }
+        assert {where: value for where, value in worst.items() if value > limit} == {}
 
 
 def summary(told, constant=()):

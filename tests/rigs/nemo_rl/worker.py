@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rigs.stand_ins import BRIDGE, Anything, BareBridge, StandIns
+from rigs.stand_ins import BRIDGE, Anything, BarePackages, StandIns
 from rigs.variables import folder_in
 
 CHECKOUT = folder_in("NEMO_RL_CHECKOUT")
@@ -80,7 +80,7 @@ def find_nemo_rl(real=()):
 
 def _stand_in(real):
     anything = StandIns(set(STAND_INS) - set(real), lambda module, name: Anything(name, (), {}))
-    sys.meta_path[:0] = [BareBridge(), anything]
+    sys.meta_path[:0] = [BarePackages(), anything]
     importlib.import_module(BRIDGE).AutoBridge = Anything("AutoBridge", (), {})
     importlib.import_module("transformers").__version__ = "5.8.1"  # NeMo-RL 0.7 and later refuses 5.12
     _name_both_fsdps()

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
-from megapatch import apply, report, restore
+from megapatch import apply, restore
 from megapatch.testing import init_parallel
 from rigs.collisions import together
 from rigs.megatron.options import Log, attempt
+from rigs.releases import statuses
 from rigs.roll.strategy import CHECKOUT, STRATEGY, parameters, strategy_of, train
 
 SCALES = 1.0, 1024.0
@@ -30,7 +31,7 @@ def cells(rank, world_size):
     yield "bf16, without", lambda: after_steps("bf16")
     yield "unused, without", unused
     apply()
-    yield "statuses", lambda: {patch["name"]: patch["status"] for patch in report().to_dict()["patches"]}
+    yield "statuses", statuses
     yield "gradients", gradients
     yield "experts", lambda: gradients(experts=2, moe_aux_loss_coeff=1.0, moe_router_topk=1)
     yield "overflow", overflow

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from rigs.megatron.tiny_model import config_of, models_of
-from rigs.stand_ins import Anything, StandIns
+from rigs.releases import import_before_stand_ins
+from rigs.stand_ins import Anything, BarePackages, StandIns
 from rigs.variables import folder_in
 
 STRATEGY = "roll.distributed.strategy.megatron_strategy"
@@ -27,28 +27,11 @@ CHECKOUT = folder_in("ROLL_CHECKOUT")
 VOCABULARY, LENGTH, MICROBATCHES = 32, 8, 2
 
 
-class _Bare:
-    """Finds ROLL's packages without what their __init__ imports."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in PACKAGES:
-            return None
-        bare = ModuleSpec(name, None, is_package=True)
-        bare.submodule_search_locations = [str(Path(os.environ["ROLL_FOLDER"], *name.split(".")))]
-        return bare
-
-
-class _AllButStrategy(StandIns):
-    def find_spec(self, name, path=None, target=None):
-        return None if name == STRATEGY else super().find_spec(name, path, target)
-
-
 def find_roll():
     """Make ROLL's strategy importable: the setup of a rank."""
-    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
-        importlib.import_module(f"megatron.core.models.gpt.{name}")
-    os.environ.setdefault("ROLL_FOLDER", str(CHECKOUT or IMITATIONS))
-    sys.meta_path[:0] = [_Bare(), _AllButStrategy(STAND_INS, stand_in)]
+    import_before_stand_ins()
+    folder = os.environ.setdefault("ROLL_FOLDER", str(CHECKOUT or IMITATIONS))
+    sys.meta_path[:0] = [BarePackages(PACKAGES, [folder]), StandIns(STAND_INS, stand_in, real=[STRATEGY])]
 
 
 def stand_in(module, name):

@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from megapatch import report
-from megapatch.testing import run_ranks
+from rigs import releases
+from rigs.releases import needs
 from rigs.stand_ins import Anything, StandIns
-from rigs.variables import folder_in
 
 STAND_INS = (
     "aiohttp",
@@ -53,11 +50,8 @@ STAND_INS = (
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(releases.Release):
     """A release; `backend` is the package that drives Megatron and engines, `trainer` that of the trainers."""
-
-    name: str
-    folder: str
 
     @property
     def there(self):
@@ -103,34 +97,23 @@ class Release:
             config=settings, actor_module=chunks, actor_optimizer=optimizer, **others
         )
 
-    def ranks(self, function, world_size, *args, env=None, setup=None, **options):
+    def ranks(self, function, world_size, *args, setup=None, **options):
         """Call run_ranks in processes that find this release."""
-        env = {**(env or {}), "SKYRL_RELEASE": self.folder}
-        return run_ranks(function, world_size, *args, setup=setup or find_skyrl, env=env, **options)
+        return self.ranks_of("SKYRL_RELEASE", function, world_size, *args, setup=setup or find_skyrl, **options)
 
 
-def _releases():
-    found = {}
-    if wheels := folder_in("SKYRL_RELEASES"):
-        found.update({path.name: path for path in sorted(Path(wheels).iterdir())})
-    if checkout := folder_in("SKYRL_CHECKOUT"):
-        places = [Path(checkout) / place for place in (".", "skyrl-train", "skyrl")]
-        found["checkout"] = next(place for place in places if Release("", str(place)).there)
-    return [Release(name, str(path)) for name, path in found.items()]
+def _within(checkout):
+    places = [Path(checkout) / place for place in (".", "skyrl-train", "skyrl")]
+    return next(place for place in places if Release("", str(place)).there)
 
 
-RELEASES = _releases()
-needs_skyrl = pytest.mark.skipif(not RELEASES, reason="neither SKYRL_RELEASES nor SKYRL_CHECKOUT is set")
+RELEASES = releases.releases("SKYRL", Release, _within)
+needs_skyrl = needs("SKYRL", RELEASES)
 
 
 def has_correctness_fixes(release):
     """Return whether it has SkyRL's PR 1212, by the text of its files, which no diagnosis looks at."""
     return "grad_scale_func" in release.file("workers/megatron/megatron_model_wrapper").read_text()
-
-
-def status_of(name):
-    (patch,) = (patch for patch in report().to_dict()["patches"] if patch["name"] == name)
-    return patch["status"]
 
 
 def find_skyrl(real=()):

@@ -12,6 +12,7 @@ import torch
 
 from rigs.megatron.exporters import find_conversions, new_bridge, tasks_of
 from rigs.megatron.gathers import unwrapped
+from rigs.releases import import_before_stand_ins
 from rigs.skyrl.releases import find_skyrl
 from rigs.stand_ins import Anything, StandIns
 
@@ -21,8 +22,7 @@ BUCKET_GB = 1e-5  # several buckets, even of a tiny GPT
 
 def find_skyrl_and_exporter():
     """Make the release importable, and Bridge's exporter: the setup of a rank."""
-    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
-        importlib.import_module(f"megatron.core.models.gpt.{name}")
+    import_before_stand_ins()
     find_skyrl()
     find_conversions()
     # what newer ones import: base classes of theirs, and a compression

@@ -11,24 +11,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 import wrapt
 
-from megapatch import report
 from megapatch._mcore.process_groups import process_groups
-from megapatch.testing import _parallel, destroy_parallel, run_ranks
-from megapatch.testing._weights import global_name
+from megapatch.testing import _parallel, destroy_parallel
+from rigs import releases
 from rigs.megatron.exporters import find_conversions, installed
-from rigs.megatron.gathers import unwrapped
+from rigs.megatron.gathers import parameters_of
+from rigs.releases import find_release, needs
 from rigs.stand_ins import BRIDGE, StandIns
-from rigs.variables import folder_in
 from rigs.verl.bridge import LENGTH, SIZES, VOCABULARY, stand_in
 
 STAND_INS = (
@@ -60,11 +57,8 @@ SAMPLES, MICRO = 4, 1  # samples of a rank in a step, and of a microbatch
 
 
 @dataclass(frozen=True)
-class Release:
-    """A release, and the folder that would stand on PYTHONPATH."""
-
-    name: str
-    folder: str
+class Release(releases.Release):
+    """A release of verl."""
 
     @property
     def there(self):
@@ -82,31 +76,19 @@ class Release:
         """Whether its engine builds the model by Megatron-Bridge, of which there is a stand-in."""
         return "to_megatron_provider" in self.text("workers/engine/megatron/transformer_impl.py")
 
-    def ranks(self, function, world_size, *args, env=None, setup=None, **options):
+    def ranks(self, function, world_size, *args, setup=None, **options):
         """Call run_ranks in processes that find this release."""
-        env = {**(env or {}), "VERL_RELEASE": self.folder}
-        return run_ranks(function, world_size, *args, setup=setup or find_verl, env=env, **options)
+        return self.ranks_of("VERL_RELEASE", function, world_size, *args, setup=setup or find_verl, **options)
 
 
-def _releases():
-    found = {}
-    if wheels := folder_in("VERL_RELEASES"):
-        found.update({path.name: path for path in sorted(Path(wheels).iterdir())})
-    if checkout := folder_in("VERL_CHECKOUT"):
-        found["checkout"] = checkout
-    return [Release(name, str(path)) for name, path in found.items()]
-
-
-RELEASES = _releases()
+RELEASES = releases.releases("VERL", Release)
 ENGINES = [release for release in RELEASES if release.has_bridge]
-needs_verl = pytest.mark.skipif(not RELEASES, reason="neither VERL_RELEASES nor VERL_CHECKOUT is set")
+needs_verl = needs("VERL", RELEASES)
 
 
 def find_verl(real=()):
     """Make the release in VERL_RELEASE importable: the setup of a rank. Packages in `real` get no stand-ins."""
-    for name in ("gpt_model", "gpt_layer_specs"):  # before the stand-ins: Megatron looks for what is installed
-        importlib.import_module(f"megatron.core.models.gpt.{name}")
-    sys.path.insert(0, os.environ["VERL_RELEASE"])
+    find_release("VERL_RELEASE")
     sys.meta_path.insert(0, StandIns(set(STAND_INS) - set(real), stand_in))
     if installed("Megatron-Bridge"):
         find_conversions()
@@ -138,11 +120,6 @@ def _register_again(base):
         return decorated
 
     base.EngineRegistry.register = tolerant
-
-
-def status_of(name):
-    (patch,) = (patch for patch in report().to_dict()["patches"] if patch["name"] == name)
-    return patch["status"]
 
 
 # ------------------------------------------------------------------------------------------ the engine
@@ -288,8 +265,4 @@ def train(engine, step):
 
 def parameters(engine):
     """Return the engine's parameters by their names in the whole model."""
-    return {
-        global_name(unwrapped(chunk), name): parameter.detach().clone()
-        for chunk in engine.module
-        for name, parameter in unwrapped(chunk).named_parameters()
-    }
+    return parameters_of(engine.module)

@@ -10,12 +10,13 @@ from unittest import mock
 import numpy
 import torch
 
-from megapatch import apply, report, restore
+from megapatch import apply, restore
 from megapatch.weight_sync import gathered_parameters
 from rigs.cells import once
 from rigs.collisions import together
 from rigs.megatron.gathers import wrong
 from rigs.megatron.options import Log, attempt
+from rigs.releases import statuses
 from rigs.verl.engine import BOTH, ENGINE, GRADS, STEPS, batch_of, engine_of, loss, parameters, train
 from rigs.verl.reads import read_after_steps
 
@@ -32,7 +33,7 @@ def cells(rank, world_size):
     yield "overflow, without", overflow_fails
     yield "seeds, without", lambda: seeds()
     apply()
-    yield "statuses", statuses
+    yield "statuses", lambda: statuses("verl")
     reference = once(trained, pp=2, vpp=2)
     yield "hooks, two chunks", lambda: (trained(pp=2, vpp=2, overlap=GRADS), reference())
     yield "hooks, gather", lambda: (trained(pp=2, vpp=2, overlap=BOTH), reference())
@@ -47,11 +48,6 @@ def cells(rank, world_size):
     yield "seeds", seeds
     yield "gathered, without and with", read_after_steps
     yield "together", lambda: together(patch_as_verl, lambda: trained(overlap=BOTH))
-
-
-def statuses():
-    found = report().to_dict()["patches"]
-    return {patch["name"]: patch["status"] for patch in found if patch["name"].startswith("verl.")}
 
 
 def patch_as_verl():

@@ -1,0 +1,21 @@
+"""The contract of a framework's patches, in ranks that find its code."""
+
+from __future__ import annotations
+
+import functools
+
+from megapatch.testing import check_contract, run_ranks
+
+
+def check_family(patches, scenarios, setup, monkeypatch, **env):
+    """Check that each of a family's patches has its scenario, and keeps the contract with these variables set."""
+    assert scenarios.keys() == set(patches)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    check_contract_in(setup, scenarios, monkeypatch)
+
+
+def check_contract_in(setup, scenarios, monkeypatch):
+    """Call check_contract() with its ranks set up by `setup`."""
+    monkeypatch.setattr("megapatch.testing._contract.run_ranks", functools.partial(run_ranks, setup=setup))
+    check_contract(scenarios)

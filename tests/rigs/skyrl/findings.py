@@ -1,0 +1,43 @@
+"""What a rank finds of each release of SkyRL, computed once for all tests of a module."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from rigs.skyrl.releases import RELEASES
+
+
+def found_once(found_by, modules):
+    """Return a function of a release: what found_by(release, module) finds in a rank, or that it has no module."""
+    return functools.cache(lambda release: release.ranks(_found_in_module, 1, release, modules, found_by)[0])
+
+
+def _found_in_module(rank, world_size, release, modules, found_by):
+    try:
+        module = release.module_of(modules)
+    except ModuleNotFoundError as error:
+        return str(error)
+    return found_by(release, module)
+
+
+def of_those_that_need(names, found_for):
+    """Return two fixtures: the releases with these names and the checkout, and what was found of each.
+
+    A checkout that does not need the patch skips the test.
+    """
+    those = [one for one in RELEASES if one.name in (*names, "checkout")]
+
+    @pytest.fixture(params=those, ids=lambda one: one.name)
+    def release_of_needed(request):
+        return request.param
+
+    @pytest.fixture
+    def needed(release_of_needed):
+        found = found_for(release_of_needed)
+        if release_of_needed.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
+            pytest.skip("this checkout does not need it")
+        return found
+
+    return release_of_needed, needed
