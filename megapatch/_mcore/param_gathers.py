@@ -85,7 +85,7 @@ def record_step(ddp: Any) -> None:
     """Note that the optimizer has stepped, and let the next forward pass gather whatever came before the step."""
     if ddp.ddp_config.overlap_param_gather:
         for group in bucket_groups(ddp):
-            if group.param_gather_handle is None:  # else its gather has begun since its own optimizer stepped
+            if group.param_gather_handle is None:  # else: overlap_param_gather_with_optimizer_step
                 setattr(group, STEPPED, True)
                 group.param_gather_dispatched = False
 

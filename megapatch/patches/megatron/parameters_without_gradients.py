@@ -147,7 +147,10 @@ def start_all_at_the_end(finish_grad_sync: Callable[..., Any]) -> Callable[..., 
 
 
 def line_up_at_birth(init: Callable[..., None]) -> Callable[..., None]:
-    """Frameworks that zero gradients at the end of a step, as ROLL does, begin their first step without it."""
+    """Line up for a first step without zero_grad_buffer(): ROLL and others zero gradients at the end of a step.
+
+    Up to 0.15 such a step would fail. From 0.16 on the first step starts no reduce before its end, in any case.
+    """
 
     @functools.wraps(init)
     def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:

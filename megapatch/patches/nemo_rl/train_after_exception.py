@@ -7,14 +7,15 @@ Symptom   an exception in train() of a Megatron worker (a loss that raises, out 
           get_logprobs() and, on DTensor's first worker, more methods start and stop a timer without `finally`.
 Upstream  NeMo-RL v0.6.0 and v0.7.0 (the step), main at 7ea279abf (both); no issue is known.
 Seam      megatron_forward_backward(), through which every pass of the Megatron policy and value workers goes:
-          after an exception, unfinished reduces are waited for and forgotten, the rerun machine is rewound to its
-          state before the step, and the config's hooks are what they were before the call. Timer.start(): a timer
-          that is running is started again, with a WARNING.
+          after an exception, unfinished reduces are waited for and forgotten, and the rerun machine is rewound to
+          its state before the step. (The config's hooks need no care: of Megatron's schedules only that of virtual
+          stages changes them, which NeMo-RL does not support.) Timer.start(): a timer that is running is started
+          again, with a WARNING.
 Limits    the step itself is lost: train() zeroes its gradients when it begins. All ranks must have had the
           exception, in the same pass. After one in train(eval_mode=True) with overlap_param_gather, forward
           pre-hooks stay off (from v0.7.0 on): call worker.enable_forward_pre_hook().
           An exception between two passes that leaves the machine inside its step is not seen.
-Cost      nothing in a call that does not raise, but five attributes that are read.
+Cost      nothing in a call that does not raise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from ._workers import names_in
 
 TRAIN, TIMER = "nemo_rl.models.megatron.train", "nemo_rl.utils.timer"
 FORWARD_BACKWARD = "megatron_forward_backward"
-HOOKS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 
 logger = logging.getLogger("megapatch")
 
@@ -66,16 +66,12 @@ def diagnose_timer(module: ModuleType) -> Verdict:
 def with_a_clean_end(megatron_forward_backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(megatron_forward_backward)
     def patched_megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
-        chunks = chunks_of(model) or []
-        before = {name: getattr(chunks[0].config, name) for name in HOOKS} if chunks else {}
         try:
             return megatron_forward_backward(model, *args, **kwargs)
         except BaseException:
-            for chunk in chunks:
+            for chunk in chunks_of(model) or []:
                 settle_grad_reduces(chunk)
                 forget_interrupted_first_step(chunk)
-            for name, hook in before.items():
-                setattr(chunks[0].config, name, hook)
             if (machine := machine_of_this_process()) is not None:
                 rewind_interrupted_step(machine)
             raise

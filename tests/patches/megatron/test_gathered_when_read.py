@@ -13,14 +13,13 @@ from rigs.megatron.gathers import (
     PLAIN,
     Collectives,
     export,
-    no_collective,
     pair,
     state_of,
     unwrapped,
     whole,
     wrong,
 )
-from rigs.megatron.options import UNPATCHED, attempt, buckets, needs_training
+from rigs.megatron.options import UNPATCHED, buckets, needs_training
 
 from megapatch import apply, restore
 from megapatch._versions import find_module
@@ -124,44 +123,6 @@ def hooks_switched_before_the_step():
     return wrong(model.parameters(), plain.parameters())
 
 
-def one_rank_alone(rank):
-    """Rank 0 reads what it cannot gather: refused once the optimizer has stepped, and not before or after."""
-    _, model = pair()
-    (ddp,) = model.chunks
-    found = {}
-
-    def read(moment):
-        with no_collective():
-            for name in ("state_dict", "state_dict_for_save_checkpoint"):
-                found[moment, name] = attempt(getattr(ddp, name))[0] if rank == 0 else None
-
-    read("before the first step")
-    model.train_step()
-    read("after it")
-    text = attempt(ddp.state_dict)[1]
-    gathered_parameters(ddp)
-    read("gathered")
-    model.train_step(1)
-    ddp.start_param_sync()
-    read("under way")
-    return found, text
-
-
-def mxfp8():
-    """Nothing to refuse before the first step: a load, or a first weight sync."""
-    model = tiny_gpt(**OVERLAP)
-    (ddp,) = model.chunks
-    if not hasattr(ddp.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag"):
-        return ["no such option"]
-    found = []
-    for _ in range(2):
-        ddp.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = True
-        found.append(attempt(ddp.sharded_state_dict)[0])
-        ddp.ddp_config.reuse_grad_buf_for_mxfp8_param_ag = False
-        model.train_step()
-    return found
-
-
 def activated_mid_run():
     """Patched, taken back and patched again in the middle of a run: what is not known is gathered."""
     plain, model = pair()
@@ -220,19 +181,8 @@ def patched(rank, world_size):
     yield "hooks switched before the step", hooks_switched_before_the_step
     for name, options in COUNTS.items():
         yield name, partial(gathers, **options)
-    yield "one rank alone", partial(one_rank_alone, rank)
-    if megatron_training_available():
-        yield "legacy format", lambda: refused_in_legacy_format(rank)
-    yield "mxfp8", mxfp8
     yield "alike", alike
     yield "activated mid-run", activated_mid_run
-
-
-def refused_in_legacy_format(rank):
-    _, model = pair()
-    model.train_step()
-    with no_collective():
-        return attempt(read_state, model, "torch")
 
 
 COUNTS = {
@@ -281,25 +231,8 @@ def test_a_gather_between_backward_and_step_is_not_the_last_one(without, ranks):
     assert [found["hooks switched before the step"] for found in ranks] == [0, 0]
 
 
-def test_a_reader_that_one_rank_may_call_alone_refuses(without, ranks):
+def test_without_the_patch_what_one_rank_reads_is_a_mixture(without):
     assert all(0.4 < fraction < 0.6 for found in without for fraction in found["state_dict"])
-    found, text = ranks[0]["one rank alone"]
-    assert "call megapatch.weight_sync.gathered_parameters(model) on all ranks before it" in text
-    assert {moment for (moment, _), error in found.items() if error} == {"after it"}
-    assert {error for (moment, _), error in found.items() if moment == "after it"} == {"MisuseError"}
-
-
-@needs_training
-def test_a_legacy_state_refuses(ranks):
-    for found in ranks:
-        error, text = found["legacy format"]
-        assert error == "MisuseError"
-        assert "generate_state_dict() cannot gather them, as one rank alone may call it" in text
-
-
-def test_mxfp8_is_refused_only_after_a_step(ranks):
-    for found in ranks:
-        assert found["mxfp8"] in ([None, "MisuseError"], ["no such option"])
 
 
 def test_all_ranks_decide_alike(ranks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from unittest import mock
 
 import pytest
 from rigs.nemo_rl.steps import LOSSES, SIZE, assert_no_difference, differences, in_slices, set_up, trained_gpt
@@ -49,13 +50,17 @@ def refused(worker, data):
             RuntimeError, match=rf"{name}\(\) would .* the open train step: .*abort_train_step\(\)"
         ):
             getattr(worker, name)(*arguments)
-    worker._uses_mxfp8_overlap_shared_param_buffer = lambda: True
     with (
+        sharing_buffers(worker),
         pytest.raises(RuntimeError, match=r"use_reference_model\(\) would overwrite"),
         worker.use_reference_model(),
     ):
         raise AssertionError("not refused")
-    del worker._uses_mxfp8_overlap_shared_param_buffer
+
+
+def sharing_buffers(worker):
+    """Let weights and gradients share a buffer, in NeMo-RL's eyes."""
+    return mock.patch.object(worker, "_uses_mxfp8_overlap_shared_param_buffer", create=True)
 
 
 def freeing(worker, data):
@@ -107,6 +112,8 @@ def between_steps(rank, world_size):
         worker.offload_before_refit()
         worker.offload_after_refit()
         worker.prepare_for_training()
+        with sharing_buffers(worker), worker.use_reference_model():
+            pass
         before = [in_slices((8,))(worker, 0, LOSSES["nll"]())]
         model.gather_parameters()
         return seen, differences((before, model.parameters()), trained_once())["parameters"]

@@ -6,11 +6,23 @@ import contextlib
 from functools import partial
 
 import pytest
+import torch
 from rigs.cells import once, run_cells
-from rigs.nemo_rl.steps import LAYOUTS, LOSSES, SLICES, SPLIT_KEYS, differences, in_slices, trained_gpt, whole
-from rigs.nemo_rl.worker import SHAPES, find_nemo_rl
+from rigs.megatron.options import assert_same_parameters
+from rigs.nemo_rl.steps import (
+    LAYOUTS,
+    LOSSES,
+    SIZE,
+    SLICES,
+    SPLIT_KEYS,
+    differences,
+    in_slices,
+    trained_gpt,
+    whole,
+)
+from rigs.nemo_rl.worker import GPT, SHAPES, batch, find_nemo_rl, has_own_split_step, worker_for
 
-from megapatch.testing import init_parallel
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -44,3 +56,61 @@ def test_a_step_in_slices_is_that_of_train(ranks, layout, loss, cut):
         differences = found[layout, loss, cut]
         assert differences.pop("keys") == SPLIT_KEYS
         assert {name: value for name, value in differences.items() if value > 1e-5} == {}
+
+
+# ---------------------------------------------------------------------------- as train() does, in releases
+OURS = [shape for shape in SHAPES if not has_own_split_step(shape)]
+
+
+def on_one_rank(rank, world_size):
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        yield "dropout", with_dropout
+        yield "overflow", overflowing
+
+
+def with_dropout():
+    """How far from train() are steps in slices with log-probabilities between them, and steps without dropout."""
+    dropout, found = {"config": {"hidden_dropout": 0.3}}, []
+    for options, take_step in ((dropout, whole), (dropout, in_slices((2, 6), between=logprobs)), ({}, whole)):
+        torch.manual_seed(1)
+        found.append(trained_gpt(options, "nll", take_step))
+    expected, *others = found
+    return [differences(one, expected)["parameters"] for one in others]
+
+
+def logprobs(worker):
+    worker.get_logprobs(data=batch(9, 4))
+    assert not worker.model.training
+
+
+def overflowing():
+    """A step in slices whose gradient overflows: the scheduler moves as after train(), the parameters stay."""
+    ddp = {**GPT["ddp"], "check_for_nan_in_grad": False}  # as Megatron has it in fp16
+    options = {"dtype": "fp16", "loss_scale": 2.0**40, "optim": {"hysteresis": 1}, "ddp": ddp}
+    model = tiny_gpt(**{**GPT, **options})
+    worker, before = worker_for(model), model.parameters()
+    rate = worker.optimizer.param_groups[0]["lr"]
+    told = in_slices((4, 4))(worker, 0, LOSSES["nll"]())
+    rates = rate, worker.optimizer.param_groups[0]["lr"]
+    return float(told["grad_norm"]), worker.scheduler.num_steps, rates, before, model.parameters()
+
+
+@pytest.fixture(scope="module", params=OURS)
+def alone(request):
+    (found,) = run_cells(on_one_rank, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": request.param})
+    return found
+
+
+def test_dropout_is_on_again_after_log_probabilities_between_slices(alone):
+    in_slices_of_it, without = alone["dropout"]
+    assert in_slices_of_it < 1e-5
+    assert without > 1e-3
+
+
+def test_the_scheduler_steps_after_an_overflow(alone):
+    """It does in train(), whatever the optimizer says."""
+    grad_norm, samples, rates, before, after = alone["overflow"]
+    assert (grad_norm, samples) == (0.0, SIZE)
+    assert rates[1] > rates[0]
+    assert_same_parameters(after, before)

@@ -19,7 +19,7 @@ FLAGS = "param_gather_handle", "param_gather_dispatched"
 
 def pair(**more):
     """Return a model without overlap_param_gather and one with it; all else, the weights included, is the same."""
-    return tiny_gpt(**PLAIN, **more), tiny_gpt(**OVERLAP, **more)
+    return tiny_gpt(**{**PLAIN, **more}), tiny_gpt(**{**OVERLAP, **more})
 
 
 def unwrapped(chunk):

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import os
 from collections import Counter
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy
@@ -90,6 +91,8 @@ class Saves:
         error, planned = attempt(self.plan, parts)
         calls = dict(CALLS)
         if error:
+            if "Timed out" in planned:
+                raise AssertionError(f"this rank plans alone: the other one reuses its plan.\n{planned}")
             return f"{error}: {planned}", calls
         planned.request.execute_sync()
         return self.load(planned), calls
@@ -170,8 +173,13 @@ def count(owner, name):
     setattr(owner, name, counted)
 
 
+ALONE = timedelta(seconds=30)
+"""How long a rank waits for the others in a collective. It takes milliseconds, unless one of them plans alone."""
+
+
 def prepare():
     init_parallel()
+    torch.distributed.distributed_c10d._set_pg_timeout(ALONE)  # there is no public way
     quick_writer()
     for name in ("create_local_plan", "create_global_plan"):
         count(strategies("torch").MCoreSavePlanner, name)

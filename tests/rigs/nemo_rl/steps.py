@@ -131,19 +131,30 @@ def set_up(*layouts):
         yield layout, options
 
 
-def compared_after(layouts, ways, faults, before):
-    """Return the `differences` of steps after `before(fault)` from steps of a new worker.
+def compared_after(layouts, ways, faults, before, good_steps=0):
+    """Return the `differences` of steps after `before(fault)` from those of a worker without the fault.
 
-    layouts   names of LAYOUTS
-    ways      functions that take a step, by name
+    layouts      names of LAYOUTS
+    ways         functions that take a step, by name
+    good_steps   steps of both workers before all else
     """
+
+    def after(fault):
+        def prepare(worker):
+            for step in range(good_steps):
+                whole(worker, 5 + step, nll_loss())
+            if fault is not None:
+                before(fault)(worker)
+
+        return prepare
+
     found = {}
     with contextlib.redirect_stdout(None):
         for layout, options in set_up(*layouts):
             for way, take_step in ways.items():
-                expected = trained_gpt(options, "nll", take_step)
+                expected = trained_gpt(options, "nll", take_step, before=after(None))
                 for fault in faults:
-                    got = trained_gpt(options, "nll", take_step, before=before(fault))
+                    got = trained_gpt(options, "nll", take_step, before=after(fault))
                     found[layout, fault, way] = differences(got, expected)
     return found
 

@@ -7,6 +7,7 @@ Face, checkpoints as read from disk, names as converted for Hugging Face, Ray, a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 from types import SimpleNamespace
@@ -136,7 +137,9 @@ def _replace_surroundings(module):
     ray = SimpleNamespace(get=lambda answer: answer)
     pretrained = SimpleNamespace(from_pretrained=lambda *args, **kwargs: SimpleNamespace(quantization_config=None))
     names = ("monkey_patch_torch_dist", "register_default_process_group", "init", "clear_memory", "print_memory")
-    surroundings = dict.fromkeys((*names, "is_megatron_main_rank", "reload_process_groups"), nothing)
+    names += ("is_megatron_main_rank", "reload_process_groups", "destroy_process_groups")
+    surroundings = dict.fromkeys(names, nothing)
+    surroundings["torch_memory_saver"] = SimpleNamespace(disable=contextlib.nullcontext)
     surroundings |= {"AutoConfig": pretrained, "AutoTokenizer": pretrained, "ray": ray}
     surroundings["TrainProfiler"] = lambda args: SimpleNamespace(on_init_end=nothing)
     for name in surroundings.keys() & vars(module).keys():
