@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import linecache
@@ -10,7 +11,7 @@ import threading
 import types
 
 import pytest
-from rigs.engine import TARGET, louder, make_engine, make_patch, needed
+from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
 
 from megapatch import _loaded_modules
 from megapatch._engine import engine, holders, install, target
@@ -76,15 +77,16 @@ def patched(module):
 
 
 class Fault:
-    """Raises the error at the k-th event in our code while it considers patches; `met`: where that was."""
+    """Raises the error at the k-th event in our code while it is in a function; `met`: where that was."""
 
-    def __init__(self, error, events, k):
+    def __init__(self, error, events, k, within=engine.Engine._consider):
         self.error, self.events, self.left, self.inside, self.met = error, events, k, 0, None
+        self.within = within.__code__
 
     def __call__(self, frame, event, arg):
         if frame.f_code.co_filename not in FILES:
             return None
-        if frame.f_code is engine.Engine._consider.__code__ and event in ("call", "return"):
+        if frame.f_code is self.within and event in ("call", "return"):
             self.inside += 1 if event == "call" else -1
         elif self.inside and event in self.events and not _closes_a_with(frame, event):
             self.left -= 1
@@ -177,6 +179,65 @@ def test_all_or_nothing_and_repaired(name, error, events, imported):
     if imported:  # an import that a fault ends is repeated instead, and patched
         expected.add((False, "missed"))
     assert met == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "events"), [(ValueError, CALLS), (MemoryError, CALLS), (KeyboardInterrupt, LINES)]
+)
+def test_restoring_is_all_or_nothing_and_can_be_repeated(name, error, events):
+    met = set()
+    for k in range(10_000):
+        sys.modules.pop(name, None)
+        before, patching = original(module := importlib.import_module(name)), make(name)
+        patching.activate()
+        fault = Fault(error("a fault"), events, k, within=engine.Engine._restore)
+        with contextlib.suppress(error), fault:
+            patching.restore()
+        if not fault.met:
+            break
+        met.add((*patched(module), status_of(patching)))
+        patching.apply()
+        assert (patched(module), status_of(patching)) == ({True}, "applied"), fault.met
+        patching.restore()
+        assert original(module) == before, fault.met
+    assert k > 30
+    assert met == {(True, "applied"), (False, "disabled")}
+
+
+@pytest.mark.parametrize("deed", ["apply", "restore"])
+def test_what_a_rollback_that_failed_has_left_is_undone_first(name, monkeypatch, deed):
+    def fail(self):
+        raise ValueError("a fault")
+
+    before, patching = original(module := importlib.import_module(name)), make(name)
+    with monkeypatch.context() as faults:
+        faults.setattr(target.RebuiltTarget, "install", fail)
+        faults.setattr(target.ReplacedTarget, "revert", fail)
+        patching.activate()
+    assert (patched(module), status_of(patching)) == ({True, False}, "failed")
+    if deed == "apply":
+        patching.apply()
+        assert (patched(module), status_of(patching)) == ({True}, "applied")
+    patching.restore()
+    assert original(module) == before
+
+
+def test_what_a_restore_that_could_not_be_undone_has_left_is_repaired(name, monkeypatch):
+    def fail(self, *replacement):
+        raise ValueError("a fault")
+
+    before, patching = original(module := importlib.import_module(name)), make(name)
+    patching.activate()
+    with monkeypatch.context() as faults:
+        faults.setattr(target.RebuiltTarget, "revert", fail)
+        faults.setattr(target.ReplacedTarget, "put_back", fail)
+        with pytest.raises(ValueError, match="a fault"):
+            patching.restore()
+    assert (patched(module), status_of(patching)) == ({True, False}, "failed")
+    patching.apply()
+    assert (patched(module), status_of(patching)) == ({True}, "applied")
+    patching.restore()
+    assert original(module) == before
 
 
 def test_a_diagnosis_that_imports_another_target_installs_once(modules):

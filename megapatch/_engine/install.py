@@ -72,20 +72,16 @@ def uninstall(targets: tuple[ReplacedTarget, ...], site: Site) -> None:
     replaced = [(target, target.replacement) for target in targets]
     found = holders.find([replacement for _, replacement in replaced], site.holders)
     with contextlib.ExitStack() as on_error:
-        for target in targets:
+        for target, replacement in replaced:
             if target.is_ours:
-                on_error.callback(target.install)
+                on_error.callback(target.put_back, replacement)
                 target.revert()
         for target, replacement in replaced:
             if target.beneath is not None:  # of an added function nothing is left
                 for holder in found.get(id(replacement), ()):
-                    on_error.callback(_rebind_holder, target, holder, target.beneath)
+                    on_error.callback(holder.swap, target.beneath, replacement)
                     holder.swap(replacement, target.beneath)
         on_error.pop_all()
-
-
-def _rebind_holder(target: ReplacedTarget, holder: holders.Holder, original: Any) -> None:
-    holder.swap(original, target.replacement)
 
 
 def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTarget] = ()) -> None:

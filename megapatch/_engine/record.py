@@ -88,8 +88,8 @@ class Record:
         """Stay away until `allow_again()`."""
         with self.lock:
             if not self.disabled:
-                self.disabled = _RESTORED
                 self.set(Status.DISABLED, _RESTORED)
+                self.disabled = _RESTORED  # last, as Ctrl-C may come between any two lines
 
     def allow_again(self) -> None:
         """Take back a restore; what the environment has switched off stays off."""
@@ -263,10 +263,23 @@ class SiteRecord(Record):
             try:
                 self._uninstall_earlier()
                 uninstall(self.installed, self.site)
-            finally:
-                self._keep_ours()
-            self.phase = Phase.IDLE
-            super().restore()
+                self._note_restored()
+            except BaseException as error:
+                self._note_not_restored(error)
+                raise
+
+    def _note_restored(self) -> None:
+        self.installed, self.phase = (), Phase.IDLE
+        super().restore()
+
+    def _note_not_restored(self, error: BaseException) -> None:
+        """Note what a restore that raised has left: as a rule everything, and nothing after Ctrl-C at its end."""
+        left = [target for target in self.installed if target.is_ours]
+        if not left:
+            self._note_restored()
+        elif len(left) < len(self.installed):
+            self.phase = Phase.INSTALLING  # the next attempt begins with a rollback of all of them
+            self.fail(error)
 
     def _uninstall_earlier(self) -> None:
         uninstall(self._earlier, self.site)  # still known afterwards: who patched on top may put one back

@@ -176,6 +176,10 @@ class ReplacedTarget:
         else:
             setattr(self.parent, self.attribute, self.original)
 
+    def put_back(self, replacement: Any) -> None:
+        """Undo `revert`, given the replacement that there was before it."""
+        self.install()
+
 
 def _is_alone(parent: Any, attribute: str) -> bool:
     """Return whether nothing but the parent's dictionary refers to the value of this attribute."""
@@ -270,6 +274,11 @@ class RebuiltTarget(ReplacedTarget):
         if vars(self.parent).get(self.attribute) is shared.latest:
             self._put(self._make(shared.original) if len(shared.users) > 1 else shared.original)
         shared.users.remove(self)
+
+    def put_back(self, replacement: Any) -> None:
+        # Not built again: the functions that it is made of may not be back yet, and others hold this build.
+        self._shared.users.add(self)
+        self._put(replacement)
 
     def _put(self, build: Any) -> None:
         before, self._shared.latest = self._shared.latest, build

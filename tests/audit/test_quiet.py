@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron.options import BOTH, GRADS, Interrupted, raising_half_way
+from rigs.megatron.options import BOTH, GRADS, Interrupted, new_machine, raising_half_way, rerun, rerun_data
 from rigs.megatron.save import Saves, minor, prepare
 from rigs.train_step.fsdp import Sharded
 from rigs.train_step.models import in_pieces
@@ -62,6 +62,42 @@ def overflowing():
             model.chunks[0].buffers[0].grad_data[0] = torch.inf
         if model.optimizer.step()[0]:
             schedule.step(1)
+
+
+def read_after_an_overflow():
+    """A skipped step leaves nothing to be gathered: the forward pass before it has gathered the last step's."""
+    model = tiny_gpt(dtype="fp16", loss_scale=2.0**10, **BOTH)
+    model.train_step(0)
+    model.zero_grad()
+    model.forward_backward(1)
+    model.chunks[0].buffers[0].grad_data[0] = torch.inf
+    assert not model.optimizer.step()[0]
+    model.chunks[0].state_dict()
+
+
+def not_reduced():
+    """Over one rank there is nothing to reduce."""
+    model = tiny_gpt()
+    model.config.finalize_model_grads_func = None
+    for step in range(STEPS):
+        model.train_step(step)
+
+
+def rerun_in_place():
+    """A step is run again, as by Megatron's train_step(), and the gradients of its first run are zeroed unused."""
+    machine, data, runs = new_machine(), rerun_data(0), []
+    model = tiny_gpt(**BOTH)
+    for step in range(STEPS):
+        while machine.should_run_forward_backward(data):
+            model.zero_grad()
+            model.forward_backward(step)
+            loss = torch.tensor(float("nan") if len(runs) == 1 else 1.0)  # nothing is validated in the first step
+            machine.validate_result(loss, rejection_func=torch.isnan, message="NaN", fatal=False)
+            runs.append(step)
+        assert not any(machine.should_checkpoint_and_exit())
+        model.optimizer.step()
+    rerun().destroy_rerun_state_machine()
+    assert runs == [0, 1, 1, 2]
 
 
 def saved_and_loaded(folder, rank):
@@ -130,6 +166,9 @@ CELLS = {
     "evaluated": ({}, evaluated),
     "two models": ({}, two_models),
     "overflows": ({}, overflowing),
+    "read after an overflow": ({}, read_after_an_overflow),
+    "not reduced over one rank": ({"tp": 2}, not_reduced),
+    "rerun in place": ({}, rerun_in_place),
     "two steps' data": ({}, accumulated),
     "aborted": ({}, aborted),
 }
