@@ -116,7 +116,7 @@ def test_one_that_no_test_notices_survives(copy):
     assert not copy.run(of_settings(copy, "+ if False:"), tests).noticed
 
 
-def test_a_hang_is_noticed(copy):
+def test_a_hang_is_noticed(copy, monkeypatch):
     """A test that takes for ever is ended, with what it has started."""
     (copy.folder / "tests/test_hang.py").write_text(
         "import subprocess, sys\nfrom pathlib import Path\n\n"
@@ -125,7 +125,7 @@ def test_a_hang_is_noticed(copy):
     )
     tests = ("test_hang.py",)
     assert copy.check(tests) is None
-    copy._limits[tests] = [3.0, 0.0]
+    monkeypatch.setattr(copy, "limit", lambda tests, stage: 3.0)
     outcome = copy.run(of_settings(copy, "+ if False:"), tests)
     assert outcome.noticed and outcome.how == "ended after 3 s"
 

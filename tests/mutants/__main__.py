@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import signal
 import sys
 import tempfile
 from pathlib import Path
 
 from .find import Mutation, mutations
-from .runs import ROOT, Copy
+from .runs import ROOT, STAGES, Copy
 from .tables import Equivalent, chosen_for, equivalents, files_of, outdated
 
 
@@ -48,6 +49,7 @@ def main() -> int:
         for mutation in chosen:
             print(shown(mutation))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # ends pytest, and removes the copy
     with tempfile.TemporaryDirectory(prefix="megapatch-mutants-") as folder:
         return run(options.room, chosen, listed, Copy(Path(folder)))
 
@@ -64,26 +66,30 @@ def sample(files: list[str], count: int, seed: int) -> list[Mutation]:
 
 
 def run(room: str, chosen: list[Mutation], listed: list[Equivalent], copy: Copy) -> int:
+    run_by = {mutation.path: chosen_for(mutation.path) for mutation in chosen}
+    if problem := copy.check(dict.fromkeys(test for tests in run_by.values() for test in tests)):
+        print(f"{problem}\nthese tests fail without a mutation")
+        return 2
+    for path, tests in run_by.items():
+        if not any(copy.limit(tests, stage) for stage in STAGES):
+            print(f"all tests of {path} are skipped: {' '.join(tests)}")
+            return 2
     noticed, equivalent, survived = 0, 0, []
     for number, mutation in enumerate(chosen, 1):
-        tests = chosen_for(mutation.path)
-        source = copy.source(mutation.path)
         place = f"[{number}/{len(chosen)}] {mutation.path}:{mutation.line}"
+        source = copy.source(mutation.path)
         if any(one.matches(mutation, source) for one in listed):
             equivalent += 1
             print(f"{place}  equivalent", flush=True)
             continue
-        if problem := copy.check(tests):
-            print(f"{problem}\nwithout a mutation these tests of {mutation.path} fail: {' '.join(tests)}")
-            return 2
-        outcome = copy.run(mutation, tests)
+        outcome = copy.run(mutation, run_by[mutation.path])
         print(f"{place}  {outcome.seconds:.0f} s  {outcome.how}", flush=True)
         if outcome.noticed:
             noticed += 1
         else:
             survived.append(mutation)
     for mutation in survived:
-        print(f"\nnot noticed: {shown(mutation)}\n    tests: {' '.join(chosen_for(mutation.path))}")
+        print(f"\nnot noticed: {shown(mutation)}\n    tests: {' '.join(run_by[mutation.path])}")
     counted = noticed + len(survived)
     share = f", {noticed / counted:.0%} of those that count" if counted else ""
     print(f"\n{room}: {len(chosen)} mutations, {noticed} noticed{share},", end=" ")

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
 from .find import Mutation
 
@@ -36,25 +38,31 @@ class Copy:
         self.folder = folder / "tree"
         shutil.copytree(ROOT, self.folder, ignore=NOT_COPIED)
         self._log = folder / "pytest.log"
-        self._limits: dict[tuple[str, ...], list[float]] = {}
+        self._seconds: dict[str, dict[str, float]] = {}  # by stage and file, of tests that are not skipped here
+        self._startup = 0.0
 
     def source(self, path: str) -> str:
         return (self.folder / path).read_text()
 
-    def check(self, tests: tuple[str, ...]) -> str | None:
-        """Run `tests` without a mutation, once. Return None if they pass, otherwise what pytest printed."""
-        if tests not in self._limits:
-            limits = []
-            for stage in STAGES:
-                code, seconds = self._pytest(tests, stage, 1800.0)
-                if code not in (0, NO_TESTS):
-                    return self._log.read_text()
-                some_passed = code == 0 and " passed" in self._log.read_text()
-                limits.append(30.0 + 4 * seconds if some_passed else 0.0)
-            if not any(limits):
-                return f"none of them runs here\n{self._log.read_text()}"
-            self._limits[tests] = limits
+    def check(self, tests: Iterable[str]) -> str | None:
+        """Run `tests`, once, without a mutation. Return None if they pass, otherwise what pytest printed."""
+        report = self._log.with_suffix(".xml")
+        for stage in STAGES:
+            code, seconds = self._pytest([*tests, f"--junitxml={report}"], stage, 1800.0)
+            if code not in (0, NO_TESTS):
+                return self._log.read_text()
+            ran = self._seconds[stage] = {}
+            for test in ElementTree.parse(report).iter("testcase"):
+                if test.find("skipped") is None:
+                    file = test.get("classname").removeprefix("tests.").replace(".", "/") + ".py"
+                    ran[file] = ran.get(file, 0.0) + float(test.get("time"))
+            self._startup = max(self._startup, seconds - sum(ran.values()))
         return None
+
+    def limit(self, tests: Iterable[str], stage: str) -> float | None:
+        """Return how many seconds `tests`, which were checked, may take; None if none runs in this stage."""
+        found = [self._seconds[stage][file] for file in tests if file in self._seconds[stage]]
+        return 30.0 + 4 * (self._startup + sum(found)) if found else None
 
     def run(self, mutation: Mutation, tests: tuple[str, ...]) -> Outcome:
         """Run `tests`, which were checked, with a mutation. Taking much longer than without it is noticed, too."""
@@ -65,8 +73,8 @@ class Copy:
         # Python takes a .pyc for the source's if its second and its size are the same.
         os.utime(path, (times.st_atime, times.st_mtime + 86400))
         try:
-            for stage, limit in zip(STAGES, self._limits[tests], strict=True):
-                if limit:
+            for stage in STAGES:
+                if limit := self.limit(tests, stage):
                     code, _ = self._pytest(tests, stage, limit)
                     if code != 0:
                         how = self._how(code, limit)
@@ -76,12 +84,12 @@ class Copy:
             os.utime(path, (times.st_atime, times.st_mtime))
         return Outcome(False, time.monotonic() - began, "no test failed")
 
-    def _pytest(self, tests: tuple[str, ...], stage: str, limit: float) -> tuple[int | None, float]:
+    def _pytest(self, tests: Iterable[str], stage: str, limit: float) -> tuple[int | None, float]:
         """Return pytest's exit code, None if it was ended after `limit` seconds, and how long it ran."""
         options = ["-c", "../tox.ini", "-x", "-q", "-rf", "--tb=line", "--no-header", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, "-m", stage, *tests]
         environment = {**os.environ, "PYTHONPATH": os.fspath(self.folder)}
-        if self._limits:  # what is compiled of a mutation must not stay
+        if self._seconds:  # what is compiled of a mutation must not stay
             environment["PYTHONDONTWRITEBYTECODE"] = "1"
         began = time.monotonic()
         with (

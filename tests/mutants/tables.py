@@ -40,9 +40,8 @@ def chosen_for(path: str) -> tuple[str, ...] | None:
 
 def _found(word: str, path: Path) -> list[str]:
     pattern = word.format(folder=path.parent.as_posix(), name=path.stem.lstrip("_"))
-    file, colons, test = pattern.partition("::")
     tests = ROOT / "tests"
-    return [f"{one.relative_to(tests).as_posix()}{colons}{test}" for one in sorted(tests.glob(file))]
+    return [file.relative_to(tests).as_posix() for file in sorted(tests.glob(pattern))]
 
 
 @dataclass(frozen=True)
