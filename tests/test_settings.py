@@ -49,7 +49,28 @@ def test_the_reason_names_the_variable_and_what_was_typed():
     assert Settings(only=("a", "b")).why_disabled("me.too") == "not named by MEGAPATCH_ONLY=a,b"
 
 
-@pytest.mark.parametrize("variable", ["STRICT", "NO_ENTRY_POINTS"])
+def test_at_most_three_near_matches():
+    names = [f"slime.{letter}-hook" for letter in "abcde"]
+    (complaint,) = Settings(disable=("slime.x-hook",)).complaints(names)
+    assert complaint.count(" or ") == 2
+
+
+def test_a_name_that_may_be_of_a_patch_to_come_is_not_judged():
+    """It has a family, and not one of a known patch: a typing error there shows at once."""
+    for pattern, judged in {"theirs.patch": False, "the*": False, "theirs": True, "slime.patch": True}.items():
+        settings = Settings(only=(pattern,))
+        assert bool(settings.complaints(NAMES, more_to_come=True)) == judged
+        assert settings.complaints(NAMES)
+
+
+def test_only_the_audit_may_be_told_to_raise():
+    raising = {"MEGAPATCH_AUDIT": "raise", "MEGAPATCH_STRICT": "raise"}
+    settings = Settings.from_environment(raising)
+    assert settings.audit and settings.strict
+    assert settings.complaints(NAMES) == ["MEGAPATCH_STRICT=raise is neither 1 nor 0; it is taken for 1"]
+
+
+@pytest.mark.parametrize("variable", ["AUDIT", "STRICT", "NO_ENTRY_POINTS"])
 def test_switches(variable):
     for value, on in {
         "": False,
