@@ -73,7 +73,7 @@ def test_the_next_train_is_that_of_a_fresh_worker(shape, patches):
 def fails(rank, world_size):
     with contextlib.redirect_stdout(None):
         init_parallel()
-        return attempt(trained_gpt, {}, "nll", whole, before=interrupted("loss", 0))[0]
+        return attempt(trained_gpt, {}, "nll", whole, before=interrupted("loss"))[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
