@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 from rigs.needs import missing, reason_to_skip
+from rigs.quick import is_quick
 
 from megapatch._versions import here
 
@@ -126,6 +127,13 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 def pytest_collect_directory(path, parent):
     return skipped(path / "conftest.py", path, parent)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if is_quick(item.nodeid):
+            item.add_marker("quick")
 
 
 def wrong_with(folder: Path, variable: Variable) -> str | None:
