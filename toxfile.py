@@ -43,8 +43,8 @@ def _say(state):
     if not missing and not failed and set(asked) == {"lint", "types", "notorch", "quick"}:
         python = sys.version_info[:2]
         lines.append(
-            f"Tested on Python {python[0]}.{python[1]}: lint, types, the engine without torch, and with megatron-core "
-            f"{MEGATRON.get(python, NEWEST)} `megapatch verify` and tests of each of Megatron's patches. "
+            f"Tested on Python {python[0]}.{python[1]}: lint, types, the engine without torch, and with "
+            f"megatron-core {MEGATRON.get(python, NEWEST)} `megapatch verify` and tests of each of Megatron's patches. "
             "`tox -m full` adds megatron-core 0.12 to 0.19, SkyRL, verl, ms-swift, AReaL and ROLL, other Pythons, "
             "the build and the docs; CONTRIBUTING.md says what it takes."
         )

@@ -2,9 +2,9 @@
 
     python install.py --torch-index=URL [what pip install takes]
 
-On Linux torch's build on PyPI brings some GB of CUDA libraries, which these tests have no use for. Where the index
-cannot be reached, pip would try several times for each package; so it is asked first, once and not for long. Without
-a URL pip is left with the indexes that it has.
+On Linux torch's build on PyPI brings some GB of CUDA libraries, which these tests have no use for. Where the
+index cannot be reached, pip would try several times for each package; so it is asked first, once and not for long.
+Without a URL pip is left with the indexes that it has.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The tests of `tox -e quick`, which get the marker `quick`. CI leaves them out where it would run them again.
 
-Each of Megatron's patches has one that shows the defect, where that takes no run of its own, and one of the repair.
+Each of Megatron's patches has one that shows the defect, where that takes no run of its own, and one that shows
+the repair.
 """
 
 from __future__ import annotations
