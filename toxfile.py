@@ -44,7 +44,7 @@ def _say(state):
         python = sys.version_info[:2]
         lines.append(
             f"Tested on Python {python[0]}.{python[1]}: lint, types, the engine without torch, and with "
-            f"megatron-core {MEGATRON.get(python, NEWEST)} `megapatch verify` and tests of each of Megatron's patches. "
+            f"megatron-core {MEGATRON.get(python, NEWEST)} `megapatch verify` and tests of Megatron's patches. "
             "`tox -m full` adds megatron-core 0.12 to 0.19, SkyRL, verl, ms-swift, AReaL and ROLL, other Pythons, "
             "the build and the docs; CONTRIBUTING.md says what it takes."
         )

@@ -34,7 +34,8 @@ def test_two_runtime_dependencies():
 def test_the_environment_is_what_its_name_says():
     """Tests that find no Megatron skip themselves; here a lack of it is an error."""
     factors = os.environ["TOX_ENV_NAME"].split("-")
-    assert f"py{sys.version_info.major}{sys.version_info.minor}" in factors
+    pythons = [factor for factor in factors if factor.startswith("py")]  # none: the Python that runs tox
+    assert pythons in ([], [f"py{sys.version_info.major}{sys.version_info.minor}"])
     if "notorch" in factors:
         assert find_module("torch") is None
     else:  # one of the Megatrons that are tested here in turn

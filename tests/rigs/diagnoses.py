@@ -8,9 +8,6 @@ from unittest import mock
 
 import pytest
 
-from megapatch.testing import run_ranks
-from rigs.megatron.options import UNPATCHED
-
 NOTHING = "there = 'nothing'"
 """The source of a module without any of the names that a diagnosis looks for."""
 GONE = object()
@@ -73,6 +70,9 @@ def verdicts_of(diagnose, module, changes):
 
 def of_a_rank(verdicts, **options):
     """Return what a rank finds. A second look, through megapatch's patches, gives the same answers."""
+    from megapatch.testing import run_ranks  # not above: tables of sources need no torch
+    from rigs.megatron.options import UNPATCHED
+
     (unpatched,), (patched,) = (run_ranks(verdicts, 1, env=env, **options) for env in (UNPATCHED, {}))
     assert patched == unpatched
     return patched
