@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.areal import aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 
-from rigs.diagnoses import GONE, assert_verdicts, of_a_rank, verdicts_of, words
+from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts, words
 from rigs.megatron.options import UNPATCHED, needs_training
 
 from megapatch.patch import MARK, unpatched

@@ -7,7 +7,8 @@ import sys
 from types import ModuleType
 
 import pytest
-from rigs.diagnoses import assert_verdicts, made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 
 from megapatch.patches.megatron import gathered_when_read as patch
 

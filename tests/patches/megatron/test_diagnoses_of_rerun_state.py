@@ -7,7 +7,8 @@ import sys
 from unittest import mock
 
 import pytest
-from rigs.diagnoses import GONE, assert_verdicts, made_up, of_a_rank, verdicts_of, words
+from rigs.diagnosed_code import GONE, made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts, words
 
 KEY = "rerun_state_machine_state"
 

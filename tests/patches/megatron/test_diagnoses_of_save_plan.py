@@ -6,7 +6,8 @@ import importlib
 
 import pytest
 import torch
-from rigs.diagnoses import assert_verdicts, made_up, verdicts_of
+from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.needs import needs_megatron
 
 from megapatch.patch import MARK

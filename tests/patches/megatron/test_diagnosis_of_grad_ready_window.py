@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 
-from rigs.diagnoses import assert_verdicts, of_a_rank, verdicts_of
+from rigs.diagnosed_code import of_a_rank, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 
 
 def verdicts(rank, world_size):

@@ -11,7 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnoses import assert_verdicts, made_up, verdicts_of
+from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import minor
 from torch.distributed import checkpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from rigs.cells import run_cells
-from rigs.diagnoses import made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.megatron.options import UNPATCHED
 
 from megapatch._mcore.process_groups import process_groups

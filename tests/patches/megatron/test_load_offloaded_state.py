@@ -9,7 +9,8 @@ import tempfile
 
 import pytest
 from rigs.cells import cells_of
-from rigs.diagnoses import GONE, assert_verdicts, made_up, verdicts_of
+from rigs.diagnosed_code import GONE, made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import minor

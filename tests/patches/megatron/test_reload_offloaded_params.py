@@ -11,7 +11,8 @@ import importlib
 import pytest
 import torch
 from rigs.cells import cells_of, once
-from rigs.diagnoses import GONE, assert_verdicts, made_up, verdicts_of
+from rigs.diagnosed_code import GONE, made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor

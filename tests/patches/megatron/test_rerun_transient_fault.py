@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.diagnoses import verdicts_of
+from rigs.diagnosed_code import verdicts_of
 from rigs.megatron.options import (
     ADAM,
     assert_same,

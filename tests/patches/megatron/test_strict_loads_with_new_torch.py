@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnoses import assert_verdicts, made_up, verdicts_of
+from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import STRICTNESSES
 from torch.distributed.checkpoint.metadata import TensorProperties

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnoses import GONE, assert_verdicts, verdicts_of
+from rigs.diagnosed_code import GONE, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import minor
 from torch.distributed.device_mesh import DeviceMesh

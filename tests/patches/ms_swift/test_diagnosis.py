@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 from rigs.needs import needs_torch
 
 from megapatch.patches.ms_swift import overflow_is_skipped, train_reentry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.roll import grad_scale, overflow_is_skipped
 

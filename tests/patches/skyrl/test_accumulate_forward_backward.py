@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
-from rigs.diagnoses import made_up, verdicts_of
+from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.megatron.options import ADAM, assert_same_parameters, attempt
 from rigs.releases import status_of
 from rigs.skyrl.releases import needs_skyrl

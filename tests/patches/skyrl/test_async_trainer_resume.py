@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 from rigs.cells import AUDITED
-from rigs.diagnoses import words
+from rigs.diagnosed_sources import words
 from rigs.skyrl.engines import STEPS, Engines, audited, each_way, logged, outcome, trainer_for
 from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
-from rigs.diagnoses import GONE, verdicts_of
+from rigs.diagnosed_code import GONE, verdicts_of
 from rigs.megatron.options import assert_same_parameters
 from rigs.releases import status_of
 from rigs.skyrl.releases import has_correctness_fixes, needs_skyrl

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 from rigs.cells import AUDITED
-from rigs.diagnoses import words
+from rigs.diagnosed_sources import words
 from rigs.skyrl.engines import Engines, audited, cancelled_when, each_way, outcome
 from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl

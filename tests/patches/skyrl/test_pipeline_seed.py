@@ -10,7 +10,8 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from rigs.diagnoses import made_up, verdicts_of, words
+from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.diagnosed_sources import words
 from rigs.megatron.options import attempt
 from rigs.releases import status_of
 from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl

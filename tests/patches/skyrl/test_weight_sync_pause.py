@@ -9,7 +9,7 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from rigs.diagnoses import words
+from rigs.diagnosed_sources import words
 from rigs.skyrl.engines import (
     Engines,
     EngineThatCannot,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from rigs.diagnoses import GONE, assert_verdicts, of_a_rank, verdicts_of
+from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.slime.train import UTILS, find_slime
 
 from megapatch.patches.slime.train_reentry import diagnose

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
-from rigs.diagnoses import of_a_rank
+from rigs.diagnosed_code import of_a_rank
 from rigs.megatron.options import UNPATCHED
 from rigs.slime.actor import REFERENCE, Actor
 from rigs.slime.train import FRAMEWORK, UTILS, find_slime

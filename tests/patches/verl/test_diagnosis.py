@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rigs.diagnoses import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.verl import gathered_when_read, overflow_is_skipped, pipeline_seed, weight_sync_resume
 

@@ -1,0 +1,41 @@
+"""What diagnoses say of the real code, and of the same code changed."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+from megapatch.testing import run_ranks
+from rigs.diagnosed_sources import words
+from rigs.megatron.options import UNPATCHED
+
+GONE = object()
+"""The value of a name that is not there."""
+
+
+def made_up(holder, name, *functions):
+    """Return the changes that put each of the functions in the place of `name`, by the functions' own names."""
+    return {function.__name__: (holder, name, function) for function in functions}
+
+
+def verdicts_of(diagnose, module, changes):
+    """Return {case: (verdict, reason)} of the module as it is, and with the changes.
+
+    changes   by case, (holder, name, value), or a list of these, which are made together; GONE is a value
+    """
+    found = {"as it is": words(diagnose(module))}
+    for case, change in changes.items():
+        with contextlib.ExitStack() as stack:
+            for holder, name, value in change if isinstance(change, list) else [change]:
+                stack.enter_context(mock.patch.object(holder, name, value))
+                if value is GONE:
+                    delattr(holder, name)
+            found[case] = words(diagnose(module))
+    return found
+
+
+def of_a_rank(verdicts, **options):
+    """Return what a rank finds. A second look, through megapatch's patches, gives the same answers."""
+    (unpatched,), (patched,) = (run_ranks(verdicts, 1, env=env, **options) for env in (UNPATCHED, {}))
+    assert patched == unpatched
+    return patched

@@ -1,0 +1,41 @@
+"""Tables of what diagnoses say of sources that are like the real code. They need neither torch nor Megatron."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+NOTHING = "there = 'nothing'"
+"""The source of a module without any of the names that a diagnosis looks for."""
+
+
+def words(verdict):
+    """Return the verdict and its reason, which can be sent between processes."""
+    return verdict.kind.value, verdict.reason
+
+
+def assert_verdicts(found, expected):
+    """Compare {case: (verdict, reason)} with {case: (verdict, words of the reason)}."""
+    assert found.keys() == expected.keys()
+    for case, (kind, text) in expected.items():
+        assert found[case][0] == kind, (case, found[case])
+        assert text in found[case][1], (case, found[case])
+
+
+def each_source(table):
+    """Parametrize a test with the rows of {diagnosis: {case: (source, verdict, words of the reason)}}.
+
+    The test takes `source_case`, and calls assert_verdict_of_source() with it.
+    """
+    names = [case for rows in table.values() for case in rows]
+    assert len(names) == len(set(names))
+    cases = [(diagnose, *row) for diagnose, rows in table.items() for row in rows.values()]
+    return pytest.mark.parametrize("source_case", cases, ids=names)
+
+
+def assert_verdict_of_source(source_case, modules):
+    """Write the source, import it, and compare what the diagnosis says of it with what the row expects."""
+    diagnose, source, kind, text = source_case
+    verdict = diagnose(importlib.import_module(modules.write(source)))
+    assert_verdicts({"source": words(verdict)}, {"source": (kind, text)})
