@@ -290,3 +290,16 @@ def test_two_patches_of_one_module_stand_alone(modules):
     assert target.greet("you") == "hello you"
     assert target.Greeter().greet("you") == "hello you!"
     assert [status_of(engine, 0), status_of(engine, 1)] == ["failed", "applied"]
+
+
+def test_a_method_that_is_deleted_gives_way_to_an_inherited_one_that_apply_patches(modules):
+    source = TARGET + "class Heir(Greeter):\n    def greet(self, name):\n        return 'good day ' + name\n"
+    target = importlib.import_module(name := modules.write(source))
+    engine = make_engine(make_patch(name, "Heir.greet"))
+    engine.activate()
+    assert target.Heir().greet("you") == "good day you!"
+    del target.Heir.greet
+    assert status_of(engine) == "missed"
+    engine.apply()
+    assert target.Heir().greet("you") == "hello you!"
+    assert target.Greeter().greet("you") == "hello you"

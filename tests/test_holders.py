@@ -50,6 +50,22 @@ def test_names_that_held_the_original_are_rebound_and_reported(modules, target):
     assert sorted(reached(engine).rebound) == [f"{holder}:greet", f"{holder}:say", f"{target.__name__}:also_greet"]
 
 
+def test_a_holder_that_changes_meanwhile_is_neither_rebound_nor_reported(modules, target, monkeypatch):
+    user = importlib.import_module(modules.write(f"from {target.__name__} import greet\n", stem="holder"))
+    find = holders.find
+
+    def find_and_lose_one(*arguments):
+        found = find(*arguments)
+        user.greet = print
+        return found
+
+    monkeypatch.setattr(holders, "find", find_and_lose_one)
+    engine = make_engine(make_patch(target.__name__))
+    engine.activate()
+    assert user.greet is print
+    assert list(reached(engine).rebound) == [f"{target.__name__}:also_greet"]
+
+
 def test_an_alias_of_a_method_is_rebound_and_one_of_an_inherited_function_is_not(modules):
     source = TARGET + "class Heir(Greeter):\n    pass\nalias = Greeter.greet\n"
     target = importlib.import_module(name := modules.write(source))

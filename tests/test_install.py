@@ -11,8 +11,9 @@ import pickle
 import pytest
 from rigs.engine import TARGET, make_engine, make_patch, status_of
 
-from megapatch import MegapatchError, RestoreError
+from megapatch import MegapatchError, RestoreError, _versions
 from megapatch._reporting.report import make_report
+from megapatch.patch import FIXED, UNKNOWN, Verdict
 
 TRACER = """
 import functools
@@ -225,3 +226,23 @@ def test_what_a_user_restored_stays_away_when_something_is_put_beneath(modules):
         [make_patch(name, name="audit.greetings", factory=lambda greet: lambda *args: greet(*args))]
     )
     assert target.greet("you") == "hello you" and status_of(engine, 1) == "disabled"
+
+
+def test_a_site_is_not_restored_under_what_others_have_put_on_top(modules):
+    """The engine has asked before; in between another thread may have."""
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
+    engine.activate()
+    ours, target.greet = target.Greeter.greet, print
+    with pytest.raises(RestoreError, match="greet cannot be restored"):
+        engine.records[0].restore()
+    assert (target.greet, target.Greeter.greet) == (print, ours)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(UNKNOWN, "it whispers (beta 1)"), (FIXED, "it whispers")])
+def test_the_version_is_said_of_code_that_is_not_known(modules, monkeypatch, kind, reason):
+    monkeypatch.setattr(_versions, "remark", lambda module: " (beta 1)")
+    importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name, diagnose=lambda module: Verdict(kind, "it whispers")))
+    engine.activate()
+    assert engine.records[0].reason == reason

@@ -8,12 +8,19 @@ import importlib.machinery
 import importlib.util
 import logging
 import sys
+import threading
+import types
 
 import pytest
 from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch._engine import strict
+from megapatch._engine.engine import Engine
+from megapatch._engine.lookout import lookout
+from megapatch._engine.record import Placeholder
+from megapatch._engine.settings import Settings
 from megapatch.errors import StrictError
+from megapatch.patch import UNKNOWN, Verdict
 
 
 class LoadsItself:
@@ -50,6 +57,10 @@ def test_behind_another_import_hook_it_is_missed_until_the_next_import(modules, 
     assert target.greet("you") == "hello you!"
     assert status_of(engine) == "applied"
     assert importlib.import_module(nothing)
+    applier = threading.Thread(target=engine.apply, daemon=True)
+    applier.start()
+    applier.join(30)
+    assert not applier.is_alive()  # nothing is held any more
 
 
 def test_an_import_in_between_puts_megapatch_in_front_again(modules, in_front):
@@ -156,3 +167,70 @@ def test_reloads_are_not_remembered_for_ever(modules):
         sizes.append(len(engine.records[0]._earlier))
     assert target.greet("you") == "hello you!"
     assert sizes[-1] == sizes[-10] > 2
+
+
+def test_strict_raises_where_the_import_of_another_target_finds_what_needs_attention(modules, monkeypatch):
+    """A module that was half-loaded in our own thread is considered with the next one, which fails then."""
+    monkeypatch.setattr(strict, "_finder", strict._KeepsOut())
+    monkeypatch.setitem(sys.modules, "megapatch_test_caller", caller := types.ModuleType("caller"))
+    name = modules.write("import megapatch_test_caller as caller; caller.engine.activate()\n" + TARGET)
+    other = modules.write(TARGET, stem="other")
+    bad = make_patch(name, diagnose=lambda module: Verdict(UNKNOWN, "it whispers otherwise"))
+    caller.engine = make_engine(bad, make_patch(other, name="test.other"), strict_value="1")
+    importlib.import_module(name)
+    with pytest.raises(StrictError, match="it whispers otherwise"):
+        importlib.import_module(other)
+
+
+class Empty(Placeholder):
+    def load(self):
+        return ()
+
+
+def test_a_late_look_does_not_wait_for_another_threads_import(modules, in_front, monkeypatch):
+    """It holds the import lock of the module whose import made it look: the other thread may want that one."""
+    monkeypatch.setitem(sys.modules, "megapatch_test_gate", gate := types.ModuleType("gate"))
+    gate.reached, gate.go_on = threading.Event(), threading.Event()
+    wait = "import megapatch_test_gate as gate\ngate.reached.set()\nassert gate.go_on.wait(30)\n"
+    slow, missed, another = modules.write(wait), modules.write(TARGET), modules.write("")
+    patch = make_patch(slow)
+    Engine((make_patch(missed),), Settings(), [Empty(patch, patch.sites[0], None)]).activate()
+    in_front(missed)
+    importlib.import_module(missed)
+    importer = threading.Thread(target=importlib.import_module, args=(slow,), daemon=True)
+    importer.start()
+    assert gate.reached.wait(30)
+    looker = threading.Thread(target=importlib.import_module, args=(another,), daemon=True)
+    looker.start()
+    looker.join(5)
+    was_waiting = looker.is_alive()
+    gate.go_on.set()
+    importer.join(30)
+    looker.join(30)
+    assert not was_waiting
+
+
+def test_a_hook_that_asks_all_others_is_not_asked_for_ever(modules, monkeypatch):
+    name, another = modules.write(TARGET), modules.write("")
+    asked = []
+
+    class AsksTheOthers:
+        def find_spec(self, name, path=None, target=None):
+            asked.append(name)
+            for finder in sys.meta_path:
+                if finder is not self and (spec := finder.find_spec(name, path, target)):
+                    return spec
+            return None
+
+    make_engine(make_patch(name)).activate()
+    monkeypatch.setattr(sys, "meta_path", [AsksTheOthers(), *sys.meta_path])
+    importlib.import_module(another)
+    assert importlib.import_module(name).greet("you") == "hello you!"
+    assert asked.count(another) <= 2  # by the import system, and by ours; not without end
+
+
+def test_it_finds_nothing_while_it_stands_in_front(modules):
+    """Each import would cost a second search otherwise."""
+    make_engine(make_patch(modules.write(TARGET))).activate()
+    assert sys.meta_path[0] is lookout
+    assert lookout.find_spec(modules.write("")) is None

@@ -10,7 +10,7 @@ import pytest
 from mutants.__main__ import sample
 from mutants.find import mutations
 from mutants.runs import ROOT, Copy
-from mutants.tables import Equivalent, chosen_for, equivalents, files_of, outdated
+from mutants.tables import CHOSEN, Equivalent, chosen_for, equivalents, files_of, outdated
 
 ROOMS = ("_engine", "audit", "patches", "streaming", "train_step", "weight_sync")
 PATH = "megapatch/_engine/settings.py"
@@ -77,6 +77,12 @@ def test_a_seed_draws_the_same_ones():
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_file_has_tests_or_is_left_out(room):
     assert [path for path in files_of(room) if chosen_for(path) == ()] == []
+
+
+def test_the_chosen_tests_exist():
+    words = {word for line in CHOSEN.read_text().splitlines() if line[:1] != "#" for word in line.split()[1:]}
+    tests = Path(__file__).parent
+    assert [word for word in sorted(words - {"-"}) if "{" not in word and not list(tests.glob(word))] == []
 
 
 def test_the_equivalents_exist():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import itertools
 import json
+import os
 import sys
 
 import pytest
@@ -80,6 +82,15 @@ def test_its_patches_are_loaded_with_the_module_that_they_watch(distribute, targ
     }
     engine.restore("acme.*")
     assert module.greet("you") == "hello you"
+
+
+def test_metadata_are_not_read_where_no_folder_mentions_the_group(monkeypatch, tmp_path):
+    """Reading them takes longer than all else that importing megapatch does."""
+    (info := tmp_path / "other-1.0.dist-info").mkdir()
+    (info / "entry_points.txt").write_text("[console_scripts]\nother = other:main\n")
+    monkeypatch.setattr(sys, "path", [os.path.dirname(os.__file__), str(tmp_path)])
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda **kwargs: pytest.fail("metadata were read"))
+    assert third_party.entry_points(Settings()) == []
 
 
 def test_a_module_that_was_imported_before(distribute, target, patches):
