@@ -15,10 +15,12 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import run_cells
+from rigs.megatron.gathers import between_ranks
 from rigs.megatron.options import Log, assert_same_parameters, attempt
 from rigs.train_step.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
 from rigs.train_step.models import MEAN, in_pieces
 
+from megapatch import apply, restore
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep
 
@@ -62,15 +64,20 @@ def _pass_on(forward, hidden_states, *args, **kwargs):
     return hidden_states, None
 
 
-def trained(options, case, cut=None, last=False, frozen=None):
+def trained(options, case, cut=None, last=False, frozen=None, late=False):
     """By step: the gradient norm, and the parameters at the end. With a cut, in pieces of a TrainStep.
 
     frozen   the number of a layer that is frozen when its parameters have their places in bucket groups already
+    late     whether the patches are applied once the model is made
     """
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank()
+    if late:
+        restore()
     model = tiny_gpt(**{**options, "layers": LAYERS, "lr": 0.1})
+    if late:
+        apply()
     for layer in layers_of(model):
         layer.requires_grad_(layer.layer_number - 1 != frozen)
     step = TrainStep(model.chunks, model.optimizer)
@@ -117,12 +124,38 @@ def found_by(rank, world_size, chosen):
         yield "zeroed at the end", lambda: (trained_zeroing_last(GRADS), trained({}, "in turns"))
         # Layer 3 comes before layer 2 in the backward pass, and so in the order of the reduces.
         yield "frozen", partial(pair, GRADS, {}, "on one rank only", frozen=3)
+        yield "made before", lambda: (trained(GRADS, "in turns", late=True), trained({}, "in turns"))
+        yield "all-reduced", all_reduced
         yield "said", said
         yield "overlap", partial(early_starts, "on one rank only")
 
 
 def pair(overlapping, plain, case, cut=None, last=False, frozen=None):
     return trained(overlapping, case, cut, last, frozen), trained(plain, case, frozen=frozen)
+
+
+def all_reduced():
+    """Return, by step, how much of the gradient differs between ranks where all of it is reduced on each of them.
+
+    That is what Megatron's train_step() does when gradients are to be saved, with a distributed optimizer, too.
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    model = tiny_gpt(layers=LAYERS, **{**SHARDED, **GRADS})
+    (chunk,) = model.chunks
+    if not hasattr(chunk, "force_all_reduce"):
+        return None
+    chunk.force_all_reduce = True
+    model.config.finalize_model_grads_func = lambda *args, **kwargs: finalize_model_grads(
+        *args, **{**kwargs, "force_all_reduce": True}
+    )
+    found = []
+    for number in range(STEPS):
+        model.zero_grad()
+        with not_using(model, UNUSED["on one rank only"](torch.distributed.get_rank(), number)):
+            model.forward_backward(number, num_microbatches=2)
+        found.append(between_ranks(model.gradients()))
+    return found
 
 
 def said():
@@ -191,6 +224,18 @@ def test_groups_with_frozen_parameters_are_reduced_last_on_every_rank(of_ranks):
     """On a rank that has all other gradients they are, so they must be on one that lacks some."""
     for found in of_ranks(2):
         assert_same(*found["frozen"])
+
+
+def test_a_model_that_was_made_before_the_patch_was_applied(of_ranks):
+    for found in of_ranks(2):
+        assert_same(*found["made before"])
+
+
+def test_gradients_to_be_saved_are_whole_on_every_rank(of_ranks):
+    for found in of_ranks(2):
+        if found["all-reduced"] is None:
+            pytest.skip("this Megatron cannot reduce them in full (to 0.15)")
+        assert found["all-reduced"] == [0] * STEPS
 
 
 def assert_same(got, expected):
