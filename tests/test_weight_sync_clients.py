@@ -194,6 +194,11 @@ class NoResume(NoMethods):
         raise AssertionError
 
 
+class NoPause(NoMethods):
+    async def resume_generation(self):
+        raise AssertionError
+
+
 class BrokenPause(World):
     """What is not there has nothing to do with pausing."""
 
@@ -202,7 +207,7 @@ class BrokenPause(World):
         None.post()
 
 
-@pytest.mark.parametrize("kind", [NoAbort, NotThere, NoMethods, NoResume], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [NoAbort, NotThere, NoMethods, NoResume, NoPause], ids=lambda kind: kind.__name__)
 def test_what_cannot_pause_is_synced_as_before_with_one_warning(kind, caplog):
     _warned.discard(kind)
 
