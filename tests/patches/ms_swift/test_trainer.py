@@ -93,6 +93,11 @@ def test_steps_are_skipped_until_one_can_be_taken(ranks, how):
         assert len(logged) == (0 if rank else len(skips))
 
 
+def test_after_an_exception_the_optimizers_step_is_its_own(ranks):
+    for found in ranks:
+        assert found["fp16, a step that raises"] == ("Interrupted", True)
+
+
 def test_saving_in_a_skipped_first_step_takes_megatrons_patch(ranks):
     for found in ranks:
         assert found["fp16, saved and evaluated, without"] == "KeyError"

@@ -48,6 +48,11 @@ def test_steps_are_skipped_until_one_can_be_taken(ranks):
         assert len([text for text in texts if "the loss scale is now" in text]) == (0 if rank else len(skips))
 
 
+def test_after_an_exception_the_steps_are_their_own(ranks):
+    for found in ranks:
+        assert found["a step that raises"] == (("Interrupted", True), False)
+
+
 def test_bf16_trains_as_before(ranks):
     for found in ranks:
         assert found["bf16"].keys() == found["bf16, without"].keys()

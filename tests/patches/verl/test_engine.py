@@ -143,6 +143,11 @@ def test_another_failure_of_the_optimizer_is_verls_own(ranks):
         assert found["overflow, another failure"] == NOT_IMPLEMENTED
 
 
+def test_after_an_exception_the_optimizers_step_is_its_own(ranks):
+    for found in ranks:
+        assert found["overflow, a step that raises"] == ("Interrupted", True)
+
+
 def test_without_fp16_there_is_no_metric(ranks):
     for found in ranks:
         assert found["overflow, bf16"] == ["grad_norm"]

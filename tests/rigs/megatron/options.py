@@ -154,3 +154,13 @@ def attempt(function, *args, **kwargs):
         raise
     except BaseException as error:
         return type(error).__name__, str(error)
+
+
+def step_that_raises(optimizer, function, *args):
+    """Call a function whose optimizer step raises; return the error, and whether the step is what it was."""
+
+    def step():
+        raise Interrupted
+
+    optimizer.step = step
+    return attempt(function, *args)[0], optimizer.step is step

@@ -13,7 +13,7 @@ from megapatch import apply, restore
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.weight_sync import gathered_parameters
 from rigs.megatron.gathers import wrong
-from rigs.megatron.options import Log, attempt
+from rigs.megatron.options import Log, attempt, step_that_raises
 from rigs.ms_swift.model import LORA
 from rigs.ms_swift.trainer import (
     BASE,
@@ -59,6 +59,7 @@ def cells(rank, world_size):
     restore("megatron.forward-pre-hook")
     yield "fp16, saved and evaluated, without", lambda: attempt(in_fp16, interrupts=True)[0]
     apply()
+    yield "fp16, a step that raises", fp16_step_that_raises
     yield "not fp16", not_fp16
     yield "patched by both", patched_by_swift
     yield "checkpoint", checkpoint
@@ -201,6 +202,12 @@ def fp16_without_check():
         chunk.ddp_config.check_for_nan_in_grad = False
     trainer.setup_model_training()
     return attempt(train, trainer, 0)
+
+
+def fp16_step_that_raises():
+    trainer = trainer_of(dtype="fp16", initial_loss_scale=1.0)
+    trainer.setup_model_training()
+    return step_that_raises(trainer.optimizer, train, trainer, 0)
 
 
 def not_fp16():

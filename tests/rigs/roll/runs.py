@@ -13,7 +13,7 @@ import torch
 from megapatch import apply, restore
 from megapatch.testing import init_parallel
 from rigs.collisions import together
-from rigs.megatron.options import Log, attempt
+from rigs.megatron.options import Log, attempt, step_that_raises
 from rigs.releases import statuses
 from rigs.roll.strategy import CHECKOUT, STRATEGY, parameters, strategy_of, train
 
@@ -35,6 +35,7 @@ def cells(rank, world_size):
     yield "gradients", gradients
     yield "experts", lambda: gradients(experts=2, moe_aux_loss_coeff=1.0, moe_router_topk=1)
     yield "overflow", overflow
+    yield "a step that raises", raising
     yield "bf16", lambda: after_steps("bf16")
     yield "NaN in bf16", not_a_number
     yield "unused", unused
@@ -96,6 +97,14 @@ def overflow(checked=True):
     expected = parameters(plain)
     off = max(float((value - expected[name]).abs().max()) for name, value in parameters(strategy).items())
     return found, log.texts, off
+
+
+def raising():
+    """What a step that raises leaves of the optimizer's step and the schedule's."""
+    strategy = strategy_of()
+    set_scale(strategy, 1.0)
+    found = step_that_raises(strategy.optimizer, train, strategy, 0)
+    return found, "step" in vars(strategy.scheduler)
 
 
 def after_steps(dtype):

@@ -15,7 +15,7 @@ from megapatch.weight_sync import gathered_parameters
 from rigs.cells import once
 from rigs.collisions import together
 from rigs.megatron.gathers import wrong
-from rigs.megatron.options import Log, attempt
+from rigs.megatron.options import Log, attempt, step_that_raises
 from rigs.releases import statuses
 from rigs.verl.engine import BOTH, ENGINE, GRADS, STEPS, batch_of, engine_of, loss, parameters, train
 from rigs.verl.reads import read_after_steps
@@ -44,6 +44,7 @@ def cells(rank, world_size):
     yield "overflow, some", some_mini_batches
     yield "overflow, smallest scale", lambda: smallest_scale(log)
     yield "overflow, another failure", another_failure
+    yield "overflow, a step that raises", raising_step
     yield "overflow, bf16", lambda: list(train(engine_of(), 0)["metrics"])
     yield "seeds", seeds
     yield "gathered, without and with", read_after_steps
@@ -204,6 +205,11 @@ def another_failure():
     engine = engine_of(dtype="float16")
     engine.optimizer.step = lambda: (False, 1.0, None)
     return attempt(train, engine, 0)
+
+
+def raising_step():
+    engine = engine_of(dtype="float16")
+    return step_that_raises(engine.optimizer, train, engine, 0)
 
 
 # ------------------------------------------------------------------------------------------ seeds

@@ -1,0 +1,58 @@
+"""Attributes that patches set for a while are gone afterwards, also after an exception. Needs no torch."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from megapatch.patches._overflow import OVERFLOW, overflow_answered
+from megapatch.patches._temporarily import temporarily_set
+
+
+class Optimizer:
+    """Has step() from its class, as Megatron's have."""
+
+    found = OVERFLOW
+
+    def step(self):
+        if self.found is None:
+            raise ZeroDivisionError
+        return self.found
+
+
+@pytest.mark.parametrize("raising", [False, True])
+def test_an_object_has_its_own_attributes_again_or_its_classs(raising):
+    target = Optimizer()
+    target.lr = own = object()
+    with contextlib.suppress(ZeroDivisionError), temporarily_set(target, lr=1, step=2, found=3):
+        assert vars(target) == {"lr": 1, "step": 2, "found": 3}
+        if raising:
+            raise ZeroDivisionError
+    assert vars(target) == {"lr": own}
+
+
+@pytest.mark.parametrize(
+    ("found", "answer", "count"),
+    [
+        (OVERFLOW, "answer", 1),
+        ((True, 1.0, None), (True, 1.0, None), 0),
+        ((False, 1.0, None), (False, 1.0, None), 0),
+    ],
+)
+def test_an_overflow_is_answered_and_any_other_result_is_not(found, answer, count):
+    optimizer = Optimizer()
+    optimizer.found = found
+    with overflow_answered(optimizer, "answer") as overflows:
+        assert optimizer.step() == answer
+    assert overflows == [OVERFLOW] * count
+    assert "step" not in vars(optimizer)
+
+
+def test_a_step_that_raises_leaves_the_optimizer_its_own():
+    optimizer = Optimizer()
+    optimizer.found = None
+    with pytest.raises(ZeroDivisionError), overflow_answered(optimizer, "answer") as overflows:
+        optimizer.step()
+    assert overflows == []
+    assert "step" not in vars(optimizer)
