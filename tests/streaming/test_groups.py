@@ -12,6 +12,7 @@ from rigs.streaming.world import Fault, World, raised, run
 from megapatch import MisuseError
 from megapatch.streaming import Group, RolloutBuffer, StalenessSampler
 from megapatch.streaming._groups import Groups
+from megapatch.streaming._orphans import Orphans
 from megapatch.streaming._tags import read_tag
 
 GENERATIONS, MAX_STALENESS = 2, 2
@@ -208,3 +209,35 @@ def test_a_tag_that_cannot_be_read_is_told_each_time():
             assert "'a' is committed and has no weight_version" in str(error)
 
     run(main())
+
+
+def of_each_kind():
+    """Groups of two: complete, too small, too large, and with a sample that is not committed."""
+    groups = Groups(MAX_STALENESS, GENERATIONS, 0, "windowed")
+    for key, group in enumerate(["complete", "complete", "small", "large", "large", "large", "open", "open"]):
+        tag = {"group_id": group, "weight_version": 0, "committed": key != 7}
+        groups.add(key, key, read_tag(key, tag))
+    return groups
+
+
+def test_what_is_complete_and_committed_is_whole():
+    groups = of_each_kind()
+    assert groups.whole("complete") == Group("complete", (0, 1), 0)
+    assert [groups.whole(name) for name in ("small", "large", "open", "none")] == [None] * 4
+    assert groups.in_part("small") == Group("small", (2,), 0)
+    assert groups.in_part("complete") is groups.in_part("none") is None
+    assert [group.group_id for group in groups.unsettled()] == ["small", "large", "open"]
+
+
+def test_orphans_are_looked_for_when_it_is_time():
+    groups, orphans = of_each_kind(), Orphans(100)
+    assert orphans.found_in(groups, lambda group_id: False, now=0) == []
+    assert [orphans.seconds_to_the_next_look(groups, now)[0] for now in (1, 24.5, 25, 30)] == [24, 0.5, 0, 0]
+    assert orphans.found_in(groups, lambda group_id: False, now=99) == []
+    assert orphans.found_in(groups, lambda group_id: False, now=101) == []  # the last look was 2 s ago
+    assert [
+        group.group_id for group in orphans.found_in(groups, lambda group_id: group_id == "open", now=124)
+    ] == [
+        "small",
+        "large",
+    ]

@@ -83,6 +83,16 @@ def test_metrics_and_seconds_by_phase(kind):
     run(main())
 
 
+def test_waiting_for_room_for_another_microbatch_is_waiting_for_the_trainer():
+    async def main():
+        world, logger = World({"before microbatch": lambda: asyncio.sleep(30)}), Logger()
+        await one_step(world, logger=logger, max_microbatches_in_flight=1)
+        timing = logger.logged[2][2]
+        assert (timing["train_microbatch"], timing["wait_for_trainer"]) == (60, 60)
+
+    run(main())
+
+
 def test_what_a_failed_step_took_is_not_the_next_ones():
     async def main():
         async def slowly_failing():

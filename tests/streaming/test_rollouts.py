@@ -10,6 +10,8 @@ from rigs.streaming.rollouts import begun
 from rigs.streaming.world import World, cancelled_after, failing_after, raised, run
 
 from megapatch.streaming import EmptyStepError, RolloutBuffer
+from megapatch.streaming._abortable import Abortable
+from megapatch.streaming._in_flight import InFlight, Rollout
 
 
 # ------------------------------------------------------------------------------------------ how many
@@ -118,6 +120,25 @@ def test_a_group_in_parts_counts_once():
 
         await asyncio.gather(pump.step(), *(part(number) for number in (1, 2, 3)))
         assert world.trained == [["1", "2", "3"]]
+
+    run(main())
+
+
+def test_a_look_does_not_land_a_group_that_has_begun_again():
+    """Its first part had ended before the look; the second one is not in the buffer yet."""
+
+    async def main():
+        in_flight, rollout = InFlight(), Rollout(version=0, number=0, begun=0.0)
+        in_flight.add("a", rollout)
+        in_flight.has_ended("a", rollout)
+        ended = in_flight.look_begins()
+        rollout.running.append(Abortable())
+        in_flight.look_ended(ended)
+        assert "a" in in_flight
+        rollout.running.clear()
+        in_flight.has_ended("a", rollout)
+        in_flight.look_ended(in_flight.look_begins())
+        assert "a" not in in_flight
 
     run(main())
 
