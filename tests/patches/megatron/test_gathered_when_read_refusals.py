@@ -106,7 +106,9 @@ def replayed_graphs():
     """Return how often a bucket is gathered at once where the steps of the optimizer run no code."""
     from megatron.core.optimizer import OptimizerConfig
 
-    with mock.patch.object(OptimizerConfig, "optimizer_cuda_graph", True, create=True):
+    # A property, because newer Megatrons have a field of this name, whose value each configuration keeps itself.
+    graphs = property(lambda config: True, lambda config, value: None)
+    with mock.patch.object(OptimizerConfig, "optimizer_cuda_graph", graphs, create=True):
         (ddp,) = tiny_gpt(**OVERLAP).chunks
     with Collectives().counted() as counted:
         gathered_parameters(ddp)
