@@ -8,11 +8,11 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from importlib import metadata
 
 from tox.plugin import impl
 
-MEGATRON = {(3, 10): "0.16.1", (3, 11): "0.16.1"}  # as in [testenv:quick]
-NEWEST = "0.19.2"
+QUICK = {"lint", "types", "notorch", "quick"}
 
 _run: dict[str, int] = {}
 
@@ -32,6 +32,7 @@ def _say(state):
     if not _run:  # tox list, tox config, or nothing could be set up
         return
     asked = list(state.envs.iter())
+    well = not any(_run.get(name, 1) for name in asked)
     lines = []
     if missing := [name for name in asked if name not in _run]:
         lines.append(
@@ -40,14 +41,16 @@ def _say(state):
         )
     if failed := [name for name, code in _run.items() if code]:
         lines.append(f"FAILED: {', '.join(failed)}.")
-    if not missing and not failed and set(asked) == {"lint", "types", "notorch", "quick"}:
+    if well and set(asked) == QUICK:
         python = sys.version_info[:2]
+        folder = state.envs["quick"].env_site_package_dir()
+        (megatron,) = metadata.distributions(name="megatron-core", path=[str(folder)])
         lines.append(
             f"Tested on Python {python[0]}.{python[1]}: lint, types, the engine without torch, and with "
-            f"megatron-core {MEGATRON.get(python, NEWEST)} `megapatch verify` and tests of Megatron's patches. "
+            f"megatron-core {megatron.version} `megapatch verify` and tests of Megatron's patches. "
             "`tox -m full` adds megatron-core 0.12 to 0.19, SkyRL, verl, ms-swift, AReaL and ROLL, other Pythons, "
             "the build and the docs; CONTRIBUTING.md says what it takes."
         )
-    elif not missing and not failed:
+    elif well:
         lines.append(f"Tested: {', '.join(_run)}.")
     print("\n".join(lines))

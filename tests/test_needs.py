@@ -1,4 +1,4 @@
-"""What is skipped without torch and without Megatron, and where that is an error."""
+"""Tests are skipped without torch and without Megatron, and fail where one of them is required."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick environment runs a test of each of Megatron's patches, and says what it ran."""
+"""The quick environment has tests of each of Megatron's patches."""
 
 from pathlib import Path
 

@@ -245,11 +245,11 @@ class SiteRecord(Record):
         try:
             rollback(self.installed)
         finally:
-            self._keep_ours()
+            self.installed = self._in_place()
         self.phase = Phase.IDLE
 
-    def _keep_ours(self) -> None:
-        self.installed = tuple(target for target in self.installed if target.is_ours)
+    def _in_place(self) -> tuple[ReplacedTarget, ...]:
+        return tuple(target for target in self.installed if target.is_ours)
 
     # ------------------------------------------------------------------------ restore
     def restore(self) -> None:
@@ -274,7 +274,7 @@ class SiteRecord(Record):
 
     def _note_not_restored(self, error: BaseException) -> None:
         """Note what a restore that raised has left: as a rule everything, and nothing after Ctrl-C at its end."""
-        left = [target for target in self.installed if target.is_ours]
+        left = self._in_place()
         if not left:
             self._note_restored()
         elif len(left) < len(self.installed):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-# One group's device and thread settings have private names in Python (seen in torch 2.9 to 2.15).
+# The names of a group's settings are private in Python (seen in torch 2.13 and 2.15).
 _PRIVATE = ("_devices", "_threads", "_timeout")
 
 

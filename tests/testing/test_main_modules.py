@@ -188,7 +188,7 @@ SAVES = """
 
 @needs_megatron
 def test_a_script_saves_a_checkpoint(tmp_path):
-    """Some Megatrons start a process for it, anew each time."""
+    """Save with Megatron, which in some releases starts a process each time."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SAVES))
     (tmp_path / "checkpoint").mkdir()
     done = run(tmp_path / "script.py", tmp_path / "checkpoint")

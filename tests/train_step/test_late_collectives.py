@@ -29,7 +29,7 @@ NAMES = ("dp2, overlap", "dp2, distributed optimizer, overlap", "dp2, distribute
 
 
 def wait_for_the_last_reduce(ddp):
-    """What `settle_grad_reduces` must not be."""
+    """Settle reduces as `settle_grad_reduces` must not."""
     groups = [group for group in bucket_groups.bucket_groups(ddp) if group.grad_reduce_handle is not None]
     for group in groups[-1:]:
         group.grad_reduce_handle.wait()
@@ -38,7 +38,7 @@ def wait_for_the_last_reduce(ddp):
 
 
 def wait_for_the_last_gather(groups):
-    """What `param_gathers._finish` must not be."""
+    """Finish gathers as `param_gathers._finish` must not."""
     groups = list(groups)
     for group in groups:
         group.start_param_sync()
@@ -53,7 +53,7 @@ SABOTAGED = {
 
 
 def two_handles():
-    """Whether a tensor whose own handle was not waited for holds its sum, after a later handle was."""
+    """Return two tensors when only the later handle was waited for, and the first one when its own was, too."""
     first, second = torch.ones(4), torch.ones(4)
     handles = [torch.distributed.all_reduce(tensor, async_op=True) for tensor in (first, second)]
     handles[1].wait()
@@ -71,7 +71,7 @@ def whole(make):
 
 
 def in_calls(make, expected, aborted=False):
-    """The fraction of the parameters that differs from those of whole steps."""
+    """Return the fraction of the parameters that differs from those of whole steps."""
     model = make()
     train_step = TrainStep(model.chunks, model.optimizer)
     for step in range(STEPS):
@@ -104,14 +104,11 @@ def job(rank, world_size):
         yield (name, "in calls"), partial(in_calls, make, expected)
         yield (name, "after aborts"), partial(in_calls, make, expected, aborted=True)
     yield "read", read_after_steps
-    for name, (module, function, sabotage) in SABOTAGED.items():
-        make = partial(model_of, {}, {**GRADS, **LAYERS})
-        expected = once(whole, make)
+    make = partial(model_of, {}, {**GRADS, **LAYERS})
+    noticing = partial(in_calls, make, once(whole, make), aborted=True), read_after_steps
+    for (name, (module, function, sabotage)), compute in zip(SABOTAGED.items(), noticing, strict=True):
         with mock.patch.object(module, function, sabotage):
-            found = (
-                partial(in_calls, make, once(whole, make), aborted=True) if "reduce" in name else read_after_steps
-            )
-            yield name, found
+            yield name, compute
 
 
 @pytest.fixture(scope="module")

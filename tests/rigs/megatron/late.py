@@ -15,7 +15,7 @@ import torch
 
 ASYNCHRONOUS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
-_dropped = []  # what writes the results that nobody has waited for
+_dropped = []  # results that nobody has waited for, with where they go
 _open = []  # the coalescing managers that are open, each the list of its handles
 
 
