@@ -45,13 +45,16 @@ def _with_one_thread(init: Callable[..., None]) -> Callable[..., None]:
     def patched_init(self: Any, store: Any, rank: int, size: int, options: Any = None, **settings: Any) -> None:
         if isinstance(options, timedelta):  # the other signature: a timeout in this place
             settings["timeout"], options = options, None
-        if options is None:
-            options = self._Options()
-            options._devices = _devices(self)
-            options._threads = 1
-            if "timeout" in settings:
-                options._timeout = settings.pop("timeout")
-        init(self, store, rank, size, options, **settings)
+        # A field of the same name stands for each other argument: torch 2.15 has enable_reconfigure.
+        fields = {"_timeout" if name == "timeout" else name: value for name, value in settings.items()}
+        if options is None and all(hasattr(self._Options, name) for name in fields):
+            options, settings = self._Options(), {}
+            for name, value in {"_devices": _devices(self), "_threads": 1, **fields}.items():
+                setattr(options, name, value)
+        if options is not None:
+            init(self, store, rank, size, options, **settings)
+        else:  # a later torch's argument: as torch has it
+            init(self, store, rank, size, **settings)
 
     return patched_init
 

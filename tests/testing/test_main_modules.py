@@ -189,6 +189,10 @@ SAVES = """
 @needs_megatron
 def test_a_script_saves_a_checkpoint(tmp_path):
     """Save with Megatron, which in some releases starts a process each time."""
+    from rigs.megatron.save import minor
+
+    if minor() < 13:
+        pytest.skip("the writer of megatron-core 0.12 does not work with this torch")
     (tmp_path / "script.py").write_text(textwrap.dedent(SAVES))
     (tmp_path / "checkpoint").mkdir()
     done = run(tmp_path / "script.py", tmp_path / "checkpoint")
