@@ -140,6 +140,29 @@ def test_a_trainer_whose_own_abort_was_cancelled(caplog):
     run(main())
 
 
+@pytest.mark.parametrize("call", ["sync", "stamp"])
+def test_a_rollout_begins_right_after_a_cancelled_sync_that_succeeded(call):
+    """There is no next step that would let it in: its prompt group is what that step would wait for."""
+
+    async def main():
+        world = World({f"before {call}": lambda: asyncio.sleep(10)})
+        pump = world.pump(max_staleness=0)
+        async with pump.rollout("a"):
+            await world.put("a")
+        assert isinstance(await cancelled_after(1, pump.step()), asyncio.CancelledError)
+
+        async def begin():
+            async with pump.rollout("b"):
+                await world.put("b", version=1)
+
+        await asyncio.wait_for(begin(), 1)
+        for _ in range(2):  # the first ends the step that was cancelled
+            await pump.step()
+        assert world.trained == [["a"], ["b"]]
+
+    run(main())
+
+
 # ------------------------------------------------------------------------------------------ nothing is left over
 async def others():
     await asyncio.sleep(1)

@@ -269,8 +269,12 @@ async def parts_of_a_buffer():
         found["twice"] = str(error)
     buffer.give_back([group])
     found["given back"] = tuple(buffer.samples()) == group.keys
+    with buffer.rolling_out("another"):
+        other = buffer.reserve(weight_version=4)
     for _ in range(2):
         await buffer.clear([group])
+    found["left"] = [tag["group_id"] for tag in buffer.samples().values()]
+    await buffer.remove_group(other)
     found["held"] = recorder.held, buffer._prompts, buffer._claimed, len(buffer.ready_list)
     buffer.close()
     found["closed"] = await buffer.wait_for_change(buffer.changes())
@@ -290,6 +294,7 @@ def test_the_replay_buffer_is_a_buffer():
         "claimed": (True, {}),
         "twice": "claim(): prompt group 'prompt' is claimed already, or gone",
         "given back": True,
+        "left": ["another"],
         "held": ([], {}, set(), 0),
         "closed": False,
     }

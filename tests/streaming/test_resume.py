@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rigs.streaming.saving import SavingWorld, resumed, roll_out, saved
 from rigs.streaming.world import World, raised, run
 
 from megapatch import MisuseError
 from megapatch.streaming import RolloutBuffer
 
 TESTS = Path(__file__).parents[1]
-
-
-class SavingWorld(World):
-    """A buffer elsewhere, which can save what it has."""
-
-    async def state_dict(self):
-        return await self.do("state", self.buffer.state_dict)
-
-    async def load_state_dict(self, state):
-        await self.do("load", lambda: self.buffer.load_state_dict(state))
-
-
-async def saved(pump):
-    """Return the pump's state as it comes back from a file."""
-    return pickle.loads(pickle.dumps(await pump.state_dict()))
-
-
-async def resumed(state, **settings):
-    world = SavingWorld()
-    pump = world.pump(**settings)
-    return world, pump, await pump.load_state_dict(state)
-
-
-async def roll_out(world, pump, group, seconds=0.0, **tag):
-    async with pump.rollout(group):
-        await asyncio.sleep(seconds)
-        await world.put(group, version=world.generation_version, **tag)
 
 
 @pytest.mark.thorough
@@ -82,79 +55,6 @@ def test_no_rollout_begins_before_generation_has_the_weights_and_the_step_syncs_
         await pump.step()
         await rolling
         assert world.called("stamp", "microbatch") == ["stamp 3", "microbatch a", "stamp 4"]
-
-    run(main())
-
-
-def test_groups_in_flight_come_back_to_be_rolled_out_again():
-    """Those that run, that have arrived in part, that wait; not those that a filter has dropped."""
-
-    async def main():
-        world = SavingWorld()
-        pump = world.pump(generations_per_prompt=2, target_prompt_groups_per_step=2, max_staleness=1)
-        await world.put("half", samples=1)
-        await world.put("strange", samples=3)
-        async with pump.rollout("filtered"):
-            pass
-        async with pump.rollout("done"):
-            await world.put("done", samples=2)
-        async with pump.rollout("partly"):
-            await world.put("partly")
-        tasks = [asyncio.ensure_future(roll_out(world, pump, group, 99)) for group in ("runs", "waits")]
-        await asyncio.sleep(1)
-        other, _, again = await resumed(await saved(pump), generations_per_prompt=2)
-        assert again == ["partly", "runs", "waits", "half", "strange"]
-        assert list(other.buffer.samples()) == ["done0", "done1"]
-        for task in tasks:
-            task.cancel()
-
-    run(main())
-
-
-def test_rollouts_that_wait_in_the_buffer_still_count():
-    """With a fresh count too many would begin, and some could not be trained on."""
-
-    async def main():
-        world, begun = SavingWorld(), []
-        settings = {"target_prompt_groups_per_step": 2, "max_staleness": 1}
-        pump = world.pump(**settings)
-        for group in "abc":
-            await roll_out(world, pump, group)
-        world, pump, _ = await resumed(await saved(pump), **settings)
-        await pump.sync_weights()
-
-        async def begin(group):
-            async with pump.rollout(group):
-                begun.append(group)
-                await world.put(group)
-
-        tasks = [asyncio.ensure_future(begin(group)) for group in "defg"]
-        await asyncio.sleep(1)
-        assert begun == ["d"]
-        await pump.step()
-        await asyncio.sleep(1)
-        assert begun == ["d", "e", "f"] and world.trained == [["a", "b"]]
-        tasks[-1].cancel()
-
-    run(main())
-
-
-def test_in_order_and_durations_are_those_of_before():
-    async def main():
-        world = SavingWorld()
-        pump = world.pump(pick="in_order", target_prompt_groups_per_step=2)
-        await asyncio.gather(roll_out(world, pump, "first", 4.0), roll_out(world, pump, "second", 2.0))
-        heard = []
-
-        class Logger:
-            def log_metrics(self, metrics, step, prefix):
-                heard.append(metrics) if prefix == "streaming" else None
-
-        state = await saved(pump)
-        world, pump, _ = await resumed(state, pick="in_order", target_prompt_groups_per_step=2, logger=Logger())
-        await pump.step()
-        assert world.trained == [["first", "second"]]
-        assert heard[0]["trained_rollout_seconds"] == pytest.approx(3.0) and heard[0]["rollouts_begun"] == 0
 
     run(main())
 
@@ -225,51 +125,6 @@ def test_a_buffer_without_state_keeps_its_own():
     run(main())
 
 
-def test_a_group_between_two_attempts_comes_back():
-    async def main():
-        world = SavingWorld()
-        pump = world.pump()
-
-        async def fail():
-            await asyncio.sleep(1)
-            raise ConnectionError
-
-        rolling = asyncio.ensure_future(pump.roll_out("a", fail))
-        world.plan["before state"] = lambda: asyncio.sleep(3)
-        world.plan["before samples"] = lambda: asyncio.sleep(5)  # the pump looks for what the attempt has left
-        state = await saved(pump)
-        assert "before samples" in world.reached and "after samples" not in world.reached
-        rolling.cancel()
-        _, _, again = await resumed(state)
-        assert again == ["a"]
-
-    run(main())
-
-
-def test_rollouts_that_were_aborted_do_not_come_back():
-    async def main():
-        world = SavingWorld()
-        settings = {"generations_per_prompt": 2, "oversampled_prompt_groups": 1, "abort_stale_rollouts": True}
-        pump = world.pump(**settings)
-
-        async def hang():
-            async with pump.rollout("slow"):
-                await world.put("slow")
-                await asyncio.sleep(1e6)
-
-        hanging = asyncio.ensure_future(hang())
-        await asyncio.sleep(1)
-        await world.put("quick", samples=2)
-        await pump.step()
-        await hanging
-        assert len(world.buffer) == 1
-        other, _, again = await resumed(await saved(pump), **settings)
-        assert again == [] and not len(other.buffer)
-
-    run(main())
-
-
-# ------------------------------------------------------------------------------------------ misuse
 @pytest.mark.parametrize("state", [{}, {"format": 2}, None])
 def test_another_format_is_refused(state):
     async def main():

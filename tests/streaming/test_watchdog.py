@@ -97,6 +97,21 @@ def test_why_rollouts_wait_to_begin(caplog, settings, capacity, why):
     assert text.startswith("no prompt group to train on for 600 seconds") and text.endswith(f"because {why}")
 
 
+def test_a_group_that_training_has_is_not_in_the_buffer(caplog):
+    async def main():
+        world = World()
+        world.max_prompt_groups = 2
+        _, pump, rollouts = await begun(world, groups="abcd", max_staleness=0)
+        stepping = asyncio.ensure_future(pump.step())
+        await rollouts.end("a")
+        await asyncio.sleep(700)
+        stepping.cancel()
+
+    run(main())
+    (text,) = warnings(caplog)
+    assert text.endswith("because 2 have begun, and no more can be trained on (max_staleness)")
+
+
 def test_rollouts_that_wait_for_a_sync(caplog):
     async def main():
         world = World({"before sync": lambda: asyncio.sleep(700)})

@@ -11,6 +11,7 @@ from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 
 from megapatch.patches.megatron import gathered_when_read as patch
+from megapatch.patches.megatron._readers import diagnose_merge
 
 
 def verdicts(rank, world_size):
@@ -86,5 +87,31 @@ def test_exporters(monkeypatch, found, kind, words):
     module.export = found
     monkeypatch.setitem(sys.modules, "test_exporter", module)
     verdict = patch.diagnose_reader("export", "models", module)
+    assert verdict.kind.value == kind
+    assert words in verdict.reason
+
+
+class Layer:
+    def merge(self):
+        self.weight += self.get_delta_weights()
+
+
+class Merged:
+    def merge(self):
+        self.weight += self.delta
+
+
+@pytest.mark.parametrize(
+    ("layer", "kind", "words"),
+    [
+        (Layer, "needed", "merge() reads parameters that are not gathered"),
+        (Merged, "unknown", "get_delta_weights in test_bridge:LoraParallelLinear.merge"),
+    ],
+)
+def test_merging_adapters(monkeypatch, layer, kind, words):
+    module = ModuleType("test_bridge")
+    module.LoraParallelLinear = layer
+    monkeypatch.setitem(sys.modules, "test_bridge", module)
+    verdict = diagnose_merge(module)
     assert verdict.kind.value == kind
     assert words in verdict.reason
