@@ -151,6 +151,18 @@ def after_a_scale_without_dimensions():
     return norms
 
 
+def with_megatrons_finalize():
+    """The norms of a step in pieces of a config without a finalize function, and of one with Megatron's."""
+    model, expected = tiny_gpt(**GRADS), tiny_gpt(**GRADS)
+    model.config.finalize_model_grads_func = None
+    with TrainStep(model.chunks, model.optimizer) as step:
+        in_pieces(step, model, 0, (1, 3), MEAN)
+        norm = step.finish().grad_norm
+    norms = norm, expected.train_step(0, num_microbatches=4, **MEAN).grad_norm
+    assert_same_parameters(model.parameters(), expected.parameters())
+    return norms
+
+
 def without_data(rank):
     """Rank 1 has no microbatch in a step by a count; the same by hand, with all data on rank 0."""
     found = {}
@@ -195,6 +207,7 @@ def reference(rank, model, batches):
 def found_by(rank, world_size):
     init_parallel()
     yield "told", told
+    yield "finalize", with_megatrons_finalize
     yield "without data", partial(without_data, rank)
     yield "many tokens", many_tokens
     for name, options in OTHER_LOSSES.items():
@@ -246,6 +259,12 @@ def test_many_tokens_do_not_overflow_or_get_lost_in_fp16(ranks):
             assert normalizer == count
             assert norm == pytest.approx(expected, rel=1e-2)  # of 11 bits, in sums of many
         assert halves[0][1] == pytest.approx(halves[1][1], rel=2e-3)
+
+
+def test_without_a_finalize_function_it_is_megatrons(ranks):
+    for found in ranks:
+        norm, expected = found["finalize"]
+        assert norm == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_rank_may_have_no_microbatch_where_a_count_says_what_it_weighs(ranks):

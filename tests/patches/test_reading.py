@@ -1,0 +1,28 @@
+"""What diagnoses ask of upstream's code, without running it, and what they run it with."""
+
+from __future__ import annotations
+
+from megapatch.patches._diagnosis import StandIn, missing_names, real_imports_but
+
+
+def gathers(model):
+    """Calls model.start_param_sync(), and model.gather() if there is a gather()."""
+    model.start_param_sync()
+
+
+def asserts(model):
+    assert model, "gather() has to run before"
+
+
+def test_a_name_in_a_docstring_is_not_in_the_code():
+    path = f"{__name__}:gathers"
+    assert missing_names(path, "start_param_sync", "gather") == [f"gather in {path}"]
+    assert missing_names(f"{__name__}:asserts", "gather") == []  # in a text of the code
+
+
+def test_upstreams_own_package_is_not_imported_while_a_diagnosis_runs_its_code():
+    """A diagnosis runs while Megatron is imported: its modules may not be there yet."""
+    imported = real_imports_but("megatron_of_a_test", StandIn)
+    assert isinstance(imported("megatron_of_a_test.core", names=("a",)), StandIn)
+    assert isinstance(imported("core", names=("a",), level=1), StandIn)
+    assert imported("json").loads("1") == 1
