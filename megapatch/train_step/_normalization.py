@@ -23,7 +23,6 @@ class Normalization:
         self.parallel = parallel
         if any(getattr(config, name, None) for name in ("num_moe_experts", "mtp_num_layers")):
             self.check_other_losses("a mixture of experts or multi-token prediction")
-        self.forget()
 
     def check_other_losses(self, what: str) -> None:
         """Raise if there is nothing to weigh losses of the model's own by."""
