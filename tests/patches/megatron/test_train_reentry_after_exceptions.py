@@ -19,7 +19,7 @@ from rigs.megatron.options import (
     raising_half_way,
 )
 
-from megapatch import MegapatchError
+from megapatch import MegapatchError, apply, restore
 from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
 
 pytestmark = needs_training
@@ -115,6 +115,25 @@ def only_cleared_by_hand(rank, world_size):
 def test_clearing_away_the_asserts_alone_trains_from_old_parameters_silently(reference):
     losses = run_ranks(only_cleared_by_hand, 2, env=UNPATCHED)[0]
     assert losses != pytest.approx([loss for loss, _ in reference[0][2:4]], rel=1e-4)
+
+
+def activated_after_an_interruption(rank, world_size):
+    """The call that was interrupted was Megatron's own: nothing has cleaned up after it."""
+    restore()
+    init_parallel()
+    model = tiny_gpt(layers=4, hooks=False, **BOTH)
+    loop = MegatronLoop(model, rerun_mode="validate_results")
+    interrupt(loop, "loss", 1)
+    left = state()
+    apply()
+    return left, loop.train(2), model.parameters()
+
+
+def test_an_activation_after_an_interrupted_call_comes_in_time(reference):
+    by_rank = run_ranks(activated_after_an_interruption, 2)
+    for left, *_ in by_rank:
+        assert left == {"state": "INITIAL_RUN", "mode": "validate_results", "timer": True}
+    assert_same([found for _, *found in by_rank], reference)
 
 
 def interrupted_in_evaluation(rank, world_size):
