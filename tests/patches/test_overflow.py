@@ -1,0 +1,52 @@
+"""An fp16 overflow that a framework survives: how often that was, and what is said of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megapatch.patches._overflow import COUNT, OVERFLOW, count_overflow, overflow_answered
+
+
+class Optimizer:
+    config = SimpleNamespace(min_loss_scale=1.0)
+
+    def __init__(self, scale=4.0):
+        self.scale = scale
+
+    def step(self):
+        self.scale /= 2
+        return OVERFLOW if self.scale < 4 else (True, 1.5, None)
+
+    def get_loss_scale(self):
+        return torch.tensor(self.scale)
+
+
+def test_a_step_is_answered_where_it_was_skipped_only():
+    optimizer = Optimizer(scale=8.0)
+    with overflow_answered(optimizer, (True, 0.0, 0)) as overflows:
+        assert [optimizer.step(), optimizer.step()] == [(True, 1.5, None), (True, 0.0, 0)]
+    assert overflows == [OVERFLOW]
+    assert optimizer.step() == OVERFLOW
+
+
+@pytest.mark.parametrize(
+    ("scale", "level", "words"),
+    [
+        (2.0, "WARNING", "the loss scale is now 2 (2 so far)"),
+        (
+            1.0,
+            "ERROR",
+            "overflow at the smallest loss scale, 1: the optimizer step was skipped, and so will be all",
+        ),
+    ],
+)
+def test_skipped_steps_are_counted_and_told(caplog, scale, level, words):
+    trainer = SimpleNamespace(optimizer=Optimizer(scale))
+    for _ in range(2):
+        count_overflow(trainer)
+    assert getattr(trainer, COUNT) == 2
+    assert [record.levelname for record in caplog.records] == [level] * 2
+    assert words in caplog.records[1].getMessage()
