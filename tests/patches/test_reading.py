@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megapatch.patches._diagnosis import StandIn, missing_names, real_imports_but
+from megapatch.patches.nemo_rl._workers import takes
 
 
 def gathers(model):
@@ -26,3 +27,21 @@ def test_upstreams_own_package_is_not_imported_while_a_diagnosis_runs_its_code()
     assert isinstance(imported("megatron_of_a_test.core", names=("a",)), StandIn)
     assert isinstance(imported("core", names=("a",), level=1), StandIn)
     assert imported("json").loads("1") == 1
+
+
+def decorated(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@decorated
+def prepare(self, keep=True, *buffers, keep_train_buffers=False, **others):
+    local = buffers
+    return local
+
+
+def test_parameters_are_seen_through_a_decorator_and_locals_are_none():
+    found = {name for name in ("keep", "keep_train_buffers", "others", "local") if takes(prepare, name)}
+    assert found == {"keep", "keep_train_buffers"}

@@ -128,7 +128,6 @@ def _unscale_counts(optimizer: ModuleType) -> dict[str, int]:
         unscale = _Overflow()
         single = StandIn(
             config=StandIn(timers=None),
-            is_stub_optimizer=False,
             grad_scaler=SimpleNamespace(update=lambda found_inf: None),
             _copy_model_grads_to_main_grads=lambda: None,
             _unscale_main_grads_and_check_for_nan=unscale,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from rigs.nemo_rl.policy import (
 from rigs.nemo_rl.steps import SIZE
 from rigs.nemo_rl.worker import GPT
 
+from megapatch.patches.nemo_rl._split_step.policy import prepare_logprobs_from_meta
 from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
@@ -267,3 +269,19 @@ def test_log_probabilities_are_refreshed_as_asked(calls):
 @pytest.mark.parametrize("name", POLICIES)
 def test_workers_are_told_which_data_are_the_last(calls, name):
     assert [found[name, "last"] for found in calls] == [[{}, {"last": True}]] * 2
+
+
+@pytest.mark.parametrize("asked", [[], ["policy"], ["reference"], ["policy", "reference"]])
+def test_only_the_logprobs_that_are_asked_for_are_computed(asked):
+    calls = []
+
+    def computing(which):
+        return lambda meta, micro_batch_size, timer: calls.append((which, meta, micro_batch_size, timer))
+
+    policy = SimpleNamespace(
+        get_logprobs_from_meta=computing("policy"),
+        get_reference_policy_logprobs_from_meta=computing("reference"),
+    )
+    which = {f"refresh_{name}_logprobs": True for name in asked}
+    assert prepare_logprobs_from_meta(policy, "meta", **which, micro_batch_size=2, timer="timer") is None
+    assert calls == [(name, "meta", 2, "timer") for name in asked]
