@@ -8,6 +8,9 @@ import pytest
 from rigs.streaming.saving import SavingWorld, resumed, roll_out, saved
 from rigs.streaming.world import raised, run
 
+from megapatch.errors import MisuseError
+from megapatch.streaming import Group
+
 
 def test_groups_in_flight_come_back_to_be_rolled_out_again():
     """Those that run, that have arrived in part, that wait; not those that a filter has dropped."""
@@ -87,17 +90,19 @@ def test_the_seconds_of_a_rollout_are_those_up_to_its_end():
 
     async def main():
         world = SavingWorld()
-        pump = world.pump(max_staleness=2)
+        pump = world.pump(max_staleness=1)
         await asyncio.sleep(7)
         await roll_out(world, pump, "a", 2.0)
         await asyncio.sleep(11)
-        running = asyncio.ensure_future(roll_out(world, pump, "b", 10.0))
+        tasks = [asyncio.ensure_future(roll_out(world, pump, group, 10.0)) for group in ("runs", "waits")]
         await asyncio.sleep(3)
         state = await saved(pump)
-        assert state["rollouts"] == [("a", 2.0, False), ("b", 3.0, True)]
-        running.cancel()
+        assert state["rollouts"] == [("a", 2.0, False), ("runs", 3.0, True), ("waits", 0.0, True)]
+        for task in tasks:
+            task.cancel()
         world, pump, again = await resumed(state)
-        assert again == ["b"]
+        assert again == ["runs", "waits"]
+        await asyncio.sleep(5)
         assert (await saved(pump))["rollouts"] == [("a", 2.0, False)]
 
     run(main())
@@ -113,6 +118,55 @@ def test_a_rollout_keeps_the_version_of_its_weights():
         await roll_out(world, pump, "a")
         _, pump, _ = await resumed(await saved(pump), max_staleness=2)
         assert [rollout.version for rollout in pump._rollouts._rollouts.values()] == [5]
+
+    run(main())
+
+
+def test_new_rollouts_have_the_version_of_the_state():
+    """They are not taken for older ones, which training would wait for."""
+
+    async def main():
+        world, pump, _ = await resumed(await saved(SavingWorld().pump(version=3)), max_staleness=0)
+        await pump.sync_weights()
+        running = asyncio.ensure_future(roll_out(world, pump, "runs", 1e6))
+        await asyncio.sleep(1)
+        await world.put("is there", version=3)
+        await asyncio.wait_for(pump.step(), 100)
+        assert world.trained == [["is there"]]
+        running.cancel()
+
+    run(main())
+
+
+def test_a_group_of_which_one_part_runs_and_another_waits_comes_back_once():
+    async def main():
+        world = SavingWorld({"before sync": "raise"})
+        pump = world.pump(generations_per_prompt=2)
+        parts = [asyncio.ensure_future(roll_out(world, pump, "a", 99))]
+        await asyncio.sleep(1)
+        assert await raised(pump.sync_weights())
+        parts.append(asyncio.ensure_future(roll_out(world, pump, "a", 99)))
+        await asyncio.sleep(1)
+        _, _, again = await resumed(await saved(pump), generations_per_prompt=2)
+        assert again == ["a"]
+        for part in parts:
+            part.cancel()
+
+    run(main())
+
+
+def test_a_group_that_somebody_else_has_taken_does_not_come_back():
+    async def main():
+        async def take():
+            world.buffer.clear([Group("a", ("a",), 0)])
+
+        world = SavingWorld({"before claim": take})
+        pump = world.pump()
+        async with pump.rollout("a"):
+            await world.put("a")
+            assert isinstance(await raised(pump.step()), MisuseError)
+            _, _, again = await resumed(await saved(pump))
+        assert again == []
 
     run(main())
 
@@ -160,6 +214,3 @@ def test_rollouts_that_were_aborted_do_not_come_back():
         assert again == [] and not len(other.buffer)
 
     run(main())
-
-
-# ------------------------------------------------------------------------------------------ misuse

@@ -82,6 +82,7 @@ def test_what_waits_for_the_call_is_listed(caplog):
         ({"max_rollouts_in_flight": 1}, None, "1 are running (max_rollouts_in_flight)"),
         ({"max_staleness": 9}, 2, "the buffer holds no more (max_prompt_groups=2)"),
         ({}, None, "2 have begun, and no more can be trained on (max_staleness)"),
+        ({"max_rollouts_in_flight": 3}, 3, "2 have begun, and no more can be trained on (max_staleness)"),
     ],
 )
 def test_why_rollouts_wait_to_begin(caplog, settings, capacity, why):
@@ -110,6 +111,19 @@ def test_a_group_that_training_has_is_not_in_the_buffer(caplog):
     run(main())
     (text,) = warnings(caplog)
     assert text.endswith("because 2 have begun, and no more can be trained on (max_staleness)")
+
+
+def test_the_oldest_of_the_rollouts_in_flight_is_the_one_that_began_first(caplog):
+    async def main():
+        _, pump, rollouts = await begun(groups="", max_staleness=1)
+        for group in "ab":
+            await asyncio.sleep(50)
+            rollouts.begin(group)
+        await cancelled_after(700, pump.step(), times=1)
+
+    run(main())
+    (text,) = warnings(caplog)
+    assert "2 rollouts in flight, the oldest for 650 s" in text
 
 
 def test_rollouts_that_wait_for_a_sync(caplog):
