@@ -278,6 +278,11 @@ async def parts_of_a_buffer():
     found["held"] = recorder.held, buffer._prompts, buffer._claimed, len(buffer.ready_list)
     buffer.close()
     found["closed"] = await buffer.wait_for_change(buffer.changes())
+    buffer.ready_list.append(True)
+    try:
+        buffer.samples()
+    except ValueError as error:
+        found["lists of two lengths"] = str(error)
     return found
 
 
@@ -297,6 +302,7 @@ def test_the_replay_buffer_is_a_buffer():
         "left": ["another"],
         "held": ([], {}, set(), 0),
         "closed": False,
+        "lists of two lengths": "zip() argument 4 is longer than arguments 1-3",
     }
 
 
