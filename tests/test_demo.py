@@ -115,11 +115,19 @@ def processes_with(marker):
 
 
 def importing_torch(marker):
-    """The folder of the ranks' server, in a list, once it has loaded some of torch's libraries, or all."""
+    """The folder of the ranks' server, in a list, once it imports torch and is to start a rank after that."""
     servers = [folder for folder, command in processes_with(marker).items() if b"forkserver" in command]
     with contextlib.suppress(OSError):
-        return [folder for folder in servers if b"/torch/" in (folder / "maps").read_bytes()]
+        return [folder for folder in servers if b"/torch/" in (folder / "maps").read_bytes() and is_asked(folder)]
     return []
+
+
+def is_asked(folder):
+    """Whether a process listens, and has been connected to: a connection has the path of the listening socket."""
+    own = {os.readlink(link) for link in (folder / "fd").iterdir()}
+    sockets = [line.split()[6:] for line in Path("/proc/net/unix").read_text().splitlines()]  # inode and path
+    paths = [path for _, *found in sockets for path in found]
+    return any(paths.count(*path) > 1 for inode, *path in sockets if path and f"socket:[{inode}]" in own)
 
 
 def ignores_ctrl_c(folder):
