@@ -126,6 +126,7 @@ def found_by(rank, world_size, chosen):
         yield "frozen", partial(pair, GRADS, {}, "on one rank only", frozen=3)
         yield "made before", lambda: (trained(GRADS, "in turns", late=True), trained({}, "in turns"))
         yield "all-reduced", all_reduced
+        yield "started twice", started_twice
         yield "said", said
         yield "overlap", partial(early_starts, "on one rank only")
 
@@ -156,6 +157,19 @@ def all_reduced():
             model.forward_backward(number, num_microbatches=2)
         found.append(between_ranks(model.gradients()))
     return found
+
+
+def started_twice():
+    """Return the error of a reduce that is started while it is under way, once Megatron has learned the order."""
+    model = tiny_gpt(layers=LAYERS, **GRADS)
+    (chunk,) = model.chunks
+    model.train_step(0)
+    model.zero_grad()
+    for group in chunk.bucket_groups:
+        group.start_grad_sync()
+    error, _ = attempt(chunk.bucket_groups[0].start_grad_sync)
+    chunk.finish_grad_sync()
+    return error
 
 
 def said():
@@ -236,6 +250,11 @@ def test_gradients_to_be_saved_are_whole_on_every_rank(of_ranks):
         if found["all-reduced"] is None:
             pytest.skip("this Megatron cannot reduce them in full (to 0.15)")
         assert found["all-reduced"] == [0] * STEPS
+
+
+def test_a_reduce_that_is_started_twice_is_megatrons_own_error(of_ranks):
+    for found in of_ranks(2):
+        assert found["started twice"] == "AssertionError"
 
 
 def assert_same(got, expected):

@@ -67,6 +67,7 @@ def on_one_rank(rank, world_size):
         init_parallel()
         yield "dropout", with_dropout
         yield "overflow", overflowing
+        yield "inference", after_inference
 
 
 def with_dropout():
@@ -96,6 +97,17 @@ def overflowing():
     return float(told["grad_norm"]), worker.scheduler.num_steps, rates, before, model.parameters()
 
 
+def after_inference():
+    """What inference leaves in a model, as it is once a step is open."""
+    worker, resets = worker_for(tiny_gpt(**GPT)), []
+    _, *modules = worker.model.modules()
+    worker.model.inference_params = modules[0]._inference_key_value_memory = "much memory"
+    modules[-1].reset_inference_cache = lambda: resets.append("reset")
+    worker.begin_train_step(LOSSES["nll"]())
+    worker.abort_train_step()
+    return worker.model.inference_params, modules[0]._inference_key_value_memory, resets
+
+
 @pytest.fixture(scope="module", params=OURS)
 def alone(request):
     (found,) = run_cells(on_one_rank, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": request.param})
@@ -114,3 +126,7 @@ def test_the_scheduler_steps_after_an_overflow(alone):
     assert (grad_norm, samples) == (0.0, SIZE)
     assert rates[1] > rates[0]
     assert_same_parameters(after, before)
+
+
+def test_what_inference_has_left_is_dropped_as_in_train(alone):
+    assert alone["inference"] == (None, None, ["reset"])
