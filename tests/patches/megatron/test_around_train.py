@@ -12,10 +12,12 @@ from functools import partial
 import pytest
 from rigs.cells import once, run_cells
 from rigs.megatron.options import (
+    ADAM,
     BOTH,
     UNPATCHED,
     Interrupted,
     assert_same,
+    attempt,
     hooks_of,
     iterate,
     new_machine,
@@ -131,12 +133,33 @@ def hooks_left_off():
     return on, model.train_step(1).loss
 
 
+def hooks_that_cannot_gather():
+    """Return whether an exception turns the hooks on where they would gather other numbers, and the error that
+    arrives where a chunk has no hooks at all (as in 0.16, without a distributed optimizer)."""
+    model = tiny_gpt(layers=4, **BOTH)
+    (chunk,) = model.chunks
+    chunk.disable_forward_pre_hook()
+    model.train_step(0)
+    # On CPU nothing is MXFP8; the switch alone decides.
+    object.__setattr__(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True)
+    with contextlib.suppress(Interrupted), around.config_hooks_restored(model.config, model.chunks):
+        raise Interrupted
+    other = tiny_gpt(**ADAM, overlap_param_gather=True)
+    return bool(chunk.remove_forward_pre_hook_handles), attempt(raised_within, other)[0]
+
+
+def raised_within(model):
+    with around.config_hooks_restored(model.config, model.chunks):
+        raise Interrupted
+
+
 def parts(rank, world_size):
     init_parallel()
     yield "timers", lambda: (of_timers(raises=False), of_timers(raises=True))
     yield "machine", of_machine
     yield "hooks", of_hooks
     yield "left off", hooks_left_off
+    yield "cannot gather", hooks_that_cannot_gather
     for name, (where, late) in STEPS.items():
         yield name, partial(interrupted_step, where, late)
     yield "plain", lambda: plain_steps(rank, world_size, {}, PLAIN, 3)
@@ -164,6 +187,11 @@ def test_a_forward_pass_outside_of_training_gathers_where_train_had_the_hooks_of
     for of_rank in found():
         on, loss = of_rank["left off"]
         assert on == [False, True] and loss == pytest.approx(of_rank["plain"][1][0], rel=1e-6)
+
+
+def test_hooks_that_cannot_gather_are_left_off_and_hide_no_exception():
+    for of_rank in found():
+        assert of_rank["cannot gather"] == (False, "Interrupted")
 
 
 @pytest.mark.parametrize("name", STEPS, ids=", ".join)
