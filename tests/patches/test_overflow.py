@@ -11,10 +11,8 @@ from megapatch.patches._overflow import COUNT, OVERFLOW, count_overflow, overflo
 
 
 class Optimizer:
-    config = SimpleNamespace(min_loss_scale=1.0)
-
-    def __init__(self, scale=4.0):
-        self.scale = scale
+    def __init__(self, scale=4.0, least=1.0):
+        self.scale, self.config = scale, SimpleNamespace(min_loss_scale=least)
 
     def step(self):
         self.scale /= 2
@@ -50,3 +48,8 @@ def test_skipped_steps_are_counted_and_told(caplog, scale, level, words):
     assert getattr(trainer, COUNT) == 2
     assert [record.levelname for record in caplog.records] == [level] * 2
     assert words in caplog.records[1].getMessage()
+
+
+def test_without_a_smallest_loss_scale_there_is_always_a_smaller_one(caplog):
+    count_overflow(SimpleNamespace(optimizer=Optimizer(scale=0.5, least=None)))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
