@@ -139,7 +139,7 @@ def begin_step(parts: list[Any], ddps: list[Any], has_gradients: bool) -> None:
     scaled = [part for part in parts if getattr(part, "grad_scaler", None) is not None]
     if not scaled or not has_gradients:
         return
-    asked = max((_last_ask.get(ddp, 0) for ddp in ddps), default=0)
+    asked = max(_last_ask.get(ddp, 0) for ddp in ddps)  # those of the gradients
     before = max(_asks_before.get(part, 0) for part in scaled)
     if asked <= before and _is_last_stage() and _scale(scaled[0]) != 1:
         LEDGER.report(

@@ -95,6 +95,38 @@ def test_generation_that_runs_again_is_not(ending, event):
     assert found() == []
 
 
+class PlainClient:
+    """Marks nothing: that it is paused is known from its calls alone."""
+
+    fails = False
+
+    async def pause_generation(self):
+        pass
+
+    async def resume_generation(self):
+        if self.fails:
+            raise OSError("no resume")
+
+
+PlainClient.pause_generation = _generation.watch_pause(PlainClient.pause_generation)
+PlainClient.resume_generation = _generation.watch_resume(PlainClient.resume_generation)
+
+
+def test_a_pause_after_generation_ran_again_is_not_the_one_of_the_failed_sync():
+    client = PlainClient()
+    asyncio.run(sync(client, resumes=True))
+    asyncio.run(client.pause_generation())
+    assert found() == []
+
+
+def test_generation_whose_resume_failed_is_still_paused():
+    client = PlainClient()
+    client.fails = True
+    with pytest.raises(OSError, match="no resume"):
+        asyncio.run(sync(client, resumes=True))
+    assert [rule for rule, _ in found()] == ["resumed"]
+
+
 def test_generation_that_the_caller_has_resumed_by_other_means_is_not():
     client = Client()
     asyncio.run(sync(client))

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import AUDITED, run_cells
-from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, new_machine, raising_half_way, rerun_data
+from rigs.megatron.options import BOTH, GRADS, UNPATCHED, Interrupted, new_machine, raising_half_way, rerun_data
 
 from megapatch import audit
 from megapatch._mcore.rerun_machine import rewind_interrupted_step
@@ -62,6 +62,21 @@ def timed(repaired):
     return found()
 
 
+def switched(repaired):
+    """A call that has switched the forward pre-hooks off, and was interrupted before it switched them on again."""
+    model = tiny_gpt(layers=4, **BOTH)
+    (chunk,) = model.chunks
+    audit.clear()
+    handle = chunk.module.register_forward_hook(lambda *ignored: chunk.disable_forward_pre_hook(param_sync=False))
+    interrupt(model, 0)
+    handle.remove()
+    if repaired:
+        chunk.enable_forward_pre_hook()
+    model.zero_grad()
+    model.forward_backward(1)
+    return found()
+
+
 def rerun(repaired, mode):
     machine, data = new_machine(mode), rerun_data(0)
     model = tiny_gpt(layers=4)
@@ -76,7 +91,7 @@ def rerun(repaired, mode):
     return ran, found()
 
 
-KINDS = {"left": left, "timed": timed}
+KINDS = {"left": left, "timed": timed, "switched": switched}
 MODES = ("DISABLED", "VALIDATE_RESULTS")
 
 
@@ -104,6 +119,11 @@ def test_timers_that_are_still_running_are_found(cells):
     assert "did not put back the timer forward-backward" in what
 
 
+def test_forward_pre_hooks_that_are_still_off_are_found(cells):
+    ((_, what),) = cells["switched", False]
+    assert what == "a forward-backward call did not put back the forward pre-hooks of chunk 0"
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rerun_machine_that_is_still_in_its_step_is_found(cells, mode):
     ran, ((_, what),) = cells[mode, False]
@@ -113,6 +133,6 @@ def test_a_rerun_machine_that_is_still_in_its_step_is_found(cells, mode):
 
 def test_what_was_put_right_by_then_is_not(cells):
     assert cells["left", True] == ([], [])
-    assert cells["timed", True] == []
+    assert cells["timed", True] == cells["switched", True] == []
     for mode in MODES:
         assert cells[mode, True] == (True, [])

@@ -1,0 +1,155 @@
+"""Parts of the audit, each alone: what is counted, what is excused, and what is nobody's fault."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megapatch
+from megapatch import audit
+from megapatch.audit import _checkpoints, _findings, _gradients, _scales, _weights
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left():
+    yield
+    audit.clear()
+
+
+def found():
+    return [(finding.invariant, finding.what) for finding in audit.findings()]
+
+
+# ------------------------------------------------------------------------ gradients
+class Chunk:
+    """One bucket of one parameter."""
+
+    def __init__(self, **config):
+        self.parameter = torch.nn.Parameter(torch.ones(1))
+        self.bucket = SimpleNamespace(params=[self.parameter])
+        group = SimpleNamespace(buckets=[self.bucket], param_to_bucket={self.parameter: self.bucket})
+        self.bucket_groups, self.expert_parallel_bucket_groups = [group], []
+        self.param_to_bucket_group = {self.parameter: group}
+        self.buffer = SimpleNamespace(buckets=[self.bucket])
+        self.config = SimpleNamespace(**config)
+
+
+@pytest.mark.parametrize("arrivals", [0, 1, 2])
+def test_a_step_has_used_a_gradient_that_came_once_or_more(arrivals):
+    chunk = Chunk()
+    for _ in range(arrivals):
+        _gradients._note_arrival(chunk, chunk.parameter)
+    _gradients.note_step([chunk])
+    assert _gradients._state(chunk.bucket).stepped == (arrivals > 0)
+
+
+def test_a_parameter_without_a_bucket_is_not_looked_at(caplog):
+    _gradients._note_arrival(Chunk(), torch.nn.Parameter(torch.ones(1)))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("handles", [False, True])
+def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_purpose(handles):
+    chunk = Chunk()
+    _gradients._note_arrival(chunk, chunk.parameter)
+    try:
+        raise ValueError
+    except ValueError:
+        if handles:
+            _gradients._note_reset(chunk.buffer)
+    if not handles:
+        _gradients._note_reset(chunk.buffer)
+    assert _gradients._state(chunk.bucket).dropped == (not handles)
+
+
+# ------------------------------------------------------------------------ scales
+@pytest.mark.parametrize(
+    ("config", "has"),
+    [
+        ({"num_moe_experts": 2, "moe_aux_loss_coeff": 0.1}, True),
+        ({"num_moe_experts": 2, "moe_z_loss_coeff": 0.1}, True),
+        ({"num_moe_experts": 2, "moe_aux_loss_coeff": 0}, False),
+        ({"num_moe_experts": 2, "moe_aux_loss_coeff": 0.1, "moe_grad_scale_func": lambda: 1}, False),
+        ({"num_moe_experts": None, "moe_aux_loss_coeff": 0.1}, False),
+        ({"mtp_num_layers": 1}, True),
+        ({"mtp_num_layers": 1, "mtp_grad_scale_func": lambda: 1}, False),
+        ({}, False),
+    ],
+)
+def test_which_models_have_losses_of_their_own_that_nobody_scales(config, has):
+    assert _scales._has_auxiliary_losses(SimpleNamespace(**config)) == has
+
+
+def test_losses_that_were_not_scaled_are_those_of_one_step():
+    chunk = Chunk(num_moe_experts=2, moe_aux_loss_coeff=0.1, grad_scale_func=None)
+    _scales.note_call([chunk])
+    assert chunk in _scales._unscaled_losses
+    _scales.end_step([], [chunk])
+    assert chunk not in _scales._unscaled_losses
+
+
+# ------------------------------------------------------------------------ checkpoints
+class Strategy:
+    pass
+
+
+@pytest.mark.parametrize(("keeps", "planned"), [(True, True), (False, True), (True, False)])
+def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(keeps, planned):
+    strategy = Strategy()
+    before = _checkpoints._compare(strategy, {"one": 1}, keeps, planned)
+    _checkpoints._note_saved(strategy, before, None)
+    _checkpoints._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
+    assert [rule for rule, _ in found()] == ["saved-what-is"] * (keeps and planned)
+
+
+# ------------------------------------------------------------------------ weights
+@pytest.mark.parametrize(
+    ("loaded", "options", "wrong"),
+    [
+        ("ref", {}, True),
+        ("ref", {"colocate": True}, False),
+        ("ref", {"offload_train": True}, False),
+        ("actor", {}, False),
+    ],
+)
+def test_slimes_weights_are_compared_where_another_model_was_loaded_and_is_sent(loaded, options, wrong):
+    actor = SimpleNamespace(
+        _active_model_tag=loaded,
+        args=SimpleNamespace(**{"offload_train": False, "colocate": False, **options}),
+        weights_backuper=SimpleNamespace(
+            get={"actor": {"w": torch.ones(2)}}.get, _source_getter=lambda: [("w", torch.zeros(2))]
+        ),
+    )
+    _weights._compare_with_copy(actor)
+    assert [rule for rule, _ in found()] == ["weights-synced"] * wrong
+
+
+# ------------------------------------------------------------------------ findings
+def test_a_bug_of_the_audit_is_told_once(caplog):
+    @_findings.observes
+    def look():
+        raise KeyError("a bug")
+
+    assert [look(), look()] == [None, None]
+    (record,) = caplog.records
+    assert "look failed, and finds nothing" in record.getMessage()
+    assert record.exc_info[0] is KeyError
+
+
+@pytest.mark.parametrize(
+    ("file", "is_machinery"),
+    [
+        ("/lib/megatron/core/optimizer/optimizer.py", True),
+        ("/lib/torch/nn/modules/module.py", True),
+        (os.path.join(os.path.dirname(megapatch.__file__), "audit", "_steps.py"), True),
+        ("<frozen importlib._bootstrap>", True),
+        ("/lib/megatron/training/training.py", False),
+        ("/home/me/core/train.py", False),
+        ("/home/me/megatron/train.py", False),
+    ],
+)
+def test_whose_code_a_finding_names(file, is_machinery):
+    assert _findings._is_machinery(file) == is_machinery
