@@ -114,7 +114,11 @@ OF_AROUND_TRAIN = {
     )
 }
 
-QUICK = OF_TRAIN_STEP | OF_AROUND_TRAIN | {f"{_MEGATRON}{file}::{test}" for file, *tests in OF_PATCHES.values() for test in tests}
+QUICK = (
+    OF_TRAIN_STEP
+    | OF_AROUND_TRAIN
+    | {f"{_MEGATRON}{file}::{test}" for file, *tests in OF_PATCHES.values() for test in tests}
+)
 
 
 def is_quick(nodeid: str) -> bool:
