@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from rigs.audit import found
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import BOTH, UNPATCHED
 from rigs.megatron.save import BASE, SHARED, STATE_ON_ONE, Saves, prepare
@@ -21,10 +22,6 @@ MODELS = {
 }
 CHANGES = {"unchanged": (BASE, BASE), "added on one rank": (BASE, STATE_ON_ONE)}
 PARALLEL = {"unchanged": (BASE, BASE), "added": (BASE, SHARED)}
-
-
-def found():
-    return [(one.invariant, one.what) for one in audit.findings()]
 
 
 def saved(layout, options, folder, rank, complete):

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from rigs.audit import found
 from rigs.streaming.world import World, run
 
 from megapatch import audit
@@ -18,22 +19,14 @@ from megapatch.audit._findings import LEDGER
 from megapatch.streaming import TrainPump  # noqa: F401  (before the audit, as in a run that starts it late)
 from megapatch.weight_sync import paused_generation
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _audited():
     audit.start()
     yield
     audit.stop()
-
-
-@pytest.fixture(autouse=True)
-def _nothing_left():
-    yield
-    audit.clear()
-
-
-def found():
-    return [(finding.invariant, finding.what) for finding in audit.findings()]
 
 
 class Client:

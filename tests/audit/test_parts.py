@@ -7,20 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rigs.audit import found
 
 import megapatch
-from megapatch import audit
 from megapatch.audit import _checkpoints, _findings, _gradients, _scales, _weights
 
-
-@pytest.fixture(autouse=True)
-def _nothing_left():
-    yield
-    audit.clear()
-
-
-def found():
-    return [(finding.invariant, finding.what) for finding in audit.findings()]
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 # ------------------------------------------------------------------------ gradients

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rigs.cells import run_cells
 from rigs.megatron.options import BOTH, GRADS, Interrupted, new_machine, raising_half_way, rerun, rerun_data
-from rigs.megatron.save import Saves, minor, prepare
+from rigs.megatron.save import Saves, has_working_writer, prepare
 from rigs.train_step.fsdp import Sharded
 from rigs.train_step.models import in_pieces
 
@@ -173,7 +173,7 @@ CELLS = {
     "two steps' data": ({}, accumulated),
     "aborted": ({}, aborted),
 }
-SAVES = [] if minor() < 13 else ["saved and loaded"]  # 0.12's writer does not work with this torch
+SAVES = ["saved and loaded"] if has_working_writer() else []
 if megatron_training_available():
     CELLS["train() twice"] = ({}, megatrons_own, "disabled")
     CELLS["train() twice, validated"] = ({}, megatrons_own, "validate_results")

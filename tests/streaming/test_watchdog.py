@@ -56,16 +56,21 @@ def test_nothing_is_said_before(caplog, call):
     assert not warnings(caplog)
 
 
+async def waiting_step(pump, rollouts):
+    """Begin a step, end the rollout of group a, and give up after 700 seconds."""
+    stepping = asyncio.ensure_future(pump.step())
+    await rollouts.end("a")
+    await asyncio.sleep(700)
+    stepping.cancel()
+
+
 def test_what_waits_for_the_call_is_listed(caplog):
     async def main():
         world, pump, rollouts = await begun(
             World({"before microbatch": lambda: asyncio.sleep(1000)}), max_staleness=1, groups="abcdef"
         )
         await world.put("z")
-        stepping = asyncio.ensure_future(pump.step())
-        await rollouts.end("a")
-        await asyncio.sleep(700)
-        stepping.cancel()
+        await waiting_step(pump, rollouts)
 
     run(main())
     (text,) = warnings(caplog)
@@ -103,10 +108,7 @@ def test_a_group_that_training_has_is_not_in_the_buffer(caplog):
         world = World()
         world.max_prompt_groups = 2
         _, pump, rollouts = await begun(world, groups="abcd", max_staleness=0)
-        stepping = asyncio.ensure_future(pump.step())
-        await rollouts.end("a")
-        await asyncio.sleep(700)
-        stepping.cancel()
+        await waiting_step(pump, rollouts)
 
     run(main())
     (text,) = warnings(caplog)

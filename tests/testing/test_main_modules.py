@@ -189,9 +189,9 @@ SAVES = """
 @needs_megatron
 def test_a_script_saves_a_checkpoint(tmp_path):
     """Save with Megatron, which in some releases starts a process each time."""
-    from rigs.megatron.save import minor
+    from rigs.megatron.save import has_working_writer
 
-    if minor() < 13:
+    if not has_working_writer():
         pytest.skip("the writer of megatron-core 0.12 does not work with this torch")
     (tmp_path / "script.py").write_text(textwrap.dedent(SAVES))
     (tmp_path / "checkpoint").mkdir()

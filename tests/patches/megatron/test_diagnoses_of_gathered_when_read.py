@@ -58,6 +58,19 @@ def test_megatron():
     assert_verdicts(found_of_optimizer, expected)
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """Returns a function that makes an importable module of names."""
+
+    def make(name, **names):
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return make
+
+
 def export(models):
     for model in models:
         yield from model.parameters()
@@ -82,11 +95,8 @@ def export_of(chunks):
         (None, "unknown", "test_exporter:export"),
     ],
 )
-def test_exporters(monkeypatch, found, kind, words):
-    module = ModuleType("test_exporter")
-    module.export = found
-    monkeypatch.setitem(sys.modules, "test_exporter", module)
-    verdict = patch.diagnose_reader("export", "models", module)
+def test_exporters(made, found, kind, words):
+    verdict = patch.diagnose_reader("export", "models", made("test_exporter", export=found))
     assert verdict.kind.value == kind
     assert words in verdict.reason
 
@@ -108,10 +118,7 @@ class Merged:
         (Merged, "unknown", "get_delta_weights in test_bridge:LoraParallelLinear.merge"),
     ],
 )
-def test_merging_adapters(monkeypatch, layer, kind, words):
-    module = ModuleType("test_bridge")
-    module.LoraParallelLinear = layer
-    monkeypatch.setitem(sys.modules, "test_bridge", module)
-    verdict = diagnose_merge(module)
+def test_merging_adapters(made, layer, kind, words):
+    verdict = diagnose_merge(made("test_bridge", LoraParallelLinear=layer))
     assert verdict.kind.value == kind
     assert words in verdict.reason

@@ -194,6 +194,11 @@ def minor():
     return int(version_of("megatron-core", "megatron.core").split(".")[1])
 
 
+def has_working_writer():
+    """Return whether Megatron's writer of checkpoints works with this torch: 0.12's does not."""
+    return minor() >= 13
+
+
 def planning(rank, again=0, collectives=0, **calls):
     """Return the calls expected on a rank: only the coordinator makes a global plan, `again` times."""
     counted = {"create_global_plan": again if rank == 0 else 0, "all_reduce": collectives, **calls}
