@@ -31,11 +31,12 @@ OFF, WATCHED, COMPARED = "without the audit", "watched", "compared"
 def measure(rank, world_size, rounds):
     """Return, for each generation of models, the seconds of each step by kind; and the number of findings."""
     init_parallel()
-    return [measure_models(rounds) for _ in range(GENERATIONS)], len(audit.findings())
+    measured = [measure_models(rounds) for _ in range(GENERATIONS)]
+    return [times for times, _ in measured], sum(findings for _, findings in measured)
 
 
 def measure_models(rounds):
-    """Return by kind the seconds of each step of four new models."""
+    """Return by kind the seconds of each step of four new models, and the number of findings."""
     options = {"lr": 1e-3, "overlap_grad_reduce": True, "ddp": {"bucket_size": 200_000}, **SIZE}
     models = {True: [], False: []}
     for audited in (False, True, True, False):  # a model keeps the hooks that it was wrapped with
@@ -43,6 +44,7 @@ def measure_models(rounds):
         models[audited].append(tiny_gpt(**options))
     batches = models[True][0].microbatches(0, 1, micro_batch_size=MICRO_BATCH_SIZE)
     found = {kind: [] for kind in (OFF, WATCHED, COMPARED)}
+    findings = 0
 
     def step(model, kind):
         found[kind].append(seconds(functools.partial(model.train_step, microbatches=batches)))
@@ -50,13 +52,17 @@ def measure_models(rounds):
     for _ in range(rounds + WARM_UP):
         audit.stop()
         for model in models[False]:
+            model.train_step(microbatches=batches)  # as below
             step(model, OFF)
         for model in models[True]:
+            audit.start(every=1)
+            model.train_step(microbatches=batches)  # ranks settle, and leave a comparison to the next step to read
             audit.start(every=NEVER)
             step(model, WATCHED)
             audit.start(every=1)
             step(model, COMPARED)
-    return {kind: times[WARM_UP * len(models[False]) :] for kind, times in found.items()}
+        findings += len(audit.findings())
+    return {kind: times[WARM_UP * len(models[False]) :] for kind, times in found.items()}, findings
 
 
 def added_by(times):

@@ -84,7 +84,7 @@ def calls() -> bool:
 IMPORT = """
 import json, sys, time, types
 catalogue = types.ModuleType("megapatch.patches._catalogue")  # in the place of megapatch's own
-catalogue.CATALOGUE, catalogue.of_family = json.loads(sys.argv[1]), None
+catalogue.CATALOGUE, catalogue.of_family = json.loads(sys.argv[1]), tuple
 sys.modules[catalogue.__name__] = catalogue
 start = time.perf_counter(); import wrapt; wrapt_done = time.perf_counter(); import megapatch
 print(wrapt_done - start, time.perf_counter() - wrapt_done)

@@ -67,7 +67,7 @@ def main() -> bool:
         plain = {**os.environ, "PYTHONPYCACHEPREFIX": cache}
         for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH"):
             plain.pop(name, None)
-        targets = {record.site.module for record in this_process().records}
+        targets = {module for record in this_process().records for module in record.modules}
         kinds = {"plain": plain, "with run": reaching(plain, targets)}
         whole_processes(kinds)
         return inside(kinds)

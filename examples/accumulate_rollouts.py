@@ -3,16 +3,18 @@
     python examples/accumulate_rollouts.py
 
 Runs on CPU, on two ranks, in seconds: Megatron's GPT in DistributedDataParallel with overlap_grad_reduce, once
-with all rollouts in one call, and once with the step split over several calls. Needs megapatch[demo].
+with all rollouts in one call, and once with the step split over several calls. Needs the extra `demo`
+(in a checkout: pip install ".[demo]").
 """
 
 from __future__ import annotations
 
 import random
 
+import torch
+
 import megapatch
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
-from megapatch.testing._data import forward_step
 
 STEPS, ROLLOUTS = 3, 8
 
@@ -24,6 +26,21 @@ def arriving(step, rollouts):
         size = chance.randint(1, 3)
         yield rollouts[:size]
         rollouts = rollouts[size:]
+
+
+def forward_step(microbatches, model):
+    """Run the model on one microbatch: Megatron's forward step function, with a loss per token."""
+    tokens = next(microbatches)
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    batch, length = inputs.shape
+    positions = torch.arange(length).expand(batch, -1)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+
+    def loss_of(losses):
+        number = torch.tensor(losses.numel(), dtype=torch.int)
+        return losses.sum(), number, {"loss": torch.stack([losses.detach().sum(), number.float()])}
+
+    return model(inputs, positions, hidden, labels=labels), loss_of
 
 
 def train(rank, world_size, split):

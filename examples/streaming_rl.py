@@ -20,7 +20,7 @@ as on-policy training (in seconds since training began) and ends at most 0.05 be
 time and by samples: per sample, stale rollouts are worth a little less. As a check, Megatron's own schedule trains
 on the groups of the on-policy run again, one call per step, and must come to the same parameters.
 
-Needs megapatch[demo], and megapatch[example] for the plot.
+In a checkout: pip install ".[example]"; without matplotlib, ".[demo]", there is no plot.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ import sys
 import tempfile
 import time
 
-import streaming_rl_processes as processes
-from streaming_rl_processes import SAMPLES, VOCAB, advantages, mean_reward
+import _streaming_rl_processes as processes
+from _streaming_rl_processes import SAMPLES, VOCAB, advantages, mean_reward
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 
@@ -188,7 +188,7 @@ def plot(runs, title, path):
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
-        print("no plot: matplotlib is not installed; pip install megapatch[example]")
+        print("no plot: matplotlib is not installed")
         return
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import ray
 import torch
+from _skyrl_on_cpu import ENGINES, LENGTH, VOCABULARY, Worker
 from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch
 from skyrl.backends.skyrl_train.workers.worker import PPORayActorGroup
 from skyrl.backends.skyrl_train.workers.worker_dispatch import WorkerDispatch
 from skyrl.train.config import SkyRLTrainConfig
-from skyrl_on_cpu import ENGINES, LENGTH, VOCABULARY, Worker
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.skyrl import DispatchTrainer, SamplerWeights

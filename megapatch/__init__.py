@@ -24,6 +24,7 @@ from .patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Sta
 if TYPE_CHECKING:
     from . import audit, errors, patch, patches, reach, streaming, testing, train_step, weight_sync
     from ._reporting.agreement import assert_consistent
+    from ._reporting.check import check
     from ._reporting.report import Report
     from .train_step import TrainStep
 
@@ -49,6 +50,7 @@ __all__ = [
     "apply",
     "assert_consistent",
     "audit",
+    "check",
     "errors",
     "patch",
     "patches",
@@ -67,6 +69,7 @@ _PLACES = {
     "Report": "._reporting.report",
     "TrainStep": ".train_step",
     "assert_consistent": "._reporting.agreement",
+    "check": "._reporting.check",
 }
 _SUBPACKAGES = ("audit", "reach", "streaming", "testing", "train_step", "weight_sync")
 

@@ -2,7 +2,7 @@
 
 A *patch* repairs one upstream defect at one or more *sites*. A site is a module, a diagnosis of it and the
 targets in it; its targets are installed all or none. Diagnosing returns a *verdict* about the code that is
-really there; the *status* says what became of the site in this process.
+really there; the *status* is the outcome at the site in this process.
 
 Every process that imports megapatch pays for this module, so it imports little.
 """
@@ -10,11 +10,13 @@ Every process that imports megapatch pays for this module, so it imports little.
 from __future__ import annotations
 
 import enum
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
+from ._layers import attribute_of, layers_of
 from .errors import MisuseError
 
 __all__ = [
@@ -36,7 +38,7 @@ MARK = "__megapatch__"
 
 
 class VerdictKind(enum.Enum):
-    """What a diagnosis can find."""
+    """The possible findings of a diagnosis."""
 
     NEEDED = "needed"
     FIXED = "fixed"
@@ -58,7 +60,7 @@ UNKNOWN = VerdictKind.UNKNOWN
 
 
 class Verdict(NamedTuple):
-    """What a diagnosis found.
+    """The finding of a diagnosis.
 
     Attributes:
         kind: one of NEEDED, FIXED, ABSENT, UNSUPPORTED, UNKNOWN.
@@ -70,7 +72,7 @@ class Verdict(NamedTuple):
 
 
 class Status(enum.Enum):
-    """What became of a site in this process; the one that most needs attention comes first."""
+    """The state of a site in this process; the one that most needs attention comes first."""
 
     FAILED = "failed"
     OVERWRITTEN = "overwritten"
@@ -158,36 +160,23 @@ class Site(_Immutable):
         return Site, (self.module, self.diagnose, {**self.replace}, self.holders, {**self.add}, self.rebuild)
 
 
-class Patch(_Immutable):
-    """One fix for one upstream defect. Immutable; two patches are equal only if they are the same object.
+class PatchInfo(_Immutable):
+    """The facts of a patch whose code is not loaded, or is loaded in another process.
 
-    Args:
-        name: ``family.what-it-makes-right``.
-        doc: the docstring of the patch's module; its first line is the summary. None, as Python has it under -OO,
-            becomes a sentence that says so.
-        upstream: the issue or pull request that describes the defect, as a URL.
-        sites: where it applies; they stand and fall alone.
-        changes_numbers: whether a run that did not crash before gives other numbers with the patch.
-
-    Raises:
-        MisuseError: for a name of another form, and without sites.
+    Attributes:
+        modules: of its sites, each once.
     """
 
     name: str
     doc: str
-    upstream: str
-    sites: tuple[Site, ...]
+    upstream: str | None
+    modules: tuple[str, ...]
     changes_numbers: bool
 
     def __init__(
-        self, name: str, doc: str | None, upstream: str, sites: tuple[Site, ...], changes_numbers: bool = False
+        self, name: str, doc: str, upstream: str | None, modules: tuple[str, ...], changes_numbers: bool = False
     ) -> None:
-        if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", name):
-            raise MisuseError(f"patch name {name!r} is not of the form family.what-it-makes-right")
-        if not sites:
-            raise MisuseError(f"patch {name} has no site")
-        doc = doc or "(Python was started with -OO, which removes docstrings.)"
-        self._set(name=name, doc=doc, upstream=upstream, sites=tuple(sites), changes_numbers=changes_numbers)
+        self._set(name=name, doc=doc, upstream=upstream, modules=modules, changes_numbers=changes_numbers)
 
     @property
     def family(self) -> str:
@@ -199,6 +188,41 @@ class Patch(_Immutable):
         """The first line of the docstring."""
         return self.doc.strip().partition("\n")[0]
 
+
+class Patch(PatchInfo):
+    """One fix for one upstream defect. Immutable; two patches are equal only if they are the same object.
+
+    Args:
+        name: ``family.what-it-makes-right``.
+        doc: the docstring of the patch's module; its first line is the summary. None, as Python has it under -OO,
+            becomes a sentence that says so.
+        upstream: the issue or pull request that describes the defect, as a URL; None if it was not reported.
+        sites: where it applies; they stand and fall alone.
+        changes_numbers: whether a run that did not crash before gives other numbers with the patch.
+
+    Raises:
+        MisuseError: for a name of another form, and without sites.
+    """
+
+    sites: tuple[Site, ...]
+
+    def __init__(
+        self,
+        name: str,
+        doc: str | None,
+        upstream: str | None,
+        sites: tuple[Site, ...],
+        changes_numbers: bool = False,
+    ) -> None:
+        if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", name):
+            raise MisuseError(f"patch name {name!r} is not of the form family.what-it-makes-right")
+        if not sites:
+            raise MisuseError(f"patch {name} has no site")
+        doc = doc or "(Python was started with -OO, which removes docstrings.)"
+        modules = tuple(dict.fromkeys(site.module for site in sites))
+        super().__init__(name, doc, upstream, modules, changes_numbers)
+        self._set(sites=tuple(sites))
+
     def __repr__(self) -> str:
         return f"<Patch {self.name} at {', '.join(site.module for site in self.sites)}>"
 
@@ -209,11 +233,10 @@ def unpatched(function: Any) -> Any:
     Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.
     """
-    found, layer = function, function
-    while layer is not None:
-        below = getattr(layer, "__wrapped__", None)
+    found = function
+    layers = list(layers_of(function))
+    for layer, below in itertools.pairwise(layers):
         # functools.wraps copies the mark to a wrapper on top of ours, so the lowest marked layer counts.
-        if below is not None and MARK in getattr(layer, "__dict__", ()):
+        if MARK in attribute_of(layer, "__dict__", ()):
             found = below
-        layer = below
     return found

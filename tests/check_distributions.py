@@ -17,8 +17,10 @@ OUTSIDE = [
     "MANIFEST.in",
     "properdocs.yml",
     "pyproject.toml",
+    "RELEASING.md",
     "ruff.toml",
     "setup.cfg",
+    "setup.py",
     "tox.ini",
 ]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rigs.needs import missing, reason_to_skip
+from rigs.needs import missing, reason_to_skip, uses_torch
 from rigs.quick import is_quick
 
 from megapatch._versions import here
@@ -89,6 +89,24 @@ VARIABLES = {
 
 
 ABSENT = missing()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--torch",
+        choices=("with", "without"),
+        help="collect only the modules whose tests use torch, or only the others, which are faster without: torch "
+        "and Megatron are thousands of modules, in all of which the engine looks for holders",
+    )
+
+
+def pytest_ignore_collect(collection_path, config):
+    wanted = config.getoption("torch")
+    if wanted == "without" and collection_path.is_dir():
+        return uses_torch(collection_path / "conftest.py") or None
+    if wanted and collection_path.suffix == ".py":
+        return uses_torch(collection_path) != (wanted == "with") or None
+    return None
 
 
 def pytest_configure():

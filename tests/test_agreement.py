@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import types
 
 import pytest
 from rigs.needs import needs_megatron, needs_torch
 
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
+from megapatch._version import exact_version
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 RERUN = "megatron.core.rerun_state_machine"
@@ -85,13 +87,26 @@ def test_looking_that_raises_is_a_fact(monkeypatch):
     )
 
 
+@needs_torch
 def test_devices():
-    assert [agreement._wants_cuda(one) for one in ("nccl", "gloo", "cpu:gloo,cuda:nccl", "cuda:nccl")] == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    backends = ("nccl", "gloo", "cpu:gloo,cuda:nccl", "cuda:nccl", "xccl", "npu:hccl", "unheard-of")
+    kinds = [agreement._kinds_of_devices(backend) for backend in backends]
+    assert kinds[0] == kinds[3] == ["cuda"] and "cpu" in kinds[1] and "cpu" in kinds[2]
+    assert kinds[4:] == [["xpu"], ["npu"], ["cpu"]]
+
+
+@needs_torch
+def test_a_backend_that_others_have_registered(monkeypatch):
+    """As Ascend's hccl, which knows no CPU tensors."""
+    import torch
+    from torch.distributed import Backend
+
+    monkeypatch.setattr(Backend, "backend_capability", {**Backend.backend_capability, "hccl": ["npu"]})
+    npu = types.SimpleNamespace(current_device=lambda: 3)
+    monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr(torch, "device", lambda *kind: kind)
+    assert agreement._device_for("hccl") == ("npu", 3)
+    assert agreement._device_for("gloo") == ("cpu",)
 
 
 def test_what_this_process_has_loaded(modules):
@@ -150,10 +165,10 @@ def agreeing(rank, world_size):
             patch.setattr(facts._versions, "here", dict().popitem)
         found["a rank cannot look"] = told()
     if rank == 1:
-        facts.__version__ = "0.0.1"
+        facts.exact_version = lambda: "0.0.1"
     found["another version"] = told()
     if rank:
-        facts.__version__ = f"0.0.{rank}"
+        facts.exact_version = lambda: f"0.0.{rank}"
     found["three versions"] = told()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_MOST_VALUES", 2)
@@ -178,8 +193,9 @@ def test_ranks_agree_in_one_collective_or_say_who_differs():
         assert "on ranks 0-1 (" in rank["one slot, restored"][1] and restored in rank["one slot, restored"][1]
         assert "finding this out is possible on ranks 0, 2; impossible" in rank["a rank cannot look"][1]
         assert "KeyError" in rank["a rank cannot look"][1] and "on rank 1. `meg" in rank["a rank cannot look"][1]
-        assert "megapatch is 0.1.0 on ranks 0, 2; 0.0.1 on rank 1. `meg" in rank["another version"][1]
-        assert "megapatch is 0.1.0 on rank 0; 0.0.1 on rank 1; 0.0.2 on rank 2. `m" in rank["three versions"][1]
+        here = exact_version()
+        assert f"megapatch is {here} on ranks 0, 2; 0.0.1 on rank 1. `meg" in rank["another version"][1]
+        assert f"megapatch is {here} on rank 0; 0.0.1 on rank 1; 0.0.2 on rank 2. `m" in rank["three versions"][1]
         assert "(and on rank 2 it is something else)" in rank["more than are told apart"][1]
     assert zero["restored on one"] == one["restored on one"] == two["restored on one"]
     for rank in (one, two):

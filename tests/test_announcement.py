@@ -51,6 +51,23 @@ def test_modules_that_import_each_other_are_one_line(modules, said):
     assert said() == [f"megapatch applied test.louder to {inner}; test.outer to {outer}"]
 
 
+def test_what_is_too_long_for_a_line_is_counted(modules, said):
+    names = [modules.write(TARGET) for _ in range(4)]
+    patches = {f"test.{'long-' * 12}{number}": name for number, name in enumerate(names)}
+    outer = modules.write("".join(f"import {name}\n" for name in names) + TARGET)
+    make_engine(
+        *(make_patch(name, name=patch, changes_numbers=name == names[0]) for patch, name in patches.items()),
+        make_patch(outer, name="test.outer"),
+    ).activate()
+    importlib.import_module(outer)
+    (message,) = said()
+    first, *lines = message.splitlines()
+    assert first == "megapatch applied 5 patches to 5 modules, 1 of which may change numbers:"
+    applied = [f"  {patch} to {name}" for patch, name in patches.items()]
+    applied[0] = applied[0].replace(" to", " (changes numbers) to")
+    assert lines == [*applied, f"  test.outer to {outer}"]
+
+
 def test_an_outer_import_that_fails_keeps_nothing_back(modules, said):
     inner = modules.write(TARGET)
     outer = modules.write(f"import {inner}\nraise RuntimeError\n")

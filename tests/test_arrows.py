@@ -16,14 +16,14 @@ ROOT = Path(megapatch.__file__).parent
 
 # A room may import the rooms of the lines above its own.
 LEVELS = (
-    {"errors", "_version", "_loaded_modules"},
-    {"patch", "_versions", "_mcore"},
+    {"errors", "_version", "_loaded_modules", "_layers", "_printable"},
+    {"patch", "_versions", "_mcore", "_pausing"},
     {"weight_sync", "train_step"},
     {"patches"},
     {"_engine"},
     {"_reporting", "audit"},
     {"_api"},
-    {"streaming", "testing"},
+    {"streaming", "testing", "_nemo_rl_split_step"},
     {"_verify"},
     {"reach"},
     {"_cli"},

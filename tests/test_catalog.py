@@ -20,9 +20,16 @@ def test_the_catalogue_names_what_is_there():
             patch.name: tuple(dict.fromkeys(site.module for site in patch.sites)) for patch in of_family(family)
         }
         assert list(named.items()) == list(there.items()), (
-            f"in megapatch/patches/__init__.py {family} has to be {there}"
+            f"in megapatch/patches/_catalogue.py {family} has to be {there}"
         )
     assert len({patch.name for patch in PATCHES}) == len(PATCHES)
+
+
+def test_every_file_of_a_family_is_in_the_catalogue():
+    folder = Path(patches.__file__).parent
+    for family, named in CATALOGUE.items():
+        files = {path.stem for path in (folder / family).glob("[!_]*.py")}
+        assert files == {name.partition(".")[2].replace("-", "_") for name in named}
 
 
 def test_every_package_of_patches_is_in_the_catalogue():
@@ -32,13 +39,16 @@ def test_every_package_of_patches_is_in_the_catalogue():
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_a_patch_is_one_file_whose_docstring_tells_all(patch):
-    module = sys.modules[patch.sites[0].diagnose.__module__]
     family, name = patch.name.split(".")
-    assert module.__name__ == f"megapatch.patches.{family}.{name.replace('-', '_')}"
+    module = sys.modules[f"megapatch.patches.{family}.{name.replace('-', '_')}"]
+    assert module.PATCH is patch
     assert patch.doc.startswith(module.__doc__)
     for section in ("Symptom  ", "Upstream ", "Seam     ", "Limits   ", "Cost     "):
         assert f"\n{section} " in patch.doc, section
-    assert patch.upstream.startswith("https://github.com/")
+    reported = patch.upstream is not None
+    assert reported is ("\nUpstream  not reported" not in patch.doc)
+    assert not reported or patch.upstream.startswith("https://github.com/")
+    assert not patch.changes_numbers or "\nNumbers  " in patch.doc
 
 
 ADDED = [(path, added) for patch in PATCHES for site in patch.sites for path, added in site.add.items()]

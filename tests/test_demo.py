@@ -17,17 +17,11 @@ from rigs.command import heed_ctrl_c, run
 from rigs.needs import needs_megatron
 
 from megapatch._cli import demo, heartbeat
+from megapatch._version import requirement
 from megapatch._versions import find_module
 
 HAS_CORE = find_module("megatron.core") is not None
 HAS_TRAIN = find_module("megatron.training") is not None
-
-# The demo with other settings for its repaired run.
-RUN_WITH = """
-import sys, megapatch._cli.demo as demo
-demo.REPAIRED = {{**demo.REPAIRED, **{settings}}}
-sys.exit(demo.demo())
-"""
 
 
 @needs_megatron
@@ -52,23 +46,41 @@ def test_the_repaired_run_equals_the_plain_one():
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
+@pytest.fixture
+def repaired_with(monkeypatch, capfd):
+    """Return a function that runs the demo with other settings of its repaired run: exit code, output, errors.
+
+    In this process, whose ranks have a server already; the test above runs it as a user does.
+    """
+
+    def run_demo(**settings):
+        monkeypatch.setattr(demo, "REPAIRED", {**demo.REPAIRED, **settings})
+        code = demo.demo()
+        return code, *capfd.readouterr()
+
+    for name in [name for name in os.environ if name.startswith("MEGAPATCH_")]:
+        monkeypatch.delenv(name)
+    return run_demo
+
+
 @needs_megatron
 @pytest.mark.thorough
 @pytest.mark.parametrize("lacking", (demo.TRAIN if HAS_TRAIN else demo.HOOKS).repaired_by)
-def test_it_fails_without_any_of_the_patches_that_it_names(lacking):
-    shown = run("-c", RUN_WITH.format(settings={"MEGAPATCH_DISABLE": lacking}))
-    assert shown.returncode == 1
-    assert "KeyError" in shown.stderr or "AssertionError" in shown.stderr
+def test_it_fails_without_any_of_the_patches_that_it_names(lacking, repaired_with):
+    code, _, errors = repaired_with(MEGAPATCH_DISABLE=lacking)
+    assert code == 1
+    assert "KeyError" in errors or "AssertionError" in errors
 
 
 @needs_megatron
 @pytest.mark.thorough
-def test_the_patches_that_it_names_are_enough_and_settings_of_the_shell_are_ignored():
+def test_the_patches_that_it_names_are_enough_and_settings_of_the_shell_are_ignored(repaired_with, monkeypatch):
     names = (demo.TRAIN if HAS_TRAIN else demo.HOOKS).repaired_by
-    shown = run("-c", RUN_WITH.format(settings={"MEGAPATCH_ONLY": ",".join(names)}), MEGAPATCH_ONLY="slime.*")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    assert "MEGAPATCH_ONLY=slime.* is set. The demo ignores it" in " ".join(shown.stdout.split())
-    assert "applied as well" not in shown.stdout
+    monkeypatch.setenv("MEGAPATCH_ONLY", "slime.*")
+    code, shown, errors = repaired_with(MEGAPATCH_ONLY=",".join(names))
+    assert (code, errors) == (0, "")
+    assert "MEGAPATCH_ONLY=slime.* is set. The demo ignores it" in " ".join(shown.split())
+    assert "applied as well" not in shown
 
 
 @needs_megatron
@@ -157,7 +169,7 @@ def test_without_torch_it_says_what_to_install():
     )
     shown = run("-c", script)
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert shown.stderr == 'the demo needs torch: pip install "megapatch[demo]"\n'
+    assert shown.stderr == f"the demo needs torch: pip install {requirement('demo')}\n"
 
 
 def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):

@@ -14,8 +14,7 @@ import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
 
 from megapatch import _loaded_modules
-from megapatch._engine import engine, holders, install, target
-from megapatch._engine import record as site_record
+from megapatch._engine import engine, holders, install, record, site_record, target
 from megapatch.patch import Patch, Site
 
 SOURCE = f"""
@@ -32,7 +31,7 @@ alias = greet
 HANDLERS = {{"greet": greet}}
 actor = Actor(Greeter)
 """
-FILES = {module.__file__ for module in (engine, holders, install, site_record, target)}
+FILES = {module.__file__ for module in (engine, holders, install, record, site_record, target)}
 
 
 class Actor:

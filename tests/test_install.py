@@ -210,7 +210,7 @@ def test_what_is_put_beneath_sees_what_the_others_leave(modules):
     engine.restore()
     assert target.greet("you") == importer.greet("you") == "hello you" and len(seen) == 4
     engine.apply()
-    engine.take_away([watcher])
+    engine.put_beneath([])
     assert target.greet("you") == "hello you!" and len(seen) == 4
     assert [patch.name for patch in engine.patches] == ["test.louder"]
     engine.restore()

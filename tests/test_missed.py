@@ -16,11 +16,11 @@ from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch._engine import strict
 from megapatch._engine.engine import Engine
-from megapatch._engine.lookout import lookout
-from megapatch._engine.record import Placeholder
+from megapatch._engine.record import Unloaded
 from megapatch._engine.settings import Settings
+from megapatch._engine.watch import front_finder
 from megapatch.errors import StrictError
-from megapatch.patch import UNKNOWN, Verdict
+from megapatch.patch import UNKNOWN, PatchInfo, Verdict
 
 
 class LoadsItself:
@@ -182,19 +182,14 @@ def test_strict_raises_where_the_import_of_another_target_finds_what_needs_atten
         importlib.import_module(other)
 
 
-class Empty(Placeholder):
-    def load(self):
-        return ()
-
-
 def test_a_late_look_does_not_wait_for_another_threads_import(modules, in_front, monkeypatch):
     """It holds the import lock of the module whose import made it look: the other thread may want that one."""
     monkeypatch.setitem(sys.modules, "megapatch_test_gate", gate := types.ModuleType("gate"))
     gate.reached, gate.go_on = threading.Event(), threading.Event()
     wait = "import megapatch_test_gate as gate\ngate.reached.set()\nassert gate.go_on.wait(30)\n"
     slow, missed, another = modules.write(wait), modules.write(TARGET), modules.write("")
-    patch = make_patch(slow)
-    Engine((make_patch(missed),), Settings(), [Empty(patch, patch.sites[0], None)]).activate()
+    unloaded = Unloaded("acme", slow, (PatchInfo("acme", "", "", (slow,)),), load=tuple, names_are_known=False)
+    Engine((make_patch(missed),), Settings(), [unloaded]).activate()
     in_front(missed)
     importlib.import_module(missed)
     importer = threading.Thread(target=importlib.import_module, args=(slow,), daemon=True)
@@ -232,5 +227,11 @@ def test_a_hook_that_asks_all_others_is_not_asked_for_ever(modules, monkeypatch)
 def test_it_finds_nothing_while_it_stands_in_front(modules):
     """Each import would cost a second search otherwise."""
     make_engine(make_patch(modules.write(TARGET))).activate()
-    assert sys.meta_path[0] is lookout
-    assert lookout.find_spec(modules.write("")) is None
+    assert sys.meta_path[0] is front_finder
+    assert front_finder.find_spec(modules.write("")) is None
+
+
+def test_before_activation_nothing_is_missed(monkeypatch):
+    monkeypatch.setitem(sys.modules, name := "megapatch_test_by_hand", types.ModuleType(name))
+    engine = make_engine(make_patch(name))
+    assert status_of(engine) == "pending"

@@ -12,7 +12,16 @@ from mutants.find import mutations
 from mutants.runs import ROOT, Copy
 from mutants.tables import CHOSEN, Equivalent, chosen_for, equivalents, files_of, outdated
 
-ROOMS = ("_engine", "audit", "patches", "streaming", "train_step", "weight_sync")
+ROOMS = (
+    "_engine",
+    "_nemo_rl_split_step",
+    "_pausing",
+    "audit",
+    "patches",
+    "streaming",
+    "train_step",
+    "weight_sync",
+)
 PATH = "megapatch/_engine/settings.py"
 SOURCE = '''
 def mean(total: int | None, count, log):

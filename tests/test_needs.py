@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.needs import HOW_TO_GET, MEGATRON, TORCH, missing, reason_to_skip
+from rigs.needs import HOW_TO_GET, MEGATRON, TORCH, missing, reason_to_skip, uses_torch
 
 HERE = Path(__file__).parent
 NO_MEGATRON = {MEGATRON: HOW_TO_GET[MEGATRON]}
@@ -42,6 +42,22 @@ _versions.find_module = lambda name: None if name.partition(".")[0] in {hidden} 
 def test_a_module_is_skipped_for_what_it_and_its_rigs_import(file, without_megatron, without_either):
     assert reason_to_skip(HERE / file, NO_MEGATRON) == HOW_TO_GET.get(without_megatron)
     assert reason_to_skip(HERE / file, HOW_TO_GET) == HOW_TO_GET.get(without_either)
+
+
+@pytest.mark.parametrize(
+    ("file", "uses"),
+    [
+        ("test_engine.py", False),
+        ("doctor/test_doctor.py", False),  # imports Megatron in processes of its own
+        ("train_step/test_fsdp.py", True),
+        ("test_demo.py", True),  # in a function
+        ("train_step/test_last_call.py", True),  # in a rig
+        ("patches/megatron/test_edits.py", True),  # by its conftest.py
+    ],
+)
+def test_which_modules_are_run_without_torch(file, uses):
+    """`--torch` divides the tests by it: where torch is imported the engine's take several times as long."""
+    assert uses_torch(HERE / file) == uses
 
 
 def test_a_megatron_that_cannot_be_imported_is_not_missing(fake_megatron, monkeypatch):

@@ -37,6 +37,12 @@ class Raising:
         raise RuntimeError("the class was read")
 
 
+class RaisingSpec(types.ModuleType):
+    @property
+    def __spec__(self):
+        raise RuntimeError("the spec was read")
+
+
 def lazily(name):
     spec = importlib.util.find_spec(name)
     spec.loader = importlib.util.LazyLoader(spec.loader)
@@ -82,3 +88,12 @@ def test_a_lazy_module_stays_unloaded(modules, monkeypatch, body):
     assert status_of(engine) == "applied"
     assert actors_of("Greeter")(target) == {}
     assert "megapatch_test_seen" not in sys.modules
+
+
+def test_an_odd_target_does_not_break_the_import_of_another(modules, monkeypatch, caplog):
+    odd, name = "megapatch_test_odd", modules.write(TARGET)
+    monkeypatch.setitem(sys.modules, odd, RaisingSpec(odd))
+    engine = make_engine(make_patch(odd, name="test.odd"), make_patch(name))
+    engine.activate()
+    assert importlib.import_module(name)
+    assert "patches could not be considered" in caplog.text and "the spec was read" in caplog.text

@@ -86,6 +86,7 @@ def test_the_table_tells_all_in_as_many_columns_as_there_are(modules, monkeypatc
         disable=("e.*",),
     )
     engine.activate()
+    monkeypatch.setattr("megapatch._reporting.report.exact_version", lambda: "0.1.0")  # one line of versions
     report = make_report(engine.records)
     for columns in (80, 60):
         lines = "\n".join(report.table(columns)).split("\n")

@@ -146,11 +146,11 @@ class Programs(RuleBasedStateMachine):
             assert self.everything() == before
             assert self.meddled
             return
-        if "test.own" in self.engine.named(*names or "*"):
+        if "test.own" in self.engine.roster.matching_names(*names or "*"):
             self.is_as_it_was(*OWN)
             said = [holder.greet("you") for holder in self.holders]
             assert not any("!" in text and "?" not in text for text in said)
-        if "test.others" in self.engine.named(*names or "*"):
+        if "test.others" in self.engine.roster.matching_names(*names or "*"):
             self.is_as_it_was("polite")
             assert vars(sys.modules[self.base].Base)["greet"] is self.base_greet
 

@@ -15,7 +15,7 @@ DDP = "megatron.core.distributed.distributed_data_parallel"
 TELLS = "print('the entry point was loaded')\nPATCHES = ()\n"
 LOOK = (
     "from megapatch._engine.engine import this_process\n"
-    f"print([one.patch.name for one in this_process()._placeholders() if not one.names_are_known])\nimport {DDP}"
+    f"print([one.name for one in this_process().roster.unloaded if not one.names_are_known])\nimport {DDP}"
 )
 SITE = str(Path(megapatch.__file__).parents[1])
 WRAPT = str(Path(sys.modules["wrapt"].__file__).parents[1])
@@ -60,7 +60,7 @@ import multiprocessing, sys
 from megapatch._engine.engine import this_process
 
 def look():
-    print([entry.patch.name for entry in this_process()._placeholders() if not entry.names_are_known])
+    print([entry.name for entry in this_process().roster.unloaded if not entry.names_are_known])
 
 if __name__ == "__main__":
     process = multiprocessing.get_context(sys.argv[1]).Process(target=look)

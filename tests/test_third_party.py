@@ -57,7 +57,7 @@ def patches(modules, target):
 
 def make_engine(*own, **settings):
     chosen = Settings(**settings)
-    return Engine(own, chosen, third_party.records(chosen))
+    return Engine(own, chosen, third_party.third_parties(chosen))
 
 
 def told(engine):

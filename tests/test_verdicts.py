@@ -10,12 +10,12 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from rigs.audit import WATCHERS
 from verdicts import releases, table
 from verdicts.process import CouldNotLook, verdicts_on
 
 from megapatch import Patch
 from megapatch._versions import find_module, version_of
-from megapatch.audit import _WATCHERS
 from megapatch.patches import PATCHES
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,7 @@ RELEASES = releases.read(releases.FILE.read_text())
 SKYRL = Path(os.environ.get("SKYRL_RELEASES", "no such folder"))
 
 
-JUDGED = (*PATCHES, *_WATCHERS)
+JUDGED = (*PATCHES, *WATCHERS)
 
 
 def problems(page=PAGE, patches=JUDGED, all_releases=RELEASES, tox=TOX):
@@ -174,7 +174,7 @@ def test_each_thing_that_can_be_wrong_is_told():
     first, *others = PATCHES
 
     def linked(upstream):
-        return [Patch(first.name, first.doc, upstream, first.sites), *others, *_WATCHERS]
+        return [Patch(first.name, first.doc, upstream, first.sites), *others, *WATCHERS]
 
     row = next(line for line in PAGE.splitlines() if line.startswith("| 0.1"))
     columns = row.split(" | ")

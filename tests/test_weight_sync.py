@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import subprocess
 import sys
@@ -12,8 +13,8 @@ import pytest
 from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import PLACES, Failure, World
 
+from megapatch._pausing.generation import resumed_on_failure
 from megapatch.weight_sync import paused_generation
-from megapatch.weight_sync._pause import resumed_on_failure
 
 PACKAGE = "megapatch.weight_sync"
 DEEDS = [None, "raise", "cancel"]
@@ -46,7 +47,10 @@ def run_all(make, check):
     async def run():
         for plan in PLANS:
             world = make(plan)
-            with mock.patch(f"{PACKAGE}._pause.log") as log, mock.patch(f"{PACKAGE}._cancellation.log", log):
+            with contextlib.ExitStack() as stack:
+                log = stack.enter_context(mock.patch(f"{PACKAGE}._pause.log"))
+                for module in ("cancellation", "generation"):
+                    stack.enter_context(mock.patch(f"megapatch._pausing.{module}.log", log))
                 raised = await asyncio.ensure_future(world.raised())
             try:
                 check(world, raised, log)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,8 +11,13 @@ from .._engine.advice import sections
 from .._engine.engine import this_process
 from .._reporting import terminal
 from ..errors import MegapatchError
-from ..patch import Patch
+from ..patch import Patch, PatchInfo
 from ..patches import PATCHES
+
+_ALIGNED = 10
+"""Columns before the text of a docstring's sections."""
+_HEADING = re.compile("[A-Z][a-z]+ {2,}")
+_PARAGRAPH_ENDS = re.compile(r"\n(?! )")
 
 SCHEMA = 1
 """Version of the JSON of both commands. It grows when a key is removed or changes its meaning."""
@@ -23,14 +28,16 @@ def list_patches(markdown: bool, as_json: bool = False) -> int:
     if markdown:
         terminal.write(markdown_table(PATCHES))
         return 0
-    this_process().load_all()
-    patches = this_process().patches
+    patches = _all_patches()
     if as_json:
         _write_json([_summary(patch) for patch in patches])
         return 0
     width = max(len(patch.name) for patch in patches)
+    columns = terminal.columns_of_a_terminal()
+    if columns and columns < width + 40:
+        width = 2  # the summary has lines of its own, as in a table it would have few words a line
     for patch in patches:
-        terminal.write(f"{patch.name:{width}}  {patch.summary}")
+        _write_fitted(f"{patch.name:{width}}  {patch.summary}", width + 2, columns)
     return 0
 
 
@@ -39,32 +46,45 @@ def markdown_table(patches: Iterable[Patch]) -> str:
     rows = ["| patch | what it makes right | upstream | changes numbers |", "| --- | --- | --- | --- |"]
     for patch in patches:
         numbers = "yes" if patch.changes_numbers else "no"
-        rows.append(f"| `{patch.name}` | {patch.summary} | <{patch.upstream}> | {numbers} |")
+        reported = f"<{patch.upstream}>" if patch.upstream else "not reported"
+        rows.append(f"| `{patch.name}` | {patch.summary} | {reported} | {numbers} |")
     return "\n".join(rows)
 
 
 def explain(names: Sequence[str], as_json: bool = False) -> int:
     """Print everything about the named patches, from their docstrings and sites."""
-    this_process().load_all()
+    patches = _all_patches()
     try:
-        chosen = this_process().named(*names)
+        chosen = this_process().roster.matching_names(*names)
     except MegapatchError as error:
         terminal.note(str(error))
         return 2
-    patches = [patch for patch in this_process().patches if patch.name in chosen]
+    patches = [patch for patch in patches if patch.name in chosen]
     if as_json:
         _write_json([_description(patch) for patch in patches])
         return 0
     for patch in patches:
-        terminal.write(f"{patch.name}: {inspect.cleandoc(patch.doc)}\n")
-        terminal.write(f"Link      {patch.upstream}")
+        columns = terminal.columns_of_a_terminal()
+        for paragraph in _PARAGRAPH_ENDS.split(f"{patch.name}: {inspect.cleandoc(patch.doc)}"):
+            _write_fitted(paragraph, _ALIGNED if _HEADING.match(paragraph) else 0, columns)
+        terminal.write()
+        _write_fitted(f"Link      {patch.upstream or 'none: not reported'}", _ALIGNED, columns)
         if "Numbers" not in sections(patch.doc):  # its own words are more precise
             changed = "changed" if patch.changes_numbers else "not changed"
             terminal.write(f"Numbers   {changed} in a run that did not crash")
-        for site in patch.sites:
-            terminal.write(f"Site      {site.module}{': ' * bool(site.paths)}{', '.join(site.paths)}")
+        for module, paths in _sites(patch):
+            _write_fitted(f"Site      {module}{': ' * bool(paths)}{', '.join(paths)}", _ALIGNED, columns)
         terminal.write()
     return 0
+
+
+def _write_fitted(text: str, indent: int, columns: int | None) -> None:
+    """Print text as it is, or, where a line of it is longer than a terminal, filled again."""
+    if columns and max(map(len, text.splitlines()), default=0) > columns:
+        first = text[:indent] if text[indent - 1 : indent] == " " else ""
+        rest = " ".join(text[len(first) :].split())
+        text = "\n".join(terminal.wrapped(rest, columns, first, " " * indent))
+    terminal.write(text)
 
 
 def names_and_globs() -> list[str]:
@@ -72,7 +92,20 @@ def names_and_globs() -> list[str]:
     return [*(patch.name for patch in PATCHES), *dict.fromkeys(f"{patch.family}.*" for patch in PATCHES)]
 
 
-def _summary(patch: Patch) -> dict[str, Any]:
+def _all_patches() -> list[PatchInfo]:
+    """Return all patches, and what is known of those that are off, or cannot be loaded."""
+    this_process().load_all()
+    return list(this_process().roster.known_patches)
+
+
+def _sites(patch: PatchInfo) -> list[tuple[str, tuple[str, ...]]]:
+    """Return the module and the targets of each site; of a patch that is not loaded the targets are not known."""
+    if isinstance(patch, Patch):
+        return [(site.module, site.paths) for site in patch.sites]
+    return [(module, ()) for module in patch.modules]
+
+
+def _summary(patch: PatchInfo) -> dict[str, Any]:
     return {
         "name": patch.name,
         "family": patch.family,
@@ -82,13 +115,13 @@ def _summary(patch: Patch) -> dict[str, Any]:
     }
 
 
-def _description(patch: Patch) -> dict[str, Any]:
+def _description(patch: PatchInfo) -> dict[str, Any]:
     return {
         **_summary(patch),
         "sections": {heading.lower(): text for heading, text in sections(patch.doc).items()},
-        "sites": [{"module": site.module, "targets": list(site.paths)} for site in patch.sites],
+        "sites": [{"module": module, "targets": list(paths)} for module, paths in _sites(patch)],
     }
 
 
 def _write_json(patches: list[dict[str, Any]]) -> None:
-    terminal.write(json.dumps({"schema": SCHEMA, "patches": patches}, indent=2))
+    terminal.write_json({"schema": SCHEMA, "patches": patches})

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .._engine.settings import DISABLE, ONLY
 from .._reporting import terminal
-from .._version import __version__
+from .._version import exact_version, requirement
 from .._versions import TESTED, find_module, here, too_old
 from ..patches import PATCHES
 from .demo_runs import (
@@ -86,8 +86,8 @@ def demo() -> int:
     """Run the demo. The exit code is 0 only if the repaired run equals the plain one; see `EXIT_CODES`."""
     modules = {"torch": "torch", "megatron-core": "megatron.core"}
     if lacking := [name for name, module in modules.items() if find_module(module) is None]:
-        return _cannot(f'the demo needs {" and ".join(lacking)}: pip install "megapatch[demo]"')
-    versions = {"megapatch": __version__, **here()}
+        return _cannot(f"the demo needs {' and '.join(lacking)}: pip install {requirement('demo')}")
+    versions = {"megapatch": exact_version(), **here()}
     if too_old("megatron-core", version := versions["megatron-core"]):
         return _cannot(f"the demo needs megatron-core {TESTED['megatron-core'][0]} or later; this is {version}")
     from ..testing import RanksFailed, RanksTimedOut, megatron_training_available

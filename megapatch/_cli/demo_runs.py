@@ -24,8 +24,8 @@ OVERLAPPED = {
 
 @dataclass
 class Outcome:
-    """What one run did on rank 0: losses of each call, errors in Megatron's own words, final parameters, and the
-    names of the patches that were applied."""
+    """The results of one run on rank 0: losses of each call, errors in Megatron's own words, final parameters, and
+    the names of the patches that were applied."""
 
     losses: list[list[float]] = field(default_factory=list)
     errors: list[tuple[str, str]] = field(default_factory=list)

@@ -29,7 +29,7 @@ def heartbeat(text: str) -> Iterator[None]:
         with contextlib.suppress(terminal.OutputLost):  # the main thread's next line finds out
             while not done.wait(1.0 if on_terminal else DOT_EVERY):
                 seconds = f"{time.monotonic() - started:.0f} s"
-                terminal.write(f"\r{text} {seconds}" if on_terminal else ".", end="")
+                terminal.write(f"{text} {seconds}" if on_terminal else ".", end="", over=on_terminal)
                 terminal.flush()
 
     terminal.write(text, end="")
@@ -43,4 +43,5 @@ def heartbeat(text: str) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        terminal.write(f"\r{text}{ending}" if on_terminal and ending else ending)
+        again = on_terminal and bool(ending)
+        terminal.write(f"{text}{ending}" if again else ending, over=again)

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from .._printable import first_line_at_the_margin
 from .._reporting import terminal
-from .._version import __version__
-from .doctor import EXIT_CODES, SECONDS, doctor
+from .._version import exact_version
+from .doctor import EXIT_CODES, SECONDS, compare, doctor
 
 CANNOT_WRITE, INTERRUPTED, READER_HAS_GONE = 2, 130, 141
 
@@ -22,7 +24,7 @@ exit codes: see megapatch COMMAND --help; and of every command:
   {INTERRUPTED}  interrupted (Ctrl-C)
   {READER_HAS_GONE}  whoever read the output has gone, as with `| head`
 
-completion in bash and zsh: pip install "megapatch[completion]", then
+completion in bash and zsh: pip install argcomplete, then
   eval "$(register-python-argcomplete megapatch)"
 """
 
@@ -51,19 +53,48 @@ def _run(arguments: Sequence[str] | None) -> int:
             import_module("argcomplete").autocomplete(parser)
         except ImportError:
             return 1  # the shell's Python has it, and this one has not: run nothing
-    options = parser.parse_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    if others:
+        options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if reason := _no_temporary_files(options):
+        terminal.note(reason)
+        return CANNOT_WRITE
     code: int = options.run(options)
     return code
 
 
+def _no_temporary_files(options: argparse.Namespace) -> str | None:
+    """Say why a command that starts processes, and writes files for them, cannot do so here; None if it can."""
+    if not (options.command in ("demo", "verify") or getattr(options, "probe", None)):
+        return None
+    import tempfile
+
+    try:
+        tempfile.gettempdir()  # writes a file, as a full disk has folders, too
+    except OSError as error:
+        return (
+            f"megapatch {options.command} needs a folder for temporary files: expected one that can be written "
+            f"to, with space left, found none ({error.strerror}). Set TMPDIR to one, as in TMPDIR=/scratch "
+            "megapatch ..."
+        )
+    return None
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose messages, which quote what was typed, are cleaned."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(first_line_at_the_margin(message) if file is sys.stderr else message, file)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megapatch",
         description="Makes Megatron safe to call repeatedly.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"megapatch {__version__}")
+    parser.add_argument("--version", action="version", version=f"megapatch {exact_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add in (_add_doctor, _add_verify, _add_list, _add_explain, _add_run, _add_demo):
         add(commands)
@@ -74,6 +105,7 @@ def _command(commands: Any, name: str, **texts: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
     )
+    parser.set_defaults(parser=parser)  # whose usage an error shows
     return parser
 
 
@@ -95,6 +127,9 @@ def _add_doctor(commands: Any) -> None:
         help="show the status of every patch in this environment, and why",
         description="Import every target that is installed, and show each patch's status with the\nreason.",
         epilog=EXIT_CODES,
+    )
+    command.add_argument(
+        "folder", nargs="?", metavar="FOLDER", help="compare what ranks wrote there, with MEGAPATCH_REPORT=FOLDER"
     )
     command.add_argument("--json", action="store_true", help="print JSON on standard output")
     command.add_argument(
@@ -122,6 +157,10 @@ def _add_doctor(commands: Any) -> None:
     )
 
     def run(options: argparse.Namespace) -> int:
+        if options.folder is not None:
+            if not os.path.isdir(options.folder):
+                command.error(f"{options.folder}: expected a folder with the files of ranks, found none")
+            return compare(options.folder, options.json)
         if options.json and options.report == "-":
             command.error("--json and --report - both write to standard output; name a file")
         return doctor(options.json, not options.no_import, options.probe, options.report)

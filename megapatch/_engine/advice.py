@@ -1,4 +1,4 @@
-"""What to tell a user about a patch that is needed, or may be, and is not in place.
+"""Advice for the user about a patch that is needed, or may be, and is not in place.
 
 In the engine, because its log line and doctor are to say the same.
 """
@@ -8,22 +8,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..patch import Patch
+from .._version import REPOSITORY
+from ..patch import PatchInfo
 from .settings import DISABLE
 
-ISSUE_TRACKER = "https://github.com/megapatch/megapatch/issues"
+ISSUE_TRACKER = f"{REPOSITORY}/issues"
 
 _HEADING = re.compile("([A-Z][a-z]+) {2,}")
 _LONGEST = 280
 
 
-def advice(patch: Patch) -> str:
-    """Return, in one line: what is at risk, how to accept that, where to report it."""
+def advice(patch: PatchInfo) -> str:
+    """Return in one line the risk, how to accept it, and where to report it."""
     return f"{at_risk(patch)}; {acceptance([patch.name])}; {report_it()}"
 
 
-def at_risk(patch: Patch) -> str:
-    """Return what happens without the patch: the first sentences of its Symptom section, else its summary."""
+def at_risk(patch: PatchInfo) -> str:
+    """Describe a run without the patch: the first sentences of its Symptom section, else its summary."""
     import textwrap  # only when something is wrong
 
     symptom = sections(patch.doc).get("Symptom")
@@ -42,7 +43,7 @@ def acceptance(names: Iterable[str], disabled: Iterable[str] = ()) -> str:
 
     Args:
         names: patches that are not in place.
-        disabled: what MEGAPATCH_DISABLE holds already.
+        disabled: the names that MEGAPATCH_DISABLE holds already.
     """
     return f"to run without: {DISABLE}={','.join(dict.fromkeys([*disabled, *names]))}"
 

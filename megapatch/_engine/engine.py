@@ -16,55 +16,51 @@ from collections.abc import Collection, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ..errors import MegapatchError, StrictError
+from ..errors import StrictError
 from ..patch import NEEDS_ATTENTION, Patch, Status
-from . import entry_points, families, holders, strict, watch
+from . import holders, strict, watch
+from .edges import comes_from_outside, guard_log_handlers
+from .entry_points import third_parties
+from .families import families
 from .install import check_current
-from .lookout import lookout
-from .record import Placeholder, Record, SiteRecord
-from .settings import Settings, matching, unknown_name
+from .record import Record, Unloaded
+from .roster import Roster
+from .settings import Settings
+from .site_record import SiteRecord
 from .wording import not_in_place, what_was_applied
 
 if TYPE_CHECKING:
     from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
-
-_TO_COME = (Status.PENDING, Status.MISSED)
+guard_log_handlers(log)
 
 
 class Engine:
-    """The patches of one process and what became of them."""
+    """Watches, considers, installs and restores the patches of one process."""
 
-    def __init__(
-        self, patches: Iterable[Patch], settings: Settings, placeholders: Iterable[Placeholder] = ()
-    ) -> None:
+    def __init__(self, patches: Iterable[Patch], settings: Settings, unloaded: Iterable[Unloaded] = ()) -> None:
         self.settings = settings
-        self.records: tuple[Record, ...] = ()
-        self._changing_records = threading.Lock()
+        self.roster = Roster(patches, settings, unloaded)
         self._activating = threading.Lock()
         self._active = False
         self._watched: set[str] = set()
-        self._complained: set[str] = set()
+        self._warned_of: set[str] = set()
         self._applied: list[SiteRecord] = []  # and not announced yet
-        self._beneath: tuple[Patch, ...] = ()
-        for patch in patches:
-            self.records += self._records_of(patch, self.patches)
-        self.records += tuple(placeholders)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """One record for each site, and for patches that are not loaded, in the order of the reports."""
+        return self.roster.records
 
     @property
     def patches(self) -> tuple[Patch, ...]:
-        """All patches in order; placeholders stand for those that are not loaded yet."""
-        return tuple(dict.fromkeys(record.patch for record in self.records))
+        """The patches that are loaded, in order."""
+        return self.roster.patches
 
-    def complaints(self) -> list[str]:
-        """List what is wrong with the MEGAPATCH_* environment."""
-        unknown = [record for record in self._placeholders() if not record.names_are_known]
-        more_to_come = any(record.status is Status.PENDING for record in unknown)
-        return self.settings.complaints([patch.name for patch in self.patches], more_to_come)
-
+    # ------------------------------------------------------------------------ for the user
     def activate(self) -> None:
-        """Watch for every target and patch what is there; a second call only looks again.
+        """Watch for every target, and patch the loaded ones; a second call only looks again.
 
         Raises:
             StrictError: with MEGAPATCH_STRICT, when a site needs attention.
@@ -72,26 +68,23 @@ class Engine:
         with self._activating:
             first, self._active = not self._active, True
         if first:
-            self._complain()
-        lookout.call_when_missed(self._on_missed)
-        try:
-            for record in self.records:
-                self._watch(record.site.module)
-            self._look()
-        finally:  # also where Ctrl-C came between
-            self._expect_nothing_more(self.records)
-        self._insist(self.records)
+            self._take_over()
+            self._warn_of_settings()
+        watch.call_when_missed(self._on_missed)
+        watch.front_finder.retire = self.retire
+        self._consider_loaded()
+        self._raise_if_strict(self.records)
 
     def apply(self) -> None:
-        """Consider every site whose module is loaded, restored ones too; what is in place stays as it is.
+        """Consider every site whose module is loaded, restored ones too; patches in place stay as they are.
 
         Raises:
             StrictError: with MEGAPATCH_STRICT, when a site needs attention.
         """
         for record in self.records:
             record.allow_again()
-        self._look()
-        self._insist(self.records)
+        self._consider_loaded()
+        self._raise_if_strict(self.records)
 
     def restore(self, *names: str) -> None:
         """Put back the originals of the named patches (names or globs) until `apply()`.
@@ -102,11 +95,15 @@ class Engine:
             MegapatchError: for an unknown name.
             RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
         """
-        named = self.named(*names or "*")
+        chosen = self.roster.matching_names(*names or "*")
         self.load_families()  # so that restored ones stay away when their module is imported
-        kept = () if names else self._beneath
+        kept = () if names else self.roster.beneath
         self._restore(
-            [record for record in self.records if record.patch.name in named and record.patch not in kept]
+            [
+                record
+                for record in self.records
+                if record not in kept and all(patch.name in chosen for patch, _ in record.rows())
+            ]
         )
 
     def _restore(self, chosen: Collection[Record]) -> None:
@@ -119,151 +116,159 @@ class Engine:
                 record.restore()
 
     def put_beneath(self, patches: Collection[Patch]) -> None:
-        """Add patches that see what is left once all others have had their say, whatever settings say of patches.
+        """Install these patches beneath all others, whatever the settings, in place of those put there before.
 
-        Those in place are taken off for a moment, so nothing of what they patch may run meanwhile.
+        With none, takes those away.
 
-        Raises:
-            RestoreError: when someone else has patched on top of megapatch; nothing is changed then.
-        """
-        with self._lifted(), self._changing_records:
-            added = [SiteRecord(patch, site, None) for patch in patches for site in patch.sites]
-            self.records = (*added, *self.records)
-            self._beneath += tuple(patches)
-
-    def take_away(self, patches: Collection[Patch]) -> None:
-        """Undo `put_beneath`.
+        The other patches are taken off for a moment, so no patched function may run meanwhile.
 
         Raises:
             RestoreError: when someone else has patched on top of megapatch; nothing is changed then.
         """
-        with self._lifted(), self._changing_records:
-            self.records = tuple(record for record in self.records if record.patch not in patches)
-            self._beneath = tuple(patch for patch in self._beneath if patch not in patches)
-
-    @contextlib.contextmanager
-    def _lifted(self) -> Iterator[None]:
-        """Take off what is in place, and put it in again afterwards, in the order of the records."""
-        lifted = [record for record in self._sites() if record.installed]
-        self._restore(lifted)
+        taken_off = [record for record in self.roster.sites if record.installed]
+        self._restore(taken_off)
         try:
-            yield
+            self.roster.put_beneath(patches)
         finally:
-            for record in lifted:
+            for record in taken_off:
                 record.allow_again()
             if self._active:
-                for module in [record.site.module for record in self.records]:
-                    self._watch(module)
-                self._look()
-                self._expect_nothing_more(self.records)
+                self._consider_loaded()
 
-    def named(self, *names: str) -> list[str]:
-        """Return the names of the patches that these names or globs stand for.
+    def _take_over(self) -> None:
+        """Have other copies of megapatch in this process retire: two would patch everything twice."""
+        for finder in watch.other_copies():
+            home = os.path.dirname(os.path.dirname(finder.home))
+            try:
+                finder.retire()
+            except Exception as error:
+                log.warning(
+                    "megapatch was loaded twice, and what the copy in %s has patched cannot be restored (%s: %s): "
+                    "this one stays off",
+                    *(home, type(error).__name__, error),
+                )
+                self.retire()
+                return
+            watch.remove(finder)
+            log.warning("megapatch was loaded twice: this copy takes over from the one in %s", home)
+
+    def retire(self) -> None:
+        """Restore everything, and stay away for good.
 
         Raises:
-            MegapatchError: for a name that stands for no patch.
+            RestoreError: when someone else has patched on top of megapatch; nothing is changed then.
         """
-        known = [patch.name for patch in self.patches]
-        for name in names:
-            if not matching(name, known):
-                raise MegapatchError(unknown_name(name, known))
-        return [patch for patch in known if any(matching(name, [patch]) for name in names)]
+        self._restore(self.records)
+        self._active = False
+        self.roster.supersede()
 
     def load_families(self) -> None:
         """Load all of megapatch's own patches now, whether their targets are imported or not."""
-        self._load_now(record for record in self._placeholders() if record.names_are_known)
+        _note_looked_for(self._load(*(record for record in self.roster.unloaded if record.names_are_known)))
 
     def load_all(self) -> None:
         """Load all patches now, those of entry points as well."""
-        self._load_now(self._placeholders())
+        _note_looked_for(self._load(*self.roster.unloaded))
 
-    def _load_now(self, placeholders: Iterable[Placeholder]) -> None:
-        for record in placeholders:
-            self._load(record)
-        self._expect_nothing_more(record for record in self._sites() if record.status is Status.PENDING)
+    # ------------------------------------------------------------------------ when something is loaded
+    def _load(self, *unloaded: Unloaded) -> list[SiteRecord]:
+        """Load patches, watch for their targets, and return the records of their sites."""
+        loaded: list[SiteRecord] = []
+        for record in unloaded:
+            loaded += self.roster.load(record)
+            self._watch(*(site.where for site in loaded))
+            self._warn_of_settings()
+        return loaded
 
-    def after_fork(self) -> None:
-        """In a forked child, finish what other threads were doing, as they do not exist there."""
-        watch.after_fork()
-        self._changing_records, self._activating = threading.Lock(), threading.Lock()
-        undone = [record for record in self._sites() if record.after_fork()]
-        self._consider((record, watch.loaded(record.site.module)) for record in undone)
-
-    def _placeholders(self) -> list[Placeholder]:
-        return [record for record in self.records if isinstance(record, Placeholder)]
-
-    def _sites(self) -> list[SiteRecord]:
-        return [record for record in self.records if isinstance(record, SiteRecord)]
-
-    def _look(self) -> None:
-        for placeholder in self._placeholders():
-            if watch.loaded(placeholder.site.module):
-                self._load(placeholder)
-        self._consider((record, watch.loaded(record.site.module)) for record in self._sites())
-        self._announce()
+    def _watch(self, *names: str) -> None:
+        """Watch these modules once; again only when that was interrupted."""
+        for name in names:
+            if name not in self._watched:
+                watch.call_when_loaded(name, functools.partial(self._on_loaded, name))
+                self._watched.add(name)
 
     def _on_loaded(self, name: str, module: ModuleType) -> None:
-        for placeholder in self._placeholders():
-            if placeholder.site.module == name:
-                self._load(placeholder)
-        here = [record for record in self._sites() if record.site.module == name]
-        # A module that was half-loaded in our own thread gets no event of its own. Do not wait here: this thread
-        # holds the import lock of `name`, and a thread that imports the other module may want it.
-        late = [record for record in self._sites() if record.status in _TO_COME and record not in here]
-        considered: list[tuple[SiteRecord, ModuleType | None]] = [(record, module) for record in here]
-        considered += [(record, watch.loaded(record.site.module, wait=False)) for record in late]
-        self._consider(considered, late)
-        self._announce(name)
-        self._insist([record for record in self.records if record in late or record.site.module == name])
+        self._raise_if_strict(self._consider_loaded(name, module, wait=False))
 
     def _on_missed(self) -> None:
-        """Patch what was imported behind another import hook. This thread holds an import lock: do not wait."""
-        for placeholder in self._placeholders():
-            if watch.loaded(placeholder.site.module, wait=False):
-                self._load(placeholder)
-        late = [(record, watch.loaded(record.site.module, wait=False)) for record in self._sites()]
-        late = [(record, module) for record, module in late if module is not None]
-        records = [record for record, _ in late]
-        self._consider(late, records)
-        self._announce()
-        self._insist(records)
+        """Patch targets that were imported behind another import hook."""
+        self._raise_if_strict(self._consider_loaded(wait=False))
 
-    def _consider(
-        self, found: Iterable[tuple[SiteRecord, ModuleType | None]], late: Collection[SiteRecord] = ()
-    ) -> None:
-        """Consider these sites, then look for other holders of what was replaced, once for all of them.
+    def _consider_loaded(
+        self, name: str | None = None, module: ModuleType | None = None, wait: bool = True
+    ) -> list[Record]:
+        """Load the patches of loaded modules, and consider their sites; return the records whose module is loaded.
 
         Args:
-            late: those not to wait for, where another thread is considering them.
+            name: a target that has just been loaded, as this `module`; its spec still says that it is being
+                imported. Other modules are then considered only if they were not before: one that was half-loaded
+                in our own thread gets no event of its own.
+            wait: whether to wait for other threads that import or consider a target. Not where this thread holds
+                an import lock, which they may want.
+        """
+        found: list[Record] = []
+        new: list[SiteRecord] = []
+
+        def find(target: str) -> ModuleType | None:
+            return module if target == name else watch.loaded(target, wait)
+
+        def sites() -> Iterator[tuple[SiteRecord, ModuleType, bool]]:
+            for record in self.roster.sites:
+                wanted = name in (None, record.where) or record.status in (Status.PENDING, Status.MISSED)
+                if wanted and (loaded := find(record.where)) is not None:
+                    found.append(record)
+                    yield record, loaded, wait or record.where == name
+
+        try:
+            for record in self.records if self._active else ():
+                self._watch(*record.modules)
+            for unloaded in self.roster.unloaded:
+                if any(find(target) is not None for target in unloaded.modules):
+                    found.append(unloaded)
+                    new += self._load(unloaded)
+            # One by one where it waits: no import keeps the sites back that come before its own.
+            self._consider(sites() if wait else list(sites()))
+            self._announce(name)
+        except Exception as error:  # of a module that is looked at, which must not break the import of another
+            if comes_from_outside(error):
+                raise
+            log.warning("patches could not be considered", exc_info=True)
+        finally:  # also where Ctrl-C came between
+            _note_looked_for(self.records if wait else new)  # another thread may be about to look for the others
+        return found
+
+    def _consider(self, sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> None:
+        """Consider these sites, then look once for all other holders of the replaced functions.
+
+        Args:
+            sites: with their modules, and whether to wait where another thread is considering one.
         """
         fresh: list[SiteRecord] = []
         try:
-            for record, module in found:
-                if module is None:
-                    self._expect_nothing_more([record])
-                else:
-                    fresh.append(record)
-                    if not record.consider(module, wait=record not in late):
-                        fresh.pop()
+            for record, module, wait in sites:
+                fresh.append(record)
+                if not record.consider(module, wait):
+                    fresh.pop()
             seen, places = _search(fresh)
             self._applied += [record for record, installed in seen if record.rebind(installed, places)]
         except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with a different function
-            if not fresh:
-                log.warning("patches could not be considered", exc_info=True)
             for record in fresh:
-                with contextlib.suppress(KeyboardInterrupt):
+                with contextlib.suppress(BaseException):  # this one again
                     record.abandon(error)
-            if not isinstance(error, Exception):
+            if not fresh or not isinstance(error, Exception) or comes_from_outside(error):
                 raise
 
-    def _expect_nothing_more(self, records: Iterable[Record]) -> None:
-        """Have the report call a module that is loaded from now on, and not considered, missed."""
-        for record in records:
-            record.is_expected = record.site.module not in self._watched
+    def after_fork(self) -> None:
+        """In a forked child, finish the work of other threads, which do not exist there."""
+        watch.after_fork()
+        self._activating = threading.Lock()
+        undone = [(record, watch.loaded(record.where)) for record in self.roster.after_fork()]
+        self._consider((record, module, True) for record, module in undone if module is not None)
 
-    def _announce(self, loaded: str | None = None) -> None:
-        """Log what was applied, once the outermost target is loaded: one line for a Megatron, whose modules import
-        each other.
+    # ------------------------------------------------------------------------ messages
+    def _announce(self, loaded: str | None) -> None:
+        """Log the applied patches, once the outermost target is loaded: one line for a Megatron, whose modules
+        import each other.
 
         Args:
             loaded: the target that has just been loaded, whose spec still says that it is being imported.
@@ -273,68 +278,36 @@ class Engine:
             applied, self._applied = self._applied, []
             log.info("%s", what_was_applied(applied))
 
-    def _load(self, placeholder: Placeholder) -> None:
-        """Put the patches that a placeholder stands for in its place; one that cannot be loaded stays.
-
-        No lock is held while they are imported. Of two threads that load them at once, the second changes nothing.
-        """
-        patches = placeholder.load()
-        with self._changing_records:
-            if not patches or placeholder not in self.records:
-                return
-            same = [r for r in self._placeholders() if r.source == placeholder.source]
-            position = self.records.index(same[0])
-            others = [record for record in self.records if record not in same]
-            added: tuple[Record, ...] = ()
-            for patch in patches:
-                known = [record.patch for record in (*others, *added)]
-                added += self._records_of(patch, known)
-            self.records = (*others[:position], *added, *others[position:])  # all at once: nobody finds half
-        for patch in patches:
-            for site in patch.sites:
-                self._watch(site.module)
-        self._complain()
-
-    def _complain(self) -> None:
-        for complaint in self.complaints():
-            what = complaint.partition(";")[0]  # what was meant instead may change as patches are loaded
-            if what not in self._complained:
-                self._complained.add(what)
+    def _warn_of_settings(self) -> None:
+        for complaint in (*self.settings.unknown_variables, *self.roster.complaints()):
+            problem = complaint.partition(";")[0]  # the names that it suggests change as patches are loaded
+            if problem not in self._warned_of:
+                self._warned_of.add(problem)
                 log.warning("%s", complaint)
 
-    def _records_of(self, patch: Patch, known: Collection[Patch]) -> tuple[SiteRecord, ...]:
-        """Return a record for each site; of two patches with one name the first counts."""
-        if patch in known:
-            return ()
-        records = tuple(SiteRecord(patch, site, self.settings.why_disabled(patch.name)) for site in patch.sites)
-        if any(patch.name == other.name for other in known):
-            for record in records:
-                record.disabled = "another patch has the same name"
-                record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
-        return records
-
-    def _watch(self, name: str) -> None:
-        """Watch a module once; again only when that was interrupted."""
-        if name not in self._watched:
-            watch.watch(name, functools.partial(self._on_loaded, name))
-            self._watched.add(name)
-
-    def _insist(self, records: Iterable[Record]) -> None:
+    def _raise_if_strict(self, records: Iterable[Record]) -> None:
         """With MEGAPATCH_STRICT, raise for sites that need attention, now and at every later import of them."""
         bad = [record for record in records if record.status in NEEDS_ATTENTION]
         if not self.settings.strict or not bad:
             return
         for record in bad:
             if record.status not in (Status.OVERWRITTEN, Status.MISSED):  # that module has long been in use
-                strict.keep_out(record.site.module, not_in_place([record]))
+                for name in record.modules:
+                    strict.keep_out(name, not_in_place([record]))
         raise StrictError(not_in_place(bad))
+
+
+def _note_looked_for(records: Iterable[Record]) -> None:
+    """From now on, report them as missed if their module is loaded and was not considered."""
+    for record in records:
+        record.looked_for = True
 
 
 def _search(
     fresh: list[SiteRecord],
 ) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[holders.Holder]]]:
-    """Return what these have installed, and who holds the originals of that."""
-    # In this order: another thread searches for what it installs meanwhile.
+    """Return the targets installed at these sites, and the holders of their originals."""
+    # In this order: another thread searches for the targets that it installs meanwhile.
     seen = [(record, record.installed) for record in fresh]
     originals = [target.original for _, installed in seen for target in installed if target.may_be_held]
     return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
@@ -344,7 +317,7 @@ def _search(
 def this_process() -> Engine:
     """Return the engine of this process: one, even if `import megapatch` fails at first and is repeated."""
     settings = Settings.from_environment()
-    engine = Engine((), settings, (*families.records(settings), *entry_points.records(settings)))
+    engine = Engine((), settings, (*families(), *third_parties(settings)))
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=engine.after_fork)
     return engine

@@ -1,12 +1,13 @@
 """Patches of other distributions, by the entry-point group ``megapatch.patches``.
 
 The entry's name is the module to watch, its value (``package.module:attribute``) a `Patch` or several, loaded
-when that module is. Until then a record of its own stands for it in the report.
+when that module is. Until then the report shows the distribution instead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -14,12 +15,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..patch import Patch, Site, Status
-from .record import Placeholder, never
+from ..patch import Patch, PatchInfo
+from .record import Unloaded
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
+    from importlib.metadata import Distribution, EntryPoint
 
 log = logging.getLogger("megapatch")
 
@@ -37,19 +38,43 @@ def entry_points(settings: Settings) -> list[EntryPoint]:
             return []  # reading all metadata properly takes long
         from importlib import metadata
 
-        first = {_normalized(found.name): found for found in reversed(list(metadata.distributions(path=folders)))}
-        return [
-            entry for found in reversed(first.values()) for entry in found.entry_points if entry.group == GROUP
-        ]
-    except Exception as error:  # metadata of others, in whatever shape
+        first: dict[str, list[EntryPoint]] = {}
+        for found in metadata.distributions(path=folders):
+            _read(found, first)
+        return [entry for entries in first.values() for entry in entries]
+    except Exception as error:  # of a finder
         log.warning("entry points of %s could not be read: %s: %s", GROUP, type(error).__name__, error)
         return []
 
 
-def records(settings: Settings) -> Iterator[EntryPointRecord]:
-    """Return what stands for each entry point of the group."""
+def _read(distribution: Distribution, first: dict[str, list[EntryPoint]]) -> None:
+    """Note the entry points of a distribution, unless there was one of its name: the first on the path counts.
+
+    Metadata of others are in whatever shape; a bad one loses no other.
+    """
+    try:
+        entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
+        name = _normalized(distribution.name) or f"without a name {len(first)}"
+        first.setdefault(name, entries)
+    except Exception as error:
+        place = getattr(distribution, "_path", None) or "a distribution"  # of importlib.metadata's own
+        log.warning(
+            "entry points of %s could not be read in %s: %s: %s", GROUP, place, type(error).__name__, error
+        )
+
+
+def third_parties(settings: Settings) -> Iterator[Unloaded]:
+    """Yield a record of each entry point's patches.
+
+    In the report it is called ``third_party.`` and the distribution; MEGAPATCH_DISABLE knows it by that name.
+    """
     for entry in entry_points(settings):
-        yield EntryPointRecord(entry, settings)
+        distribution = entry.dist.name if entry.dist else "unknown"
+        name = f"third_party.{_normalized(distribution)}"
+        doc = f"Patches of {distribution}: {entry.value}, loaded with {entry.name}."
+        patches = (PatchInfo(name, doc, None, (entry.name,)),)
+        off, load = settings.switched_off(name), functools.partial(_load, entry)
+        yield Unloaded(name, entry.name, patches, load, names_are_known=False, switched_off=off)
 
 
 def _installed_or_named(path: list[str]) -> list[str]:
@@ -60,7 +85,7 @@ def _installed_or_named(path: list[str]) -> list[str]:
     or the working directory: Python puts them there by itself, also in the processes of multiprocessing, and
     anything may lie about in them.
     """
-    named = {os.path.realpath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
+    named = _named_by_pythonpath(path)
     standard_library = os.path.realpath(os.path.dirname(os.__file__))
     kept, behind = [], False
     for folder in path:
@@ -71,41 +96,46 @@ def _installed_or_named(path: list[str]) -> list[str]:
     return kept
 
 
+def _named_by_pythonpath(path: list[str]) -> set[str]:
+    """Return the folders that PYTHONPATH names; a relative one as of Python's start, before any os.chdir()."""
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    named = {os.path.realpath(folder) for folder in folders if os.path.isabs(folder)}
+    relative = [folder for folder in folders if not os.path.isabs(folder)]
+    if relative and not sys.flags.ignore_environment:
+        places = {os.path.realpath(folder) for folder in path if os.path.isabs(folder)}
+        for folder in relative:
+            found = {os.path.realpath(os.path.join(start, folder)) for start in _working_directories()} & places
+            named |= found
+            if not found:
+                log.warning(
+                    "PYTHONPATH names %s, and the working directory has changed since: patches of distributions "
+                    "there are not found. Name the whole path",
+                    folder,
+                )
+    return named
+
+
+def _working_directories() -> Iterator[str]:
+    """Yield the folders that may have been the working directory when Python started."""
+    with contextlib.suppress(OSError):  # it may be gone
+        yield os.getcwd()
+    if shell := os.environ.get("PWD"):
+        yield shell
+    script, given = str(getattr(sys.modules.get("__main__"), "__file__", "")), sys.argv[0] if sys.argv else ""
+    if given and not os.path.isabs(given) and script.endswith(os.sep + given):
+        yield script.removesuffix(given)
+
+
 def _normalized(name: str | None) -> str:
     return re.sub("[^a-z0-9]+", "-", (name or "").lower())
 
 
-class EntryPointRecord(Placeholder):
-    """Stands for the patches of an entry point until they are loaded, or for good where that fails.
-
-    In the report it is called ``third_party.`` and the distribution; MEGAPATCH_DISABLE knows it by that name.
-    """
-
-    def __init__(self, entry: EntryPoint, settings: Settings) -> None:
-        distribution = entry.dist.name if entry.dist else "unknown"
-        patch = Patch(
-            name=f"third_party.{_normalized(distribution)}",
-            doc=f"Patches of {distribution}: {entry.value}, loaded with {entry.name}.",
-            upstream="",
-            sites=(Site(module=entry.name, diagnose=never),),
-        )
-        super().__init__(patch, patch.sites[0], settings.switched_off(patch.name))
-        self.entry, self.source = entry, self
-
-    def load(self) -> tuple[Patch, ...]:
-        if self.status in (Status.DISABLED, Status.FAILED):
-            return ()
-        try:
-            value = self.entry.load()
-            patches = (value,) if isinstance(value, Patch) else tuple(value)
-            if not patches or not all(isinstance(patch, Patch) for patch in patches):
-                raise TypeError(f"{self.entry.value} is {value!r}; expected a megapatch.Patch or a tuple of them")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self.fail(error)
-            return ()
-        return patches
+def _load(entry: EntryPoint) -> tuple[Patch, ...]:
+    value = entry.load()
+    patches = (value,) if isinstance(value, Patch) else tuple(value)
+    if not patches or not all(isinstance(patch, Patch) for patch in patches):
+        raise TypeError(f"{entry.value} is {value!r}; expected a megapatch.Patch or a tuple of them")
+    return patches
 
 
 def _mentions_group(folder: str) -> bool:

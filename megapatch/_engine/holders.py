@@ -1,4 +1,4 @@
-"""Finds who else holds a replaced function: by identity, to be given the replacement or named in the report.
+"""Finds other holders of a replaced function by identity: they get the replacement, or are named in the report.
 
 `from x import f` binds the function itself, so that changing `x.f` is not enough. Names at module level are
 found in one sweep over `sys.modules`, dictionaries and classes when a site declares them. Only dictionaries are

@@ -62,7 +62,7 @@ def rollback(targets: Iterable[ReplacedTarget]) -> None:
 
 def _revert_holders(target: ReplacedTarget, replacement: Any, places: Iterable[holders.Holder]) -> None:
     for holder in places:
-        holder.swap(replacement, target.beneath)
+        holder.swap(replacement, target.after_revert)
 
 
 def uninstall(targets: tuple[ReplacedTarget, ...], site: Site) -> None:
@@ -77,19 +77,19 @@ def uninstall(targets: tuple[ReplacedTarget, ...], site: Site) -> None:
                 on_error.callback(target.put_back, replacement)
                 target.revert()
         for target, replacement in replaced:
-            if target.beneath is not None:  # of an added function nothing is left
+            if target.after_revert is not None:  # of an added function nothing is left
                 for holder in found.get(id(replacement), ()):
-                    on_error.callback(holder.swap, target.beneath, replacement)
-                    holder.swap(replacement, target.beneath)
+                    on_error.callback(holder.swap, target.after_revert, replacement)
+                    holder.swap(replacement, target.after_revert)
         on_error.pop_all()
 
 
 def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTarget] = ()) -> None:
-    """Raise RestoreError, naming who, when someone has replaced a target and stays.
+    """Raise RestoreError if someone else has patched on top of a target; the message names them.
 
     Args:
-        targets: what is to be restored.
-        going: targets that are restored before; they may stand on top of these.
+        targets: those to be restored.
+        going: targets that are restored first; they may stand on top of these.
     """
     beneath = {id(target.replacement): target.original for target in going}
     for target in targets:
@@ -138,8 +138,7 @@ def left_behind(targets: tuple[ReplacedTarget, ...]) -> dict[str, list[str]]:
 
 
 def _parts(function: Any) -> set[int]:
-    """Return the ids of a function and of what holds it together: its attributes, its closures, functions in
-    those."""
+    """Return the ids of a function, its attributes, its closure cells, and the functions in those."""
     found: set[int] = set()
     if not isinstance(function, FunctionType):
         return {id(function)}

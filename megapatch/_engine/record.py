@@ -1,57 +1,49 @@
-"""What became of a site in this process: considered, installed, overwritten, restored."""
+"""The status of a site, or of patches that are not loaded yet, and the reason for it."""
 
 from __future__ import annotations
 
 import enum
-import functools
-import itertools
 import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from .. import _versions
-from ..patch import NEEDS_ATTENTION, Patch, Site, Status, Verdict, VerdictKind
+from ..patch import NEEDS_ATTENTION, Patch, PatchInfo, Status, Verdict
 from . import watch
-from .holders import Holder
-from .install import check_current, install, rebind, rollback, uninstall
-from .target import RebuiltTarget, ReplacedTarget
+from .edges import comes_from_outside
+
+if TYPE_CHECKING:
+    from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
 
-_STATUS_OF_VERDICT = {
-    VerdictKind.FIXED: Status.NOT_NEEDED,
-    VerdictKind.ABSENT: Status.NOT_NEEDED,
-    VerdictKind.UNSUPPORTED: Status.UNSUPPORTED,
-    VerdictKind.UNKNOWN: Status.REFUSED,
-}
 _NOT_IMPORTED = "not imported yet"
 _MISSED = "loaded, and not patched: megapatch did not see its import; megapatch.apply() patches it"
-_UNPATCHED_AGAIN = (
-    "the module's own code is there again, as after a reload, and is not patched; megapatch.apply() patches it"
-)
-_INTERRUPTED = "interrupted; megapatch.apply() tries again"
-_RELOADS_KNOWN = 8  # whose replacements a holder may be left with; each takes about 5 KB
-_installations = itertools.count(1)
-_RESTORED = "restored in this process; megapatch.apply() installs it again"
+INTERRUPTED = "interrupted; megapatch.apply() tries again"
 
 
-class Phase(enum.Enum):
-    """How far a site's targets are."""
+class Off(enum.Enum):
+    """Why nothing is done when the module is loaded."""
 
-    IDLE = "nothing is installed"
-    INSTALLING = "some targets may be installed, as during an installation or after a rollback that failed"
-    INSTALLED = "all targets are installed, and other holders of the originals still have these"
-    BOUND = "all targets are installed, and the holders have the replacements"
+    BY_SETTINGS = "the environment has switched it off"
+    RESTORED = "restored in this process; megapatch.apply() installs it again"
+    DUPLICATE = "another patch has the same name"
+    SUPERSEDED = "another copy of megapatch in this process has taken over"
 
 
 class Record:
-    """A site of a patch with its status and why.
+    """A status and the reason for it.
 
     Attributes:
-        installed: what was replaced there.
+        name: the patch, or a glob for several.
+        where: the module, in messages.
+        modules: the modules whose import is watched.
+        looked_for: whether megapatch has looked for the modules since this was made, or allowed again. A loaded
+            one that was not considered then was missed; before that it is about to be considered.
+        installed: the targets in place.
         installation: how many sites were installed in this process when this one was; a later one may stand on top
             of it, and is restored before it.
     """
@@ -60,25 +52,30 @@ class Record:
     installation = 0
     verdict: Verdict | None = None
 
-    def __init__(self, patch: Patch, site: Site, disabled: str | None) -> None:
-        self.patch, self.site, self.disabled = patch, site, disabled
+    def __init__(self, name: str, where: str, modules: tuple[str, ...], switched_off: str | None) -> None:
+        self.name, self.where, self.modules = name, where, modules
         self.lock = threading.RLock()
-        self.status = Status.DISABLED if disabled else Status.PENDING
-        self.reason = disabled or _NOT_IMPORTED
-        self.is_expected = True  # a loaded module is about to be considered, and so not missed
+        self.off = Off.BY_SETTINGS if switched_off else None
+        self.status = Status.DISABLED if switched_off else Status.PENDING
+        self.reason = switched_off or _NOT_IMPORTED
+        self.looked_for = False
         self.traceback: str | None = None
+
+    def rows(self) -> Iterator[tuple[PatchInfo, str]]:
+        """Yield the lines of the report that this is about: a patch, and the module of a site."""
+        raise NotImplementedError
 
     def set(self, status: Status, reason: str, trace: str | None = None) -> None:
         """Record the status; one that needs attention is logged at WARNING, once."""
         is_new = (status, reason) != (self.status, self.reason)
         self.status, self.reason, self.traceback = status, reason, trace
         if is_new and status in NEEDS_ATTENTION:
-            what = f"{self.patch.name}: {self.site.module} is {status.value}: {reason}"
-            if status is Status.REFUSED:
-                from .advice import advice  # only when something is wrong
+            text = f"{self.name}: {self.where} is {status.value}: {reason}{self._advice()}"
+            log.warning("%s", f"{text}\n{trace}" if trace else text)
 
-                what += f"; {advice(self.patch)}"
-            log.warning("%s", f"{what}\n{trace}" if trace else what)
+    def _advice(self) -> str:
+        """Return the end of a warning, after the reason."""
+        return ""
 
     def fail(self, error: BaseException) -> None:
         """Record an exception that is being handled, with its traceback."""
@@ -87,263 +84,76 @@ class Record:
     def restore(self) -> None:
         """Stay away until `allow_again()`."""
         with self.lock:
-            if not self.disabled:
-                self.set(Status.DISABLED, _RESTORED)
-                self.disabled = _RESTORED  # last, as Ctrl-C may come between any two lines
+            if not self.off:
+                self.set(Status.DISABLED, Off.RESTORED.value)
+                self.off = Off.RESTORED  # last, as Ctrl-C may come between any two lines
+
+    def supersede(self) -> None:
+        """Stay away for good: another copy of megapatch has taken over."""
+        with self.lock:
+            self.off = Off.SUPERSEDED
+            self.set(Status.DISABLED, Off.SUPERSEDED.value)
 
     def allow_again(self) -> None:
-        """Take back a restore; what the environment has switched off stays off."""
+        """Take back a restore; patches that the environment has switched off stay off."""
         with self.lock:
-            if self.disabled == _RESTORED:
-                self.disabled = None
-                self.is_expected = True
+            if self.off is Off.RESTORED:
+                self.off, self.looked_for = None, False
                 self.set(Status.PENDING, _NOT_IMPORTED)
 
     def refresh(self) -> None:
-        """Bring the status up to date with the module: not there at all, being imported, loaded unseen."""
+        """Bring the status up to date with the modules: not there at all, being imported, loaded unseen."""
         with self.lock:
-            if self.status not in (Status.PENDING, Status.NOT_INSTALLED, Status.MISSED):
-                return
-            module = sys.modules.get(self.site.module)
-            if watch.half_loaded(module):
-                self.set(Status.PENDING, "its import is under way")
-            elif module is not None and self.is_expected:
-                self.set(Status.PENDING, _NOT_IMPORTED)
-            elif module is not None:
-                known = self.status is Status.MISSED or self.reason == _INTERRUPTED
-                self.set(Status.MISSED, self.reason if known else _MISSED)
-            elif _versions.find_module(self.site.module) is None:
-                self.set(Status.NOT_INSTALLED, "there is no such module to import")
-            else:
-                self.set(Status.PENDING, _NOT_IMPORTED)
+            if self.status in (Status.PENDING, Status.NOT_INSTALLED, Status.MISSED):
+                self.set(*self._without_a_verdict())
+
+    def _without_a_verdict(self) -> tuple[Status, str]:
+        """Return status and reason of a record whose modules were not considered."""
+        loaded = [module for name in self.modules if (module := sys.modules.get(name)) is not None]
+        if any(watch.half_loaded(module) for module in loaded):
+            return Status.PENDING, "its import is under way"
+        if loaded and self.looked_for:
+            known = self.status is Status.MISSED or self.reason == INTERRUPTED
+            return Status.MISSED, self.reason if known else _MISSED
+        if not loaded and all(_versions.find_module(name) is None for name in self.modules):
+            return Status.NOT_INSTALLED, "there is no such module to import"
+        return Status.PENDING, _NOT_IMPORTED
 
 
-class Placeholder(Record):
-    """Stands for a site, or for patches that nothing is known of, until these are loaded.
+class Unloaded(Record):
+    """Patches that are loaded when one of their modules is; once that fails, for good.
 
     Attributes:
-        source: equal for the placeholders that go when the patches of one of them are loaded.
-        names_are_known: whether it has the name of a patch.
+        patches: the facts that are known of them until then.
+        names_are_known: whether `patches` has their own names, or one that stands for all of them.
     """
 
-    source: object
-    names_are_known = False
+    def __init__(
+        self,
+        name: str,
+        where: str,
+        patches: tuple[PatchInfo, ...],
+        load: Callable[[], Iterable[Patch]],
+        names_are_known: bool,
+        switched_off: str | None = None,
+    ) -> None:
+        modules = dict.fromkeys(module for patch in patches for module in patch.modules)
+        super().__init__(name, where, tuple(modules), switched_off)
+        self.patches, self.names_are_known, self._load = patches, names_are_known, load
+
+    def rows(self) -> Iterator[tuple[PatchInfo, str]]:
+        for patch in self.patches:
+            for module in patch.modules:
+                yield patch, module
 
     def load(self) -> tuple[Patch, ...]:
-        """Load the patches; none, with the status saying why, where that fails."""
-        raise NotImplementedError
-
-
-def never(module: ModuleType) -> Verdict:
-    raise NotImplementedError("this stands for patches that are not loaded, and has none to diagnose")
-
-
-class SiteRecord(Record):
-    """One site of a patch, and what was installed there."""
-
-    def __init__(self, patch: Patch, site: Site, disabled: str | None) -> None:
-        super().__init__(patch, site, disabled)
-        self.phase = Phase.IDLE
-        self._earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may still hold their replacements
-
-    # ------------------------------------------------------------------------ consider, then rebind
-    def consider(self, module: ModuleType, wait: bool = True) -> bool:
-        """Diagnose the loaded module and install what is needed. Returns whether `rebind` has to follow.
-
-        Raises nothing but KeyboardInterrupt.
-
-        Args:
-            wait: whether to wait for a thread that is at it. Not where this thread holds an import lock which that
-                thread's diagnosis may need.
-        """
-        if self._is_held_by_this_thread():
-            return False  # what our diagnosis imports is a reason to look, but not here
-        if wait:
-            with self.lock:
-                return self._consider(module)
-        if not self.lock.acquire(blocking=False):
-            return False
+        """Load and return the patches: none if they are off, or if loading fails, which the status then says."""
+        if self.off or self.status is Status.FAILED:
+            return ()
         try:
-            return self._consider(module)
-        finally:
-            self.lock.release()
-
-    def _consider(self, module: ModuleType) -> bool:
-        self.is_expected = False
-        if self.disabled:
-            return False
-        if self._is_whole() and self._was_reloaded():
-            self._forget_reloaded()
-        if self._is_whole():
-            self._note_overwritten()
-        else:
-            self._all_or_none(lambda: self._judge_and_install(module))
-        return self.phase is Phase.INSTALLED
-
-    def rebind(self, installed: tuple[ReplacedTarget, ...], found: dict[int, list[Holder]]) -> bool:
-        """Give what `consider` has installed to the other holders of the originals, which were looked for since;
-        only then is it applied. Returns whether it has become so.
-
-        Raises nothing but KeyboardInterrupt.
-        """
-        with self.lock:
-            # Otherwise another thread has done it, or has restored, and perhaps installed again.
-            if not installed or self.installed is not installed or self.phase is not Phase.INSTALLED:
-                return False
-            self._all_or_none(lambda: self._bind(found))
-            return self.status is Status.APPLIED
-
-    def abandon(self, error: BaseException) -> None:
-        """Roll back what is not applied yet, as `consider` and `rebind` cannot both be done."""
-        with self.lock:
-            if self.phase is not Phase.BOUND:
-                self._all_or_none(functools.partial(_throw, error))
-
-    def _all_or_none(self, change: Callable[[], None]) -> None:
-        """Make a change; if anything goes wrong, leave nothing of ours. A bug is recorded, Ctrl-C is raised."""
-        try:
-            change()
-        except KeyboardInterrupt:
-            self._rollback()
-            self.set(Status.PENDING, _INTERRUPTED)
-            raise
-        except BaseException as error:  # a bug of ours must not break the user's import
-            self.fail(error)
-            try:
-                self._rollback()
-            except Exception as another:
-                self.fail(another)
-
-    def _judge_and_install(self, module: ModuleType) -> None:
-        self._rollback()  # what is left of an attempt that failed
-        if any(target.at(module) is target.replacement for target in self._earlier):
-            self._uninstall_earlier()  # only a part of the module was reloaded
-        verdict = self.site.diagnose(module)
-        if not isinstance(verdict, Verdict):
-            raise TypeError(f"diagnose returned {verdict!r}, not a Verdict")
-        self.verdict = verdict
-        if verdict.kind is VerdictKind.NEEDED:
-            self.phase, self.installation = Phase.INSTALLING, next(_installations)
-            install(self.patch.name, module, self.site, self._note)
-            self.phase = Phase.INSTALLED if self.installed else Phase.IDLE
-        else:
-            known = _versions.remark(self.site.module) if verdict.kind is VerdictKind.UNKNOWN else ""
-            self.set(_STATUS_OF_VERDICT[verdict.kind], verdict.reason + known)
-
-    def _bind(self, found: dict[int, list[Holder]]) -> None:
-        rebind(self.installed, found)
-        assert self.verdict is not None
-        self.set(Status.APPLIED, self.verdict.reason)
-        self.phase = Phase.BOUND
-
-    def _note(self, target: ReplacedTarget) -> None:
-        self.installed = (*self.installed, target)
-
-    def _rollback(self) -> None:
-        """Leave nothing in place; what cannot be reverted stays in `installed`, and the error says why."""
-        self.phase = Phase.INSTALLING
-        try:
-            rollback(self.installed)
-        finally:
-            self.installed = self._in_place()
-        self.phase = Phase.IDLE
-
-    def _in_place(self) -> tuple[ReplacedTarget, ...]:
-        return tuple(target for target in self.installed if target.is_ours)
-
-    # ------------------------------------------------------------------------ restore
-    def restore(self) -> None:
-        """Put back the originals, and stay away until `allow_again()`.
-
-        Raises:
-            RestoreError: when someone has patched on top; nothing is changed then.
-        """
-        with self.lock:
-            check_current(self.installed)
-            try:
-                self._uninstall_earlier()
-                uninstall(self.installed, self.site)
-                self._note_restored()
-            except BaseException as error:
-                self._note_not_restored(error)
+            return tuple(self._load())
+        except BaseException as error:
+            if comes_from_outside(error):
                 raise
-
-    def _note_restored(self) -> None:
-        self.installed, self.phase = (), Phase.IDLE
-        super().restore()
-
-    def _note_not_restored(self, error: BaseException) -> None:
-        """Note what a restore that raised has left: as a rule everything, and nothing after Ctrl-C at its end."""
-        left = self._in_place()
-        if not left:
-            self._note_restored()
-        elif len(left) < len(self.installed):
-            self.phase = Phase.INSTALLING  # the next attempt begins with a rollback of all of them
-            self.fail(error)
-
-    def _uninstall_earlier(self) -> None:
-        uninstall(self._earlier, self.site)  # still known afterwards: who patched on top may put one back
-
-    # ------------------------------------------------------------------------ what happened outside
-    def refresh(self) -> None:
-        """Bring the status up to date with what has happened outside: replaced, reloaded, not there at all."""
-        with self.lock:
-            if self.phase is Phase.INSTALLING:
-                return  # the status says what went wrong
-            if not self.installed:
-                super().refresh()
-            elif self._was_reloaded():
-                self._forget_reloaded()
-                self.set(Status.MISSED, _UNPATCHED_AGAIN)
-            else:
-                self._note_overwritten()
-
-    def _is_whole(self) -> bool:
-        return self.phase in (Phase.INSTALLED, Phase.BOUND)
-
-    def _was_reloaded(self) -> bool:
-        """Whether the module was loaded again, so that nothing of ours is in it."""
-        if sys.modules.get(self.site.module) not in (None, self.installed[0].module):
-            return True
-        gone = self._gone()
-        functions = [target for target in gone if not isinstance(target, RebuiltTarget)]
-        # A reload keeps none of the module's own functions.
-        kept = [target for target in self.installed if target not in gone and target.is_code_of_module]
-        return bool(functions) and not kept and all(target.was_reloaded for target in functions)
-
-    def _forget_reloaded(self) -> None:
-        self._earlier = self._earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
-        self.installed = ()
-        self.phase = Phase.IDLE
-
-    def _note_overwritten(self) -> None:
-        if gone := self._gone():
-            others = "; ".join(f"{target.target} is now {target.overwritten_by()}" for target in gone)
-            self.set(Status.OVERWRITTEN, f"replaced after megapatch: {others}")
-        elif self.status is Status.OVERWRITTEN:
-            self.set(Status.APPLIED, "in place again")
-
-    def _gone(self) -> list[ReplacedTarget]:
-        return [target for target in self.installed if not target.is_in_effect]
-
-    # ------------------------------------------------------------------------ forks and threads
-    def after_fork(self) -> bool:
-        """In a forked child, release what other threads held, as they do not exist there.
-
-        Returns whether they left something undone, which `consider` and `rebind` do again.
-        """
-        if self._is_held_by_this_thread():
-            return False  # this thread finishes it
-        if not self.lock.acquire(blocking=False):
-            self.lock, self.phase = threading.RLock(), Phase.INSTALLING
-        else:
-            self.lock.release()
-        return self.phase in (Phase.INSTALLING, Phase.INSTALLED)
-
-    def _is_held_by_this_thread(self) -> bool:
-        # Private, yet threading.Condition relies on it: CPython 3.10 to 3.14.
-        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
-
-
-def _throw(error: BaseException) -> None:
-    raise error
+            self.fail(error)  # must not break the user's import
+            return ()

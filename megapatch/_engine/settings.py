@@ -3,9 +3,10 @@
 MEGAPATCH_DISABLE   comma-separated patch names or globs that stay off
 MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays off
 MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
-MEGAPATCH_AUDIT     1: megapatch.audit watches from the start; raise: what it finds is an error on all ranks
+MEGAPATCH_AUDIT     1: megapatch.audit watches from the start; raise: a finding is an error on all ranks
 MEGAPATCH_AUDIT_EVERY   optimizer steps between two of its comparisons of ranks
 MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
+MEGAPATCH_REPORT    a folder: megapatch.check() writes a file for each rank there
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ STRICT = "MEGAPATCH_STRICT"
 AUDIT = "MEGAPATCH_AUDIT"
 EVERY = "MEGAPATCH_AUDIT_EVERY"
 NO_ENTRY_POINTS = "MEGAPATCH_NO_ENTRY_POINTS"
+REPORT = "MEGAPATCH_REPORT"
+
+RUN_TARGETS = "MEGAPATCH_RUN_TARGETS"
+"""Set by `megapatch run` for the processes below it."""
 
 RAISE = "raise"
 
@@ -33,7 +38,7 @@ def matching(pattern: str, known: Iterable[str]) -> list[str]:
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """Say in one sentence that a name or glob stands for no patch, with what was probably meant."""
+    """Say in one sentence that a name or glob stands for no patch, and suggest similar names."""
     import difflib  # only when a name is wrong
 
     known = list(known)
@@ -43,14 +48,38 @@ def unknown_name(name: str, known: Iterable[str]) -> str:
     return f"no patch is called {name!r}; {meant}"
 
 
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
+    prefix = "MEGAPATCH_"
+    known = [name.removeprefix(prefix) for name in (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, REPORT)]
+    unknown = [
+        name
+        for name in sorted(environment)
+        if name.upper().startswith("MEGAPATCH") and name != RUN_TARGETS
+        if not (name.startswith(prefix) and name.removeprefix(prefix) in known)
+    ]
+    found = []
+    for name in unknown:
+        import difflib  # only when a name is wrong
+
+        near = difflib.get_close_matches(name.upper().removeprefix("MEGAPATCH").strip("_"), known, n=1)
+        meant = f"did you mean {prefix}{near[0]}?" if near else f"known are {prefix}{{{','.join(known)}}}"
+        found.append(f"{name} is set and means nothing to megapatch; {meant}")
+    return found
+
+
 class Settings(NamedTuple):
-    """What the user switched off or on, as names and globs; a ``_value`` is a variable's text."""
+    """The user's choices, as names and globs; a ``_value`` is a variable's text.
+
+    `unknown_variables` has a sentence for each variable that looks like one of ours and is not.
+    """
 
     disable: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     strict_value: str = ""
     no_entry_points_value: str = ""
     audit_value: str = ""
+    unknown_variables: tuple[str, ...] = ()
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -60,7 +89,8 @@ class Settings(NamedTuple):
         def switch(variable: str) -> str:
             return environment.get(variable, "").strip().lower()
 
-        return cls(names(DISABLE), names(ONLY), switch(STRICT), switch(NO_ENTRY_POINTS), switch(AUDIT))
+        unknown = tuple(unknown_variables(environment))
+        return cls(names(DISABLE), names(ONLY), switch(STRICT), switch(NO_ENTRY_POINTS), switch(AUDIT), unknown)
 
     @property
     def strict(self) -> bool:
@@ -74,7 +104,7 @@ class Settings(NamedTuple):
 
     @property
     def audit(self) -> bool:
-        """Whether to watch what training does. Also true for a value that means nothing."""
+        """Whether the audit watches training. Also true for a value that means nothing."""
         return self.audit_value not in _OFF
 
     def switched_off(self, name: str) -> str | None:

@@ -1,12 +1,11 @@
 """One target of a site: found in the loaded module, installed, reverted, and recognised after a reload.
 
-What is installed is an ordinary function, never a wrapt proxy: torch.compile silently drops a proxy's body,
+The replacement is an ordinary function, never a wrapt proxy: torch.compile silently drops a proxy's body,
 and a proxy cannot be pickled or deep-copied.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -14,12 +13,13 @@ from typing import Any
 
 import wrapt
 
+from .._layers import attribute_of, innermost, layers_of, reaches
 from ..patch import MARK
 from .holders import Holder
 
 
 class ReplacedTarget:
-    """A function that is replaced by what `make` returns for it.
+    """A function that is replaced by the one that `make` returns for it.
 
     Attributes:
         target: ``"module:Class.attribute"``.
@@ -53,7 +53,7 @@ class ReplacedTarget:
         self._references = sys.getrefcount(self.original)
 
     def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
-        """Return parent, attribute and value of what the module has now."""
+        """Return parent, attribute and current value of the target in this module."""
         found: tuple[Any, str, Any] = wrapt.resolve_path(module, self.target.partition(":")[2])
         return found
 
@@ -75,11 +75,11 @@ class ReplacedTarget:
     # ------------------------------------------------------------------------ questions
     @property
     def current(self) -> Any:
-        """What the module has at the target's path now (after a reload, in the new class); None for nothing."""
+        """The object at the target's path now (after a reload, in the new class); None for nothing."""
         return self.at(self.module)
 
     def at(self, module: ModuleType) -> Any:
-        """Return what this module, or another one of its name, has at the target's path; None for nothing."""
+        """Return the object at the target's path in this module, or another one of its name; None for nothing."""
         try:
             return self._find(module)[2]
         except AttributeError:
@@ -104,14 +104,15 @@ class ReplacedTarget:
 
     @property
     def is_in_effect(self) -> bool:
-        """Whether our replacement is at the target's path, or inside a wrapper there that says what it wraps."""
-        layer, seen = self.current, set()
-        while layer is not None and id(layer) not in seen:
-            if layer is self.replacement:
-                return True
-            seen.add(id(layer))
-            layer = getattr(layer, "__wrapped__", None)
-        return False
+        """Whether our replacement is at the target's path, or below a wrapper there, which can reach it.
+
+        functools.wraps alone does not say that the wrapper calls ours.
+        """
+        current = self.current
+        if current is self.replacement:
+            return True
+        below = any(layer is self.replacement for layer in layers_of(current))
+        return below and reaches(current, self.replacement, self._find(self.module)[0])
 
     @property
     def is_ours(self) -> bool:
@@ -132,30 +133,31 @@ class ReplacedTarget:
             return (parent.__module__, parent.__qualname__) == (self.parent.__module__, self.parent.__qualname__)
         if self.inherited and attribute not in vars(parent):
             return False
-        code, old = inspect.unwrap(self.current), inspect.unwrap(self.original)
-        return code is not old and getattr(code, "__globals__", None) is vars(self.module)
+        code, old = innermost(self.current), innermost(self.original)
+        return code is not old and attribute_of(code, "__globals__") is vars(self.module)
 
     @property
     def is_code_of_module(self) -> bool:
         """Whether the original is code of the module, rather than imported into it."""
-        return getattr(inspect.unwrap(self.original), "__globals__", None) is vars(self.module)
+        return attribute_of(innermost(self.original), "__globals__") is vars(self.module)
 
     def overwritten_by(self) -> str:
-        """Name who stands at the target instead of us."""
+        """Name the function that is at the target instead of ours."""
         return self.name_of(self.current)
 
     def name_of(self, other: Any) -> str:
-        """Name what was found at the target: the patch, if it is another one of megapatch's."""
+        """Name a function that was found at the target: by its patch, if that is another one of megapatch's."""
         if other is None:
             return "nothing"
-        patch = getattr(other, MARK, None)  # functools.wraps copies ours to whatever wraps us
+        patch = attribute_of(other, MARK)  # functools.wraps copies ours to whatever wraps us
         if patch not in (None, getattr(self.replacement, MARK, None)):
             return f"the patch {patch}"
-        return f"{getattr(other, '__module__', '?')}.{getattr(other, '__qualname__', repr(other))}"
+        name = attribute_of(other, "__qualname__") or f"an object of {type(other).__qualname__}"
+        return f"{attribute_of(other, '__module__', '?')}.{name}"
 
     @property
-    def beneath(self) -> Any:
-        """What holders get instead of the replacement once the target is reverted; None for nothing."""
+    def after_revert(self) -> Any:
+        """The object that holders get instead of the replacement once the target is reverted; None for nothing."""
         return self.original
 
     @property
@@ -198,8 +200,8 @@ _REFERENCES_TO_ONE_THAT_IS_ALONE = _references_to_one_that_is_alone()
 class AddedTarget(ReplacedTarget):
     """A function where the class, or the module, had none of its own.
 
-    It stays what and where it is (``"package.module:name"``): a class that is pickled by value refers to it by its
-    name, and a process that reads the pickle imports megapatch.
+    It is installed as it is, without a wrapper, and keeps its name (``"package.module:name"``): a class that is
+    pickled by value refers to it by its name, and a process that reads the pickle imports megapatch.
     """
 
     __slots__ = ()
@@ -249,12 +251,12 @@ class RebuiltTarget(ReplacedTarget):
         return self._shared.latest
 
     @property
-    def beneath(self) -> Any:
+    def after_revert(self) -> Any:
         return self._shared.latest if self._shared.users else self._shared.original
 
     @property
     def was_reloaded(self) -> bool:
-        return False  # functions show a reload; an object does not show who has made it
+        return False  # functions show a reload; an object does not show its maker
 
     @property
     def is_ours(self) -> bool:

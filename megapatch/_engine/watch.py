@@ -1,27 +1,31 @@
 """Calls back when a module has finished loading: before, during or after `import megapatch`, from any thread.
 
-wrapt's import hooks do the watching. Two of their habits need care: registered for a module that is already
-in `sys.modules` a hook fires at once, even if the module's body is still running; and called by the module's
-own loader it finds `__spec__._initializing` still set although the body has run. So that flag decides only
-when no hook has said that the body is done.
+wrapt's import hooks do the watching. Some of their habits need care:
+
+- Registered for a module that is already in `sys.modules` a hook fires at once, even if the module's body is still
+  running; and called by the module's own loader it finds `__spec__._initializing` still set although the body has
+  run. So that flag decides only when no hook has said that the body is done.
+- A hook is called for a module's first import only, not for one that follows `del sys.modules[name]`.
+- wrapt's finder is asked for a module only if no finder in front of it has answered. Import hooks that are
+  installed later stand in front, and some load the modules of a whole package themselves (typeguard, jaxtyping):
+  those are loaded unseen. So a finder of ours keeps itself and wrapt's in front; it finds no modules itself.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import sys
 import threading
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
-from .lookout import lookout
-
 
 def half_loaded(module: ModuleType | None) -> bool:
-    """Whether the module's body is still running, as far as its spec knows."""
+    """Return whether the module's body is still running, as far as its spec knows."""
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
@@ -60,25 +64,30 @@ _forked = False
 
 def _wait_for_importer(name: str) -> None:
     """Wait until no other thread is importing the module; return at once if the two would wait for each other."""
-    # Private: what importlib itself calls for a module that it finds half-loaded, CPython 3.3 to 3.14.
+    # Private: importlib itself calls it for a module that it finds half-loaded, CPython 3.3 to 3.14.
     getattr(importlib._bootstrap, "_lock_unlock_module", lambda name: None)(name)
 
 
-def watch(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
+def call_when_loaded(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
     """Call `on_loaded(module)` whenever the module `name` has been imported from now on.
 
     For a module that is loaded already nothing is called: ask `loaded` after registering. An exception of
     `on_loaded` fails the import; the next import calls it again.
     """
     _register(name, on_loaded)
-    lookout.watch(name, functools.partial(_register, name, on_loaded))
+    front_finder.watch(name, on_loaded)
+
+
+def call_when_missed(on_missed: Callable[[], object]) -> None:
+    """Call `on_missed` after an import that follows one which may have gone unseen."""
+    front_finder.on_missed = on_missed
 
 
 def _register(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
     registering: int | None = threading.get_ident()
 
     def hook(module: ModuleType) -> None:
-        lookout.registered.discard(name)
+        front_finder.registered.discard(name)
         # Fired at once, by our own registering: the module was there already, perhaps half-loaded.
         if threading.get_ident() == registering:
             return
@@ -86,10 +95,91 @@ def _register(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
             on_loaded(module)
         except BaseException:
             if sys.modules.get(name) is module:
-                del sys.modules[name]  # as the import system is about to do: wrapt watches what is not there
+                del sys.modules[name]  # as the import system is about to do: wrapt watches only absent modules
             _register(name, on_loaded)
             raise
 
-    lookout.registered.add(name)
+    front_finder.registered.add(name)
     wrapt.register_post_import_hook(hook, name)
     registering = None
+
+
+class _FrontFinder:
+    """A finder that keeps itself and wrapt's in front of all others on `sys.meta_path`.
+
+    Nothing is diagnosed in `find_spec`, which importlib calls with the global import lock held: a thread that
+    loads a module that a diagnosis imports may be waiting for that lock.
+    """
+
+    def __init__(self) -> None:
+        self.on_missed: Callable[[], object] = lambda: None
+        self.retire: Callable[[], object] = lambda: None
+        """Called by another copy of megapatch that is imported into this process."""
+        self.home = __file__
+        self.registered: set[str] = set()
+        """Modules for which a hook is registered with wrapt, and has not been called."""
+        self._on_loaded: dict[str, Callable[[ModuleType], None]] = {}
+        self._may_have_missed = False
+        self._asking: set[int] = set()  # threads
+
+    def watch(self, name: str, on_loaded: Callable[[ModuleType], None]) -> None:
+        """Register a hook whenever the module is about to be imported and none is registered for it."""
+        self._on_loaded[name] = on_loaded
+        if not sys.meta_path or sys.meta_path[0] is not self:
+            self._step_in_front()
+
+    def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name in self._on_loaded and name not in self.registered and name not in sys.modules:
+            _register(name, self._on_loaded[name])
+        if sys.meta_path[0] is not self:
+            self._may_have_missed = True
+        if not self._may_have_missed or threading.get_ident() in self._asking:
+            return None
+        wrapt.register_post_import_hook(self._note_imported, name)
+        return self._ask_in_new_order(name, path, target)
+
+    def _ask_in_new_order(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+        """Step in front, and ask the others: importlib would skip those that come to stand where it has been."""
+        self._step_in_front()
+        self._asking.add(threading.get_ident())
+        try:
+            for finder in sys.meta_path[1:]:
+                find_spec = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = find_spec(name, path, target) if find_spec else None
+                if spec is not None:
+                    return spec
+        finally:
+            self._asking.discard(threading.get_ident())
+        return None
+
+    def _step_in_front(self) -> None:
+        wrapts = [finder for finder in sys.meta_path if _is_wrapts(finder)]
+        others = [finder for finder in sys.meta_path if finder is not self and not _is_wrapts(finder)]
+        sys.meta_path[:] = [self, *wrapts, *others]  # at once, as other threads are iterating over it
+
+    def _note_imported(self, module: ModuleType) -> None:
+        if self._may_have_missed:
+            self._may_have_missed = False
+            self.on_missed()
+
+
+def other_copies() -> list[Any]:
+    """Return the finders of other copies of megapatch: vendored ones, and those that `sys.modules` has lost."""
+    return [
+        finder
+        for finder in sys.meta_path
+        if type(finder).__name__ == _FrontFinder.__name__ and callable(getattr(finder, "retire", None))
+        if finder is not front_finder
+    ]
+
+
+def remove(finder: Any) -> None:
+    """Take a finder of a copy that has retired off `sys.meta_path`."""
+    sys.meta_path[:] = [other for other in sys.meta_path if other is not finder]
+
+
+def _is_wrapts(finder: Any) -> bool:
+    return type(finder).__module__ == "wrapt.importer"
+
+
+front_finder = _FrontFinder()

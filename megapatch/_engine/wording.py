@@ -1,27 +1,41 @@
-"""What the engine says of several sites at once: in the one INFO line, and in strict mode's error."""
+"""Sentences about several sites at once: the one INFO message, and strict mode's error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .record import Record, SiteRecord
+from .record import Record
 from .settings import DISABLE, STRICT
+from .site_record import SiteRecord
+
+_LONGEST = 200
 
 
 def what_was_applied(records: Iterable[SiteRecord]) -> str:
-    """Name the patches that have just been applied, and where; the one line that a user looks for in a log."""
+    """Name the patches that have just been applied, and where; the one message that a user looks for in a log.
+
+    If that is too long for a line, the first line counts them, and each module has a line of its own.
+    """
     by_module: dict[str, list[str]] = {}
+    changing: dict[str, bool] = {}
     for record in records:
         name = record.patch.name + " (changes numbers)" * record.patch.changes_numbers
         by_module.setdefault(record.site.module, []).append(name)
-    return "megapatch applied " + "; ".join(
-        f"{', '.join(names)} to {module}" for module, names in by_module.items()
-    )
+        changing[record.patch.name] = record.patch.changes_numbers
+    applied = [f"{', '.join(names)} to {module}" for module, names in by_module.items()]
+    line = f"megapatch applied {'; '.join(applied)}"
+    if len(line) <= _LONGEST:
+        return line
+    changes = f", {number} of which may change numbers" if (number := sum(changing.values())) else ""
+    patches = f"{len(changing)} patch{'es' * (len(changing) > 1)}"
+    where = f"{len(by_module)} module{'s' * (len(by_module) > 1)}"
+    return "\n  ".join([f"megapatch applied {patches} to {where}{changes}:", *applied])
 
 
 def not_in_place(records: Iterable[Record]) -> str:
+    """Say which patches are not in place, why, and how to do without them."""
     return "; ".join(
-        f"{record.patch.name} is {record.status.value} at {record.site.module}: {record.reason} "
-        f"({STRICT} makes this an error; {DISABLE}={record.patch.name} does without the patch)"
+        f"{record.name} is {record.status.value} at {record.where}: {record.reason} "
+        f"({STRICT} makes this an error; {DISABLE}={record.name} does without the patch)"
         for record in records
     )

@@ -1,4 +1,4 @@
-"""What a sharded state dict consists of: the leaves that a plan of saving them is made from, and is kept with."""
+"""The parts of a sharded state dict: the leaves that a plan of saving them is made from, and is kept with."""
 
 from __future__ import annotations
 

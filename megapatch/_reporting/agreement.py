@@ -42,8 +42,8 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
         InconsistentError: when ranks differ, or one cannot tell; the message names the first difference and the
             ranks.
         MisuseError: without an initialized torch.distributed, or on a rank that is not in the group.
+        Exception: torch's own, where a rank dies meanwhile: with gloo at once, with others after a timeout.
     """
-    import torch
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()):
@@ -52,18 +52,28 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
         )
     if dist.get_rank(group) < 0:
         raise MisuseError("assert_consistent() was called with a group that this rank is not in")
+    if text := differing(group):
+        raise InconsistentError(f"megapatch is not the same on all ranks: {text}")
+
+
+def differing(group: torch.distributed.ProcessGroup | None = None) -> str | None:
+    """Return the first difference between the ranks of a group, in words, or None. A collective."""
+    import torch
+    import torch.distributed as dist
+
     here = look()
-    device = torch.device("cuda", torch.cuda.current_device()) if _wants_cuda(dist.get_backend(group)) else "cpu"
+    device = _device_for(dist.get_backend(group))
     lowest_and_highest = torch.tensor(_table(here), dtype=torch.int64, device=device)
     dist.all_reduce(lowest_and_highest, op=dist.ReduceOp.MIN, group=group)
-    differing = _differing(lowest_and_highest.tolist())
-    for position, slot in enumerate(differing, 1):
-        if text := _in_words(_of_slot(here, slot), len(differing) - position, group, device):
-            raise InconsistentError(f"megapatch is not the same on all ranks: {text}")
+    slots = _differing(lowest_and_highest.tolist())
+    for position, slot in enumerate(slots, 1):
+        if text := _in_words(_of_slot(here, slot), len(slots) - position, group, device):
+            return text
+    return None
 
 
 def _in_words(here: Facts, others: int, group: Any, device: Any) -> str | None:
-    """Describe what ranks have in one slot, by asking one rank for each value. Returns None if it is the same.
+    """Describe the ranks' values of one slot, by asking one rank for each value. Return None if they are the same.
 
     Args:
         here: this rank's facts in the slot.
@@ -147,6 +157,26 @@ def _digest(text: str) -> int:
     )  # so that negatives have room, too
 
 
-def _wants_cuda(backend: str) -> bool:
-    """Return whether a collective of this backend takes only GPU tensors. (``cpu:gloo,cuda:nccl`` takes both.)"""
-    return "nccl" in backend and "cpu:" not in backend
+def _device_for(backend: str) -> torch.device:
+    """Return a device whose tensors the backend's collectives take: the CPU, or else this rank's current one."""
+    import torch
+
+    kinds = _kinds_of_devices(backend)
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    kind = kinds[0]
+    return torch.device(kind, getattr(torch, kind).current_device())
+
+
+def _kinds_of_devices(backend: str) -> list[str]:
+    """Return the kinds of devices that a backend serves.
+
+    torch knows that of its own backends (nccl, xccl) and of those that others have registered (hccl for npu);
+    ``cpu:gloo,cuda:nccl`` names them.
+    """
+    from torch.distributed import Backend
+
+    if ":" in backend:
+        return [part.partition(":")[0] for part in backend.split(",")]
+    known: dict[str, list[str]] = Backend.backend_capability
+    return known.get(backend.lower()) or ["cpu"]

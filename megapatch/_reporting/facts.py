@@ -1,4 +1,4 @@
-"""What the processes of a run have to agree on, and what they differ in, in words."""
+"""The facts that the processes of a run have to agree on, and their differences, in words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from .. import _versions
 from .._engine.engine import this_process
-from .._version import __version__
+from .._version import exact_version
 
 Facts = dict[str, tuple[str, str]]
 """The findings in one process, by the name of a distribution or ``patch at module``: the value to compare, and the
@@ -26,18 +26,19 @@ def look() -> Facts:
 
 
 def facts() -> Facts:
-    """Return what this process has to agree on with others: versions, then sites in the catalogue's order."""
-    found = {LOOK: ("possible", ""), "megapatch": (__version__, "")}
+    """Return the facts in which processes have to agree: versions, then sites in the catalogue's order."""
+    found = {LOOK: ("possible", ""), "megapatch": (exact_version(), "")}
     for distribution, version in _versions.here().items():
         if _versions.PACKAGES[distribution] in sys.modules:
             found[distribution] = (version, "")
     this_process().load_families()
     for record in this_process().records:
-        if record.site.module in sys.modules:
-            record.refresh()
-            targets = ", ".join(target.target for target in record.installed if target.is_in_effect)
-            value = f"{record.status.value} ({targets})" if targets else record.status.value
-            found[f"{record.patch.name} at {record.site.module}"] = (value, record.reason)
+        for patch, module in record.rows():
+            if module in sys.modules:
+                record.refresh()
+                targets = ", ".join(target.target for target in record.installed if target.is_in_effect)
+                value = f"{record.status.value} ({targets})" if targets else record.status.value
+                found[f"{patch.name} at {module}"] = (value, record.reason)
     return found
 
 
@@ -49,26 +50,37 @@ def difference(everyone: Sequence[Facts], who: Callable[[list[int]], str], other
         who: words for the processes at these positions of `everyone`.
         others: how many more facts are known to differ.
     """
-    differing = {}
+    sentences = differences(everyone, who)
+    if not sentences:
+        return None
+    others += len(sentences) - 1
+    more = f". And {others} more" if others else ""
+    return f"{sentences[0]}{more}. `megapatch doctor` shows more, in each environment"
+
+
+def differences(everyone: Sequence[Facts], who: Callable[[list[int]], str]) -> list[str]:
+    """Describe each fact that processes disagree on, in the order of the facts.
+
+    Args:
+        everyone: as in `difference`.
+        who: as in `difference`.
+    """
+    sentences = []
     for name in dict.fromkeys(name for found in everyone for name in found):
         holders: dict[str, list[int]] = {}
         for position, found in enumerate(everyone):
             if name in found:
                 holders.setdefault(found[name][0], []).append(position)
         if len(holders) > 1:
-            differing[name] = holders
-    for name, holders in differing.items():
-        clauses = [
-            f"{value} on {who(members)}" + (f" ({why})" if (why := everyone[members[0]][name][1]) else "")
-            for value, members in holders.items()
-        ]
-        others += len(differing) - 1
-        more = f". And {others} more" if others else ""
-        return f"{name} is {'; '.join(clauses)}{more}. `megapatch doctor` shows more, in each environment"
-    return None
+            clauses = [
+                f"{value} on {who(members)}" + (f" ({why})" if (why := everyone[members[0]][name][1]) else "")
+                for value, members in holders.items()
+            ]
+            sentences.append(f"{name} is {'; '.join(clauses)}")
+    return sentences
 
 
-def numbered(what: str, numbers: list[int]) -> str:
+def numbered(noun: str, numbers: list[int]) -> str:
     """Return numbers in words: ``rank 3``, or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
@@ -77,4 +89,4 @@ def numbered(what: str, numbers: list[int]) -> str:
         else:
             runs.append([number, number])
     words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{what}{'s' if len(numbers) > 1 else ''} {words}"
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {words}"

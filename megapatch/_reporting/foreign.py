@@ -1,4 +1,4 @@
-"""Find out who else has patched a target: before megapatch, or on top of it.
+"""Find other code that has patched a target: before megapatch, or on top of it.
 
 Follows a function's `__wrapped__` chain. Upstream's own layers are not foreign: code of the target's distribution,
 of the standard library, or of a package that the target's module imports in its source (torch.no_grad() as a
@@ -19,24 +19,27 @@ import wrapt
 
 from .._engine.target import RebuiltTarget, ReplacedTarget
 from .._engine.watch import half_loaded
-from ..patch import Site
+from .._layers import attribute_of, layers_of
 
 
-def patchers(site: Site, installed: Collection[ReplacedTarget], ours: Collection[int]) -> list[str]:
-    """Return, in words, who has patched the site's targets besides us; empty where the module is not loaded.
+def patchers(
+    name: str, paths: Collection[str], installed: Collection[ReplacedTarget], ours: Collection[int]
+) -> list[str]:
+    """Describe each patch of others at a site's targets; empty where the module is not loaded.
 
     Args:
-        site: the site whose targets are looked at.
-        installed: what megapatch has installed there.
+        name: the site's module.
+        paths: its targets there.
+        installed: the targets that megapatch has installed there.
         ours: ids of all replacements by megapatch, including those of other patches.
     """
-    module = sys.modules.get(site.module)
+    module = sys.modules.get(name)
     if module is None or half_loaded(module):
         return []
     found = []
     known = {replaced.target: replaced for replaced in installed if not isinstance(replaced, RebuiltTarget)}
-    for path in site.paths:
-        target = f"{site.module}:{path}"
+    for path in paths:
+        target = f"{name}:{path}"
         replaced = known.get(target)
         with contextlib.suppress(Exception):  # whatever is there now is not ours and may do anything
             if replaced is None:
@@ -68,15 +71,6 @@ def _on_top(target: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
             yield f"{_who(layer)} has wrapped"
 
 
-def layers_of(function: Any) -> Iterator[Any]:
-    """Yield the function and what it wraps, from the outside in."""
-    seen: set[int] = set()
-    while function is not None and id(function) not in seen:
-        seen.add(id(function))
-        yield function
-        function = getattr(function, "__wrapped__", function.func if _is_partial(function) else None)
-
-
 def is_upstreams(layer: Any, parent: Any) -> bool:
     """Return whether a layer of a function that is found in `parent`, a module or class, is not foreign."""
     module, _ = code_of(layer)
@@ -90,7 +84,7 @@ def is_upstreams(layer: Any, parent: Any) -> bool:
 
 
 def _distribution(module: str) -> str:
-    """Return a name for what is shipped together: Megatron-Bridge shares the namespace `megatron`."""
+    """Return a name for modules that are shipped together: Megatron-Bridge shares the namespace `megatron`."""
     return "megatron.bridge" if f"{module}.".startswith("megatron.bridge.") else module.partition(".")[0]
 
 
@@ -122,7 +116,7 @@ def _who(layer: Any) -> str:
 
 def code_of(layer: Any) -> tuple[str, str]:
     """Return the module of a layer's own code and where the code begins; for an object, its class's module."""
-    layer = getattr(layer, "_self_wrapper", layer)  # a wrapt proxy looks like what it wraps
+    layer = attribute_of(layer, "_self_wrapper", layer)  # a wrapt proxy looks like the function that it wraps
     while _is_partial(layer) or type(layer) is MethodType:
         layer = layer.func if _is_partial(layer) else layer.__func__
     if type(layer) is FunctionType:

@@ -1,4 +1,4 @@
-"""Find what others have patched in Megatron and torch.distributed, whether megapatch patches it or not."""
+"""Find functions of Megatron and torch.distributed that others have patched, whether megapatch does or not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from .foreign import code_of, is_upstreams, layers_of
+from .._layers import layers_of
+from .foreign import code_of, is_upstreams
 
 PATCHED = ("megatron", "torch.distributed", "nvidia_resiliency_ext")
 """Packages that frameworks patch."""
-_NOT_OTHERS = ("torch", "megapatch")  # torch wraps what it compiles
+_NOT_OTHERS = ("torch", "megapatch")  # torch wraps the functions that it compiles
 _OF_PROTOCOLS = ("__subclasshook__",)  # typing_extensions sets it
 
 

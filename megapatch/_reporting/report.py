@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 from .. import _versions
 from .._engine.install import left_behind
 from .._engine.record import Record
-from .._version import __version__
-from ..patch import Patch, Status
+from .._engine.site_record import SiteRecord
+from .._printable import clean, clean_data, one_line
+from .._version import exact_version
+from ..patch import PatchInfo, Status
 from . import foreign
 
 SCHEMA = 1
@@ -21,7 +23,7 @@ INDENT = 13
 
 
 class SiteReport(NamedTuple):
-    """One site: its status, why, and what was installed there.
+    """One site: its status, why, and the targets in place.
 
     Attributes:
         module: dotted name of the module.
@@ -31,7 +33,7 @@ class SiteReport(NamedTuple):
         targets: the targets that are really in place, as ``"module:path"``.
         rebound: other places that now hold the replacement.
         out_of_reach: in words, holders of an original that could not be given the replacement.
-        foreign: in words, who else has patched a target.
+        foreign: in words, other patches of its targets.
         traceback: of the failure, where there was one.
     """
 
@@ -62,7 +64,7 @@ class SiteReport(NamedTuple):
         yield from (f"rebound {name}" for name in self.rebound)
         yield from (f"foreign: {text}" for text in self.foreign)
         yield from (f"out of reach: {text}" for text in self.out_of_reach)
-        yield from (self.traceback or "").splitlines()
+        yield from clean(self.traceback or "").splitlines()  # before it is cut: a private key has many lines
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
@@ -83,7 +85,7 @@ class SiteReport(NamedTuple):
 class PatchReport(NamedTuple):
     """One patch with its sites. Its status is the one that most needs attention among its installed sites."""
 
-    patch: Patch
+    patch: PatchInfo
     sites: tuple[SiteReport, ...]
 
     @property
@@ -101,11 +103,11 @@ class PatchReport(NamedTuple):
         return self._worst.reason
 
     def lines(self, columns: int) -> list[str]:
-        """Return status and name, then each installed site: its module, and below that what happened there."""
+        """Return status and name, then each installed site: its module, with the details below."""
         from .terminal import wrapped
 
         numbers = " (changes numbers)" if self.patch.changes_numbers else ""
-        lines = [f"{self.status.value:{INDENT}}{self.patch.name}{numbers}"]
+        lines = [f"{self.status.value:{INDENT}}{one_line(self.patch.name)}{numbers}"]
         indent = " " * INDENT
         for site in self.sites:
             if site.status is not Status.NOT_INSTALLED:
@@ -131,11 +133,11 @@ class PatchReport(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What megapatch did in this process, and why. `print` it for a table.
+    """The status of every patch in this process, and why. `print` it for a table.
 
     Attributes:
         patches: one `PatchReport` for each patch, in the catalogue's order.
-        versions: the versions of megapatch and of what it patches, by distribution.
+        versions: the versions of megapatch and of the distributions that it patches.
         hidden_objects: how many objects `gc.freeze` hides from the search for holders out of reach.
     """
 
@@ -148,8 +150,9 @@ class Report(NamedTuple):
         """16 hexadecimal digits, equal in two processes that have the same patches in the same state on the same
         versions.
 
-        Reasons and tracebacks do not count. Nor do commits: a copy of a checkout may lack its .git, and a commit
-        does not show changes on top of it. The diagnoses looked at the real code, and the statuses reflect it.
+        megapatch's own version names the commit, or what its sources are. Of others, reasons, tracebacks and
+        commits do not count: a copy of a checkout may lack its .git, and a commit does not show changes on top of
+        it. The diagnoses looked at the real code, and the statuses reflect it.
         """
         import hashlib  # 5 ms, and only a report wants it
 
@@ -161,19 +164,22 @@ class Report(NamedTuple):
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a JSON-ready dictionary.
+        """Return a JSON-ready dictionary, without secrets.
 
         Returns:
             ``schema`` (the version of this layout), ``digest``, ``versions``, ``hidden_objects`` and ``patches``,
             each patch with its ``sites``.
         """
-        return {
-            "schema": SCHEMA,
-            "digest": self.digest,
-            "versions": dict(self.versions),
-            "hidden_objects": self.hidden_objects,
-            "patches": [patch.to_dict() for patch in self.patches],
-        }
+        data: dict[str, Any] = clean_data(
+            {
+                "schema": SCHEMA,
+                "digest": self.digest,
+                "versions": self.versions,
+                "hidden_objects": self.hidden_objects,
+                "patches": [patch.to_dict() for patch in self.patches],
+            }
+        )
+        return data
 
     def table(self, columns: int) -> list[str]:
         """Return the lines of the table, without versions and digest.
@@ -187,7 +193,7 @@ class Report(NamedTuple):
         from .terminal import wrapped
 
         lines = []
-        together: dict[str, list[Patch]] = {}
+        together: dict[str, list[PatchInfo]] = {}
         for patch in self.patches:
             if patch.status is Status.NOT_INSTALLED:
                 together.setdefault(patch.status.value, []).append(patch.patch)
@@ -195,11 +201,11 @@ class Report(NamedTuple):
                 together.setdefault(f"{patch.status.value}, {patch.reason}", []).append(patch.patch)
             else:
                 lines += patch.lines(columns)
-        for what, patches in sorted(together.items()):
-            lines += wrapped(f"{what}: {self.names(patches)}", columns, rest=" " * INDENT)
+        for status, patches in sorted(together.items()):
+            lines += wrapped(f"{status}: {self.names(patches)}", columns, rest=" " * INDENT)
         return lines
 
-    def names(self, patches: Iterable[Patch]) -> str:
+    def names(self, patches: Iterable[PatchInfo]) -> str:
         """Return the names of some patches, with a family such as ``slime.* (3)`` where all of it is among them.
 
         Args:
@@ -233,24 +239,25 @@ def make_report(records: Iterable[Record]) -> Report:
     for record in records:
         record.refresh()
     held = left_behind(tuple(target for record in records for target in record.installed))
-    by_patch: dict[str, tuple[Patch, list[SiteReport]]] = {}
+    by_patch: dict[str, tuple[PatchInfo, list[SiteReport]]] = {}
     for record in records:
-        installed = record.installed
-        site = SiteReport(
-            module=record.site.module,
-            status=record.status,
-            reason=record.reason,
-            verdict=record.verdict.kind.value if record.verdict else None,
-            targets=tuple(target.target for target in installed if target.is_in_effect),
-            rebound=tuple(name for target in installed for name in target.rebound),
-            out_of_reach=tuple(text for target in installed for text in held.get(target.target, ())),
-            foreign=tuple(foreign.patchers(record.site, installed, ours)),
-            traceback=record.traceback,
-        )
-        by_patch.setdefault(record.patch.name, (record.patch, []))[1].append(site)
+        paths = record.site.paths if isinstance(record, SiteRecord) else ()
+        for patch, module in record.rows():
+            site = SiteReport(
+                module=module,
+                status=record.status,
+                reason=record.reason,
+                verdict=record.verdict.kind.value if record.verdict else None,
+                targets=tuple(target.target for target in record.installed if target.is_in_effect),
+                rebound=tuple(name for target in record.installed for name in target.rebound),
+                out_of_reach=tuple(text for target in record.installed for text in held.get(target.target, ())),
+                foreign=tuple(foreign.patchers(module, paths, record.installed, ours)),
+                traceback=record.traceback,
+            )
+            by_patch.setdefault(patch.name, (patch, []))[1].append(site)
     return Report(
         patches=tuple(PatchReport(patch, tuple(sites)) for patch, sites in by_patch.values()),
-        versions={"megapatch": __version__, **_versions.here()},
+        versions={"megapatch": exact_version(), **_versions.here()},
         hidden_objects=_hidden_objects(),
     )
 

@@ -1,14 +1,21 @@
-"""Standard output and standard error: the width, who may write there, and what happens when nobody reads."""
+"""Standard output and standard error: their width, their writers, and readers that have gone.
+
+Everything that the command line prints goes through `write`, `write_json` and `note`, and is cleaned there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import json
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
+
+from .._printable import clean, clean_data, first_line_at_the_margin
 
 NO_TERMINAL = 100
 
@@ -24,10 +31,27 @@ class OutputLost(Exception):
         self.reader_has_gone = isinstance(error, BrokenPipeError)
 
 
-def write(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
-    """Print to standard output, or to `file`. Raises OutputLost."""
-    with _guarded(file or sys.stdout):
-        print(text, end=end, file=file or sys.stdout)
+def write(text: str = "", end: str = "\n", file: TextIO | None = None, over: bool = False) -> None:
+    """Print to standard output, or to `file`; `over` begins at the line's start again. Raises OutputLost."""
+    _print("\r" * over + clean(text), end, file)
+
+
+def write_json(data: Any, file: TextIO | None = None) -> None:
+    """Print data as JSON to standard output, or to `file`. Raises OutputLost."""
+    _print(as_json(data), "\n", file)
+
+
+def _print(text: str, end: str, file: TextIO | None) -> None:
+    file = file or sys.stdout
+    if file is None:  # as after `>&-`: print() would do nothing, and the command seem to have worked
+        raise OutputLost(OSError(errno.EBADF, "standard output is closed"))
+    with _guarded(file):
+        print(text, end=end, file=file)
+
+
+def as_json(data: Any) -> str:
+    """Return data as JSON without secrets and control characters; json.dumps leaves DEL as it is."""
+    return json.dumps(clean_data(data), indent=2).replace("\x7f", "\\u007f")
 
 
 def flush(file: TextIO | None = None) -> None:
@@ -42,7 +66,8 @@ def note(text: str) -> None:
     """Print to standard error, wrapped on a terminal; if it takes nothing, that is ignored."""
     with contextlib.suppress(OSError):
         columns = width() if sys.stderr is not None and sys.stderr.isatty() else None
-        print("\n".join(wrapped(text, columns)) if columns else text, file=sys.stderr, flush=True)
+        lines = "\n".join(wrapped(text, columns)) if columns else first_line_at_the_margin(text)
+        print(lines, file=sys.stderr, flush=True)
 
 
 def reserve() -> TextIO:
@@ -74,6 +99,11 @@ def _guarded(file: TextIO) -> Iterator[None]:
         raise OutputLost(error) from None
 
 
+def columns_of_a_terminal() -> int | None:
+    """Return the columns to wrap standard output at; None where it is not a terminal: a line is a line there."""
+    return width() if sys.stdout is not None and sys.stdout.isatty() else None
+
+
 def width() -> int:
     """Return the columns for a report on standard output: the terminal's (or COLUMNS), else `NO_TERMINAL`."""
     columns = shutil.get_terminal_size((NO_TERMINAL, 24)).columns or NO_TERMINAL
@@ -81,9 +111,9 @@ def width() -> int:
 
 
 def wrapped(text: str, columns: int, first: str = "", rest: str = "  ") -> list[str]:
-    """Return the text in lines of at most `columns`. Longer words (paths, names) stay whole, to be copied."""
+    """Return cleaned text in lines of at most `columns`. Longer words (paths, names) stay whole, to be copied."""
     return textwrap.wrap(
-        text,
+        clean(text),
         columns,
         initial_indent=first,
         subsequent_indent=rest,

@@ -1,4 +1,4 @@
-"""What a check is: a scenario that meets a defect, the layouts in which it runs, and what it compares.
+"""The parts of a check: a scenario that meets a defect, the layouts in which it runs, and what it compares.
 
 A scenario is called on every rank. It raises `DefectSeen` when it meets its defect, and returns otherwise. By
 `megapatch.testing.check_contract` tests hold megapatch's patches to the same scenarios.

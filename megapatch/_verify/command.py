@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -67,8 +66,10 @@ def verify(
         except MegapatchError as error:
             results.stopped = str(error)
     if world.leads:
-        text = json.dumps(results.to_dict(), indent=2) if as_json else results.text(terminal.width())
-        terminal.write(text, file=output)
+        if as_json:
+            terminal.write_json(results.to_dict(), file=output)
+        else:
+            terminal.write(results.text(terminal.width()), file=output)
         terminal.flush(output)
     world.close()
     return 130 if results.stopped == "interrupted" else results.exit_code

@@ -1,4 +1,4 @@
-"""What each patch adds to an ordinary step: the host's time for the same steps with it and without it, in turns.
+"""The cost of each patch in an ordinary step: the host's time for the same steps with it and without it, in turns.
 
 The time is that of the thread that trains. Waiting for other ranks, which varies more than any patch costs, is not
 in it; neither is the GPU, to which no patch of Megatron's gives work in an ordinary step: see `ordinary-steps`.
@@ -6,7 +6,9 @@ in it; neither is the GPU, to which no patch of Megatron's gives work in an ordi
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .in_ranks import end_together, quiet
@@ -17,7 +19,7 @@ STEPS = 4
 
 
 class Costs(NamedTuple):
-    """What patches cost.
+    """The cost of patches.
 
     Attributes:
         step: seconds of an ordinary step.
@@ -48,25 +50,27 @@ def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
         return found
 
     timed()
-    with_it: dict[str, list[float]] = {name: [] for name in names}
+    with_it: dict[str, list[float]] = {name: [] for name in names}  # the fastest step of each round
     without: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(ROUNDS):
         for name in names:
-            with_it[name] += timed()
+            with_it[name].append(min(timed()))
             restore(name)
-            without[name] += timed()
+            without[name].append(min(timed()))
             apply()
     end_together()
-    fast = {name: (_fast(with_it[name]), _fast(without[name])) for name in names}
-    step = min(low for pair in fast.values() for low, _ in pair)
-    return Costs(
-        step,
-        {name: (ours[0] - megatrons[0], ours[1] + megatrons[1]) for name, (ours, megatrons) in fast.items()},
-    )
+    step = min(min(found) for found in without.values())
+    return Costs(step, {name: difference(with_it[name], without[name]) for name in names})
 
 
-def _fast(found: list[float]) -> tuple[float, float]:
-    """Return the time of an undisturbed step, and by how much it is uncertain: a fast one, and the fastest."""
-    ordered = sorted(found)
-    fast = ordered[len(ordered) // 5]
-    return fast, fast - ordered[0]
+def difference(with_it: Sequence[float], without: Sequence[float]) -> tuple[float, float]:
+    """Return what a patch adds to a step, and by how much that is uncertain: by how much the rounds differ.
+
+    On a busy machine whole rounds are slow, all of their steps, so the steps of one round say nothing of that.
+
+    Args:
+        with_it: the fastest step of each round with the patch, in seconds.
+        without: the same without it, measured directly after it.
+    """
+    found = sorted(ours - megatrons for ours, megatrons in zip(with_it, without, strict=True))
+    return statistics.median(found), found[-1] - found[0]

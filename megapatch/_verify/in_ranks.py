@@ -1,4 +1,4 @@
-"""What runs in the ranks' processes: they are new, and end after one of these calls."""
+"""The part of verify that runs in the ranks' processes: they are new, and end after one of these calls."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ORDER = (
 
 
 class Standing(NamedTuple):
-    """What became of a patch in the processes: its status and the reason, in words."""
+    """The status of a patch in the processes: its status and the reason, in words."""
 
     status: str
     reason: str
 
 
 class Look(NamedTuple):
-    """What a rank has found before any check.
+    """The findings of a rank before any check.
 
     Attributes:
         device: ``CPU``, or the GPU's name.
@@ -42,7 +42,7 @@ class Look(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a rank found in a run that met no defect.
+    """The results of a rank in a run that met no defect.
 
     Attributes:
         differences: by layout; None where there are no numbers.

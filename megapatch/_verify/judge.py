@@ -32,7 +32,7 @@ UNFINISHED = "it was not finished"
 
 @dataclass
 class Row:
-    """What came of one check.
+    """The outcome of one check.
 
     Attributes:
         name: of the patch, or of what megapatch adds.
@@ -40,7 +40,7 @@ class Row:
         seen: whether the defect was met without the patch; None where nobody looked.
         repaired: whether all is well with megapatch; None where nobody looked.
         difference: the largest difference to the reference, with megapatch; None where there are no numbers.
-        compares: what was compared with what.
+        compares: the two sides of the comparison.
         layouts: in which all was well with megapatch.
         cost: host seconds that the patch adds to an ordinary step, and their uncertainty; None where not measured.
         seconds: that the check took.

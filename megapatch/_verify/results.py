@@ -1,4 +1,4 @@
-"""What verify has found: as a table for people, and as JSON."""
+"""Verify's results: as a table for people, and as JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._printable import clean, first_line_at_the_margin
 from .._reporting.terminal import wrapped
-from .._version import __version__
+from .._version import exact_version
 from ..patches._catalogue import CATALOGUE
 from .judge import BAD, DISABLED, NO_CHECK, NOT_HERE, REPAIRED, RIGHT, Row
 
@@ -27,7 +28,7 @@ class Results:
         device: such as ``CPU`` or the GPU's name.
         backend: of torch.distributed.
         processes: number of ranks.
-        rows: what came of each check.
+        rows: the outcome of each check.
         step: the host's seconds in an ordinary step; None if costs were not measured.
         stopped: why it ended before the last check; "" if it did not.
     """
@@ -42,13 +43,19 @@ class Results:
 
     @property
     def exit_code(self) -> int:
-        return BAD_FOUND if self.stopped or any(row.is_bad for row in self.rows) else WELL
+        if self.stopped or any(row.is_bad for row in self.rows):
+            return BAD_FOUND
+        return CANNOT_RUN if self._nothing_is_here else WELL
+
+    @property
+    def _nothing_is_here(self) -> bool:
+        return bool(self.rows) and all(row.outcome == NOT_HERE for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return {
             "schema": SCHEMA,
-            "versions": {"megapatch": __version__, **self.versions},
+            "versions": {"megapatch": exact_version(), **self.versions},
             "python": platform.python_version(),
             "device": self.device,
             "backend": self.backend,
@@ -70,9 +77,13 @@ class Results:
         bad = [row.name for row in self.rows if row.outcome in BAD]
         well = sum(row.outcome in (REPAIRED, RIGHT) for row in self.rows)
         if self.stopped:
-            return f"not finished: {self.stopped}; {well} checks went well before, {len(bad)} did not"
+            went = f"{well} checks went well before, {len(bad)} did not"
+            return first_line_at_the_margin(f"not finished: {self.stopped}; {went}")
         if bad:
             return f"NOT WELL: {', '.join(bad)}"
+        if self._nothing_is_here:
+            names = _families([row.name for row in self.rows])
+            return f"nothing was verified: none of what these patches are for is installed: {', '.join(names)}"
         repaired = sum(row.outcome == REPAIRED for row in self.rows)
         off = [row.name for row in self.rows if row.outcome == DISABLED]
         less = f"; switched off: {', '.join(off)}" if off else ""
@@ -83,7 +94,7 @@ class Results:
         return f"all well: {defects} seen without megapatch and repaired with it{checks}{less}"
 
     def _head(self, columns: int) -> list[str]:
-        versions = {"megapatch": __version__, **self.versions, "Python": platform.python_version()}
+        versions = {"megapatch": exact_version(), **self.versions, "Python": platform.python_version()}
         text = ", ".join(f"{name} {version}" for name, version in versions.items())
         many = "1 process" if self.processes == 1 else f"{self.processes} processes"
         return wrapped(f"{text}; {many} on {self.device} ({self.backend})", columns)
@@ -110,7 +121,7 @@ class Results:
     def _notes(self, columns: int) -> Iterator[str]:
         for row in self.rows:
             if row.outcome not in (REPAIRED, RIGHT, NOT_HERE, NO_CHECK) and row.text:
-                lines = row.text.splitlines()
+                lines = clean(row.text).splitlines()
                 yield ""
                 yield from wrapped(f"{row.name}: {row.outcome}: {lines[0]}", columns)
                 yield from (f"    {line}" for line in lines[1:])

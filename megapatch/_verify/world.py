@@ -28,7 +28,7 @@ class World(Protocol):
 
     @property
     def device(self) -> Device:
-        """What the ranks train on."""
+        """The hardware and the layout that the ranks train on."""
 
     @property
     def leads(self) -> bool:

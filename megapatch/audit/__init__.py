@@ -1,33 +1,33 @@
-"""A sanitizer for training with Megatron: it finds steps that break Megatron's own rules, whoever breaks them.
+"""A sanitizer for training with Megatron: it finds steps that break Megatron's own rules, in any trainer.
 
     MEGAPATCH_AUDIT=1 python train.py        # or megapatch.audit.start() before the model is wrapped
-    megapatch.audit.findings()               # what was found in this process
+    megapatch.audit.findings()               # the findings in this process
 
-Patches repair what somebody has reported. The audit watches what such defects have in common: each bucket is
-reduced once a step, the loss is scaled by what its gradients are divided by, parameters are the same on all ranks.
+Patches repair known defects. The audit watches the rules that such defects break: each bucket is reduced once a
+step, the loss is multiplied by the scale that its gradients are divided by, parameters are the same on all ranks.
 It looks at Megatron's own objects, beneath all patches, and changes nothing. docs/audit.md lists the rules.
 """
 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Iterable
 
 from .._engine.engine import this_process
-from . import (
-    _calls,
-    _checkpoints,
-    _gathers,
-    _generation,
-    _gradients,
-    _ranks,
-    _scales,
-    _steps,
-    _tokens,
-    _weights,
-)
-from ._findings import LEDGER, Finding
+from ._audit import Audit, Part
+from ._calls import Calls
+from ._checkpoints import Checkpoints
+from ._findings import Finding, Ledger
+from ._gathers import Gathers
+from ._generation import Generation
+from ._gradients import Gradients
 from ._invariants import INVARIANTS, Invariant
-from ._weights import compare_weights, weights_digest
+from ._ranks import Ranks
+from ._scales import Scales
+from ._settings import settings_for
+from ._steps import Steps
+from ._tokens import Tokens
+from ._weights import Weights, are_equal, weights_digest
 
 __all__ = [
     "INVARIANTS",
@@ -41,72 +41,107 @@ __all__ = [
     "weights_digest",
 ]
 
-_PARTS = (
-    _gradients,
-    _gathers,
-    _steps,
-    _scales,
-    _calls,
-    _ranks,
-    _tokens,
-    _checkpoints,
-    _generation,
-    _weights,
+_PARTS: tuple[type[Part], ...] = (
+    Gradients,  # first: the others ask a step whether it has gradients
+    Scales,
+    Ranks,  # may raise; then the step leaves nothing to be gathered
+    Gathers,
+    Steps,
+    Calls,
+    Tokens,
+    Checkpoints,
+    Generation,
+    Weights,
 )
-_WATCHERS = tuple(part.PATCH for part in _PARTS)
+"""The parts of an audit, in the order in which they see each event."""
+
+
+class _Process:
+    """The audit that watches this process, if there is one, and the findings of the latest."""
+
+    def __init__(self) -> None:
+        self.audit: Audit | None = None
+        self.ledger = Ledger()
+
+
+_PROCESS = _Process()
 
 
 def start(every: int | None = None, raises: bool = False) -> None:
     """Watch from now on. Call it before the model is wrapped in DistributedDataParallel, on all ranks.
 
     Patches that are in place are taken off for a moment, so that the audit lies beneath them: call it while no
-    training runs.
+    training runs. While the audit watches, another call changes its settings only. After `stop` it begins with
+    nothing: earlier findings are forgotten.
 
     Args:
-        every: how many optimizer steps lie between two comparisons of the ranks; None for MEGAPATCH_AUDIT_EVERY,
-            or 50 without it.
-        raises: whether what one rank has found raises AuditError on all ranks, in the next optimizer step. Then
+        every: optimizer steps from one comparison of the ranks to the next; None for MEGAPATCH_AUDIT_EVERY, or 50
+            without it.
+        raises: whether a finding of one rank raises AuditError on all ranks, in the next optimizer step. Then
             ranks ask each other in every step, which waits for the GPU.
 
     Raises:
         MisuseError: for `every` below 1.
         RestoreError: when someone else has patched on top of megapatch; nothing is changed then.
     """
-    _ranks.configure(every, raises)
-    engine = this_process()
-    if _WATCHERS[0] not in engine.patches:
-        engine.put_beneath(_WATCHERS)
-        atexit.register(_summarize)
+    settings = settings_for(every, raises)
+    if _PROCESS.audit is not None:
+        _PROCESS.audit.settings = settings
+        return
+    audit = Audit(_PARTS, settings)
+    this_process().put_beneath(audit.patches)
+    _PROCESS.audit, _PROCESS.ledger = audit, audit.ledger
+    atexit.register(_summarize)
 
 
 def stop() -> None:
-    """Stop watching; what was found stays.
+    """Stop watching. The findings stay until the next `start`.
 
     Raises:
         RestoreError: as `start`.
     """
-    this_process().take_away(_WATCHERS)
+    audit = _PROCESS.audit
+    if audit is None:
+        return
+    this_process().put_beneath(())
+    _PROCESS.audit = None
     atexit.unregister(_summarize)
+    audit.end()
 
 
 def findings() -> list[Finding]:
-    """Return what was found in this process since it began, in the order in which it was first seen."""
+    """Return the findings in this process since the audit began, in the order in which they were first seen."""
     _judge()
-    return LEDGER.findings()
+    return _PROCESS.ledger.findings()
+
+
+def clear() -> None:
+    """Forget the findings, for instance once they have been reported. Call it on all ranks."""
+    _judge()
+    _PROCESS.ledger.clear()
+    if _PROCESS.audit is not None:
+        _PROCESS.audit.forget()
+
+
+def compare_weights(trained: str, received: str | Iterable[str], version: int | None = None) -> bool:
+    """Record a finding if generation has not received the trained weights. Needs no `start`.
+
+    Args:
+        trained: `weights_digest` of the trainer's weights.
+        received: that of the weights that generation has received; of each engine, if there are several.
+        version: of the weights, in optimizer steps, for the finding.
+
+    Returns:
+        Whether all of them are the same.
+    """
+    return are_equal(_PROCESS.ledger, trained, received, version)
+
+
+def _judge() -> None:
+    if _PROCESS.audit is not None:
+        _PROCESS.audit.judge()
 
 
 def _summarize() -> None:
     _judge()
-    LEDGER.summarize()
-
-
-def _judge() -> None:
-    _tokens.judge()
-    _generation.judge()
-
-
-def clear() -> None:
-    """Forget what was found, for instance once it has been reported. Call it on all ranks."""
-    _judge()
-    LEDGER.clear()
-    _ranks.forget()
+    _PROCESS.ledger.summarize()

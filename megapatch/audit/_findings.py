@@ -1,4 +1,4 @@
-"""Keep what was found: each broken invariant once, with a count of how often it was seen."""
+"""Keep the findings: each broken invariant once, with a count of how often it was seen."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import AuditError
 from ._invariants import INVARIANTS
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 log = logging.getLogger("megapatch")
 
@@ -31,7 +28,7 @@ class Finding:
 
     Attributes:
         invariant: its name, a key of `megapatch.audit.INVARIANTS`.
-        what: one sentence: what happened, and to what.
+        what: one sentence: the event, and the objects that it happened to.
         rank: of torch.distributed, or None without it.
         step: how many optimizer steps this process had made by then.
         where: lines ``file:line in function`` of the user's code then, outermost first.
@@ -56,11 +53,12 @@ class Finding:
 
 
 class Ledger:
-    """The findings of this process, and the number of its optimizer steps."""
+    """The findings of an audit, and the number of optimizer steps that it has seen."""
 
     def __init__(self) -> None:
         self.step = 0
         self._found: dict[tuple[str, str], Finding] = {}
+        self._broken: set[object] = set()
         self._lock = threading.Lock()
 
     def report(self, invariant: str, kind: str, what: str, where: tuple[str, ...] | None = None) -> None:
@@ -68,7 +66,7 @@ class Ledger:
 
         Args:
             kind: tells ways of breaking the same invariant apart.
-            where: as `user_code` returned it, for what is found later than it has happened; None for now.
+            where: as `user_code` returned it when it happened, for a later finding; None for now.
         """
         with self._lock:
             known = self._found.get((invariant, kind))
@@ -85,7 +83,7 @@ class Ledger:
             return [dataclasses.replace(finding) for finding in self._found.values()]
 
     def summarize(self) -> None:
-        """Log what was found, or that nothing was, in a process that has trained."""
+        """Log the findings, or that there are none, in a process that has trained."""
         findings = self.findings()
         if findings:
             log.warning("audit: %s", "\n  ".join([f"found in {steps(self.step)}:", *map(str, findings)]))
@@ -96,37 +94,40 @@ class Ledger:
         with self._lock:
             self._found.clear()
 
+    def note_bug(self, look: Callable[..., object]) -> None:
+        """Log the exception that is being handled, the first time that it comes from this function."""
+        if look not in self._broken:
+            self._broken.add(look)
+            log.warning("audit: %s failed, and finds nothing", look.__qualname__, exc_info=True)
 
-LEDGER = Ledger()
+
+class _Observer(Protocol):
+    @property
+    def ledger(self) -> Ledger: ...
 
 
-def observes(look: Callable[_P, _R]) -> Callable[_P, _R | None]:
-    """Return the function as one that never breaks what it looks at: it logs its bugs, once, and returns None.
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_O = TypeVar("_O", bound=_Observer)
+
+
+def observes(look: Callable[Concatenate[_O, _P], _R]) -> Callable[Concatenate[_O, _P], _R | None]:
+    """Return the method as one that never breaks training: it logs its bugs, once, and returns None.
 
     AuditError is raised on purpose.
     """
 
     @functools.wraps(look)
-    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+    def guarded(self: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
         try:
-            return look(*args, **kwargs)
+            return look(self, *args, **kwargs)
         except AuditError:
             raise
         except Exception:
-            note_bug(look)
+            self.ledger.note_bug(look)
             return None
 
     return guarded
-
-
-def note_bug(look: Callable[..., object]) -> None:
-    """Log the exception that is being handled, the first time that it comes from this function."""
-    if look not in _broken:
-        _broken.append(look)
-        log.warning("audit: %s failed, and finds nothing", look.__qualname__, exc_info=True)
-
-
-_broken: list[object] = []
 
 
 def _rank() -> int | None:

@@ -1,12 +1,8 @@
-"""gathered-when-read: nobody reads parameters that a step has left to be gathered.
+"""gathered-when-read: parameters that a step has left to be gathered are not read before that.
 
-Symptom   with overlap_param_gather a checkpoint or an export between an optimizer step and the next forward pass
-          has this rank's shard of the parameters as they are, and all others as they were a step before.
-Upstream  NVIDIA-NeMo/RL#4086.
-Seam      start_param_sync() of the bucket groups; and what reads: state_dict() of any module,
-          sharded_state_dict() of DistributedDataParallel, the exporters of Megatron-Bridge, mbridge and
-          mcore-bridge, collectives over a parameter itself, by which exporters send or assemble it, and methods
-          of AReaL and NeMo-RL that are known to copy the model.
+Watches   start_param_sync() of the bucket groups, in all releases; state_dict() of any module,
+          sharded_state_dict() of Megatron's; collectives over a parameter itself, by which exporters send or
+          assemble it; and all readers of the patches named gathered-when-read: exporters, checkpoints, refits.
 Limits    a copy that is made tensor by tensor by anybody else, and only then sent, is not seen.
 Cost      nothing to speak of in a step; a look through the module's parameters where one is read too early.
 """
@@ -16,98 +12,157 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
+from .. import patches
 from .._mcore.bucket_groups import bucket_groups
-from ..patch import Patch
-from ._findings import LEDGER, observes
+from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
+from ..patches._readers import Reader, reading_sites
+from ._audit import Audit, Part, Step
+from ._findings import observes
 from ._sites import site
 
-_due: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Bucket groups whose parameters wait for a gather."""
-_gathering: list[Any] = []
-_reading: list[str] = []
-"""The reader that is under way: what it calls for submodules is part of it."""
 _COLLECTIVES = ("all_gather", "all_gather_into_tensor", "broadcast", "gather", "isend", "send")
-CONVERSION = "megatron.bridge.models.conversion"
 
 
-# ------------------------------------------------------------------------ what happens
-@observes
-def begin_step(ddps: Iterable[Any]) -> list[Any]:
-    """Note, before a step, what it leaves to be gathered. Return the bucket groups that did not wait before."""
-    groups = [group for ddp in ddps if ddp.ddp_config.overlap_param_gather for group in bucket_groups(ddp)]
-    fresh = [group for group in groups if group not in _due]
-    _due.update(fresh)
-    return fresh
+def _diagnose_known(diagnose: Callable[[ModuleType], Verdict], module: ModuleType) -> Verdict:
+    """Watch a reader that gathers by itself, too: what it reads shows whether it does."""
+    verdict = diagnose(module)
+    return verdict if verdict.kind in (ABSENT, UNKNOWN) else Verdict(NEEDED, "watched")
 
 
-def forget(groups: Iterable[Any]) -> None:
-    """Take back what `begin_step` noted, as the step was skipped."""
-    _due.difference_update(groups)
+class Gathers(Part):
+    name = "gathers"
+    doc = __doc__
 
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self.due: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Bucket groups whose parameters wait for a gather."""
+        self._left_by_step: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that the step that is under way leaves so, and that did not wait before it."""
+        self._gathering: list[Any] = []
+        self._reading: list[str] = []
+        """The reader that is under way: its calls for submodules are part of it."""
 
-def watch_gathers(start_param_sync: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(start_param_sync)
-    def patched_start_param_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _gathering.append(self)
-        try:
-            result = start_param_sync(self, *args, **kwargs)
-        finally:
-            _gathering.pop()
-        _note_gather(self)
-        return result
+    def sites(self) -> tuple[Site, ...]:
+        return (
+            site(
+                "megatron.core.distributed.param_and_grad_buffer",
+                {"_ParamAndGradBucketGroup.start_param_sync": self.watch_gathers},
+            ),
+            site("torch.distributed.distributed_c10d", dict.fromkeys(_COLLECTIVES, self.watch_collective)),
+            site("torch.nn.modules.module", {"Module.state_dict": self.watch_module}),
+            site("megatron.core.transformer.module", {"MegatronModule.sharded_state_dict": self.watch_module}),
+            *(
+                Site(
+                    module=found.module,
+                    diagnose=functools.partial(_diagnose_known, found.diagnose),
+                    replace={
+                        reader.path: functools.partial(self.watch_reader, reader) for reader in found.readers
+                    },
+                )
+                for found in reading_sites(patches.PATCHES)
+            ),
+        )
 
-    return patched_start_param_sync
+    # ------------------------------------------------------------------------ events
+    @observes
+    def begin_step(self, step: Step) -> None:
+        """Note, before the step, the bucket groups that it leaves to be gathered."""
+        chunks = [chunk for chunk in step.chunks if chunk.ddp_config.overlap_param_gather]
+        fresh = [group for chunk in chunks for group in bucket_groups(chunk) if group not in self.due]
+        self.due.update(fresh)
+        self._left_by_step = weakref.WeakSet(fresh)
 
+    @observes
+    def end_step(self, step: Step) -> None:
+        """Take that back if the step was skipped."""
+        if not step.succeeded:
+            self.due -= self._left_by_step
 
-@observes
-def _note_gather(group: Any) -> None:
-    _due.discard(group)
+    def watch_gathers(self, start_param_sync: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(start_param_sync)
+        def patched_start_param_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
+            self._gathering.append(group)
+            try:
+                result = start_param_sync(group, *args, **kwargs)
+            finally:
+                self._gathering.pop()
+            self._note_gather(group)
+            return result
 
+        return patched_start_param_sync
 
-# ------------------------------------------------------------------------ who reads
-def watch_module(reader: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(reader)
-    def patched_reader(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _due or _reading:
-            return reader(self, *args, **kwargs)
-        name = f"{type(self).__name__}.{reader.__name__}()"
-        _note_read(name, _parameters([self]))
-        _reading.append(name)
-        try:
-            return reader(self, *args, **kwargs)
-        finally:
-            _reading.pop()
+    @observes
+    def _note_gather(self, group: Any) -> None:
+        self.due.discard(group)
 
-    return patched_reader
+    # ------------------------------------------------------------------------ readers
+    def watch_module(self, reader: Callable[..., Any]) -> Callable[..., Any]:
+        def note(module: Any, *args: Any, **kwargs: Any) -> None:
+            self._note_read(f"{type(module).__name__}.{reader.__name__}()", _parameters([module]))
 
+        return self._outermost(reader, note)
 
-def watch_reader(attribute: str, reader: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch a method that copies the model that its object has, tensor by tensor, which nothing else shows."""
+    def watch_reader(self, reader: Reader, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Watch a function that is known to read a model, tensor by tensor, which nothing else shows."""
+        name = f"{reader.path}()"
 
-    @functools.wraps(reader)
-    def patched_reader(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _due:
-            model = getattr(self, attribute, None)
-            _note_read(f"{type(self).__name__}.{reader.__name__}()", _parameters([model]))
-        return reader(self, *args, **kwargs)
+        @observes
+        def note(part: Gathers, model: Callable[[], Any]) -> None:
+            if part.due:
+                part._note_read(name, _parameters([model()]))
 
-    return patched_reader
+        if reader.stream:
+            return reader.before_reading(function, functools.partial(note, self))
+        model_of = reader.model_in(function)
+        return self._outermost(function, lambda *args, **kwargs: note(self, lambda: model_of(*args, **kwargs)))
 
+    def _outermost(self, function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+        """Note the outermost reader only: those that it calls are part of it."""
 
-def watch_stream(stream: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stream)
-    def patched_stream(*args: Any, **kwargs: Any) -> Any:
-        return _watched(stream(*args, **kwargs), f"{stream.__name__}()", (*args, *kwargs.values()))
+        @functools.wraps(function)
+        def patched_reader(*args: Any, **kwargs: Any) -> Any:
+            if not self.due or self._reading:
+                return function(*args, **kwargs)
+            note(*args, **kwargs)
+            self._reading.append(function.__name__)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._reading.pop()
 
-    return patched_stream
+        return patched_reader
 
+    def watch_collective(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def patched_collective(*args: Any, **kwargs: Any) -> Any:
+            if self.due and not self._gathering:
+                self._note_sent(collective.__name__, (*args, *kwargs.values()))
+            return collective(*args, **kwargs)
 
-def _watched(tensors: Iterator[Any], reader: str, arguments: tuple[Any, ...]) -> Iterator[Any]:
-    if _due:
-        _note_read(reader, _parameters(arguments))
-    return (yield from tensors)
+        return patched_collective
+
+    @observes
+    def _note_read(self, reader: str, parameters: Iterable[Any]) -> None:
+        waiting = {id(parameter) for group in self.due for parameter in group.params}
+        count = sum(id(parameter) in waiting for parameter in parameters)
+        if count:
+            what = f"{reader} reads {count} parameters that wait for their gather"
+            self.ledger.report("gathered-when-read", reader, what)
+
+    @observes
+    def _note_sent(self, collective: str, arguments: tuple[Any, ...]) -> None:
+        from torch import Tensor
+
+        sent = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, Tensor)} - {0}
+        if sent and any(
+            parameter.untyped_storage().data_ptr() in sent for group in self.due for parameter in group.params
+        ):
+            what = f"{collective}() sends a parameter that waits for its gather"
+            self.ledger.report("gathered-when-read", collective, what)
 
 
 def _parameters(arguments: Iterable[Any]) -> Iterator[Any]:
@@ -117,70 +172,3 @@ def _parameters(arguments: Iterable[Any]) -> Iterator[Any]:
             yield from _parameters(argument)
         elif callable(getattr(argument, "named_modules", None)):
             yield from argument.parameters()
-
-
-def watch_collective(collective: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def patched_collective(*args: Any, **kwargs: Any) -> Any:
-        if _due and not _gathering:
-            _note_sent(collective.__name__, (*args, *kwargs.values()))
-        return collective(*args, **kwargs)
-
-    return patched_collective
-
-
-@observes
-def _note_read(reader: str, parameters: Iterable[Any]) -> None:
-    waiting = {id(parameter) for group in _due for parameter in group.params}
-    count = sum(id(parameter) in waiting for parameter in parameters)
-    if count:
-        LEDGER.report(
-            "gathered-when-read", reader, f"{reader} reads {count} parameters that wait for their gather"
-        )
-
-
-@observes
-def _note_sent(collective: str, arguments: tuple[Any, ...]) -> None:
-    from torch import Tensor
-
-    sent = {argument.untyped_storage().data_ptr() for argument in arguments if isinstance(argument, Tensor)} - {0}
-    if sent and any(
-        parameter.untyped_storage().data_ptr() in sent for group in _due for parameter in group.params
-    ):
-        LEDGER.report(
-            "gathered-when-read", collective, f"{collective}() sends a parameter that waits for its gather"
-        )
-
-
-PATCH = Patch(
-    name="audit.gathers",
-    doc=__doc__,
-    upstream="https://github.com/NVIDIA-NeMo/RL/pull/4086",
-    sites=(
-        site("torch.distributed.distributed_c10d", dict.fromkeys(_COLLECTIVES, watch_collective)),
-        site("torch.nn.modules.module", {"Module.state_dict": watch_module}),
-        site(
-            "megatron.core.distributed.param_and_grad_buffer",
-            {"_ParamAndGradBucketGroup.start_param_sync": watch_gathers},
-        ),
-        site("megatron.core.transformer.module", {"MegatronModule.sharded_state_dict": watch_module}),
-        site(
-            f"{CONVERSION}.model_bridge",
-            {"MegatronModelBridge.stream_weights_megatron_to_hf": watch_stream},
-        ),
-        site(
-            "areal.engine.megatron_engine",
-            {
-                f"MegatronEngine.{name}": functools.partial(watch_reader, "model")
-                for name in ("_update_weights_from_distributed", "_save_model_to_hf")
-            },
-        ),
-        site(
-            "nemo_rl.models.policy.workers.megatron_policy_worker",
-            {"MegatronPolicyWorkerImpl.nccl_reshard_refit": functools.partial(watch_reader, "model")},
-            since="MegatronPolicyWorkerImpl.nccl_reshard_refit",
-        ),
-        site("mbridge.core.bridge", {"Bridge.export_weights": watch_stream}),
-        site("mcore_bridge.bridge.gpt_bridge", {"GPTBridge.export_weights": watch_stream}),
-    ),
-)

@@ -1,7 +1,9 @@
-"""The rules that every step has to keep, whatever the trainer, and what breaking one does to training."""
+"""The rules that every step has to keep, in any trainer, and the damage of breaking one."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -10,7 +12,7 @@ class Invariant(NamedTuple):
 
     Attributes:
         rule: one sentence.
-        means: what a step that breaks it does to training.
+        means: the damage that a step that breaks it does to training.
         repairs: patches that repair known ways of breaking it.
     """
 
@@ -19,97 +21,101 @@ class Invariant(NamedTuple):
     repairs: tuple[str, ...] = ()
 
 
-INVARIANTS: dict[str, Invariant] = {
-    "reduced-once": Invariant(
-        "Between zeroing and the optimizer step every bucket that received gradients is reduced once, and nothing "
-        "is added to it after its reduce began.",
-        "Data-parallel ranks step with different gradients, or with gradients that are wrong by a factor.",
-        (
-            "megatron.grad-ready-window",
-            "megatron.nested-no-sync",
-            "megatron.parameters-without-gradients",
-            "nemo_rl.hooks-without-overlap",
-            "skyrl.accumulate-forward-backward",
+INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
+    {
+        "reduced-once": Invariant(
+            "Between zeroing and the optimizer step every bucket that received gradients is reduced once, and "
+            "nothing is added to it after its reduce began.",
+            "Data-parallel ranks step with different gradients, or with gradients that are wrong by a factor.",
+            (
+                "megatron.grad-ready-window",
+                "megatron.nested-no-sync",
+                "megatron.parameters-without-gradients",
+                "nemo_rl.hooks-without-overlap",
+                "skyrl.accumulate-forward-backward",
+            ),
         ),
-    ),
-    "fresh-gradients": Invariant(
-        "The first gradient after an optimizer step is added to a buffer that was zeroed.",
-        "Each step repeats the gradients of the steps before it.",
-        ("nemo_rl.train-after-exception",),
-    ),
-    "gradients-used": Invariant(
-        "Gradients that have arrived are used by an optimizer step before they are zeroed.",
-        "A step of several calls trains on the last of them only.",
-        ("skyrl.accumulate-forward-backward",),
-    ),
-    "scaled-once": Invariant(
-        "The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.",
-        "Gradients are wrong by the loss scale: far too small, or those of one loss against another's.",
-        ("areal.aux-loss-scale", "roll.grad-scale", "skyrl.grad-scale"),
-    ),
-    "unscaled-once": Invariant(
-        "The optimizer divides the gradients of a step by the loss scale once.",
-        "Gradients are too small by the loss scale.",
-        ("megatron.prepare-grads-once",),
-    ),
-    "gathered-when-read": Invariant(
-        "Nobody reads parameters that an optimizer step has left to be gathered.",
-        "What is saved or sent is a mixture: this rank's shard is new, all others are one step old.",
-        (
-            "megatron.gathered-when-read",
-            "areal.gathered-when-read",
-            "nemo_rl.gathered-when-read",
-            "nemo_rl.forward-pre-hook-after-split",
-            "skyrl.gathered-when-read",
-            "verl.gathered-when-read",
+        "fresh-gradients": Invariant(
+            "The first gradient after an optimizer step is added to a buffer that was zeroed.",
+            "Each step repeats the gradients of the steps before it.",
+            ("nemo_rl.train-after-exception",),
         ),
-    ),
-    "tokens-counted": Invariant(
-        "The gradients of a step are divided by the number of tokens that gave them, and no loss is NaN.",
-        "Gradients are too large, by as much as the step has calls; or parameters become NaN.",
-        ("megatron.zero-tokens",),
-    ),
-    "ranks-agree": Invariant(
-        "Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.",
-        "Ranks train different models, whose gradients are averaged all the same.",
-        ("megatron.parameters-without-gradients", "nemo_rl.forward-pre-hook-after-split"),
-    ),
-    "hooks-balanced": Invariant(
-        "A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun "
-        "machine as it found them.",
-        "Later calls reduce too early, twice, or not at all; or a step is skipped.",
-        (
-            "megatron.nested-no-sync",
-            "megatron.train-reentry",
-            "nemo_rl.abort-resets-rerun",
-            "nemo_rl.train-after-exception",
-            "slime.train-reentry",
+        "gradients-used": Invariant(
+            "Gradients that have arrived are used by an optimizer step before they are zeroed.",
+            "A step of several calls trains on the last of them only.",
+            ("skyrl.accumulate-forward-backward",),
         ),
-    ),
-    "stages-differ": Invariant(
-        "Pipeline stages draw different random numbers.",
-        "Layers at the same place of different stages start from the same weights, and drop the same elements.",
-        ("areal.pipeline-seed", "skyrl.pipeline-seed", "verl.pipeline-seed"),
-    ),
-    "learning-rate-moves": Invariant(
-        "The learning rate's schedule advances after successful steps only.",
-        "Each overflow costs a step of warm-up or decay.",
-        ("verl.overflow-is-skipped", "ms_swift.overflow-is-skipped", "roll.overflow-is-skipped"),
-    ),
-    "saved-what-is": Invariant(
-        "A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.",
-        "The checkpoint lacks something that the next load needs.",
-        ("megatron.rerun-state-dict", "megatron.save-plan-cache"),
-    ),
-    "weights-synced": Invariant(
-        "Generation has received the weights that were trained, version by version.",
-        "Rollouts come from another model than the one that is trained on them.",
-        ("slime.first-sync-pushes-actor",),
-    ),
-    "resumed": Invariant(
-        "Generation that was paused for a weight sync is resumed, however the sync ends.",
-        "Requests are never answered, and training waits for rollouts that do not come.",
-        ("areal.weight-sync-resume", "skyrl.async-trainer-resume", "skyrl.pause-rollback"),
-    ),
-}
+        "scaled-once": Invariant(
+            "The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.",
+            "Gradients are wrong by the loss scale: far too small, or those of one loss against another's.",
+            ("areal.aux-loss-scale", "roll.grad-scale", "skyrl.grad-scale"),
+        ),
+        "unscaled-once": Invariant(
+            "The optimizer divides the gradients of a step by the loss scale once.",
+            "Gradients are too small by the loss scale.",
+            ("megatron.prepare-grads-once",),
+        ),
+        "gathered-when-read": Invariant(
+            "Parameters that an optimizer step has left to be gathered are not read before that.",
+            "The copy that is saved or sent is a mixture: this rank's shard is new, all others are one step old.",
+            (
+                "megatron.gathered-when-read",
+                "areal.gathered-when-read",
+                "nemo_rl.gathered-when-read",
+                "nemo_rl.forward-pre-hook-after-split",
+                "skyrl.gathered-when-read",
+                "verl.gathered-when-read",
+            ),
+        ),
+        "tokens-counted": Invariant(
+            "The gradients of a step are divided by the number of tokens that gave them, and no loss is NaN.",
+            "Gradients are too large, by as much as the step has calls; or parameters become NaN.",
+            ("megatron.zero-tokens",),
+        ),
+        "ranks-agree": Invariant(
+            "Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.",
+            "Ranks train different models, whose gradients are averaged all the same.",
+            ("megatron.parameters-without-gradients", "nemo_rl.forward-pre-hook-after-split"),
+        ),
+        "hooks-balanced": Invariant(
+            "A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun "
+            "machine as it found them.",
+            "Later calls reduce too early, twice, or not at all; or a step is skipped.",
+            (
+                "megatron.nested-no-sync",
+                "megatron.train-reentry",
+                "nemo_rl.abort-resets-rerun",
+                "nemo_rl.train-after-exception",
+                "slime.train-reentry",
+            ),
+        ),
+        "stages-differ": Invariant(
+            "Pipeline stages draw different random numbers.",
+            "Layers at the same place of different stages start from the same weights, and drop the same "
+            "elements.",
+            ("areal.pipeline-seed", "skyrl.pipeline-seed", "verl.pipeline-seed"),
+        ),
+        "learning-rate-moves": Invariant(
+            "The learning rate's schedule advances after successful steps only.",
+            "Each overflow costs a step of warm-up or decay.",
+            ("verl.overflow-is-skipped", "ms_swift.overflow-is-skipped", "roll.overflow-is-skipped"),
+        ),
+        "saved-what-is": Invariant(
+            "A checkpoint that has a model has all that is trained of it, and is not saved by the plan of "
+            "another.",
+            "The checkpoint lacks something that the next load needs.",
+            ("megatron.rerun-state-dict", "megatron.save-plan-cache"),
+        ),
+        "weights-synced": Invariant(
+            "Generation has received the weights that were trained, version by version.",
+            "Rollouts come from another model than the one that is trained on them.",
+            ("slime.first-sync-pushes-actor",),
+        ),
+        "resumed": Invariant(
+            "Generation that was paused for a weight sync is resumed, however the sync ends.",
+            "Requests are never answered, and training waits for rollouts that do not come.",
+            ("areal.weight-sync-resume", "skyrl.async-trainer-resume", "skyrl.pause-rollback"),
+        ),
+    }
+)
 """The rules, by name, in the order of the page."""

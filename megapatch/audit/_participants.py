@@ -9,7 +9,6 @@ of them makes the collective, and that group of ranks is not compared again.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import weakref
 from collections import Counter
@@ -19,17 +18,15 @@ from typing import Any
 log = logging.getLogger("megapatch")
 
 _PATIENCE = timedelta(seconds=120)
-_numbers = itertools.count(1)
-"""Of the worlds of this process: a store may outlive the world that it was made for, with all its keys."""
 _YES, _NO = "yes", "no"
 
 
 class _World:
-    """What the ranks of torch.distributed's default process group have settled."""
+    """The state of an audit's meetings in one default process group of torch.distributed."""
 
     def __init__(self, default: Any) -> None:
         self.default = weakref.ref(default)
-        self.prefix = f"megapatch.audit/{next(_numbers)}"
+        self.prefix = ""
         self.all_are_audited = False
         self.meetings: Counter[str] = Counter()
         """By group of ranks, how often it has met."""
@@ -37,24 +34,52 @@ class _World:
         """Groups of ranks in which somebody did not come."""
 
 
-_world: list[_World] = []
+class Participants:
+    """The ranks that take part in an audit's collectives."""
 
+    def __init__(self) -> None:
+        self._world: _World | None = None
 
-def all_ranks_are_audited(settings: str) -> bool:
-    """Return whether all ranks are, with these settings; waits, the first time, for those that are late."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
+    def all_are_audited(self, settings: str) -> bool:
+        """Return whether all ranks are, with these settings; waits, the first time, for those that are late."""
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
 
-    if not dist.is_initialized():
-        return False
-    default = distributed_c10d._get_default_group()  # private; torch 2.1 to 2.15
-    if not _world or _world[0].default() is not default:
-        _world[:] = [world := _World(default)]
-        ranks = dist.get_rank(), dist.get_world_size()
-        world.all_are_audited = _settle(_store(), world.prefix, settings, *ranks)
-        if not world.all_are_audited:
-            log.warning("audit: ranks are not compared, as not all of them are audited (%s)", settings)
-    return _world[0].all_are_audited
+        if not dist.is_initialized():
+            return False
+        default = distributed_c10d._get_default_group()  # private; torch 2.1 to 2.15
+        if self._world is None or self._world.default() is not default:
+            self._world = world = _World(default)
+            rank, store = dist.get_rank(), _store()
+            # A store may outlive the world that it was made for, with all its keys, and a world outlives an audit.
+            world.prefix = f"megapatch.audit/{store.add(f'megapatch.audit/worlds/{rank}', 1)}"
+            world.all_are_audited = _settle(store, world.prefix, settings, rank, dist.get_world_size())
+            if not world.all_are_audited:
+                log.warning("audit: ranks are not compared, as not all of them are audited (%s)", settings)
+        return self._world.all_are_audited
+
+    def all_have_come(self, group: Any) -> bool:
+        """Return whether every rank of a process group has come here as often as this one; all get one answer."""
+        import torch.distributed as dist
+
+        world = self._world
+        if world is None:
+            return False
+        ranks = dist.get_process_group_ranks(group)
+        name = f"{world.prefix}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+        if name in world.left:
+            return False
+        world.meetings[name] += 1
+        if not _meet(_store(), name, len(ranks), world.meetings[name]):
+            world.left.add(name)
+            log.warning(
+                "audit: ranks %s are not compared any more: one of them has not come to this optimizer step "
+                "within %d seconds. A rank that skips steps trains another model",
+                ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
+                _PATIENCE.total_seconds(),
+            )
+            return False
+        return True
 
 
 def _store() -> Any:
@@ -71,29 +96,8 @@ def _settle(store: Any, prefix: str, settings: str, rank: int, world_size: int) 
         verdict = _YES if all(store.get(key) == settings.encode() for key in others) else _NO
     except Exception:  # torch has had several kinds for a store's timeout
         verdict = _NO
-    # The first decision counts for all: a rank that was late may have seen what another had given up waiting for.
+    # The first decision counts for all: a late rank may have seen a key that another had given up waiting for.
     return _decide(store, f"{prefix}/decision", verdict)
-
-
-def all_have_come(group: Any) -> bool:
-    """Return, alike on all ranks of a process group, whether all of them have come here as often as this one."""
-    import torch.distributed as dist
-
-    ranks, world = dist.get_process_group_ranks(group), _world[0]
-    name = f"{world.prefix}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
-    if name in world.left:
-        return False
-    world.meetings[name] += 1
-    if not _meet(_store(), name, len(ranks), world.meetings[name]):
-        world.left.add(name)
-        log.warning(
-            "audit: ranks %s are not compared any more: one of them has not come to this optimizer step within "
-            "%d seconds. A rank that skips steps trains another model",
-            ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
-            _PATIENCE.total_seconds(),
-        )
-        return False
-    return True
 
 
 def _meet(store: Any, name: str, size: int, number: int) -> bool:

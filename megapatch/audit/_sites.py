@@ -1,4 +1,4 @@
-"""Where the audit watches: sites whose replacements look on and change nothing."""
+"""Sites whose replacements look on and change nothing."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ def site(
     replace: Mapping[str, Callable[[Any], Callable[..., Any]]],
     *,
     expected: Mapping[str, tuple[str, ...]] | None = None,
-    since: str | None = None,
+    optional: str | None = None,
 ) -> Site:
-    """Return a site that can be watched where all of its functions, and what is expected of them, are there.
+    """Return a site that can be watched where all of its functions are there, with the parameters that are read.
 
     Args:
         replace: as in Site.
-        expected: by path of a function, parameters that the audit reads.
-        since: a path without which this version has nothing to watch.
+        expected: by path of a function, the parameters that the audit reads.
+        optional: the releases that have the module and lack the first of these functions, so that there is
+            nothing to watch; None where no release lacks it.
     """
     return Site(
         module=module,
-        diagnose=functools.partial(_diagnose, tuple(replace), expected or {}, since),
+        diagnose=functools.partial(_diagnose, tuple(replace), expected or {}, optional is not None),
         replace=replace,
     )
 
 
 def _diagnose(
-    paths: tuple[str, ...], expected: Mapping[str, tuple[str, ...]], since: str | None, module: ModuleType
+    paths: tuple[str, ...], expected: Mapping[str, tuple[str, ...]], is_optional: bool, module: ModuleType
 ) -> Verdict:
-    if since is not None and _find(module, since) is None:
-        return Verdict(ABSENT, f"this version has no {since}")
+    if is_optional and _find(module, paths[0]) is None:
+        return Verdict(ABSENT, f"this version has no {paths[0]}")
     missing = [path for path in paths if not callable(_find(module, path))]
     for path, parameters in expected.items():
         known = inspect.signature(inspect.unwrap(_find(module, path))).parameters if path not in missing else ()

@@ -1,10 +1,8 @@
-"""The optimizer step, where all that was watched since the last one is judged; learning-rate-moves.
+"""learning-rate-moves; and the optimizer step, which all parts see begin and end.
 
-Symptom   after an fp16 overflow, whose step Megatron skips, the caller advances the learning rate's schedule all
-          the same.
-Upstream  verl-project/verl#5369.
-Seam      step() of Megatron's optimizers, and step() of OptimizerParamScheduler. Of optimizers that contain
-          others the outermost step counts.
+Watches   step() of Megatron's optimizers, the layer-wise one from 0.16 on; and step() of
+          OptimizerParamScheduler, which must not advance after a step that Megatron has skipped, as it does
+          after an fp16 overflow. Of optimizers that contain others the outermost step counts.
 Limits    a schedule that is not an OptimizerParamScheduler is not seen.
 Cost      some microseconds a bucket in a step.
 """
@@ -16,109 +14,99 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..patch import Patch
-from . import _gathers, _gradients, _ranks, _scales, _tokens
-from ._findings import LEDGER, observes
-from ._optimizers import ddps_of, parts_of
+from ..patch import Site
+from ._audit import Audit, Part, Step
+from ._findings import observes
 from ._sites import site
 
-_stepping: list[Any] = []
-"""The optimizer whose step is under way."""
-_skipped: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Optimizers whose last step was skipped, until their schedule advances."""
 
+class Steps(Part):
+    name = "steps"
+    doc = __doc__
 
-def watch_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def patched_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _stepping:
-            return step(self, *args, **kwargs)
-        try:
-            due = _before_step(self)
-            result = _take(step, self, *args, **kwargs)
-        except BaseException:
-            _after_failure(self)
-            raise
-        _after_step(self, result, due or [])
-        return result
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self._is_stepping = False
+        self._skipped: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers whose last step was skipped, until their schedule advances."""
 
-    return patched_step
-
-
-def _take(step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    _stepping.append(optimizer)
-    try:
-        return step(optimizer, *args, **kwargs)
-    finally:
-        _stepping.pop()
-        LEDGER.step += 1
-
-
-@observes
-def _after_failure(optimizer: Any) -> None:
-    """Expect the gradients of a step that raised, the audit's own error perhaps, to be dropped."""
-    _gradients.excuse(ddps_of(optimizer))
-
-
-@observes
-def _before_step(optimizer: Any) -> list[Any] | None:
-    """Judge what led to the step. Return the bucket groups that it leaves to be gathered."""
-    parts, ddps = parts_of(optimizer), ddps_of(optimizer)
-    _scales.begin_step(parts, ddps, bool(_gradients.judge(ddps)))
-    _ranks.compare(ddps)
-    return _gathers.begin_step(ddps)
-
-
-@observes
-def _after_step(optimizer: Any, result: tuple[Any, ...], due: list[Any]) -> None:
-    succeeded, ddps = bool(result[0]), ddps_of(optimizer)
-    _scales.end_step(parts_of(optimizer), ddps)
-    _gradients.note_step(ddps)
-    _tokens.end_step(ddps, succeeded)
-    if _ranks.is_due():
-        _tokens.judge()
-    if succeeded:
-        _skipped.discard(optimizer)
-    else:
-        _skipped.add(optimizer)
-        _gathers.forget(due)
-
-
-def watch_schedule(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def patched_step(self: Any, increment: Any, *args: Any, **kwargs: Any) -> Any:
-        _note_advance(self, increment)
-        return step(self, increment, *args, **kwargs)
-
-    return patched_step
-
-
-@observes
-def _note_advance(schedule: Any, increment: Any) -> None:
-    if increment and schedule.optimizer in _skipped:
-        LEDGER.report("learning-rate-moves", "after-skip", "the schedule advanced after a step that was skipped")
-    _skipped.discard(schedule.optimizer)
-
-
-PATCH = Patch(
-    name="audit.steps",
-    doc=__doc__,
-    upstream="https://github.com/verl-project/verl/issues/5369",
-    sites=(
-        site(
-            "megatron.core.optimizer.optimizer",
-            dict.fromkeys(
-                ("FP32Optimizer.step", "MixedPrecisionOptimizer.step", "ChainedOptimizer.step"), watch_step
+    def sites(self) -> tuple[Site, ...]:
+        steps = ("FP32Optimizer.step", "MixedPrecisionOptimizer.step", "ChainedOptimizer.step")
+        return (
+            site("megatron.core.optimizer.optimizer", dict.fromkeys(steps, self.watch_step)),
+            site(
+                "megatron.core.optimizer.layer_wise_optimizer",
+                {"LayerWiseDistributedOptimizer.step": self.watch_step},
             ),
-        ),
-        site(
-            "megatron.core.optimizer.layer_wise_optimizer",
-            {"LayerWiseDistributedOptimizer.step": watch_step},
-        ),
-        site(
-            "megatron.core.optimizer_param_scheduler",
-            {"OptimizerParamScheduler.step": watch_schedule},
-            expected={"OptimizerParamScheduler.step": ("increment",)},
-        ),
-    ),
-)
+            site(
+                "megatron.core.optimizer_param_scheduler",
+                {"OptimizerParamScheduler.step": self.watch_schedule},
+                expected={"OptimizerParamScheduler.step": ("increment",)},
+            ),
+        )
+
+    # ------------------------------------------------------------------------ the optimizer's step
+    def watch_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def patched_step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._is_stepping:
+                return step(optimizer, *args, **kwargs)
+            try:
+                seen = self._begin(optimizer)
+                result = self._take(step, optimizer, *args, **kwargs)
+            except BaseException:
+                self._fail(optimizer)
+                raise
+            if seen is not None:
+                self._end(seen, result)
+            return result
+
+        return patched_step
+
+    def _take(self, step: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self._is_stepping = True
+        try:
+            return step(optimizer, *args, **kwargs)
+        finally:
+            self._is_stepping = False
+            self.ledger.step += 1
+
+    @observes
+    def _begin(self, optimizer: Any) -> Step:
+        step = Step(optimizer, self.audit.models.stepped_by(optimizer))
+        for part in self.audit.parts:
+            part.begin_step(step)
+        return step
+
+    @observes
+    def _fail(self, optimizer: Any) -> None:
+        """Have the gradients of a step that raised, perhaps the audit's own error, excused."""
+        chunks = self.audit.models.stepped_by(optimizer)
+        for part in self.audit.parts:
+            part.interrupted(chunks)
+
+    @observes
+    def _end(self, step: Step, result: tuple[Any, ...]) -> None:
+        step.succeeded = bool(result[0])
+        for part in self.audit.parts:
+            part.end_step(step)
+
+    # ------------------------------------------------------------------------ the learning rate's schedule
+    @observes
+    def end_step(self, step: Step) -> None:
+        (self._skipped.discard if step.succeeded else self._skipped.add)(step.optimizer)
+
+    def watch_schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def patched_step(schedule: Any, increment: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note_advance(schedule, increment)
+            return step(schedule, increment, *args, **kwargs)
+
+        return patched_step
+
+    @observes
+    def _note_advance(self, schedule: Any, increment: Any) -> None:
+        if increment and schedule.optimizer in self._skipped:
+            what = "the schedule advanced after a step that was skipped"
+            self.ledger.report("learning-rate-moves", "after-skip", what)
+        self._skipped.discard(schedule.optimizer)

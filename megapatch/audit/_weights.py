@@ -1,13 +1,11 @@
-"""weights-synced: generation has received what was trained, version by version.
+"""weights-synced: generation has received the trained weights, version by version.
 
-Symptom   a weight sync that has sent another model, an older version or half of the tensors succeeds. Rollouts
-          bear the new version, and rewards drop.
-Upstream  THUDM/slime#2224.
-Seam      two digests, of what the trainer has and of what generation has received, compared where both are known:
-          after each sync of TrainPump, if both sides have weights_digest(); in a trainer's own code by
-          compare_weights(); and in slime's actor, which knows the trained weights from a copy.
+Watches   each sync of TrainPump, if both sides have weights_digest(), and each sync of slime's and miles' actor,
+          in all releases, which knows the trained weights from a copy. A sync that has sent another model, an
+          older version or half of the tensors succeeds, rollouts bear the new version, and rewards drop. A
+          trainer's own code calls compare_weights().
 Limits    without a digest of the receiving side nothing is known: no inference engine offers one, so generation
-          has to hash what arrives, before it is split or quantized.
+          has to hash tensors as they arrive, before they are split or quantized.
 Cost      reads the weights once on each side in a sync; slime's only where another model is loaded.
 """
 
@@ -18,9 +16,10 @@ import hashlib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from ..patch import Patch
-from ._findings import LEDGER, note_bug, observes
-from ._ranks import hash_of
+from ..patch import Site
+from ._audit import Part
+from ._findings import Ledger, observes
+from ._hashes import hash_of
 from ._sites import site
 
 DIGEST = "weights_digest"
@@ -49,17 +48,8 @@ def weights_digest(tensors: Iterable[tuple[str, Any]]) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def compare_weights(trained: str, received: str | Iterable[str], version: int | None = None) -> bool:
-    """Record a finding if generation has not received what was trained, whether the audit has been started or not.
-
-    Args:
-        trained: `weights_digest` of the trainer's weights.
-        received: that of what generation has received; of each engine, if there are several.
-        version: of the weights, in optimizer steps, for the finding.
-
-    Returns:
-        Whether all of them are the same.
-    """
+def are_equal(ledger: Ledger, trained: str, received: str | Iterable[str], version: int | None) -> bool:
+    """Return whether all received digests are the trained one; report it if they are not."""
     all_received = [received] if isinstance(received, str) else list(received)
     wrong = [digest for digest in all_received if digest != trained]
     if wrong:
@@ -68,62 +58,59 @@ def compare_weights(trained: str, received: str | Iterable[str], version: int | 
             f"{len(wrong)} of {len(all_received)} engines have" if len(all_received) > 1 else "generation has"
         )
         what = f"{engines} not received the weights{of} that were trained: {wrong[0]} instead of {trained}"
-        LEDGER.report("weights-synced", "digest", what)
+        ledger.report("weights-synced", "digest", what)
     return not wrong
 
 
-# ------------------------------------------------------------------------ TrainPump
-def watch_pump(sync_and_stamp: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
-    @functools.wraps(sync_and_stamp)
-    async def patched_sync_and_stamp(self: Any, version: int) -> None:
-        await sync_and_stamp(self, version)
-        try:
-            await _compare_sides(self, version)
-        except Exception:
-            note_bug(_compare_sides)
+class Weights(Part):
+    name = "weights"
+    doc = __doc__
 
-    return patched_sync_and_stamp
+    def sites(self) -> tuple[Site, ...]:
+        return (
+            site("megapatch.streaming._synced_weights", {_SYNC: self.watch_pump}, expected={_SYNC: ("version",)}),
+            *(
+                site(f"{framework}.backends.megatron_utils.actor", {_UPDATE: self.watch_actor})
+                for framework in ("slime", "miles")
+            ),
+        )
 
+    # ------------------------------------------------------------------------ TrainPump
+    def watch_pump(self, sync_and_stamp: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        @functools.wraps(sync_and_stamp)
+        async def patched_sync_and_stamp(weights: Any, version: int) -> None:
+            await sync_and_stamp(weights, version)
+            try:
+                await self._compare_sides(weights, version)
+            except Exception:
+                self.ledger.note_bug(Weights._compare_sides)
 
-async def _compare_sides(weights: Any, version: int) -> None:
-    sides = (weights._synchronizer, weights._generation)
-    if all(getattr(side, DIGEST, None) is not None for side in sides):
-        trained, received = [await weights._calls(side, DIGEST) for side in sides]
-        compare_weights(trained, received, version)
+        return patched_sync_and_stamp
 
+    async def _compare_sides(self, weights: Any, version: int) -> None:
+        sides = (weights._synchronizer, weights._generation)
+        if all(getattr(side, DIGEST, None) is not None for side in sides):
+            trained, received = [await weights._calls(side, DIGEST) for side in sides]
+            are_equal(self.ledger, trained, received, version)
 
-# ------------------------------------------------------------------------ slime
-def watch_actor(update_weights: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(update_weights)
-    def patched_update_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _compare_with_copy(self)
-        return update_weights(self, *args, **kwargs)
+    # ------------------------------------------------------------------------ slime
+    def watch_actor(self, update_weights: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(update_weights)
+        def patched_update_weights(actor: Any, *args: Any, **kwargs: Any) -> Any:
+            self._compare_with_copy(actor)
+            return update_weights(actor, *args, **kwargs)
 
-    return patched_update_weights
+        return patched_update_weights
 
-
-@observes
-def _compare_with_copy(actor: Any) -> None:
-    """Compare the weights that are sent with the copy of the actor's, where another model was loaded last."""
-    # Before there is a model, and where the copy itself is sent or loaded first, there is nothing to compare.
-    loaded = getattr(actor, "_active_model_tag", "actor")
-    if loaded == "actor" or actor.args.offload_train or actor.args.colocate:
-        return
-    backups = actor.weights_backuper
-    trained, sent = weights_digest(backups.get("actor").items()), weights_digest(backups._source_getter())
-    if trained != sent:
-        LEDGER.report("weights-synced", "model", f"the weights of the model {loaded} are sent, not the actor's")
-
-
-PATCH = Patch(
-    name="audit.weights",
-    doc=__doc__,
-    upstream="https://github.com/THUDM/slime/issues/2224",
-    sites=(
-        site("megapatch.streaming._synced_weights", {_SYNC: watch_pump}, expected={_SYNC: ("version",)}),
-        *(
-            site(f"{framework}.backends.megatron_utils.actor", {_UPDATE: watch_actor})
-            for framework in ("slime", "miles")
-        ),
-    ),
-)
+    @observes
+    def _compare_with_copy(self, actor: Any) -> None:
+        """Compare the weights that are sent with the copy of the actor's, where another model was loaded last."""
+        # Before there is a model, and where the copy itself is sent or loaded first, there is nothing to compare.
+        loaded = getattr(actor, "_active_model_tag", "actor")
+        if loaded == "actor" or actor.args.offload_train or actor.args.colocate:
+            return
+        backups = actor.weights_backuper
+        trained, sent = weights_digest(backups.get("actor").items()), weights_digest(backups._source_getter())
+        if trained != sent:
+            what = f"the weights of the model {loaded} are sent, not the actor's"
+            self.ledger.report("weights-synced", "model", what)

@@ -1,4 +1,4 @@
-"""What each family's patches are called, and which modules they watch, for as long as they are not imported."""
+"""The names of each family's patches, and the modules that they watch, as long as they are not imported."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "areal.engine.megatron_engine",
             "areal.engine.megatron_utils.checkpointer",
         ),
+        "areal.load-optimizer-state": ("areal.engine.megatron_utils.checkpointer",),
         "areal.pipeline-seed": ("areal.engine.megatron_engine",),
         "areal.weight-sync-resume": ("areal.engine.megatron_engine",),
     },
@@ -28,6 +29,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.optimizer.distrib_optimizer",
             "megatron.core.distributed",
             "megatron.training.checkpointing",
+            "megatron.core.transformer.module",
             "megatron.bridge.training.checkpointing",
             "megatron.core.resharding.refit",
             "megatron.bridge.models.conversion.model_bridge",
@@ -40,7 +42,17 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.grad-ready-window": ("megatron.core",),
         "megatron.groups-destroyed": ("megatron.core.parallel_state",),
         "megatron.load-offloaded-state": ("megatron.core.optimizer.distrib_optimizer",),
+        "megatron.main-params-after-load": (
+            "megatron.core.optimizer",
+            "megatron.core.transformer.module",
+            "megatron.core.distributed.data_parallel_base",
+        ),
         "megatron.nested-no-sync": ("megatron.core.distributed.distributed_data_parallel",),
+        "megatron.own-save-results": (
+            "megatron.core.dist_checkpointing.strategies.filesystem_async",
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
+        ),
+        "megatron.override-after-load": ("megatron.core.optimizer", "megatron.core.optimizer_param_scheduler"),
         "megatron.parameters-without-gradients": ("megatron.core.distributed",),
         "megatron.prepare-grads-once": ("megatron.core.optimizer",),
         "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),
@@ -53,6 +65,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.dist_checkpointing.strategies.torch",
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
         ),
+        "megatron.scheduler-after-load": ("megatron.core.optimizer_param_scheduler",),
         "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
         "megatron.torch-fsdp2-finalize": ("megatron.core.distributed",),
         "megatron.train-reentry": (
@@ -114,6 +127,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "skyrl_train.workers.megatron.megatron_worker",
             "skyrl.backends.skyrl_train.workers.megatron.megatron_worker",
         ),
+        "skyrl.adapters-own-state": ("skyrl.backends.skyrl_train.workers.megatron.adapter_store",),
         "skyrl.async-trainer-resume": (
             "skyrl_train.fully_async_trainer",
             "skyrl.train.fully_async_trainer",
@@ -167,3 +181,10 @@ def of_family(family: str) -> tuple[Patch, ...]:
     """Import a family's package, and return its patches in order."""
     found: tuple[Patch, ...] = importlib.import_module(f"{__package__}.{family}").PATCHES
     return found
+
+
+def patches_of(package: str) -> tuple[Patch, ...]:
+    """Import a family's files, of one patch each, and return the patches in the catalogue's order."""
+    names = CATALOGUE[package.rpartition(".")[2]]
+    files = [name.partition(".")[2].replace("-", "_") for name in names]
+    return tuple(importlib.import_module(f"{package}.{file}").PATCH for file in files)

@@ -11,11 +11,13 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ..patch import UNKNOWN, Verdict, unpatched
+from .._layers import innermost
+from .._versions import version_of
+from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)
 """What an assertion raises, and what it raises where a fork has made an ordinary error of it."""
@@ -36,9 +38,14 @@ class StandIn(AnswersNone, SimpleNamespace):
     """Just enough of an object for the code that a diagnosis runs."""
 
 
+def torch_stand_in(**names: Any) -> StandIn:
+    """Return a torch of these names, and of the real profiler, by which forks time code."""
+    return StandIn(profiler=sys.modules["torch"].profiler, **names)
+
+
 def answering_none(kind: Any) -> Any:
     """Return a subclass of one of upstream's classes, with None for the attributes that nobody knows here."""
-    return type(kind)(kind.__name__, (kind, AnswersNone), {"__module__": kind.__module__})
+    return type(kind)(kind.__name__, (AnswersNone, kind), {"__module__": kind.__module__})
 
 
 def real_imports_but(package: str, instead: Callable[[], Any]) -> Callable[..., Any]:
@@ -52,9 +59,62 @@ def real_imports_but(package: str, instead: Callable[[], Any]) -> Callable[..., 
     return import_module
 
 
+def with_globals(function: Any, **stand_ins: Any) -> FunctionType:
+    """Copy a function, without decorators, with stand-ins for some of its globals. Its module is unchanged."""
+    function = inspect.unwrap(unpatched(function))
+    namespace = {**function.__globals__, **stand_ins}
+    copy = FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
 def lacking(missing: list[str]) -> Verdict:
     """Return the verdict on code that lacks something the patch relies on."""
     return Verdict(UNKNOWN, f"expected but not found: {', '.join(missing)}")
+
+
+_READS = {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "IMPORT_FROM"}
+
+Lacking = Callable[[ModuleType], str]
+"""Says of a loaded module why its release lacks a name, in words; "" where the name should be there."""
+
+
+def gone(name: str, module: ModuleType, lacking_there: Lacking | None = None) -> Verdict:
+    """Return the verdict on a name that is not there: ABSENT only if this release is known to lack it."""
+    why = lacking_there(module) if lacking_there else ""
+    return Verdict(ABSENT, f"this version has no {name}: {why}") if why else lacking([f"{module.__name__}:{name}"])
+
+
+def before_release(distribution: str, release: str) -> Lacking:
+    """Return a `Lacking` for a name that came with a release; "" where the version is not known.
+
+    A version decides only about a name that is gone. Development versions count as the release that they lead to.
+    """
+
+    return functools.partial(_came_with, distribution, release)
+
+
+def _came_with(distribution: str, release: str, module: ModuleType) -> str:
+    from packaging.version import InvalidVersion, Version
+
+    found = version_of(distribution, module.__name__.partition(".")[0]) or ""
+    try:
+        older = Version(Version(found.partition(" ")[0]).base_version) < Version(release)
+    except InvalidVersion:
+        return ""
+    return f"it came with {distribution} {release}" if older else ""
+
+
+def judged_by_name(name: str, paths: tuple[str, ...], missing: list[str], *, fixed: str, needed: str) -> Verdict:
+    """Return FIXED if one of the functions mentions `name`, by which upstream repairs it; otherwise NEEDED.
+
+    missing: what the patch relies on and has not found. With any of it the verdict is UNKNOWN.
+    """
+    if any(not missing_names(path, name) for path in paths):
+        return Verdict(FIXED, fixed)
+    return lacking(missing) if missing else Verdict(NEEDED, needed)
 
 
 def cannot_run(what: str, error: Exception) -> Verdict:
@@ -64,7 +124,7 @@ def cannot_run(what: str, error: Exception) -> Verdict:
 
 def missing_names(path: str, *names: str) -> list[str]:
     """Return the names that the function's own code mentions neither as variable or attribute nor in a text."""
-    function = _resolve(path)
+    function = resolve(path)
     code = getattr(function, "__code__", None)
     if code is None:
         return [path]
@@ -89,7 +149,7 @@ def asserted(*texts: str) -> tuple[str, ...]:
 
 def missing_parameters(path: str, *names: str) -> list[str]:
     """Return the parameters that the function does not take."""
-    function = _resolve(path)
+    function = resolve(path)
     if not inspect.isfunction(function):
         return [path]
     parameters = inspect.signature(function).parameters
@@ -98,20 +158,47 @@ def missing_parameters(path: str, *names: str) -> list[str]:
 
 def missing_attributes(path: str, *names: str) -> list[str]:
     """Return the attributes that the object (``"module:"`` for a module) does not have."""
-    found = _resolve(path)
+    found = resolve(path)
     return [f"{path.rstrip(':')}.{name}" for name in names if not hasattr(found, name)]
 
 
 def reads_in_order(function: Any, *names: str) -> list[str]:
-    """Return those of the attributes that the function's own code reads, in the order of the code."""
-    return [
-        instruction.argval
-        for instruction in dis.get_instructions(unpatched(function))
-        if instruction.argval in names
-    ]
+    """Return those of the attributes and global names that the function's code reads, in the order of the code.
+
+    Looks behind decorators, those too that keep the function in a closure, and into functions that it defines.
+    """
+    return [name for code in codes_of(function) for name in _read_by(code) if name in names]
 
 
-def _resolve(path: str) -> Any:
+def missing_reads(path: str, *names: str) -> list[str]:
+    """Return those of the names that the function's code reads neither by `reads_in_order` nor by getattr()."""
+    function = resolve(path)
+    found = {*reads_in_order(function, *names), *(text for code in codes_of(function) for text in code.co_consts)}
+    return [f"{name} in {path}" for name in names if name not in found]
+
+
+def codes_of(function: Any) -> Iterator[CodeType]:
+    """Yield the code of a function, and of those behind its decorators. Nothing for any other object."""
+    if isinstance(function, (staticmethod, classmethod)):
+        function = function.__func__
+    function = innermost(unpatched(function)) if callable(function) else function
+    if isinstance(function, FunctionType):
+        yield function.__code__
+        for cell in function.__closure__ or ():
+            if isinstance(cell.cell_contents, FunctionType):
+                yield from codes_of(cell.cell_contents)
+
+
+def _read_by(code: CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if isinstance(instruction.argval, CodeType):
+            yield from _read_by(instruction.argval)
+        elif instruction.opname in _READS:
+            yield instruction.argval
+
+
+def resolve(path: str) -> Any:
+    """Return the object at a path, without our replacement; None where there is none."""
     module, _, attributes = path.partition(":")
     try:
         found = functools.reduce(getattr, filter(None, attributes.split(".")), sys.modules[module])

@@ -1,10 +1,10 @@
-"""What patches share that let a framework train on after an fp16 overflow."""
+"""Skip the step of an fp16 overflow, and train on: shared by the patches of three frameworks."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ._temporarily import temporarily_set
@@ -32,6 +32,18 @@ def overflow_answered(optimizer: Any, answer: tuple[Any, ...]) -> Iterator[list[
 
     with temporarily_set(optimizer, step=answered):
         yield overflows
+
+
+def leave_overflows_to_optimizer(chunks: Iterable[Any]) -> None:
+    """Switch off the check of gradients for NaN, which raises before the optimizer can skip an overflow's step."""
+    for chunk in chunks:
+        if hasattr(chunk, "ddp_config"):
+            chunk.ddp_config.check_for_nan_in_grad = False
+
+
+def standing_still(scheduler: Any) -> contextlib.AbstractContextManager[None]:
+    """Leave the learning rate where it is, whatever steps the scheduler is asked for meanwhile."""
+    return temporarily_set(scheduler, step=lambda *ignored, **also_ignored: None)
 
 
 def count_overflow(trainer: Any) -> None:

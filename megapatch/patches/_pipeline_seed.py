@@ -1,17 +1,51 @@
-"""How far a pipeline stage's seed is from the first one's."""
+"""Seeds that differ from pipeline stage to pipeline stage, as in Megatron-LM's own _set_random_seed()."""
 
 from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from ..patch import Verdict
+from ._diagnosis import judged_by_name
 
 STAGE = "get_pipeline_model_parallel_rank"
 """Name of megatron.core.parallel_state's function: code that reads it makes the seed depend on the stage."""
 _OFFSET = 100  # for each stage, as in megatron.training.initialize._set_random_seed
 
 
+def diagnose_seed(seeding: tuple[str, ...], missing: list[str]) -> Verdict:
+    """Return the verdict on the functions that choose a seed; `missing` is what the patch relies on, and lacks."""
+    return judged_by_name(
+        STAGE,
+        seeding,
+        missing,
+        fixed="the seed depends on the pipeline stage",
+        needed="all pipeline stages have the same seed",
+    )
+
+
 def seed_offset() -> int:
-    """Return what this rank's stage adds to the seed; 0 before model parallel is initialized."""
+    """Return the number that this rank's stage adds to the seed; 0 before model parallel is initialized."""
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return 0
     stage: int = parallel_state.get_pipeline_model_parallel_rank()
     return _OFFSET * stage
+
+
+def offset_seed_by_stage(set_seed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, with the stage's offset added to its parameter `seed`."""
+    place = list(inspect.signature(set_seed).parameters).index("seed")
+
+    @functools.wraps(set_seed)
+    def patched_set_seed(*args: Any, **kwargs: Any) -> Any:
+        if "seed" in kwargs:
+            kwargs["seed"] += seed_offset()
+        elif len(args) > place:
+            args = (*args[:place], args[place] + seed_offset(), *args[place + 1 :])
+        return set_seed(*args, **kwargs)
+
+    return patched_set_seed

@@ -8,8 +8,9 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._pausing.cancellation import tell_besides
+from .._pausing.waiting import finished
 from ..errors import MisuseError
-from ..weight_sync._cancellation import tell_besides
 
 if TYPE_CHECKING:
     from ..streaming import Trainer
@@ -91,7 +92,7 @@ class RayTrainer:
         """Step the optimizer on all ranks.
 
         Returns:
-            What rank 0 returns.
+            The result of rank 0.
         """
         return (await self._in_step("finish_train_step"))[0]
 
@@ -139,7 +140,8 @@ class RayTrainer:
 
     async def _in_step(self, method: str, *args: Any) -> list[Any]:
         try:
-            return await self.on_all_ranks(method, *args)
+            found: list[Any] = await finished(await self.on_all_ranks(method, *args), f"{method}()")
+            return found
         except Exception as error:
             try:
                 await self.abort_train_step()

@@ -23,7 +23,7 @@ def verify(actors: Sequence[Any], *names: str, timeout: float = 180.0) -> dict[s
         timeout: seconds for each run of a check, of which it has two.
 
     Returns:
-        What `megapatch verify --json` prints; its "exit_code" is 0 when all is well.
+        The output of `megapatch verify --json`; its "exit_code" is 0 when all is well.
 
     Raises:
         MegapatchError: `actors` is empty, or nothing could be verified there; the message says why.

@@ -168,7 +168,7 @@ def _before(chained: str | Callable[[], object] | None) -> Callable[[], None]:
                 "megapatch cannot be imported by %s (%s): nothing is patched in this Ray worker. Install "
                 "megapatch there if it trains.",
                 sys.executable,
-                error,
+                "".join(character if character.isprintable() else " " for character in str(error)),
             )
         if isinstance(chained, str):
             import importlib

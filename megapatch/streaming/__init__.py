@@ -14,16 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, EmptyStepError
-from ._buffer import Buffer
 from ._config import StreamingConfig
-from ._generation import Generation, Synchronizer
+from ._parts import Buffer, Generation, Synchronizer, Trainer
 from ._pump import TrainPump
 from ._reporter import Logger, ScalarWriter
 from ._rollout_buffer import RolloutBuffer
 from ._sampler import StalenessSampler
 from ._step_trainer import StepTrainer
 from ._tags import Backlog, Group, Samples, Updates
-from ._trainer import Trainer
 
 if TYPE_CHECKING:
     from . import nemo_rl, skyrl, slime

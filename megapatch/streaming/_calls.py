@@ -1,19 +1,88 @@
-"""Call functions of any kind from the event loop without blocking it."""
+"""Call functions of any kind from the event loop without blocking it, time the calls, and warn of long ones."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine
+import logging
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
-from ..weight_sync._cancellation import is_remote, outlast
-from ._timer import Timer
-from ._watchdog import Watchdog
+from .._pausing.cancellation import is_remote, outlast
+from .._pausing.waiting import result_of
 
 _T = TypeVar("_T")
+
+log = logging.getLogger("megapatch")
+
+PATIENCE = 600.0
+"""Seconds after which a wait is a warning: a process may have died, or hang."""
+
+
+class Timer:
+    """Pump: adds up the seconds of each phase, by the event loop's clock.
+
+    Phases may overlap: a trainer trains while the pump waits.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the body, as a part of this phase."""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + clock() - begun
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds by phase since the last call."""
+        taken, self._seconds = self._seconds, {}
+        return taken
+
+
+class Watchdog:
+    """Pump: logs one warning for each call that takes `PATIENCE` seconds.
+
+    Attributes:
+        others_waiting: returns a sentence on all else that waits; set by the pump.
+    """
+
+    def __init__(self) -> None:
+        self.others_waiting: Callable[[], str] = str
+
+    def watch(self, call: Any) -> asyncio.TimerHandle:
+        """Watch a call, which is a function or text, until the result is cancelled."""
+        return asyncio.get_running_loop().call_later(PATIENCE, self._warn, call)
+
+    @contextlib.contextmanager
+    def watching(self, call: Any) -> Iterator[None]:
+        """Watch while this context is open."""
+        timer = self.watch(call)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _warn(self, call: Any) -> None:
+        what = call if isinstance(call, str) else f"{_name_of(call)}()"
+        log.warning(
+            "the pump waits for %s, which has not returned for %d seconds. %s",
+            *(what, PATIENCE, self.others_waiting()),
+        )
+
+
+def _name_of(call: Any) -> str:
+    for name in ("__qualname__", "_method_name"):  # the latter is of a Ray actor's method
+        if isinstance(found := getattr(call, name, None), str):
+            return found
+    return type(call).__name__
 
 
 async def perform(
@@ -21,11 +90,15 @@ async def perform(
     *args: Any,
     thread: Executor | None = None,
     watchdog: Watchdog | None = None,
+    data: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Call a Ray actor's method, a coroutine function or a plain function, and return its result.
 
     A plain function runs in the thread, or right here if there is none.
+
+    Args:
+        data: whether it returns data. The result of another call is waited for in full, as `finished` does.
     """
     if is_remote(call):
         result = call.remote(*args, **kwargs)  # type: ignore[attr-defined]
@@ -33,19 +106,9 @@ async def perform(
         result = call(*args, **kwargs)
     else:
         function = functools.partial(_raising_no_stop_iteration, call, *args, **kwargs)
-        future = asyncio.get_running_loop().run_in_executor(thread, function)
-        result = await _watched(future, call, watchdog)
-    return await _watched(result, call, watchdog) if inspect.isawaitable(result) else result
-
-
-async def _watched(result: Awaitable[Any], call: Callable[..., Any], watchdog: Watchdog | None) -> Any:
-    if watchdog is None:
-        return await result
-    timer = watchdog.watch(call)
-    try:
-        return await result
-    finally:
-        timer.cancel()
+        result = asyncio.get_running_loop().run_in_executor(thread, function)
+    with watchdog.watching(call) if watchdog else contextlib.nullcontext():
+        return await result_of(result, f"{_name_of(call)}()", data)
 
 
 async def wait_out(coroutine: Coroutine[Any, Any, _T]) -> _T:
@@ -70,7 +133,7 @@ def failure_of(task: asyncio.Task[Any]) -> BaseException | None:
 
 
 class SequentialCalls:
-    """Makes calls one at a time, in the order in which they were requested.
+    """Training loop: makes calls one at a time, in the order in which they were requested.
 
     Plain functions all run in one thread, so a CUDA device that is current there stays current.
     """
@@ -81,15 +144,24 @@ class SequentialCalls:
         self._timer, self.watchdog = timer, watchdog
 
     async def __call__(
-        self, owner: Any, method: str, *args: Any, unless: Callable[[], bool] = lambda: False, **kwargs: Any
+        self,
+        owner: Any,
+        method: str,
+        *args: Any,
+        unless: Callable[[], bool] = lambda: False,
+        data: bool = False,
+        **kwargs: Any,
     ) -> Any:
-        """Return the call's result; or None, without calling, if `unless()` is true when its turn has come."""
+        """Return the call's result; or None, without calling, if `unless()` is true when its turn has come.
+
+        data: as for `perform`.
+        """
         async with self._turn:
             if unless():
                 return None
             with self._timer.phase(method):
                 call = getattr(owner, method)
-                return await perform(call, *args, thread=self._thread, watchdog=self.watchdog, **kwargs)
+                return await perform(call, *args, thread=self._thread, watchdog=self.watchdog, data=data, **kwargs)
 
 
 def _raising_no_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

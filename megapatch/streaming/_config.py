@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ..errors import ConfigError
-from ._token_versions import TOKEN_STALENESS, TokenStaleness
+from ._tags import TOKEN_STALENESS, TokenStaleness
 
 Policy: TypeAlias = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
 POLICIES: tuple[str, ...] = get_args(Policy)
@@ -28,8 +28,8 @@ class StreamingConfig:
         train_global_batch_size: samples of an optimizer step. By default all samples of the step, which then has
             one optimizer step.
         max_staleness: versions (optimizer steps) that a group may be behind; 0 is on-policy.
-        token_staleness: what counts of a sample with tokens of several versions (``weight_versions`` in its tag):
-            its "oldest" token, or the "mean" version of its tokens, rounded down.
+        token_staleness: the age of a sample with tokens of several versions (``weight_versions`` in its tag): that
+            of its "oldest" token, or of the "mean" version of its tokens, rounded down.
         pick: which group is trained on next, and how many rollouts begin ahead of training; docs/streaming.md says
             how each policy biases the training data.
             "weight_fifo": the oldest weights first. A place is kept for each rollout in flight that would be too
@@ -38,7 +38,7 @@ class StreamingConfig:
             "ready_first": as they become ready. Rollouts that are too old when they end are evicted.
             "windowed": the newest weights first, and no bound on rollouts ahead; many of them are evicted.
         prompt_groups_per_microbatch: prompt groups that a microbatch call trains on together, for trainers that
-            cannot run on one alone (its samples are fewer than data-parallel ranks times the micro batch size).
+            cannot run on a single one (its samples are fewer than data-parallel ranks times the micro batch size).
             The last call of an optimizer step also takes the remainder, so no call has fewer. Above 1 the trainer
             gets a list of the groups' data.
         oversampled_prompt_groups: rollouts that may begin beyond those that can be trained on. Training takes the

@@ -1,80 +1,29 @@
-"""An index of samples by prompt group: each change costs the same, however many samples there are."""
+"""An index of samples by prompt group, at the same cost for each change, and the groups that get no more samples.
+
+The supply keeps one for the pump; `StalenessSampler` makes one for each call.
+"""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from ..errors import MisuseError
-from ._tags import Backlog, Group, Tag
+from ._tags import Backlog, Group, Record, Tag
 
-_Entry: TypeAlias = "tuple[Any, int, int, _Record]"
+_Entry: TypeAlias = "tuple[Any, int, int, Record]"
 
-
-@dataclass(eq=False)
-class _Record:
-    """The samples of a group, and a summary of their tags."""
-
-    group_id: Hashable
-    samples: dict[Hashable, tuple[int, Tag]] = field(default_factory=dict)  # with their number of arrival
-    expected: int = 0
-    uncommitted: int = 0
-    oldest: int | None = None
-    newest: int | None = None
-    lowest: float | None = None  # reward
-    highest: float | None = None
-    serial: int = -1  # of the heap's entry that counts; -1: none does
-
-    def include(self, arrival: int, key: Hashable, tag: Tag, generations_per_prompt: int) -> None:
-        self.samples[key] = arrival, tag
-        expected = tag.expected or generations_per_prompt
-        if expected > self.expected:
-            self.expected = expected
-        if not tag.committed:
-            self.uncommitted += 1
-        if (version := tag.version) is not None and (self.oldest is None or version < self.oldest):
-            self.oldest = version
-        if (newest := tag.newest) is not None and (self.newest is None or newest > self.newest):
-            self.newest = newest
-        if (reward := tag.reward) is not None:
-            if self.lowest is None or reward < self.lowest:
-                self.lowest = reward
-            if self.highest is None or reward > self.highest:
-                self.highest = reward
-
-    def empty(self) -> None:
-        self.samples, self.expected, self.uncommitted = {}, 0, 0
-        self.oldest = self.newest = self.lowest = self.highest = None
-
-    @property
-    def is_settled(self) -> bool:
-        return not self.uncommitted and len(self.samples) >= self.expected
-
-    @property
-    def is_whole(self) -> bool:
-        return not self.uncommitted and len(self.samples) == self.expected
-
-    @property
-    def first(self) -> int:
-        return min(arrival for arrival, _ in self.samples.values())
-
-    @property
-    def last(self) -> int:
-        return max(arrival for arrival, _ in self.samples.values())
-
-    def as_group(self) -> Group:
-        keys = sorted(self.samples, key=lambda key: self.samples[key][0])
-        return Group(self.group_id, tuple(keys), self.oldest)
+LOOKS = 4
+"""How often all groups are looked at within the timeout. Each look reads them all."""
 
 
 class Groups:
-    """Prompt groups by what can be done with them at a version of the trainer's weights.
+    """Prompt groups, sorted into ready, too old and others at a version of the trainer's weights.
 
     Adding or dropping a sample takes constant time (and a logarithm where a group becomes complete), `pick` looks
-    at one heap per version, and `evict` only at what it returns.
+    at one heap per version, and `evict` only at the groups that it returns.
 
     Args:
         max_staleness: versions that a group may be behind.
@@ -98,7 +47,7 @@ class Groups:
         self._max_staleness, self._generations = max_staleness, generations_per_prompt
         self._by_version = pick in ("windowed", "weight_fifo")
         self._next_heap: Callable[[Iterable[int]], int] = max if pick == "windowed" else min
-        self._rank: Callable[[_Record], float] = {
+        self._rank: Callable[[Record], float] = {
             "in_order": lambda record: number_of(record.group_id),
             "ready_first": lambda record: record.last,
         }.get(pick, lambda record: 0)
@@ -107,13 +56,11 @@ class Groups:
 
     def reset(self) -> None:
         """Forget all samples."""
-        self._records: dict[Hashable, _Record] = {}
-        self._group_of: dict[Hashable, _Record] = {}
-        self._settled: dict[
-            int, dict[Hashable, _Record]
-        ] = {}  # by the oldest version: complete, or more than that
-        self._future: dict[int, dict[Hashable, _Record]] = {}  # by the newest version, which the trainer lacks
-        self._equal: dict[Hashable, _Record] = {}  # with equal rewards, where these are to be dropped
+        self._records: dict[Hashable, Record] = {}
+        self._group_of: dict[Hashable, Record] = {}
+        self._settled: dict[int, dict[Hashable, Record]] = {}  # by the oldest version: complete, or more than that
+        self._future: dict[int, dict[Hashable, Record]] = {}  # by the newest version, which the trainer lacks
+        self._equal: dict[Hashable, Record] = {}  # with equal rewards, where these are to be dropped
         self._heaps: dict[int, list[_Entry]] = {}  # entries of groups that have left stay until they are on top
         self._serials = itertools.count()
         self.ready = 0
@@ -127,7 +74,7 @@ class Groups:
             self.drop(key)
         record = self._records.get(tag.group_id)
         if record is None:
-            record = self._records[tag.group_id] = _Record(tag.group_id)
+            record = self._records[tag.group_id] = Record(tag.group_id)
         elif record.is_settled:
             self._unsettle(record)
         if self._drops_equal_rewards and tag.committed and tag.reward is None:
@@ -237,7 +184,7 @@ class Groups:
         counts = [sum(column) for column in zip(*reasons, strict=True)] or [0] * 4
         return Backlog(len(self._group_of), len(reasons), sum(not any(each) for each in reasons), *counts)
 
-    def _reasons(self, record: _Record) -> tuple[bool, bool, bool, bool]:
+    def _reasons(self, record: Record) -> tuple[bool, bool, bool, bool]:
         return (
             len(record.samples) != record.expected,
             bool(record.uncommitted),
@@ -245,7 +192,7 @@ class Groups:
             record.newest is not None and record.newest > self.version,
         )
 
-    def _settle(self, record: _Record) -> None:
+    def _settle(self, record: Record) -> None:
         assert record.oldest is not None and record.newest is not None  # committed samples have a version
         self._settled.setdefault(record.oldest, {})[record.group_id] = record
         if len(record.samples) > record.expected or self.version - record.oldest > self._max_staleness:
@@ -257,14 +204,14 @@ class Groups:
         else:
             self._push(record)
 
-    def _push(self, record: _Record) -> None:
+    def _push(self, record: Record) -> None:
         assert record.oldest is not None
         record.serial = next(self._serials)
         heap = self._heaps.setdefault(record.oldest if self._by_version else 0, [])
         heapq.heappush(heap, (self._rank(record), record.first, record.serial, record))
         self.ready += 1
 
-    def _unsettle(self, record: _Record) -> None:
+    def _unsettle(self, record: Record) -> None:
         for version, buckets in ((record.oldest, self._settled), (record.newest, self._future)):
             bucket = buckets.get(version, {})  # type: ignore[arg-type]
             bucket.pop(record.group_id, None)
@@ -275,9 +222,49 @@ class Groups:
             record.serial = -1
             self.ready -= 1
 
-    def _drop_record(self, record: _Record) -> None:
+    def _drop_record(self, record: Record) -> None:
         if record.is_settled:
             self._unsettle(record)
         del self._records[record.group_id]
         for key in record.samples:
             del self._group_of[key]
+
+
+class Orphans:
+    """Finds groups that are not complete and have not changed for some time.
+
+    Args:
+        timeout: in seconds; None: there are none.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self._timeout = timeout
+        self._looked: float | None = None
+        self._since: dict[Group, float] = {}  # a group with these samples was found in this look first
+
+    def found_in(self, groups: Groups, runs: Callable[[Hashable], bool], now: float) -> list[Group]:
+        """Return the orphans, if it is time for a look.
+
+        Args:
+            groups: those of a buffer.
+            runs: whether a group's rollout is known to be running.
+            now: the event loop's clock.
+        """
+        if self._timeout is None or (self._looked is not None and now < self._looked + self._timeout / LOOKS):
+            return []
+        self._looked = now
+        before, self._since = self._since, {}
+        orphans = []
+        for group in groups.unsettled():
+            since = now if runs(group.group_id) else before.get(group, now)
+            if now - since >= self._timeout:
+                orphans.append(group)
+            else:
+                self._since[group] = since
+        return orphans
+
+    def seconds_to_the_next_look(self, groups: Groups, now: float) -> list[float]:
+        """Return a list with the seconds, or an empty one where nothing has to be looked at."""
+        if self._timeout is None or self._looked is None or not groups.has_others:
+            return []
+        return [max(0.0, self._looked + self._timeout / LOOKS - now)]

@@ -1,12 +1,47 @@
-"""Rollouts in flight: those that a look at the buffer may not have found yet."""
+"""Rollouts one by one: how they begin, run, are aborted and end, and how long they took."""
 
 from __future__ import annotations
 
+import asyncio
+import math
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from ._abortable import Abortable
+
+class Abortable:
+    """The rest of the current task's block, which another task can end, as asyncio.timeout() ends one.
+
+    Rollout loop: make it when the block begins, and ask `swallows` when it ends.
+    """
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None  # an asynchronous context runs in one
+        self._task, self._before = task, self._cancellations(task)
+        self.is_aborted = False
+
+    def abort(self) -> None:
+        """Training loop: cancel the block, once."""
+        if not self.is_aborted:
+            self.is_aborted = True
+            self._task.cancel()
+
+    def swallows(self, error: BaseException | None) -> bool:
+        """Return whether the block's error is that it was aborted, and its task was not cancelled, too."""
+        if not self.is_aborted:
+            return False
+        if sys.version_info >= (3, 11):
+            self._task.uncancel()
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        return is_cancelled and self._cancellations(self._task) <= self._before
+
+    @staticmethod
+    def _cancellations(task: asyncio.Task[object]) -> int:
+        if sys.version_info >= (3, 11):
+            return task.cancelling()
+        return 0  # 3.10 does not count them
 
 
 @dataclass(eq=False)
@@ -54,7 +89,7 @@ class InFlight:
             self._ended.append((group_id, rollout))
 
     def look_begins(self) -> int:
-        """Return what `look_ended` gets after a look at the buffer that begins now."""
+        """Begin a look at the buffer, and return the argument of `look_ended` after it."""
         return len(self._ended)
 
     def look_ended(self, ended: int) -> None:
@@ -72,3 +107,24 @@ class InFlight:
     def by_version(self) -> list[tuple[int, int]]:
         """Return each version with the number of rollouts that began with it, the oldest first."""
         return sorted(self._of_version.items())
+
+
+class RolloutSeconds:
+    """Collects durations, by the fate of a rollout, until they are taken as metrics."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, list[float]] = {"": [], "trained_": [], "evicted_": [], "aborted_": []}
+
+    def add(self, kind: str, seconds: float) -> None:
+        """Note a rollout; the kind is "" for those that ended, or the prefix of a metric."""
+        self._seconds[kind].append(seconds)
+
+    def take(self) -> dict[str, float]:
+        """Return mean and 90th percentile by kind since the last call; none of a kind without rollouts."""
+        metrics: dict[str, float] = {}
+        for kind, seconds in self._seconds.items():
+            if seconds:
+                metrics[f"{kind}rollout_seconds"] = sum(seconds) / len(seconds)
+                metrics[f"{kind}rollout_seconds_p90"] = sorted(seconds)[math.ceil(0.9 * len(seconds)) - 1]
+                seconds.clear()
+        return metrics

@@ -7,19 +7,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from .._pausing.cancellation import tell_besides
 from ..errors import EmptyStepError, MisuseError
-from ..weight_sync._cancellation import tell_besides
-from ._buffer import Buffer
-from ._calls import SequentialCalls, wait_out
+from ._calls import SequentialCalls, Timer, wait_out
 from ._config import StreamingConfig
 from ._groups import Groups
-from ._microbatches import MicrobatchQueue
-from ._preparation import Preparation
+from ._microbatches import MicrobatchQueue, Preparation
+from ._parts import Buffer, Trainer
 from ._rollouts import Rollouts
 from ._supply import NothingLeft, Supply
 from ._tags import Group
-from ._timer import Timer
-from ._trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class StepTaken:
     dropped: dict[str, int]
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Return what happened in this step, with which the weights got a version."""
+        """Return counts and lags of this step, which gave the weights a version."""
         lags = [version - 1 - (group.weight_version or 0) for group in self.groups]
         return {
             "prompt_groups": len(self.groups),
@@ -89,7 +86,7 @@ class OptimizerSteps:
                 raise
             tell_besides("the pump failed, too", error, first)
             await wait_out(self._undo(queue, first))
-            raise first from first.__cause__  # and not in the context of what came later
+            raise first from first.__cause__  # and not in the context of later ones
         now = self.supply.dropped
         return StepTaken(result, groups, {reason: now[reason] - before for reason, before in dropped.items()})
 
@@ -104,7 +101,7 @@ class OptimizerSteps:
         return await self.supply.restore(version)
 
     async def recover(self) -> None:
-        """Finish what a failed step has left undone."""
+        """Undo or finish a step that has failed, as far as that has failed, too."""
         await self._abort()
         await self._give_back()
         await self._clear()
@@ -145,7 +142,7 @@ class OptimizerSteps:
 
     async def _finish(self) -> Any:
         result = await self._calls(self._trainer, "finish_train_step")
-        # The optimizer has stepped. These groups are not trained on again, whatever fails from here on.
+        # The optimizer has stepped. These groups are not trained on again, even if a call fails from here on.
         self.is_open = False
         self.version += 1
         self._trained, self._claimed = self._claimed, []

@@ -8,20 +8,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TextIO
 
 from ..errors import MisuseError
-from ._attempts import roll_out
-from ._buffer import Buffer
-from ._calls import SequentialCalls, perform, wait_out
-from ._checks import capacity_of, methods_of, require, whole_version
+from ._calls import SequentialCalls, Timer, Watchdog, perform, wait_out
 from ._config import StreamingConfig
-from ._generation import Generation, Synchronizer
 from ._optimizer_step import OptimizerSteps, StepTaken
+from ._parts import Buffer, Generation, Synchronizer, Trainer, capacity_of, methods_of, require, whole_version
 from ._reporter import Logger, Reporter, ScalarWriter
 from ._resume import FORMAT, as_plain, load
 from ._rollouts import Rollouts
 from ._synced_weights import SyncedWeights
-from ._timer import Timer
-from ._trainer import Trainer
-from ._watchdog import Watchdog
 
 
 class TrainPump:
@@ -115,7 +109,7 @@ class TrainPump:
         return self._weights.admitted.is_set()
 
     async def rollouts_permitted(self) -> None:
-        """Wait until `admitted` is true.
+        """Rollout loop: wait until `admitted` is true.
 
         Nothing bounds the rollouts that begin after this; those that are too old when they end are evicted, mostly
         long ones. `rollout` bounds them.
@@ -123,7 +117,7 @@ class TrainPump:
         await self._weights.permitted()
 
     def rollout(self, group_id: Hashable) -> AbstractAsyncContextManager[None]:
-        """Return an asynchronous context in which a prompt group is rolled out and put into the buffer.
+        """Rollout loop: return an asynchronous context to roll a prompt group out and put it into the buffer.
 
             async with pump.rollout(group_id):
                 ...
@@ -141,7 +135,7 @@ class TrainPump:
     async def roll_out(
         self, group_id: Hashable, generate: Callable[[], Awaitable[object]], attempts: int = 3
     ) -> bool:
-        """Roll out a prompt group in a context of `rollout`, and again if that fails or is aborted.
+        """Rollout loop: roll out a prompt group in a context of `rollout`, again if that fails or is aborted.
 
         Before another attempt, the samples that the last one left in the buffer are dropped, and the group waits
         for its turn as a new one does.
@@ -156,11 +150,11 @@ class TrainPump:
 
         Raises:
             MisuseError: `attempts` is not a whole number above 0.
-            Exception: whatever the last attempt raised; or an earlier one, after all samples were in the buffer.
+            Exception: that of the last attempt; or of an earlier one, after all samples were in the buffer.
         """
         if not isinstance(attempts, int) or attempts < 1:
             raise MisuseError(f"roll_out(): attempts is {attempts!r}; expected a whole number above 0")
-        return await roll_out(self._rollouts, self._steps.supply, group_id, generate, attempts)
+        return await self._steps.supply.roll_out(group_id, generate, attempts)
 
     async def run(self, num_steps: int) -> None:
         """Call `step` `num_steps` times.
@@ -181,7 +175,7 @@ class TrainPump:
             EmptyStepError: the buffer was closed, or no group came for `rollout_timeout` seconds, before an
                 optimizer step had all of its groups.
             MisuseError: another call of this pump is running.
-            Exception: whatever trainer, buffer, synchronizer or generation raises.
+            Exception: any exception of trainer, buffer, synchronizer or generation.
         """
         with self._using("step()"):
             self._timer.take()  # drop the seconds of a failed step
@@ -203,30 +197,30 @@ class TrainPump:
 
         Raises:
             MisuseError: another call of this pump is running, or a train step is open.
-            Exception: whatever synchronizer or generation raises.
+            Exception: any exception of synchronizer or generation.
         """
         with self._using("sync_weights()"):
             self._timer.take()
             await self._sync()
 
     async def state_dict(self) -> dict[str, Any]:
-        """Return what a new pump needs to continue from a checkpoint; call it between two steps.
+        """Return the state from which a new pump continues; call it between two steps.
 
         Save it together with the trainer's weights and the position in the prompts, in one file or folder that is
         renamed when it is whole. It holds the version, the rollouts that have begun, and the buffer's samples if
         the buffer has ``state_dict()``, as `RolloutBuffer` has. All values are plain, except for the keys, tags
-        and data that were put into the buffer. What a failed step has left undone is undone first.
+        and data that were put into the buffer. If a step has failed, it is undone first.
 
         Raises:
             MisuseError: another call of this pump is running.
-            Exception: whatever trainer or buffer raises when a failed step is undone.
+            Exception: any exception of trainer or buffer when a failed step is undone.
         """
         with self._using("state_dict()"):
             await wait_out(self._steps.recover())
             await self._steps.supply.clear_aborted()
             state = {"format": FORMAT, "version": self.version, "computed": as_plain(self._steps.computed)}
             if (save := getattr(self._buffer, "state_dict", None)) is not None:
-                state["buffer"] = await perform(save)
+                state["buffer"] = await perform(save, data=True)
             state["rollouts"] = self._rollouts.state()  # later than the buffer's: no group there is missing here
             return state
 

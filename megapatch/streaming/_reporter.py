@@ -1,4 +1,4 @@
-"""Report the pump's steps to a logger and on a terminal."""
+"""Report the pump's steps to a logger and on a terminal: TrainPump makes all calls here."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
+from .._printable import one_line
 from ._calls import failure_of, perform
 
 log = logging.getLogger("megapatch")
@@ -77,7 +78,7 @@ class Reporter:
                 if (number := _number(value)) is not None:
                     logger.add_scalar(f"{prefix}/{name}", number, step)
             return
-        call = asyncio.ensure_future(perform(logger.log_metrics, metrics, step=step, prefix=prefix))
+        call = asyncio.ensure_future(perform(logger.log_metrics, metrics, step=step, prefix=prefix, data=True))
         call.add_done_callback(failure_of)  # so that asyncio does not report a failure nobody has asked for
         try:
             await asyncio.wait([call], timeout=PATIENCE)
@@ -91,17 +92,18 @@ class Reporter:
             call.cancel()
 
     def progress(self, text: str) -> None:
+        """Show the text in place of the last one, if the stream is a terminal."""
         try:
             if self._terminal is not None and self._terminal.isatty():
-                self._terminal.write(f"\r\x1b[K{text}")  # over the last one
+                self._terminal.write(f"\r\x1b[K{one_line(text)}")  # over the last one
                 self._terminal.flush()
         except Exception:
             self._warn("the progress line failed; training continues, and further failures are not logged")
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, text: str) -> None:
         if not self._warned:
             self._warned = True
-            log.exception(what)
+            log.exception(text)
 
 
 def as_metrics(result: Any) -> dict[str, Any]:

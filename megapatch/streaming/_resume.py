@@ -1,4 +1,4 @@
-"""What a pump writes into a checkpoint, and how another one continues from it."""
+"""The state of a pump in a checkpoint, and how another pump continues from it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MisuseError
 from ._calls import perform
-from ._checks import require, whole_version
 from ._groups import Groups
+from ._parts import require, whole_version
 from ._tags import Group
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ FORMAT = 1
 """Grows when an older megapatch could not read a state."""
 
 
-def check_format(what: str, state: Mapping[str, Any]) -> None:
+def check_format(name: str, state: Mapping[str, Any]) -> None:
     """Raise MisuseError for the state of another format."""
     found = state.get("format") if isinstance(state, Mapping) else None
     if found != FORMAT:
         raise MisuseError(
-            f"{what} has the format {found!r}; expected {FORMAT}. Load it with the megapatch that wrote it"
+            f"{name} has the format {found!r}; expected {FORMAT}. Load it with the megapatch that wrote it"
         )
 
 

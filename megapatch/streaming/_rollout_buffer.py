@@ -1,4 +1,4 @@
-"""A buffer in memory."""
+"""A buffer in memory, between the rollout loop, which puts samples, and the pump, which claims them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class RolloutBuffer:
         self._room = asyncio.Event()
 
     async def put(self, key: Hashable, tag: Mapping[str, Any], data: Any) -> None:
-        """Add a sample, or replace one that was not committed. Waits while the buffer is full.
+        """Rollout loop: add a sample, or replace one that was not committed. Waits while the buffer is full.
 
         A sample that comes again after it was trained on, from weights that are not newer, is ignored.
 
         Args:
             key: identifies the sample.
-            tag: what the sample is; `StalenessSampler` lists the fields.
+            tag: describes the sample; `StalenessSampler` lists the fields.
             data: the sample. `claim` passes it on as it is.
 
         Raises:
@@ -77,17 +77,17 @@ class RolloutBuffer:
         self._tell_of_change()
 
     def close(self) -> None:
-        """Say that nothing more will come: `put` raises MisuseError from now on, also in calls that wait."""
+        """Rollout loop: say that nothing more will come. Calls of `put`, waiting ones too, raise MisuseError."""
         self._closed = True
         self._wake()
         self._room.set()
 
     def samples(self) -> Samples:
-        """Return the tags of all samples that are not claimed, in order of arrival."""
+        """Training loop: return the tags of all samples that are not claimed, in order of arrival."""
         return {key: tag for key, tag in self._tags.items() if key not in self._claimed}
 
     def claim(self, group: Group) -> list[Any]:
-        """Claim a group.
+        """Training loop: claim a group.
 
         Returns:
             The data of its samples, in the order of ``group.keys``.
@@ -106,14 +106,14 @@ class RolloutBuffer:
         return [self._data[key] for key in group.keys]
 
     def give_back_all(self) -> None:
-        """Undo all claims, before a new pump replaces one that is gone."""
+        """Your code: undo all claims, before a new pump replaces one that is gone."""
         self._note(self._claimed)
         self._claimed.clear()
         self._handed_out.clear()
         self._tell_of_change()
 
     def give_back(self, groups: Sequence[Group]) -> None:
-        """Undo the claims of these groups; those that are not claimed are left alone."""
+        """Training loop: undo the claims of these groups. Others among them are left as they are."""
         for group in groups:
             self._claimed.difference_update(group.keys)
             self._handed_out.difference_update(
@@ -123,17 +123,17 @@ class RolloutBuffer:
         self._tell_of_change()
 
     def clear(self, groups: Sequence[Group]) -> None:
-        """Drop these groups, claimed or not; those that are gone are left alone."""
+        """Training loop: drop these groups, claimed or not. It is no error if they are gone."""
         for group in groups:
             for key in group.keys:
-                if key in self._claimed:  # not what was evicted, or left behind by a worker that has died
+                if key in self._claimed:  # not evicted, or left behind by a worker that has died
                     self._remember(key, self._tags[key]["weight_version"])
                 self._forget(key)
             self._note(group.keys)
         self._tell_of_room()
 
     def updates(self, seen: int) -> Updates:
-        """Return the samples that have changed since an earlier call.
+        """Training loop: return the samples that have changed since an earlier call.
 
         Args:
             seen: the position that the last call has returned. For any other, all samples are returned.
@@ -150,11 +150,11 @@ class RolloutBuffer:
         return Updates(self._position, is_complete, samples)
 
     def changes(self) -> int:
-        """Return a number that grows whenever a sample is added to `samples` or a tag changes."""
+        """Training loop: return a number that grows whenever `samples` gets another one or a tag changes."""
         return self._changes
 
     async def wait_for_change(self, seen: int) -> bool:
-        """Wait for a change.
+        """Training loop: wait for a change.
 
         Args:
             seen: a value that `changes` has returned.
@@ -168,7 +168,7 @@ class RolloutBuffer:
         return self._changes > seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples, claimed or not, and the keys of those that were trained on, for `load_state_dict`.
+        """`TrainPump.state_dict`: return the samples, claimed or not, and the keys of those trained on.
 
         The data are the objects that `put` got, not copies. To keep checkpoints small, put references: a path, or
         a key of a store that outlives the process.
@@ -177,7 +177,9 @@ class RolloutBuffer:
         return {"format": FORMAT, "samples": samples, "trained": list(self._trained.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the samples of another buffer, none of them claimed; they may be more than `max_prompt_groups`.
+        """`TrainPump.load_state_dict`: take another buffer's samples, even more than `max_prompt_groups`.
+
+        None of them is claimed.
 
         Args:
             state: a result of `state_dict`.

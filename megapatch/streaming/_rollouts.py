@@ -8,11 +8,9 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 
-from ._abortable import Abortable
 from ._config import StreamingConfig
 from ._groups import Groups
-from ._in_flight import InFlight, Rollout
-from ._rollout_seconds import RolloutSeconds
+from ._in_flight import Abortable, InFlight, Rollout, RolloutSeconds
 from ._synced_weights import SyncedWeights
 from ._tags import Group
 
@@ -50,11 +48,13 @@ class Rollouts:
 
     @contextlib.asynccontextmanager
     async def rollout(self, group_id: Hashable) -> AsyncIterator[None]:
+        """Rollout loop: see `TrainPump.rollout`."""
         async with self.begun(group_id):
             yield
 
     @contextlib.asynccontextmanager
     async def begun(self, group_id: Hashable) -> AsyncIterator[Rollout]:
+        """Rollout loop: wait for a place, and keep the rollout among the running ones in the body."""
         rollout, context = await self._begin(group_id)
         try:
             yield rollout
@@ -69,12 +69,12 @@ class Rollouts:
             context.swallows(None)
 
     def number_of(self, group_id: Hashable) -> float:
-        """Return the group's place in the order in which rollouts began; those that nobody announced are last."""
+        """Groups, for "in_order": return the group's place in the order of begin; unannounced ones are last."""
         rollout = self._rollouts.get(group_id)
         return math.inf if rollout is None else rollout.number
 
     def have_to_come_before(self, group: Group, places: int) -> bool:
-        """Return whether training on this group now would take the place of a rollout in flight.
+        """Supply: return whether training on this group now would take the place of a rollout in flight.
 
         Args:
             group: one that is ready.
@@ -98,9 +98,11 @@ class Rollouts:
         return False
 
     def runs(self, group_id: Hashable) -> bool:
+        """Orphans: return whether the group is in flight."""
         return group_id in self._in_flight
 
     def claimed(self, group: Group) -> None:
+        """Supply: note that training has claimed the group, which makes room in the buffer."""
         if (rollout := self._rollouts.get(group.group_id)) is not None:
             self._claimed += not rollout.claimed
             rollout.claimed = True
@@ -109,13 +111,14 @@ class Rollouts:
                 self._tell_of_room()
 
     def given_back(self, groups: Sequence[Group]) -> None:
+        """Supply: undo `claimed`, after a step has failed."""
         for group in groups:
             if (rollout := self._rollouts.get(group.group_id)) is not None:
                 self._claimed -= rollout.claimed
                 rollout.claimed = False
 
     def trained(self, groups: Sequence[Group]) -> None:
-        """Count an optimizer step."""
+        """Optimizer step: count it, and let others begin in the places of its groups."""
         self._trainer_version += 1
         self._finish(groups, "trained_")
         if self._config.abort_stale_rollouts:
@@ -135,25 +138,26 @@ class Rollouts:
         return [group_id for group_id in self.aborted if group_id not in self._rollouts]
 
     def evicted(self, groups: Sequence[Group]) -> None:
+        """Supply: forget groups that were too old; others may begin instead."""
         self._finish(groups, "evicted_")
 
     def given_up(self, groups: Sequence[Group]) -> None:
-        """Forget groups that were dropped for another reason than their age; others may begin instead."""
+        """Supply: forget groups that were dropped for another reason than their age; others may begin instead."""
         for group in groups:
             if (rollout := self._rollouts.get(group.group_id)) is not None:
                 self._forget(group.group_id, rollout)
 
     def synced(self) -> None:
-        """Generation has the trainer's weights."""
+        """Pump: note that generation has the trainer's weights."""
         self._generation_version = self._trainer_version
         self._tell_of_room()
 
     def look_begins(self) -> int:
-        """Return what `look_ended` gets after a look at the buffer that begins now."""
+        """Supply: begin a look at the buffer, and return the argument of `look_ended` after it."""
         return self._in_flight.look_begins()
 
     def look_ended(self, ended: int, groups: Groups) -> None:
-        """Take note of a look: rollouts that had ended before are in the groups now, or nowhere (a filter)."""
+        """Supply: end a look. Rollouts that had ended before it are in the groups now, or nowhere (a filter)."""
         self._in_flight.look_ended(ended)
         if not self._waiting:
             return
@@ -162,7 +166,7 @@ class Rollouts:
                 self._forget(group_id, rollout)
 
     def state(self) -> list[tuple[Hashable, float, bool]]:
-        """Return each group with its seconds so far, and whether it has not ended, in the order of their begin."""
+        """Pump: return each group with its seconds, and whether it has not ended, in the order of their begin."""
         now = asyncio.get_running_loop().time()
         begun = [
             (group_id, (now if rollout.ended is None else rollout.ended) - rollout.begun, bool(rollout.running))
@@ -174,7 +178,7 @@ class Rollouts:
 
     @contextlib.contextmanager
     def between_attempts(self, group_id: Hashable) -> Iterator[None]:
-        """Keep a group in the state that has failed and will begin again, though it has no place."""
+        """Supply: keep a group in the state that has failed and will begin again, though it has no place."""
         self._between_attempts.append(group_id)
         try:
             yield
@@ -182,7 +186,7 @@ class Rollouts:
             self._between_attempts.remove(group_id)
 
     def restore(self, version: int, ended: Sequence[tuple[Group, float]]) -> None:
-        """Begin at a version, with rollouts that have ended, each with its seconds."""
+        """Pump: begin at a version, with rollouts that have ended, each with its seconds."""
         self._trainer_version = self._generation_version = version
         now = asyncio.get_running_loop().time()
         for group, seconds in ended:
@@ -205,7 +209,7 @@ class Rollouts:
         return "; ".join(texts)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call; none where no rollout was announced."""
+        """Pump: return the metrics since the last call; none where no rollout was announced."""
         begun, self._reported = self._begun - self._reported, self._begun
         metrics: dict[str, float] = {"rollouts_begun": begun} if self._begun else {}
         if self.retries:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ._groups import Groups
-from ._tags import Backlog, Group, Samples, read_tag
-from ._token_versions import TokenStaleness
+from ._tags import Backlog, Group, Samples, TokenStaleness, read_tag
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class StalenessSampler:
 
     - ``group_id``: identifies its prompt; not None.
     - ``weight_version``: of the weights that it was sampled from; may be missing until the sample is committed.
-    - ``weight_versions``, instead, where generation goes on across weight syncs: a list of pairs, each of a
+    - ``weight_versions``, instead, where generation continues across weight syncs: a list of pairs, each of a
       version and the number of tokens that were sampled from it.
     - ``committed``: whether the sample is complete (None: no); True if missing. A group is committed when all of
       its samples are.
@@ -31,7 +30,7 @@ class StalenessSampler:
     Args:
         max_staleness: versions that a group may be behind the trainer; 0 is strictly on-policy.
         generations_per_prompt: samples of a group whose tags do not say how many it has.
-        token_staleness: what counts of a sample with ``weight_versions``: its "oldest" token, or the "mean"
+        token_staleness: the age of a sample with ``weight_versions``: that of its "oldest" token, or of the "mean"
             version of its tokens, rounded down.
 
     Raises:
@@ -74,7 +73,7 @@ class StalenessSampler:
         return self.sort_out(samples, trainer_version)[1]
 
     def sort_out(self, samples: Samples, trainer_version: int) -> tuple[list[Group], list[Group]]:
-        """Return what `eligible` and `evict` return, in one pass over the tags.
+        """Return the groups of `eligible` and of `evict`, from one pass over the tags.
 
         Args:
             samples: tags by sample key, in order of arrival.

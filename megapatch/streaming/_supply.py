@@ -1,23 +1,22 @@
-"""Wait for the next prompt group to train on, without polling."""
+"""Wait for the next prompt group to train on, without polling, and roll groups out until they are there."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ._buffer import Buffer
-from ._calls import failure_of, perform, wait_out
+from ._calls import PATIENCE, Watchdog, failure_of, perform, wait_out
 from ._config import StreamingConfig
-from ._groups import Groups
+from ._groups import Groups, Orphans
+from ._in_flight import Rollout
 from ._microbatches import MicrobatchQueue
-from ._orphans import Orphans
+from ._parts import Buffer
 from ._rollouts import Rollouts
 from ._tags import Backlog, Group, Updates, read_tag
-from ._watchdog import PATIENCE, Watchdog
 
 log = logging.getLogger("megapatch")
 
@@ -58,7 +57,7 @@ class Supply:
     async def next_group(
         self, version: int, needed: int, places: int, queue: MicrobatchQueue
     ) -> Group | NothingLeft:
-        """Wait for `needed` eligible groups and return the first; clear groups that are too old.
+        """Training loop: wait for `needed` eligible groups and return the first; clear groups that are too old.
 
         Raises the exception of a microbatch call of the queue that fails meanwhile.
 
@@ -95,23 +94,23 @@ class Supply:
             limits += self._orphans.seconds_to_the_next_look(self._groups, clock())
             if not await self._wait_for_change(seen, queue, min(limits, default=None)):
                 if group is not None:
-                    return group  # what it had to wait for will not come
+                    return group  # the older ones will not come
                 return NothingLeft("no more will come: the buffer is closed", self._groups.backlog())
 
     def waiting(self) -> str:
-        """Say what waits in the buffer, in generation, and for either of them."""
+        """Watchdog: return a sentence on all that waits in the buffer, in generation, and for either of them."""
         puts = getattr(self._buffer, "waiting_puts", 0)
         blocked = f"{puts} put() calls wait for room in the buffer" if isinstance(puts, int) and puts else ""
         return "Waiting: " + "; ".join(filter(None, (str(self._groups.backlog()), str(self._rollouts), blocked)))
 
     async def contents(self) -> Groups:
-        """Return all groups of the buffer, as they are now."""
+        """Read the buffer again, and return all of its groups."""
         self._looked_at = None
         await self._read()
         return self._groups
 
     async def restore(self, version: int) -> tuple[list[Group], Groups]:
-        """Begin at a version; return the incomplete groups, which are cleared, and the others."""
+        """Pump, from a checkpoint: begin at a version; clear and return incomplete groups; return the others."""
         self._groups.version, self._position = version, -1
         groups = await self.contents()
         incomplete = list(groups.unsettled())
@@ -122,14 +121,14 @@ class Supply:
         return incomplete, groups
 
     async def clear_aborted(self) -> None:
-        """Clear what aborted rollouts have left."""
+        """Pump, before a checkpoint: clear the samples that aborted rollouts have left."""
         async with self._turn:
             if self._rollouts.aborted:
                 await self.contents()
                 await self._clear_aborted()
 
     async def drop_in_part(self, group_id: Hashable) -> bool:
-        """Clear a group's samples if they are not all there. Return False, and leave the group, if they are."""
+        """Clear a group's samples unless all of them are there. Return False, and leave the group, if they are."""
         async with self._turn:
             groups = await self.contents()
             if (group := groups.in_part(group_id)) is not None:
@@ -137,26 +136,55 @@ class Supply:
                 groups.drop_group(group)
             return groups.whole(group_id) is None
 
+    async def roll_out(self, group_id: Hashable, generate: Callable[[], Awaitable[object]], attempts: int) -> bool:
+        """Rollout loop: see `TrainPump.roll_out`."""
+        for attempt in range(1, attempts + 1):
+            failure: Exception | None = None
+            rollout: Rollout | None = None
+            try:
+                async with self._rollouts.begun(group_id) as rollout:
+                    await generate()
+                    return True
+            except Exception as error:
+                failure = error
+                if rollout is None or rollout.claimed:  # it failed after all samples were there
+                    raise
+            with self._rollouts.between_attempts(group_id):
+                try:
+                    is_here = not await self.drop_in_part(group_id)
+                except Exception as error:
+                    raise error from failure
+            if failure is not None:
+                if is_here or attempt == attempts:
+                    raise failure
+                log.warning(
+                    "attempt %d of %d to roll out prompt group %r failed, and it begins again: %s: %s",
+                    *(attempt, attempts, group_id, type(failure).__name__, failure),
+                )
+            if attempt < attempts:
+                self._rollouts.retries += 1
+        return False
+
     async def claim(self, group: Group) -> Any:
+        """Training loop: claim a group, and return its data."""
         async with self._turn:
             self._groups.drop_group(group)
             self._rollouts.claimed(group)
             try:
-                return await wait_out(perform(self._buffer.claim, group, watchdog=self._watchdog))
+                return await wait_out(perform(self._buffer.claim, group, watchdog=self._watchdog, data=True))
             except BaseException:
                 self._position = -1
                 raise
 
     async def give_back(self, groups: Sequence[Group]) -> None:
+        """Training loop: undo claims, after a step has failed."""
         async with self._turn:
-            self._looked_at, self._position = (
-                None,
-                -1,
-            )  # the claim that failed may have changed nothing there
+            self._looked_at, self._position = None, -1  # a claim that failed may have changed nothing there
             self._rollouts.given_back(groups)
             await perform(self._buffer.give_back, groups, watchdog=self._watchdog)
 
     async def clear(self, groups: Sequence[Group]) -> None:
+        """Training loop: drop groups from the buffer."""
         await wait_out(perform(self._buffer.clear, groups, watchdog=self._watchdog))
 
     async def _look(self, version: int) -> int:
@@ -166,9 +194,8 @@ class Supply:
     async def _look_alone(self, version: int) -> int:
         """Read all tags if they or the version have changed since the last look; return the number of changes."""
         ended = self._rollouts.look_begins()
-        seen: int = await perform(
-            self._buffer.changes, watchdog=self._watchdog
-        )  # before samples(): a change in between is not missed
+        # Before samples(): a change in between is not missed.
+        seen: int = await perform(self._buffer.changes, watchdog=self._watchdog)
         if self._looked_at != (seen, version):
             self._looked_at = None
             await self._read()
@@ -206,9 +233,9 @@ class Supply:
 
     async def _updates_since(self, seen: int) -> Updates:
         if (updates := getattr(self._buffer, "updates", None)) is not None:
-            found: Updates = await perform(updates, seen, watchdog=self._watchdog)
+            found: Updates = await perform(updates, seen, watchdog=self._watchdog, data=True)
             return found
-        samples = await perform(self._buffer.samples, watchdog=self._watchdog)
+        samples = await perform(self._buffer.samples, watchdog=self._watchdog, data=True)
         return Updates(-1, True, [(key, number, tag) for number, (key, tag) in enumerate(samples.items())])
 
     async def _clear_aborted(self) -> None:
@@ -221,7 +248,7 @@ class Supply:
             self._groups.drop_group(group)
 
     async def _expire(self, orphans: list[Group]) -> None:
-        self._looked_at, self._position = None, -1  # the next look finds what is left
+        self._looked_at, self._position = None, -1  # the next look finds the rest
         await self.clear(orphans)
         self.dropped["expired"] += len(orphans)
         self._rollouts.given_up(orphans)

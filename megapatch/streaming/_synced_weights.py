@@ -7,11 +7,11 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
+from .._pausing.cancellation import outlast
+from .._pausing.generation import RESUME, is_paused
 from ..weight_sync import paused_generation
-from ..weight_sync._cancellation import outlast
-from ..weight_sync._pause import RESUME, is_paused
 from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, wait_out
-from ._generation import Generation, Synchronizer
+from ._parts import Generation, Synchronizer
 
 log = logging.getLogger("megapatch")
 
@@ -31,12 +31,12 @@ class SyncedWeights:
         self._warned = self._left_paused = False
 
     async def permitted(self) -> None:
-        """Wait until the gate is open."""
+        """Rollout loop: wait until the gate is open."""
         while not self.admitted.is_set():  # another sync may have begun before it was our turn
             await self.admitted.wait()
 
     async def sync(self, version: int) -> None:
-        """Sync weights, and raise whatever pausing, syncing or resuming raises.
+        """Pump: sync weights, and raise any exception of the pause, the sync or the resume.
 
         A cancellation during the sync itself is raised when everything is done and the gate is open.
         """

@@ -1,14 +1,16 @@
-"""Samples' tags, and what they say of prompt groups."""
+"""Samples' tags, checked, and summed up for a prompt group."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ..errors import MisuseError
-from ._token_versions import TokenStaleness, versions_of
+
+TokenStaleness: TypeAlias = Literal["oldest", "mean"]
+TOKEN_STALENESS: tuple[str, ...] = get_args(TokenStaleness)
 
 Samples = Mapping[Hashable, Mapping[str, Any]]
 """The tags of samples by sample key, in order of arrival; `StalenessSampler` lists a tag's fields."""
@@ -18,7 +20,7 @@ class Updates(NamedTuple):
     """The changes in a buffer since its pump last asked.
 
     Attributes:
-        position: what the pump passes when it asks again.
+        position: for the pump to pass when it asks again.
         is_complete: whether these are all samples, and not only those that have changed.
         samples: key, number of arrival and tag of samples; no tag means that the sample is claimed or gone. A
             sample that is given back has the number that it had before.
@@ -126,3 +128,86 @@ def _whole(key: Hashable, tag: Mapping[str, Any], name: str) -> int | None:
         return operator.index(value)  # numpy's integers, too: they would wrap around
     except TypeError:
         raise MisuseError(f"sample {key!r} has {name}={value!r} in its tag; expected a whole number") from None
+
+
+def versions_of(key: Hashable, runs: Any, staleness: TokenStaleness) -> tuple[int, int]:
+    """Return the version that counts for staleness, and the newest.
+
+    Args:
+        key: of the sample, for the error.
+        runs: pairs of a version and the number of tokens that it made, in any order.
+        staleness: the version that counts: of the "oldest" token, or the "mean" of all tokens, rounded down.
+
+    Raises:
+        MisuseError: these are no such pairs, or there are none.
+    """
+    try:
+        pairs = [(operator.index(version), operator.index(tokens)) for version, tokens in runs]
+    except (TypeError, ValueError):
+        pairs = []
+    versions = [version for version, tokens in pairs if tokens]  # a pause may come before the first token
+    if not versions or min(tokens for _, tokens in pairs) < 0:
+        raise MisuseError(
+            f"sample {key!r} has weight_versions={runs!r} in its tag; expected a list of pairs, each of a version "
+            "and the number of tokens sampled from it"
+        )
+    if staleness == "oldest":
+        return min(versions), max(versions)
+    mean = sum(version * tokens for version, tokens in pairs) // sum(tokens for _, tokens in pairs)
+    return mean, max(versions)
+
+
+@dataclass(eq=False)
+class Record:
+    """The samples of a group, and a summary of their tags."""
+
+    group_id: Hashable
+    samples: dict[Hashable, tuple[int, Tag]] = field(default_factory=dict)  # with their number of arrival
+    expected: int = 0
+    uncommitted: int = 0
+    oldest: int | None = None
+    newest: int | None = None
+    lowest: float | None = None  # reward
+    highest: float | None = None
+    serial: int = -1  # of the heap's entry that counts; -1: none does
+
+    def include(self, arrival: int, key: Hashable, tag: Tag, generations_per_prompt: int) -> None:
+        self.samples[key] = arrival, tag
+        expected = tag.expected or generations_per_prompt
+        if expected > self.expected:
+            self.expected = expected
+        if not tag.committed:
+            self.uncommitted += 1
+        if (version := tag.version) is not None and (self.oldest is None or version < self.oldest):
+            self.oldest = version
+        if (newest := tag.newest) is not None and (self.newest is None or newest > self.newest):
+            self.newest = newest
+        if (reward := tag.reward) is not None:
+            if self.lowest is None or reward < self.lowest:
+                self.lowest = reward
+            if self.highest is None or reward > self.highest:
+                self.highest = reward
+
+    def empty(self) -> None:
+        self.samples, self.expected, self.uncommitted = {}, 0, 0
+        self.oldest = self.newest = self.lowest = self.highest = None
+
+    @property
+    def is_settled(self) -> bool:
+        return not self.uncommitted and len(self.samples) >= self.expected
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.uncommitted and len(self.samples) == self.expected
+
+    @property
+    def first(self) -> int:
+        return min(arrival for arrival, _ in self.samples.values())
+
+    @property
+    def last(self) -> int:
+        return max(arrival for arrival, _ in self.samples.values())
+
+    def as_group(self) -> Group:
+        keys = sorted(self.samples, key=lambda key: self.samples[key][0])
+        return Group(self.group_id, tuple(keys), self.oldest)

@@ -58,7 +58,7 @@ class PolicyTrainer:
         """Run forward and backward of one prompt group on all workers.
 
         Args:
-            data: what the policy trains on. For each data-parallel rank it has the same number of whole
+            data: for the policy's training. For each data-parallel rank it has the same number of whole
                 microbatches, unless sequences are packed or batched dynamically.
         """
         self._train(data)
@@ -113,8 +113,8 @@ class TQBuffer:
     """A `Buffer` around NeMo-RL main's TQReplayBuffer, in whose event loop it has to be used.
 
     Give it to the rollout manager in place of that: it passes `reserve`, `commit`, `remove_group` and `remove` on,
-    and tells the pump what has changed. Roll a prompt out in `rolling_out`, which says what its prompt group is
-    called; the manager makes up a name for each attempt.
+    and notes changes for the pump. Roll a prompt out in `rolling_out`, which names its prompt group; the manager
+    makes up a name for each attempt.
 
         async with pump.rollout(number):
             with buffer.rolling_out(number):
@@ -204,12 +204,12 @@ class TQBuffer:
         return metas[0]
 
     def give_back(self, groups: Sequence[Group]) -> None:
-        """Undo the claims of these groups; those that are not claimed are left alone."""
+        """Undo the claims of these groups. Others among them are left as they are."""
         self._claimed.difference_update(group.group_id for group in groups)
         self._tell()
 
     async def clear(self, groups: Sequence[Group]) -> None:
-        """Drop these groups, and what the data plane has of them; those that are gone are left alone."""
+        """Drop these groups, and their samples in the data plane. It is no error if they are gone."""
         for group in groups:
             places = [place for place, slot in enumerate(self._slots()) if self._is_of(slot[0], group)]
             for place in places:
@@ -222,14 +222,7 @@ class TQBuffer:
         return self._changes
 
     async def wait_for_change(self, seen: int) -> bool:
-        """Wait for a change.
-
-        Args:
-            seen: a value that `changes` has returned.
-
-        Returns:
-            True once `changes` is more than `seen`; False if the buffer was closed first.
-        """
+        """Wait until `changes` has passed `seen`; return False if the buffer was closed first."""
         while self._changes <= seen and not self._closed:
             await self._news.wait()
         return self._changes > seen

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import MisuseError
 from ..patch import FIXED, MARK
 from ..patches.skyrl import accumulate_forward_backward as several_calls
-from ._generation import PausedBySync
+from ._parts import PausedBySync
 
 __all__ = ["DispatchTrainer", "SamplerWeights"]
 
@@ -29,7 +29,7 @@ class DispatchTrainer:
 
     Args:
         dispatch: a WorkerDispatch whose model is neither colocated with inference engines nor with a reference
-            model: what shares its GPUs would offload the gradients of an open step.
+            model: a model on the same GPUs would offload the gradients of an open step.
         model: the dispatch's name of the model.
         **arguments: passed on to forward_backward(): loss_fn, loss_fn_config, return_per_token_outputs.
 
@@ -126,9 +126,9 @@ class SamplerWeights(PausedBySync):
         await self.dispatch.save_weights_for_sampler()
 
 
-# ---------------------------------------------------------------------------- what runs in the workers
+# ---------------------------------------------------------------------------- in the workers
 def _require_that_calls_add_up(worker: Any) -> None:
-    """Raise MisuseError if a worker of Megatron's would train on the last call alone."""
+    """Raise MisuseError if a worker of Megatron's would train on the last call only."""
     for module in several_calls.MODULES:
         kind = getattr(sys.modules.get(module), several_calls.WORKER, None)
         if kind is None or not isinstance(worker, kind):
@@ -142,7 +142,7 @@ def _require_that_calls_add_up(worker: Any) -> None:
 
 
 def _drop_gradients(worker: Any) -> None:
-    """Drop what the worker's calls of forward_backward() have added up."""
+    """Drop the sum of the worker's calls of forward_backward()."""
     chunks = getattr(worker, "actor_module", None)
     if chunks is None:  # FSDP
         worker.optimizer.zero_grad()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .._mcore.bucket_groups import finish_param_gathers
 from ..errors import MisuseError
 from ..patches._temporarily import temporarily_set
-from ._generation import PausedBySync
+from ._parts import PausedBySync
 
 if TYPE_CHECKING:
     from ..train_step import TrainStep
@@ -48,7 +48,7 @@ class GroupTrainer:
         """Run forward and backward of one prompt group on all ranks.
 
         Args:
-            data: what slime's ``RolloutManager.generate()`` returns: an item for each data-parallel rank.
+            data: the result of slime's ``RolloutManager.generate()``: an item for each data-parallel rank.
         """
         self._on_ranks("train", data)
 
@@ -92,12 +92,12 @@ class GroupWeights(PausedBySync):
     def __init__(self, group: Any) -> None:
         self.group = group
 
-    def sync_weights(self) -> None:
-        """Push the actor's weights to the engines."""
-        self.group.update_weights()
+    def sync_weights(self) -> Any:
+        """Push the actor's weights to the engines; return a coroutine where the group's method is one."""
+        return self.group.update_weights()
 
 
-# ---------------------------------------------------------------------------- what runs in the actors
+# ---------------------------------------------------------------------------- in the actors
 _STEP = "_megapatch_step"
 """Attribute of an actor: its _RankStep."""
 
@@ -152,7 +152,7 @@ class _RankStep:
         assert self.step is not None
         result = self.step.finish(increment=self.batch_size)
         for chunk in self.actor.model:
-            finish_param_gathers(chunk)  # as slime's train() does at its end: what follows reads the parameters
+            finish_param_gathers(chunk)  # as slime's train() does at its end: later code reads the parameters
         self.actor.weights_backuper.backup("actor")
         found = {"grad_norm": float(result.grad_norm or 0.0), "lr": result.learning_rate}
         return {**found, **self._reduced()}

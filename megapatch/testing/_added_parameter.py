@@ -41,7 +41,7 @@ def _factory(path: str, make: Callable[[Any], Callable[..., Any]]) -> Callable[[
         def called_with_keyword(*args: Any, **kwargs: Any) -> Any:
             return replacement(*args, **{KEYWORD: True, **kwargs})
 
-        vars(called_with_keyword)["__wrapped__"] = original  # the real one, for whoever asks for the signature
+        vars(called_with_keyword)["__wrapped__"] = original  # the real one, for inspect.signature()
         return called_with_keyword
 
     return make_with_parameter

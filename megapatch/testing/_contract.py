@@ -39,7 +39,7 @@ def check_contract(scenarios: Mapping[Patch, Scenario], timeout: float = 300.0) 
     - the replacement is a plain function with the original's signature that pickles and copies
     - the diagnosis leaves no trace, needs no process group, and gives the same verdict on patched code
     - a keyword that upstream adds to a target reaches the original
-    - the patch says in a sentence what it makes right, and where the defect is reported
+    - the patch has a sentence on its repair, and a link to the report of the defect
 
     Args:
         scenarios: for each patch a function without arguments that provokes the defect: it raises without the
@@ -72,7 +72,7 @@ def _undocumented(patch: Patch) -> list[str]:
     found = []
     if not patch.summary.endswith("."):
         found.append("the first line of its docstring is not a sentence")
-    if not patch.upstream.startswith("https://"):
+    if patch.upstream is not None and not patch.upstream.startswith("https://"):
         found.append(f"its upstream is not the URL of an issue or pull request: {patch.upstream}")
     return found
 

@@ -73,14 +73,14 @@ def held_by_name(engine: Engine) -> None:
     import_targets(engine.patches)
     holder = types.ModuleType("megapatch_contract_holder")
     sys.modules[holder.__name__] = holder
-    for record in engine.records:
+    for record in engine.roster.sites:
         for path in record.site.replace if record.site.module in sys.modules else ():
             target = f"{record.site.module}:{path}"
             if "." not in path:
                 function = getattr(sys.modules[record.site.module], path)
                 vars(holder).update({target: function, f"alias of {target}": function})
     engine.activate()
-    for record in engine.records:
+    for record in engine.roster.sites:
         for replaced in record.installed:
             for name in (replaced.target, f"alias of {replaced.target}"):
                 held = vars(holder).get(name, replaced.replacement)
@@ -147,7 +147,7 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, di
     except AssertionError as error:
         wrong.append(str(error))
     outcome = {}
-    for record in engine.records:
+    for record in engine.roster.sites:
         record.refresh()
         name = f"{record.patch.name} at {record.site.module}"
         # Not rebuilt targets: which of these exist already depends on the order.

@@ -1,4 +1,4 @@
-"""Check what a patch must not change: a function's appearance, the process around a diagnosis, the originals."""
+"""Check that a patch leaves alike: a function's appearance, the process around a diagnosis, the originals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from .._engine.engine import Engine
-from .._engine.record import Record
 from .._engine.settings import Settings
+from .._engine.site_record import SiteRecord
 from .._engine.target import AddedTarget, RebuiltTarget, ReplacedTarget
 from ..patch import Patch, Verdict
 from ._import_orders import import_targets
@@ -28,9 +28,9 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
     """Check in one process everything that needs no scenario; return the problems."""
     engine = Engine(patches, Settings())
     import_targets(patches)
-    before = {record: _contents(record) for record in engine.records}
+    before = {record: _contents(record) for record in engine.roster.sites}
     problems: list[str] = []
-    verdicts = {record: _first_verdict(record, problems) for record in engine.records}
+    verdicts = {record: _first_verdict(record, problems) for record in engine.roster.sites}
 
     engine.activate()
     installed = _installed(engine)
@@ -54,7 +54,7 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
 
 
 def _installed(engine: Engine) -> list[ReplacedTarget]:
-    return [target for record in engine.records for target in record.installed]
+    return [target for record in engine.roster.sites for target in record.installed]
 
 
 def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
@@ -118,7 +118,7 @@ def _takes_what(original: Any, function: Any) -> bool:
     return kept == list(theirs.items()) and inspect.Parameter.empty not in more
 
 
-def _contents(record: Record) -> dict[str, Any]:
+def _contents(record: SiteRecord) -> dict[str, Any]:
     """Return the contents of the site's module and of the classes of its targets, by name."""
     module = sys.modules.get(record.site.module)
     if module is None:
@@ -132,7 +132,7 @@ def _contents(record: Record) -> dict[str, Any]:
     return found
 
 
-def _diagnose(record: Record) -> Any:
+def _diagnose(record: SiteRecord) -> Any:
     module = sys.modules.get(record.site.module)
     return record.site.diagnose(module) if module else None
 
@@ -141,14 +141,14 @@ def _words(verdict: Any) -> str:
     return f"{verdict.kind.value} ({verdict.reason})" if isinstance(verdict, Verdict) else str(verdict)
 
 
-def _changed(record: Record, before: dict[str, Any]) -> list[str]:
+def _changed(record: SiteRecord, before: dict[str, Any]) -> list[str]:
     """Return the names whose object was replaced, added or removed."""
     now = _contents(record)
     return [name for name in {**before, **now} if name not in now or before.get(name) is not now[name]]
 
 
-def _first_verdict(record: Record, problems: list[str]) -> Any:
-    """Diagnose for the first time, when imports and caches are not there yet, and note what that changes."""
+def _first_verdict(record: SiteRecord, problems: list[str]) -> Any:
+    """Diagnose for the first time, when imports and caches are not there yet, and note the changes."""
     contents, surroundings = _contents(record), _surroundings()
     verdict = _diagnose(record)
     after = _surroundings()

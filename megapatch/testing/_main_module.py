@@ -1,4 +1,4 @@
-"""The caller's `__main__`, which no import finds by its name: how ranks load it, and what they cannot load.
+"""The caller's `__main__`, which no import finds by its name: how ranks load it, and which ones they cannot load.
 
 multiprocessing does it so for its workers, with the same name and the same `__spec__` (CPython 3.10 to 3.13):
 https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L225. A rank loads it later, when its
@@ -30,8 +30,8 @@ _importing = False
 def find_main(needed: str) -> tuple[str, str]:
     """Return how ranks load this process's `__main__`: the name that ``python -m`` got, or "", and its file.
 
-    Results of its classes come back under the second name, as which multiprocessing knows what was `__main__` when
-    it was imported: runpy may have run another since.
+    Results of its classes come back under the second name, which multiprocessing has for the `__main__` at its own
+    import: runpy may have run another since.
 
     Args:
         needed: the name of the function or class for which they need it.
@@ -58,7 +58,7 @@ def find_main(needed: str) -> tuple[str, str]:
 
 
 def spec_of_file(name: str, file: str) -> ModuleSpec | None:
-    """Return a spec for the module in this file, whatever its suffix, or None if there is no such file."""
+    """Return a spec for the module in this file, of any suffix, or None if there is no such file."""
     if not os.path.isfile(file):
         return None
     known = importlib.util.spec_from_file_location(name, file)
@@ -107,7 +107,7 @@ def refuse_while_importing() -> None:
 
 
 def load_pickle(data: bytes) -> Any:
-    """Return what the caller has pickled, and import its modules."""
+    """Return the object that the caller has pickled, and import its modules."""
     with importing():
         return _Unpickler(io.BytesIO(data)).load()
 

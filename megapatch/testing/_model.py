@@ -112,7 +112,7 @@ class TinyGPT:
             forward_only: run no backward.
 
         Returns:
-            What the schedule returns: the metrics of each microbatch on the last pipeline stage, [] on others. A
+            The result of the schedule: the metrics of each microbatch on the last pipeline stage, [] on others. A
             metric "loss" is a tensor [sum, number of tokens].
         """
         from megatron.core.pipeline_parallel import get_forward_backward_func

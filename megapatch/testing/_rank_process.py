@@ -109,7 +109,7 @@ def _result(job: Job) -> bytes:
     if setup is not None:
         setup()
     backend = job.backend or ("gloo" if job.device == "cpu" else "nccl")
-    use_one_gloo_thread()  # whatever the backend: Megatron makes gloo groups next to NCCL's
+    use_one_gloo_thread()  # with any backend: Megatron makes gloo groups next to NCCL's
     torch.distributed.init_process_group(
         backend, rank=job.rank, world_size=job.world_size, store=_meeting(job.store)
     )
@@ -127,7 +127,7 @@ def _use_gpu(local_rank: int) -> None:
 
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists for tensor parallelism
     os.environ.setdefault("NO_VCS_VERSION", "1")  # megatron.core would run git when it is imported
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling what Megatron fuses takes longer than most runs
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling its fused functions takes longer than most runs
     if not (there := torch.cuda.device_count()):
         raise MisuseError('device="cuda": torch sees no GPU here; expected one for each rank, or device="cpu"')
     device = local_rank % there

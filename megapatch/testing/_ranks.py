@@ -1,6 +1,6 @@
 """Run a function in several local processes that form one torch.distributed world over gloo.
 
-The processes are forked from a server that has imported torch once for this caller, and what else Megatron needs,
+The processes are forked from a server that has imported torch once for this caller, and Megatron's other needs,
 so that a call only pays for Megatron's import. The server imports neither Megatron nor megapatch.
 """
 
@@ -204,7 +204,7 @@ def _dumps(value: Any, files: dict[str, str]) -> bytes:
     """Pickle the value, and add to `files` the modules of its functions and classes.
 
     A rank may not find them by itself: pytest's importlib mode makes up names for test modules. If `__main__` is
-    among them, its entry is the name of what is needed from it.
+    among them, its entry is the name of the needed object.
     """
 
     class Pickler(pickle.Pickler):
@@ -267,9 +267,9 @@ def _text(path: Path) -> str:
     return path.read_text().rstrip() if path.exists() else "(it had not started)"
 
 
-def _each(what: str, texts: Mapping[int, str], world_size: int) -> list[str]:
+def _each(fate: str, texts: Mapping[int, str], world_size: int) -> list[str]:
     """Return a line for each of these ranks, with the rank's text below."""
-    return [f"rank {rank} of {world_size} {what}:\n{text}" for rank, text in texts.items()]
+    return [f"rank {rank} of {world_size} {fate}:\n{text}" for rank, text in texts.items()]
 
 
 def _ending(exitcode: int | None) -> str:

@@ -1,4 +1,4 @@
-"""The server that forks the ranks' processes, and what holds while they are started."""
+"""The server that forks the ranks' processes, and the settings while they are started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 
-# What Megatron imports and takes most of its import time. The server leaves out what is not installed. Not
+# Megatron's imports that take most of its import time. The server leaves out those that are not installed. Not
 # torch.utils.cpp_extension, which looks for GPUs: after a fork nobody could use them.
 _PRELOADED = [
     "torch",

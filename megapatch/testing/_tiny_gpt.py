@@ -67,7 +67,7 @@ def tiny_gpt(
             and False without virtual pipeline stages.
         align_param_gather: pipeline stages gather together; likewise.
         tied_embeddings: the output layer uses the weights of the embedding, on another stage in a pipeline.
-        attention: layers have self-attention. Without it tokens do not see each other, which is what context
+        attention: layers have self-attention. Without it tokens do not see each other, as context
             parallelism needs here.
         frozen: patterns, as of ``fnmatch``, of global names of parameters that are not trained.
         hooks: set the model config's hooks as Megatron's train() does; train() itself wants them unset.

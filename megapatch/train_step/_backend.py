@@ -1,4 +1,4 @@
-"""What a step needs from the caller's optimizer and from each kind of model, and what it returns."""
+"""The protocols between a step, the caller's optimizer and each kind of model, and the step's result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import MisuseError
 
 
 class Optimizer(Protocol):
-    """What a step calls: Megatron's optimizers and ``torch.optim.Optimizer`` have it."""
+    """The part of an optimizer that a step calls: Megatron's and ``torch.optim.Optimizer`` have it."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]: ...
@@ -23,7 +23,7 @@ class Optimizer(Protocol):
 
 
 class Scheduler(Protocol):
-    """What a step calls: Megatron's OptimizerParamScheduler and torch's schedulers have it."""
+    """The part of a scheduler that a step calls: Megatron's OptimizerParamScheduler and torch's have it."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Called with ``increment=`` for Megatron, without arguments for torch."""
@@ -31,7 +31,7 @@ class Scheduler(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What an optimizer step came to, the same on all ranks of a model.
+    """The result of an optimizer step, the same on all ranks of a model.
 
     Attributes:
         succeeded: False when fp16 gradients overflowed: the parameters are unchanged, and so is the scheduler
@@ -43,8 +43,8 @@ class StepResult:
         weight_decay: used by this step; the largest of the optimizer's parameter groups.
         num_microbatches: on this rank.
         num_calls: forward-backward calls on this rank.
-        normalizer: what the gradient of the sum of all losses was divided by: microbatches (on this rank; with
-            FSDP2 on all ranks), or tokens, or whatever the caller counts, over all ranks; 1 where calls add up.
+        normalizer: divisor of the gradient of the sum of all losses: microbatches (on this rank; with FSDP2 on all
+            ranks), or tokens, or the caller's counts, over all ranks; 1 where calls add up.
     """
 
     succeeded: bool
@@ -65,10 +65,10 @@ def used_by_optimizer(optimizer: Optimizer) -> tuple[float, float]:
     return max(rates, default=0.0), max(decays, default=0.0)
 
 
-def check_normalizer(normalizer: float, what: str) -> None:
+def check_normalizer(normalizer: float, unit: str) -> None:
     """Raise MisuseError unless the normalizer is above 0; NaN is not."""
     if not normalizer > 0:
-        raise MisuseError(f"the sum of {what} over all ranks is {normalizer:g}; expected more than 0")
+        raise MisuseError(f"the sum of {unit} over all ranks is {normalizer:g}; expected more than 0")
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class Backend(Protocol):
     def forward_backward(
         self, num_microbatches: int, *, forward_step_func: Callable[..., Any], data_iterator: Any, **arguments: Any
     ) -> Any: ...
+
+    def set_aside(self) -> None: ...
 
     def take_up(self) -> None: ...
 

@@ -32,8 +32,8 @@ def chunks_of(model: Any) -> list[Any] | None:
 class _Backward:
     """Takes the place of ``loss.backward()``.
 
-    It is called `passes` times, which is the number of microbatches of the rank with the most of them. Passes
-    after a rank's own microbatches do not count, whatever their loss.
+    It is called `passes` times, which is the number of microbatches of the rank with the most of them. The
+    loss of passes after a rank's own microbatches does not count.
     """
 
     def __init__(self, num_microbatches: int, passes: int, divisor: float) -> None:
@@ -95,12 +95,14 @@ class FSDP2Backend:
         self.microbatches += num_microbatches
         self.count += num_microbatches if count is None else count
 
+    def set_aside(self) -> None: ...
+
     def take_up(self) -> None: ...
 
     def forward_backward(
         self, num_microbatches: int, *, forward_step_func: Callable[..., Any], data_iterator: Any, **ignored: Any
     ) -> list[Any]:
-        """Do what Megatron's schedule without a pipeline does; arguments for pipelines are ignored."""
+        """Make the passes of Megatron's schedule without a pipeline; arguments for pipelines are ignored."""
         if self.fewest == 0 and self.backward.passes:  # the same on all ranks, so that none waits for another
             lacks_data = num_microbatches == 0 and not self.drawn
             if self._over_ranks(lacks_data, "MAX"):
@@ -139,7 +141,7 @@ class FSDP2Backend:
         for parameter in parameters:
             parameter.grad.mul_(factor)
         for module in _sharded_modules(self.chunks[0]):
-            module.reshard()  # else what a forward pass without a backward has gathered is kept for the next pass
+            module.reshard()  # else parameters gathered by a forward pass without a backward are kept for the next
         return normalizer
 
     def finish(self, increment: int | None) -> StepResult:
@@ -260,13 +262,13 @@ def _named_part(mesh: Any, dims: tuple[str, ...]) -> Any:
     return mesh if names == dims else mesh[dims]
 
 
-# ---------------------------------------------------------------------------- what torch has no public name for
+# ---------------------------------------------------------------------------- without a public name in torch
 # Only FSDP2's own code describes its state. It was read, and is tested, in torch 2.13.0:
 # https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_fully_shard (_fsdp_state.py: FSDPState,
 # _fsdp_param_group.py: FSDPParamGroup, _fully_shard.py: FSDPModule). There FSDPState has a list of parameter
 # groups; before it had a single one, `_fsdp_param_group`.
 def _gradient_divisor(module: Any, ranks: int) -> float:
-    """Return what FSDP2 divides gradients by: the number of ranks, or the set_gradient_divide_factor()."""
+    """Return the divisor of gradients in FSDP2: the number of ranks, or the set_gradient_divide_factor()."""
     found = set()
     for submodule in _sharded_modules(module):
         state = submodule._get_fsdp_state()
@@ -291,6 +293,6 @@ def _reset_after_interruption(module: Any) -> None:
         return
     if hasattr(module, "reset_iter_state"):  # public, in torch 2.13
         module.reset_iter_state()
-    else:  # what FSDP2 does at the end of each backward pass; without gradients it reduces nothing
+    else:  # as FSDP2 does at the end of each backward pass; without gradients it reduces nothing
         state._root_post_backward_final_callback()
         state._state_ctx.iter_forward_root = None  # older versions do this at the end of the forward pass

@@ -6,8 +6,8 @@ the microbatches of its call; grad_scale_func multiplies by them again. `finish`
 of the whole step, starts the reduce where overlap needs it, and calls the real finalize once.
 
 A call that is said to be the last runs as Megatron's own: without no_sync() around it, with the config's hooks
-and the real finalize. What the step is divided by is known then, so the gradients are divided before it, and its
-losses as they are scaled.
+and the real finalize. The step's divisor is known then, so the gradients are divided before it, and its losses as
+they are scaled.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from .._mcore.bucket_groups import (
     start_grad_reduces,
 )
 from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
+from .._mcore.step_state import StepState, counts_of, forget_counts
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
 from ._normalization import Normalization
@@ -61,13 +62,19 @@ class MegatronBackend:
         self.factor = 1.0  # for the losses of the last call
         self.normalizer: float | None = None
         self.is_last = self.is_reduced = False
+        self.state: StepState | None = None  # before the step; None once the optimizer has stepped
 
     # ------------------------------------------------------------------------ begin and calls
     def begin(self) -> None:
         self._forget()
+        self.state = StepState(self.chunks, self.optimizer)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            forget_counts(chunk)
         self.optimizer.zero_grad()
+
+    def set_aside(self) -> None:
+        self.put_counts_back = counts_of(self.chunks)
 
     def take_up(self) -> None:
         """Have bucket groups forget the reduce of the step in between; zero_grad_buffer() would zero gradients."""
@@ -76,6 +83,8 @@ class MegatronBackend:
             begin_lines(chunk)
             for group in bucket_groups(chunk):
                 group.reset()
+        self.state = StepState(self.chunks, self.optimizer)  # a step in between has moved the rest
+        self.put_counts_back()
 
     @contextlib.contextmanager
     def accumulate(self, num_microbatches: int, count: float | None, last: bool) -> Iterator[None]:
@@ -170,7 +179,9 @@ class MegatronBackend:
             )
         normalizer = self.reduce()
         learning_rate, weight_decay = used_by_optimizer(self.optimizer)
-        succeeded, grad_norm, num_zeros = self._over_model_parallel(*self.optimizer.step())
+        result = self.optimizer.step()
+        self.state = None
+        succeeded, grad_norm, num_zeros = self._over_model_parallel(*result)
         if self.scheduler is not None and (succeeded or self.step_scheduler_on_skip):
             self.scheduler.step(increment=increment)
         return StepResult(
@@ -201,7 +212,7 @@ class MegatronBackend:
         return self.normalizer
 
     def _may_have_none(self) -> bool:
-        """Whether a rank may have no data: no other rank waits for its messages."""
+        """Return whether a rank may have no data: no other rank waits for its messages."""
         mpu = self.parallel
         sizes = (
             mpu.get_tensor_model_parallel_world_size(),
@@ -247,14 +258,17 @@ class MegatronBackend:
             forget_interrupted_first_step(chunk)
             if not _is_freed(chunk):
                 chunk.zero_grad_buffer()
+            forget_counts(chunk)
         self.optimizer.zero_grad()
+        if self.state is not None:
+            self.state.put_back()
         if (machine := machine_of_this_process()) is not None:
             rewind_interrupted_step(machine)
         self._forget()
 
     # ------------------------------------------------------------------------ the layout
     def _device(self) -> Any:
-        return next(self.chunks[0].parameters()).device  # if all are frozen, there is no gradient buffer
+        return next(self.chunks[0].parameters()).device  # if all are frozen, there are no gradient buffers
 
 
 def _shaped_as_held(scale: Any) -> Any:
@@ -278,6 +292,6 @@ def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:
 
 
 def _is_freed(chunk: Any) -> bool:
-    """Whether some of the chunk's gradients have no memory. Writing there would crash the process."""
+    """Return whether some of the chunk's gradients have no memory. Writing there would crash the process."""
     buffers = [buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return any(data.numel() and not data.untyped_storage().size() for data in buffers)

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import MisuseError
 
 KINDS = ("tokens", "sequences", "loss", "none")
-"""What a metric is divided by; "loss" stands for what the loss is divided by."""
+"""The divisor of a metric; "loss" stands for that of the loss."""
 
 NLL: Mapping[str, str] = MappingProxyType(
     {"loss": "tokens", "num_unmasked_tokens": "none", "num_valid_samples": "none"}
@@ -52,7 +52,7 @@ def normalize_metrics(
     loss: str = "tokens",
     kinds: Mapping[str, str] = POLICY_GRADIENT,
 ) -> dict[str, Any]:
-    """Divide each metric, which is a sum, by what it is the mean of.
+    """Divide each metric, which is a sum, to make it a mean over tokens or sequences.
 
     Args:
         metrics: sums by name: numbers or tensors of any shape. It is not changed.
@@ -60,8 +60,8 @@ def normalize_metrics(
         sequences: of the whole step, over all data-parallel ranks.
         loss: "tokens" or "sequences", whichever the loss is divided by.
         kinds: by name, one of "tokens", "sequences", "loss" (divided as the loss is) and "none" (left as it is).
-            Names that it lacks are of the kind "loss". Names with ``_min`` or ``_max`` in them are left as they
-            are, whatever it says.
+            Names that it lacks are of the kind "loss". Names with ``_min`` or ``_max`` in them are always left as
+            they are.
 
     Returns:
         The means, in a new dictionary.

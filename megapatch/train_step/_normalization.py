@@ -1,8 +1,8 @@
-"""What the gradient of a step on Megatron's DistributedDataParallel is divided by, in its calls and at its end.
+"""The divisors of a step's gradient on Megatron's DistributedDataParallel, in its calls and at its end.
 
 The schedule divides losses by the microbatches of its own call. Each call's losses are multiplied by them again
-and divided by a number that is the same for all calls of the step (`weights`). What is left to divide the whole
-gradient by is known when the last call begins (`total`).
+and divided by a number that is the same for all calls of the step (`weights`). The divisor that is left for
+the whole gradient is known when the last call begins (`total`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ._backend import Options, check_normalizer
 
 
 class Normalization:
-    """The microbatches and counts of an open step, and what they make of its losses."""
+    """The microbatches and counts of an open step, and the factors of its losses that follow."""
 
     def __init__(self, options: Options, config: Any, parallel: Any) -> None:
         self.expected_count, self.expected_microbatches = options.expected_count, options.expected_microbatches
@@ -24,13 +24,13 @@ class Normalization:
         if any(getattr(config, name, None) for name in ("num_moe_experts", "mtp_num_layers")):
             self.check_other_losses("a mixture of experts or multi-token prediction")
 
-    def check_other_losses(self, what: str) -> None:
+    def check_other_losses(self, source: str) -> None:
         """Raise if there is nothing to weigh losses of the model's own by."""
         # With per_token Megatron multiplies them by tokens, as the loss.
         if self.expected_count is not None and self.expected_microbatches is None and not self.per_token:
             raise MisuseError(
-                f"expected_count with {what} needs expected_microbatches, about how many microbatches a rank has "
-                "in a step: it weighs their losses"
+                f"expected_count with {source} needs expected_microbatches, about how many microbatches a rank "
+                "has in a step: it weighs their losses"
             )
 
     @property
@@ -69,7 +69,7 @@ class Normalization:
         return 1.0 if self.calls_add_up else loss, others
 
     def total(self, device: Any) -> tuple[float, float | None]:
-        """Return the factor that is left for the gradient of the whole step, and what it is then divided by.
+        """Return the factor that is left for the gradient of the whole step, and the step's whole divisor.
 
         The latter is None if Megatron's finalize divides, by tokens. With a count this is a collective.
         """

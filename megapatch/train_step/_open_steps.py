@@ -1,25 +1,40 @@
-"""Which model chunks have an open step: each at most one, whichever TrainStep it belongs to."""
+"""The open step of each model chunk, of which a chunk has at most one, whichever TrainStep it belongs to."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import MisuseError
 
-if TYPE_CHECKING:
-    from ._step import TrainStep
 
-_steps: weakref.WeakKeyDictionary[Any, weakref.ref[TrainStep]] = weakref.WeakKeyDictionary()
+class OpenStep(Protocol):
+    """A `TrainStep`, to code that finds one open: it may end the step, or set it aside for another."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def finish(self, increment: int | None = None) -> Any: ...
+
+    def reduce(self) -> float: ...
+
+    def abort(self) -> None: ...
+
+    def set_aside(self) -> None: ...
+
+    def take_up(self) -> None: ...
+
+
+_steps: weakref.WeakKeyDictionary[Any, weakref.ref[OpenStep]] = weakref.WeakKeyDictionary()
 """By chunk. Once its caller has dropped a step, it keeps neither the model alive nor other steps from it."""
 
 
-def open_step(model: Any) -> TrainStep | None:
-    """Return the open step of a model, or None where there is none.
+def open_step(model: Any) -> OpenStep | None:
+    """Return the open `TrainStep` of a model, or None where there is none.
 
     Args:
-        model: what `TrainStep` takes: a model, or a list or tuple of chunks, of which the first with an open step
+        model: as for `TrainStep`: a model, or a list or tuple of chunks, of which the first with an open step
             counts.
     """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
@@ -29,13 +44,13 @@ def open_step(model: Any) -> TrainStep | None:
 
 
 def refuse_while_open(model: Any, what: str) -> None:
-    """Refuse something that would lose or change the gradients of an open step.
+    """Refuse an action that would lose or change the gradients of an open step.
 
-    Saving a checkpoint, offloading, and freeing gradient buffers are such things.
+    Saving a checkpoint, offloading, and freeing gradient buffers are such actions.
 
     Args:
-        model: what `TrainStep` takes: a model, or a list or tuple of chunks.
-        what: what the caller is about to do, for the message: ``"saving a checkpoint"``.
+        model: as for `TrainStep`: a model, or a list or tuple of chunks.
+        what: the action that the caller is about to take, for the message: ``"saving a checkpoint"``.
 
     Raises:
         MisuseError: a step of the model, or of one of its chunks, is open.
@@ -44,7 +59,7 @@ def refuse_while_open(model: Any, what: str) -> None:
         raise MisuseError(f"{what} while a TrainStep of this model is open: call its finish() or abort() first")
 
 
-def take(chunks: Iterable[Any], step: TrainStep) -> None:
+def take(chunks: Iterable[Any], step: OpenStep) -> None:
     """Record the step as the open one of these chunks."""
     for chunk in chunks:
         _steps[chunk] = weakref.ref(step)

@@ -1,4 +1,4 @@
-"""What a caller sees of a step, and the order of its calls. _megatron.py and _fsdp2.py do the work."""
+"""A step as its caller sees it, and the order of its calls. _megatron.py and _fsdp2.py do the work."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrainStep:
              `expected_microbatches`, and are divided by the count likewise; if calculate_per_token_loss is set,
              Megatron has already multiplied them by tokens, so count tokens there.
     added up `calls_add_up` is set. The gradient is the sum of those that each call would give by itself, for a
-             caller who has divided the losses by the total of the whole step. Other losses (a router's,
+             caller that has divided the losses by the total of the whole step. Other losses (a router's,
              multi-token prediction's) are the mean of each call, added up; with `expected_microbatches`, which
              then has to be exact, they are divided by that instead. If the total is not known yet, divide by an
              `expected_count` and give each call its count: the sum is multiplied by expected_count over the sum of
@@ -54,9 +54,11 @@ class TrainStep:
     The divisor that is used while the step is open keeps a loss scale, or bf16 buffers, in their range. Set it to
     about the expected total, the same on all ranks. The result does not depend on it.
 
-    An exception in a call, in `finish` or in the body of the `with` restores everything to what it was before
-    `begin`, with gradients zeroed, and is re-raised unchanged. The next step starts fresh, provided that all ranks
-    had an exception.
+    An exception in a call, in `finish` or in the body of the `with` restores the state before `begin`, with
+    gradients zeroed, and is re-raised unchanged. The state includes a router's counts and expert bias, losses of
+    the model's own that wait to be logged, and an fp16 loss scale. The next step is that of a process in which
+    this one never began, provided that all ranks had an exception, and before the optimizer changed parameters.
+    Random numbers that were drawn stay drawn.
 
     Args:
         model: Megatron's DistributedDataParallel, or the list of a rank's chunks; or a module with FSDP2's
@@ -175,7 +177,7 @@ class TrainStep:
                 Megatron.
 
         Returns:
-            What the schedule returns; with FSDP2 the list of the metrics of each microbatch.
+            The result of the schedule; with FSDP2 the list of the metrics of each microbatch.
 
         Raises:
             MisuseError: as `accumulate`.
@@ -191,8 +193,8 @@ class TrainStep:
                 torch's.
 
         Raises:
-            MisuseError: no step is open, or it had no call on a rank that needs one; `increment` is missing; what
-                the gradient is to be divided by is 0; or gradient buffers were freed.
+            MisuseError: no step is open, or it had no call on a rank that needs one; `increment` is missing; the
+                gradient's divisor is 0; or gradient buffers were freed.
         """
         self._check_open("finish()")
         with self._aborting():
@@ -201,12 +203,12 @@ class TrainStep:
         return result
 
     def reduce(self) -> float:
-        """Reduce and normalize the gradient and end the step, for callers who step the optimizer themselves.
+        """Reduce and normalize the gradient and end the step, for callers that step the optimizer themselves.
 
         Gradients stay until the next `begin`.
 
         Returns:
-            What the gradient was divided by, as `StepResult.normalizer`.
+            The gradient's divisor, as `StepResult.normalizer`.
 
         Raises:
             MisuseError: as `finish`, whose `increment` is not needed.
@@ -235,6 +237,7 @@ class TrainStep:
             MisuseError: no step is open.
         """
         self._check_open("set_aside()")
+        self._backend.set_aside()
         _open_steps.leave(self._backend.chunks)
         self._aside = True
 
@@ -272,22 +275,22 @@ class TrainStep:
                 self._backend.abort()
             raise
 
-    def _check_open(self, what: str) -> None:
+    def _check_open(self, call: str) -> None:
         if not self._open:
-            raise MisuseError(f"{what} needs an open step: {self._ended}")
+            raise MisuseError(f"{call} needs an open step: {self._ended}")
         if self._aside:
-            raise MisuseError(f"{what}: this step was set aside; call take_up() first")
+            raise MisuseError(f"{call}: this step was set aside; call take_up() first")
         if self._in_call:
-            raise MisuseError(f"{what} within accumulate(): its body is for one call of Megatron's own schedule")
+            raise MisuseError(f"{call} within accumulate(): its body is for one call of Megatron's own schedule")
 
     def _close(self, how: str) -> None:
         if not self._aside:
             _open_steps.leave(self._backend.chunks)
         self._open, self._aside, self._ended = False, False, how
 
-    def _take_model(self, what: str) -> None:
+    def _take_model(self, call: str) -> None:
         if _open_steps.open_step(self._backend.chunks) is not None:
-            raise MisuseError(f"a step of this model is open already; call its finish() or abort() before {what}")
+            raise MisuseError(f"a step of this model is open already; call its finish() or abort() before {call}")
         _open_steps.take(self._backend.chunks, self)
 
 

@@ -1,4 +1,4 @@
-"""Parameters that are those of the last optimizer step on every rank, whenever they are read."""
+"""Reading parameters after an optimizer step returns that step's parameters, on every rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class gathered_parameters:
 
     With the distributed optimizer and overlap_param_gather, optimizer.step() leaves each data-parallel rank with
     its own new shard of the parameters beside the others' old ones, until the next forward pass gathers them.
-    Whoever reads the parameters before that, to save or to export them, reads a mixture.
+    Code that reads the parameters before that, to save or to export them, reads a mixture.
 
-    This gathers what is pending, with Megatron's own methods, and waits for gathers under way. Where nothing is
+    This makes pending gathers, with Megatron's own methods, and waits for gathers under way. Where nothing is
     pending it does nothing, and no collective runs: without overlap_param_gather, after a forward pass, and when
     called again. Megatron-FSDP and FSDP2 gather in their own exports: there is nothing to do for them.
 
-    Call it on all ranks: what is pending is the same on all ranks of a data-parallel group, and all of them have
-    to gather it. Call it where the parameters are read: in a generator after its first `next`, not when made.
+    Call it on all ranks: the same gathers are pending on all ranks of a data-parallel group, and all of them have
+    to make these. Call it where the parameters are read: in a generator after its first `next`, not when made.
 
     Args:
         model: a model, or a list of model chunks, wrapped in DistributedDataParallel or not. For a model that is
@@ -33,7 +33,7 @@ class gathered_parameters:
     Raises:
         MisuseError: `model` is something else; or something is pending that cannot be gathered now, as its buffer
             is offloaded, with reuse_grad_buf_for_mxfp8_param_ag, and with a layer-wise optimizer. The message says
-            what to do. No collective has run by then.
+            how to avoid it. No collective has run by then.
     """
 
     def __init__(self, model: Any) -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.grad_ready import BUFFER
 from rigs.megatron.options import ADAM, BOTH, GRADS, UNPATCHED
@@ -235,7 +236,7 @@ def found(case):
     init_parallel(**layout)
     audit.clear()
     model = tiny_gpt(layers=4, **options)
-    before = audit._findings.LEDGER.step
+    before = running_audit().ledger.step
     for step in range(STEPS):
         take_step(model, step)
     return [(one.invariant, one.step - before, one.rank, str(one)) for one in audit.findings()]

@@ -10,12 +10,11 @@ import weakref
 
 import pytest
 import torch
-from rigs.audit import found
+from rigs.audit import found, part_of, running_audit
 from rigs.streaming.world import World, run
 
 from megapatch import audit
 from megapatch.audit import _generation, _weights
-from megapatch.audit._findings import LEDGER
 from megapatch.streaming import TrainPump  # noqa: F401  (before the audit, as in a run that starts it late)
 from megapatch.weight_sync import paused_generation
 
@@ -25,6 +24,11 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.fixture(scope="module", autouse=True)
 def _audited():
     audit.start()
+    generation = part_of(running_audit(), _generation.Generation)
+    for client in (Client, PlainClient):
+        client.pause_generation = generation.watch_pause(client.pause_generation)
+        client.resume_generation = generation.watch_resume(client.resume_generation)
+    Trainer.sync = generation.watch_sync("client", Trainer.sync)
     yield
     audit.stop()
 
@@ -55,11 +59,6 @@ class Trainer:
     async def sync(self, raises=True):
         if raises:
             raise OSError("no sync")
-
-
-Client.pause_generation = _generation.watch_pause(Client.pause_generation)
-Client.resume_generation = _generation.watch_resume(Client.resume_generation)
-Trainer.sync = _generation.watch_sync("client", Trainer.sync)
 
 
 async def sync(client, raises=True, resumes=False):
@@ -101,10 +100,6 @@ class PlainClient:
             raise OSError("no resume")
 
 
-PlainClient.pause_generation = _generation.watch_pause(PlainClient.pause_generation)
-PlainClient.resume_generation = _generation.watch_resume(PlainClient.resume_generation)
-
-
 def test_a_pause_after_generation_ran_again_is_not_the_one_of_the_failed_sync():
     client = PlainClient()
     asyncio.run(sync(client, resumes=True))
@@ -130,7 +125,7 @@ def test_generation_that_the_caller_has_resumed_by_other_means_is_not():
 def test_it_is_reported_while_training_waits(monkeypatch):
     monkeypatch.setattr(_generation, "_GRACE", 0.01)
     client, reported = Client(), threading.Event()
-    monkeypatch.setattr(LEDGER, "report", lambda *ignored: reported.set())
+    monkeypatch.setattr(running_audit().ledger, "report", lambda *ignored: reported.set())
     asyncio.run(sync(client))
     assert reported.wait(30)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megapatch.audit._ranks import hash_of
+from megapatch.audit._hashes import hash_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64])

@@ -7,12 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rigs.audit import found
+from rigs.audit import idle_audit, part_of
 
 import megapatch
-from megapatch.audit import _checkpoints, _findings, _gradients, _scales, _weights
+from megapatch.audit import _findings, _scales
+from megapatch.audit._audit import Call, Part, Step
+from megapatch.audit._checkpoints import Checkpoints
+from megapatch.audit._gradients import Gradients
+from megapatch.audit._scales import Scales
+from megapatch.audit._weights import Weights
 
-pytestmark = pytest.mark.usefixtures("nothing_left")
+
+@pytest.fixture
+def watching():
+    return idle_audit()
+
+
+def rules(watching):
+    return [finding.invariant for finding in watching.ledger.findings()]
 
 
 # ------------------------------------------------------------------------ gradients
@@ -30,31 +42,37 @@ class Chunk:
 
 
 @pytest.mark.parametrize("arrivals", [0, 1, 2])
-def test_a_step_has_used_a_gradient_that_came_once_or_more(arrivals):
-    chunk = Chunk()
+def test_a_step_has_used_a_gradient_that_came_once_or_more(watching, arrivals):
+    gradients, chunk = part_of(watching, Gradients), Chunk()
     for _ in range(arrivals):
-        _gradients._note_arrival(chunk, chunk.parameter)
-    _gradients.note_step([chunk])
-    assert _gradients._state(chunk.bucket).stepped == (arrivals > 0)
+        gradients.note_arrival(chunk, chunk.bucket, chunk.parameter)
+    gradients.end_step(Step(object(), [chunk]))
+    assert gradients.state(chunk.bucket).stepped == (arrivals > 0)
 
 
-def test_a_parameter_without_a_bucket_is_not_looked_at(caplog):
-    _gradients._note_arrival(Chunk(), torch.nn.Parameter(torch.ones(1)))
+def test_a_parameter_without_a_bucket_is_not_looked_at(watching, caplog):
+    def hook():
+        pass
+
+    make = part_of(watching, Gradients).watch_arrivals(lambda chunk, parameter: hook)
+    chunk = Chunk()
+    assert make(chunk, torch.nn.Parameter(torch.ones(1))) is hook
+    assert make(chunk, chunk.parameter) is not hook
     assert not caplog.records
 
 
 @pytest.mark.parametrize("handles", [False, True])
-def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_purpose(handles):
-    chunk = Chunk()
-    _gradients._note_arrival(chunk, chunk.parameter)
+def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_purpose(watching, handles):
+    gradients, chunk = part_of(watching, Gradients), Chunk()
+    gradients.note_arrival(chunk, chunk.bucket, chunk.parameter)
     try:
         raise ValueError
     except ValueError:
         if handles:
-            _gradients._note_reset(chunk.buffer)
+            gradients.zeroed(chunk.buffer)
     if not handles:
-        _gradients._note_reset(chunk.buffer)
-    assert _gradients._state(chunk.bucket).dropped == (not handles)
+        gradients.zeroed(chunk.buffer)
+    assert gradients.state(chunk.bucket).dropped == (not handles)
 
 
 # ------------------------------------------------------------------------ scales
@@ -75,12 +93,16 @@ def test_which_models_have_losses_of_their_own_that_nobody_scales(config, has):
     assert _scales._has_auxiliary_losses(SimpleNamespace(**config)) == has
 
 
-def test_losses_that_were_not_scaled_are_those_of_one_step():
-    chunk = Chunk(num_moe_experts=2, moe_aux_loss_coeff=0.1, grad_scale_func=None)
-    _scales.note_call([chunk])
-    assert chunk in _scales._unscaled_losses
-    _scales.end_step([], [chunk])
-    assert chunk not in _scales._unscaled_losses
+@pytest.mark.parametrize("trains", [True, False])
+def test_losses_that_were_not_scaled_are_those_of_one_step_and_of_calls_that_train(watching, trains):
+    scales, chunk = (
+        part_of(watching, Scales),
+        Chunk(num_moe_experts=2, moe_aux_loss_coeff=0.1, grad_scale_func=None),
+    )
+    scales.begin_call(Call([chunk], trains))
+    assert (chunk in scales._unscaled_losses) == trains
+    scales.end_step(Step(chunk, [chunk]))
+    assert chunk not in scales._unscaled_losses
 
 
 # ------------------------------------------------------------------------ checkpoints
@@ -89,12 +111,12 @@ class Strategy:
 
 
 @pytest.mark.parametrize(("keeps", "planned"), [(True, True), (False, True), (True, False)])
-def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(keeps, planned):
-    strategy = Strategy()
-    before = _checkpoints._compare(strategy, {"one": 1}, keeps, planned)
-    _checkpoints._note_saved(strategy, before, None)
-    _checkpoints._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
-    assert [rule for rule, _ in found()] == ["saved-what-is"] * (keeps and planned)
+def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(watching, keeps, planned):
+    checkpoints, strategy = part_of(watching, Checkpoints), Strategy()
+    before = checkpoints._compare(strategy, {"one": 1}, keeps, planned)
+    checkpoints._note_saved(strategy, before, None)
+    checkpoints._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
+    assert rules(watching) == ["saved-what-is"] * (keeps and planned)
 
 
 # ------------------------------------------------------------------------ weights
@@ -107,7 +129,7 @@ def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(keeps, pla
         ("actor", {}, False),
     ],
 )
-def test_slimes_weights_are_compared_where_another_model_was_loaded_and_is_sent(loaded, options, wrong):
+def test_slimes_weights_are_compared_where_another_model_was_loaded_and_is_sent(watching, loaded, options, wrong):
     actor = SimpleNamespace(
         _active_model_tag=loaded,
         args=SimpleNamespace(**{"offload_train": False, "colocate": False, **options}),
@@ -115,17 +137,20 @@ def test_slimes_weights_are_compared_where_another_model_was_loaded_and_is_sent(
             get={"actor": {"w": torch.ones(2)}}.get, _source_getter=lambda: [("w", torch.zeros(2))]
         ),
     )
-    _weights._compare_with_copy(actor)
-    assert [rule for rule, _ in found()] == ["weights-synced"] * wrong
+    part_of(watching, Weights)._compare_with_copy(actor)
+    assert rules(watching) == ["weights-synced"] * wrong
 
 
 # ------------------------------------------------------------------------ findings
-def test_a_bug_of_the_audit_is_told_once(caplog):
+class Buggy(Part):
     @_findings.observes
-    def look():
+    def look(self):
         raise KeyError("a bug")
 
-    assert [look(), look()] == [None, None]
+
+def test_a_bug_of_the_audit_is_told_once(watching, caplog):
+    part = Buggy(watching)
+    assert [part.look(), part.look()] == [None, None]
     (record,) = caplog.records
     assert "look failed, and finds nothing" in record.getMessage()
     assert record.exc_info[0] is KeyError

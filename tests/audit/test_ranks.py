@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from rigs.audit import running_audit
 from rigs.cells import AUDITED
 from rigs.megatron.options import UNPATCHED, Log
 
@@ -44,7 +45,7 @@ def interrupted(rank, world_size):
     model = tiny_gpt()
     model.train_step(0)
     if rank == 1:
-        audit._findings.LEDGER.report("hooks-balanced", "test", "something happened")
+        running_audit().ledger.report("hooks-balanced", "test", "something happened")
     with pytest.raises(AuditError) as raised:
         model.train_step(1)
     audit.clear()
@@ -106,13 +107,15 @@ def test_a_rank_that_cannot_hash_makes_the_collective_all_the_same():
 
 def test_a_store_that_outlives_its_world_does_not_count(tmp_path, monkeypatch):
     dist, store = torch.distributed, torch.distributed.HashStore()
+    one = _participants.Participants()
     monkeypatch.setattr(_participants, "_store", lambda: store)
     monkeypatch.setattr(_participants, "_PATIENCE", timedelta(seconds=0.1))
     for world, meetings in (("first", 3), ("second", 2)):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{world}", rank=0, world_size=1)
         try:
-            assert _participants.all_ranks_are_audited("settings")
-            assert all(_participants.all_have_come(dist.group.WORLD) for _ in range(meetings))
+            for participants in (one, _participants.Participants()):  # and an audit that follows it
+                assert participants.all_are_audited("settings")
+                assert all(participants.all_have_come(dist.group.WORLD) for _ in range(meetings))
         finally:
             dist.destroy_process_group()
 

@@ -7,18 +7,20 @@ import importlib
 import inspect
 
 import pytest
+from rigs.audit import WATCHERS, idle_audit, part_of
 
-from megapatch import audit
-from megapatch.audit import _calls, _gathers, _ranks, _tokens
+from megapatch.audit._audit import Call
+from megapatch.audit._calls import Calls
+from megapatch.audit._gathers import Gathers
 
 REPLACED = [
-    pytest.param(make, name, id=f"{site.module}:{name}")
-    for watcher in audit._WATCHERS
+    pytest.param(number, site.module, name, id=f"{site.module}:{name}")
+    for number, watcher in enumerate(WATCHERS)
     for site in watcher.sites
-    for name, make in site.replace.items()
+    for name in site.replace
 ]
 COROUTINES = {
-    "_resume_once",
+    "resume_once",
     "SyncedWeights._sync_and_stamp",
     "InferenceEngineClient.pause_generation",
     "FullyAsyncRayPPOTrainer.async_sync_policy_weights_to_inference_engines",
@@ -31,6 +33,9 @@ STREAMS = (
     "MegatronModelBridge.stream_weights_megatron_to_hf",
     "Bridge.export_weights",
     "GPTBridge.export_weights",
+    "MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
+    "MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant",
+    "MegatronEngine.get_per_tensor_param_shard",
 )
 RESULTS = {HOOK: lambda: lambda *unused: None, **dict.fromkeys(STREAMS, lambda: iter(["tensor"]))}
 
@@ -49,28 +54,27 @@ class Broken(Exception):
     pass
 
 
-@pytest.fixture(autouse=True)
-def _as_in_training():
-    """Let the watchers look: they do less where nothing trains."""
+class Group:
+    params = ()
 
-    class Group:
-        params = ()
 
-    group = Group()
-    _gathers._due.add(group)
-    machine = Group()
-    _calls._interrupted.add(machine)
-    _tokens.begin_call(True)
-    yield
-    _tokens.end_call()
-    _gathers._due.discard(group)
-    _ranks._seeds.clear()
-    audit.clear()
+def as_in_training(kept):
+    """Return an audit whose parts look: they do less where nothing trains."""
+    watching = idle_audit()
+    part_of(watching, Gathers).due.add(kept)
+    part_of(watching, Calls).interrupted_machines.add(kept)
+    for part in watching.parts:
+        part.begin_call(Call([Strange()], trains=True))
+    return watching
 
 
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
-@pytest.mark.parametrize(("make", "name"), REPLACED)
-def test_the_original_decides(make, name, raises):
+@pytest.mark.parametrize(("number", "module", "name"), REPLACED)
+def test_the_original_decides(number, module, name, raises):
+    kept = Group()
+    sites = {site.module: site for site in as_in_training(kept).patches[number].sites}
+    make = sites[module].replace[name]
+
     def original(*args, **kwargs):
         seen.append(args[0])
         if raises:
@@ -97,11 +101,11 @@ def test_the_original_decides(make, name, raises):
             call()
     else:
         found = call()
-        assert found is (None if name == "_resume_once" or name in PUMP else result) or name in RESULTS
+        assert found is (None if name == "resume_once" or name in PUMP else result) or name in RESULTS
     assert seen == [seen[0]] and seen[0] is arguments[0]
 
 
-OWN = [site for watcher in audit._WATCHERS for site in watcher.sites if site.module.startswith("megapatch.")]
+OWN = [site for watcher in WATCHERS for site in watcher.sites if site.module.startswith("megapatch.")]
 
 
 @pytest.mark.parametrize("site", OWN, ids=lambda site: site.module)

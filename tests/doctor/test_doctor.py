@@ -128,7 +128,8 @@ def test_a_report_for_an_issue(fake_megatron, tmp_path):
     before = file.read_text()
     again = run("doctor", "--report", str(file), path=megatron, **settings)
     assert (again.returncode, again.stdout) == (2, "")
-    assert again.stderr == f"{file} exists already; name another file: megapatch doctor --report FILE\n"
+    *_, last = again.stderr.splitlines()  # after the warning of the variable
+    assert last == f"{file} exists already; name another file: megapatch doctor --report FILE"
     assert file.read_text() == before
     printed = run("doctor", "--report", "-", path=megatron, **settings)
     assert printed.stdout == before
@@ -158,6 +159,13 @@ def test_a_report_has_the_tracebacks(fake_megatron):
         ("wheel /home/bob/env/lib and /Users/bob/x", "wheel ~/env/lib and ~/x"),
         ("/folk/carol/env, /folk/caroline/env", "~/env, /folk/caroline/env"),
         ("/scratch/carol/run.py, carol", "/scratch/~/run.py, carol"),
+        ("in /scratch/carol", "in /scratch/~"),
+        ("'/scratch/carol': /scratch/carol.", "'/scratch/~': /scratch/~."),
+        ("/scratch/carol.d, /scratch/carol-2", "/scratch/carol.d, /scratch/carol-2"),
+        ("C:\\Users\\bob\\x.py, carol@login1:/x", "~\\x.py, ~@login1:/x"),
+        ("https://h.example/x?sig=abc&id=7", "https://h.example/x?sig=***&id=***"),
+        ("https://u:a/b@c@h.example/x", "https://h.example/x"),
+        ("WANDB_API_KEY=abc", "WANDB_API_KEY=***"),
         ("vcs https://carol:token@example.com/x.git", "vcs https://example.com/x.git"),
         ("git+https://token@example.com/x.git", "git+https://example.com/x.git"),
         ("mail me@example.com at /opt/x@1", "mail me@example.com at /opt/x@1"),
@@ -218,7 +226,7 @@ def test_doctor_does_not_pass_over_a_bad_environment(fake_megatron):
         "MEGAPATCH_STRICT=maybe is neither 1 nor 0",
         "MEGAPATCH_DISABEL is set and means nothing to megapatch; did you mean MEGAPATCH_DISABLE?",
         "MEGAPATCH_XYZ is set and means nothing to megapatch; known are "
-        "MEGAPATCH_{DISABLE,ONLY,STRICT,NO_ENTRY_POINTS,AUDIT,AUDIT_EVERY}",
+        "MEGAPATCH_{DISABLE,ONLY,STRICT,NO_ENTRY_POINTS,AUDIT,AUDIT_EVERY,REPORT}",
         f"disabled on purpose: {family('megatron')} (switched off by MEGAPATCH_DISABLE=megatron.*)",
     ):
         assert sentence in shown.stderr

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib.util
 import json
 import os
 import re
-import struct
 import subprocess
 import sys
-import termios
-import threading
 from pathlib import Path
 
 import pytest
+from rigs.command import terminal
 
 HERE = Path(__file__).parent
 
@@ -175,21 +171,8 @@ def test_every_key_of_the_golden_file_is_documented():
 
 
 def test_on_a_terminal_no_line_is_longer_than_it_is_wide(machine, tmp_path):
-    ours, terminal = os.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    read = bytearray()
-
-    def reading():
-        with contextlib.suppress(OSError):  # nobody has the other end open any more
-            while part := os.read(ours, 4096):
-                read.extend(part)
-
-    thread = threading.Thread(target=reading)
-    thread.start()
-    machine(output=terminal, MEGAPATCH_DISABLE="megatron.nested-*")
-    os.close(terminal)
-    thread.join()
-    os.close(ours)
+    with terminal(80) as (output, read):
+        machine(output=output, MEGAPATCH_DISABLE="megatron.nested-*")
     lines = read.decode().replace(str(tmp_path), "/some/folder").splitlines()
     assert "refused      megatron.forward-pre-hook" in lines
     assert b"\x1b" not in read  # no colours, whatever NO_COLOR says

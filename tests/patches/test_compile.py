@@ -16,9 +16,14 @@ from megapatch.patches.megatron import (
     fresh_metadata,
     gathered_when_read,
     load_offloaded_state,
+    main_params_after_load,
+    override_after_load,
+    own_save_results,
     reload_offloaded_params,
+    scheduler_after_load,
     strict_loads_with_new_torch,
 )
+from megapatch.patches.skyrl import adapters_own_state
 from megapatch.patches.skyrl import gathered_when_read as skyrl_gathered_when_read
 from megapatch.patches.slime import first_sync_pushes_actor
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -153,11 +158,13 @@ def targets():
 NOT_COMPILED = {
     # A training loop, with timers, files and signals: no one can compile it, patched or not.
     "megatron.training.training:train",
+    "megatron.training.training:train_step",
     "megatron.bridge.training.train:train",
+    "megatron.bridge.training.train:train_step",
     *(
         f"{framework}.backends.megatron_utils.model:{name}"
         for framework in ("slime", "miles")
-        for name in ("train", "save")
+        for name in ("train", "train_one_step", "save")
     ),
     # Nor the schedules, nor what starts and ends a reduce.
     *(
@@ -177,15 +184,20 @@ NOT_COMPILED = {
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-    # Nor gathers, what reads a whole model for a file or a stream, and what reads the file or loads from it.
+    # Nor gathers, what reads a whole model for a file or a stream or writes it, and what loads from there.
     *(
         f"{site.module}:{path}"
         for patch in (
+            adapters_own_state,
             fresh_metadata,
             first_sync_pushes_actor,
             gathered_when_read,
             load_offloaded_state,
+            main_params_after_load,
+            override_after_load,
+            own_save_results,
             reload_offloaded_params,
+            scheduler_after_load,
             skyrl_gathered_when_read,
             strict_loads_with_new_torch,
         )

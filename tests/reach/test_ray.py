@@ -18,8 +18,9 @@ import pytest
 if not (find_spec("ray") and find_spec("torch")):
     pytest.skip("needs Ray, and torch for what its workers import", allow_module_level=True)
 
-from rigs.ray import TESTS, cluster, job
+from rigs.ray import TESTS, cluster, job, remotes
 
+from megapatch._version import exact_version
 from megapatch.reach.ray import assert_consistent, compose_into_init, runtime_env
 from megapatch.testing import run_ranks
 
@@ -49,28 +50,13 @@ def in_ray(rank, world_size, bare, fake):
         env = {name: os.environ.get(name) for name in ("MINE", "OWN", "MEGAPATCH_DISABLE")}
         return {"active": "megapatch" in sys.modules, "hook found": os.environ.get("HOOK_FOUND"), **env}
 
-    def status(*names):
-        """Of the sites whose modules are here."""
-        import megapatch
-
-        patches = megapatch.report().to_dict()["patches"]
-        sites = {one["name"]: one["sites"] for one in patches}
-        return [one["status"] for name in names for one in sites[name] if one["module"] in sys.modules]
-
     def hook():
         os.environ["HOOK_FOUND"] = "megapatch" if "megapatch" in sys.modules else "nothing"
 
     def importing():
         importlib.import_module(DDP)
 
-    @ray.remote(num_cpus=0)
-    def task(function=known, *args):
-        return function(*args)
-
-    @ray.remote(num_cpus=0)
-    class Actor:
-        def call(self, function=known, *args):
-            return function(*args)
+    task, Actor, status = remotes(known)
 
     def nested():
         return ray.get(Actor.remote().call.remote())
@@ -198,7 +184,7 @@ def test_actors_agree_or_it_is_told_who_differs(found):
     assert found["agree"] is None
     assert found["one without"].startswith(
         "InconsistentError: megapatch is not the same in all actors: "
-        f"megapatch is 0.1.0 on actors 0-1; not imported on actor 2 ({sys.executable})."
+        f"megapatch is {exact_version()} on actors 0-1; not imported on actor 2 ({sys.executable})."
     )
     assert f"megatron.forward-pre-hook at {DDP} is applied ({DDP}:" in found["one restored"]
     assert " on actor 0 (" in found["one restored"]

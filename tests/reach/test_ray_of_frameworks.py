@@ -14,7 +14,7 @@ import pytest
 if not (find_spec("ray") and find_spec("torch")):
     pytest.skip("needs Ray, and torch for what its workers import", allow_module_level=True)
 
-from rigs.ray import TESTS, cluster, job
+from rigs.ray import TESTS, cluster, job, remotes
 from rigs.skyrl.releases import RELEASES, has_correctness_fixes
 from rigs.variables import folder_in
 
@@ -36,22 +36,7 @@ def in_ray(rank, world_size, slime, skyrl, log):
     def known():
         return {"active": "megapatch" in sys.modules}
 
-    def status(*names):
-        """Of the sites whose modules are here."""
-        import megapatch
-
-        patches = megapatch.report().to_dict()["patches"]
-        sites = {one["name"]: one["sites"] for one in patches}
-        return [one["status"] for name in names for one in sites[name] if one["module"] in sys.modules]
-
-    @ray.remote(num_cpus=0)
-    def task(function=known, *args):
-        return function(*args)
-
-    @ray.remote(num_cpus=0)
-    class Actor:
-        def call(self, function=known, *args):
-            return function(*args)
+    task, Actor, status = remotes(known)
 
     def slimes_way(path, of_checkout):
         sys.path[:0] = [TESTS, path]

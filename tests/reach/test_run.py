@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from rigs.needs import needs_megatron
 from rigs.run import environment, run, start
 
 from megapatch.reach._run import launch
@@ -103,10 +104,9 @@ def test_the_targets_are_those_of_all_patches(project):
     assert {"greeter", "greeter2", "megatron.training.training"} < set(targets.split(","))
 
 
+@needs_megatron  # which imports neither: the tests beside it are faster without
 @pytest.mark.thorough
 def test_torchrun_with_a_real_megatron(project):
-    pytest.importorskip("torch")
-    pytest.importorskip("megatron.core")
     script = project / "rank.py"
     script.write_text(
         "import os, megatron.core.distributed.distributed_data_parallel, sys\n"

@@ -206,3 +206,58 @@ def test_behind_a_later_import_hook_the_next_import_brings_megapatch(project):
     assert (shown.stdout, shown.stderr) == ("hello you\nhello you!\n", "")
     shown = start(sys.executable, "-c", LOADS_ITSELF + "import colorsys\n" + PROGRAM, env=below(project))
     assert (shown.stdout, shown.stderr) == ("hello you!\n", "")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "os.system(f'{python} -I -c pass')",
+        "os.system(command=f'true; env -u PYTHONPATH {python} -c pass')",
+        "os.popen(f'{python} -I -c pass').read()",
+        "os.execv(python, [python, '-I', '-c', 'pass'])",
+        "os.execvpe(python, [python, '-c', 'pass'], {})",
+        "os.execlp(python, python, '-I', '-c', 'pass')",
+        "os.spawnv(os.P_WAIT, python, [python, '-I', '-c', 'pass'])",
+        "os.waitpid(os.posix_spawn(python, [python, '-c', 'pass'], {'PYTHONPATH': '/new'}), 0)",
+        "os.waitpid(os.posix_spawnp(python, [python, '-I', '-c', 'pass'], os.environ), 0)",
+    ],
+)
+def test_whatever_starts_a_process_is_looked_at(stranger, call):
+    script = f"import os, sys\npython = sys.executable\n{call}\n"
+    shown = start(stranger, "-c", script, env=below())
+    (line,) = shown.stderr.splitlines()
+    assert shown.returncode == 0 and "megapatch is not active there" in line
+
+
+ALIKE = """
+import os, pickle, inspect
+assert pickle.loads(pickle.dumps(os.system)) is os.system and os.system.__name__ == "system"
+assert str(inspect.signature(os.execve)) == "(path, argv, env)", inspect.signature(os.execve)
+assert os.execve in os.supports_fd
+assert os.system("exit 3") >> 8 == 3
+for wrong in (lambda: os.system(), lambda: os.system(1), lambda: os.execv("/no/such", ["x"]), lambda: os.execv(1)):
+    try: wrong()
+    except (TypeError, FileNotFoundError) as error: print(type(error).__name__)
+import sys
+print([name for name in ("logging", "torch", "megapatch") if name in sys.modules])
+"""
+
+
+def test_functions_that_are_looked_at_do_what_they_did(stranger):
+    shown = start(stranger, "-c", ALIKE, env=below())
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.splitlines() == ["TypeError", "TypeError", "FileNotFoundError", "TypeError", "[]"]
+
+
+FORGES = r"""
+import os, sys
+words = [sys.executable, "-c", "pass", "--api-key=hunter2"]
+os.execve(sys.executable, words, {"PYTHONPATH": "/new\x1b[31m\nall well"})
+"""
+
+
+def test_what_it_says_has_no_secret_and_no_line_of_others(stranger, tmp_path):
+    (tmp_path / "logging.py").write_text("raise SystemExit('not asked for')")
+    shown = start(stranger, "-c", FORGES, env=below(), cwd=tmp_path)
+    assert "megapatch is not active there" in shown.stderr and "\\x1b[31m\n  all well" in shown.stderr
+    assert "hunter2" not in shown.stderr and "not asked for" not in shown.stderr

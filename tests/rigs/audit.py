@@ -1,10 +1,32 @@
-"""What the audit has found, as tests compare it."""
+"""The audit as tests look at it: its findings, its parts, and one that watches nothing by itself."""
 
 from __future__ import annotations
 
 from megapatch import audit
+from megapatch.audit._audit import Audit
+from megapatch.audit._settings import Settings
 
 
 def found():
     """Return (invariant, what) of each finding."""
     return [(finding.invariant, finding.what) for finding in audit.findings()]
+
+
+def idle_audit():
+    """Return an audit that is not installed: it sees only what a test shows it."""
+    return Audit(audit._PARTS, Settings())
+
+
+def running_audit():
+    """Return the audit that watches this process."""
+    return audit._PROCESS.audit
+
+
+def part_of(of, kind):
+    """Return the part of an audit that is of this class."""
+    (part,) = [part for part in of.parts if type(part) is kind]
+    return part
+
+
+WATCHERS = idle_audit().patches
+"""What an audit installs, for tests that only read it."""

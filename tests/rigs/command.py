@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import threading
 
 
 def heed_ctrl_c():
@@ -26,3 +31,25 @@ def run(*arguments, path="", seconds=120, **environment):
         timeout=seconds,
         check=False,
     )
+
+
+@contextlib.contextmanager
+def terminal(columns):
+    """Make a terminal. Yields a descriptor to write to, and what was written, which is complete at the end."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    written = bytearray()
+
+    def reading():
+        with contextlib.suppress(OSError):  # nobody has the other end open any more
+            while part := os.read(ours, 4096):
+                written.extend(part)
+
+    thread = threading.Thread(target=reading)
+    thread.start()
+    try:
+        yield theirs, written
+    finally:
+        os.close(theirs)
+        thread.join()
+        os.close(ours)

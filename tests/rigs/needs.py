@@ -55,6 +55,13 @@ def reason_to_skip(file: Path, absent: dict[str, str]) -> str | None:
     return next((reason for name, reason in absent.items() if name in needed), None)
 
 
+@cache
+def uses_torch(file: Path) -> bool:
+    """Return whether a module of tests, a rig that it uses or a conftest.py above it imports torch at any time."""
+    above = [folder / "conftest.py" for folder in file.parents if folder.is_relative_to(TESTS)]
+    return any(_needs(path, at_import=False) for path in [file, *above] if path.exists())
+
+
 def _needs(file: Path, at_import: bool) -> set[str]:
     """Return what the file and all rigs under it import: when they are imported, or at any time."""
     seen: set[Path] = set()

@@ -40,10 +40,25 @@ OF_PATCHES = {
         "test_without_the_patch_loading_fails_or_training_continues_from_another_step",
         "test_a_resumed_run_equals_one_that_continued",
     ),
+    "megatron.main-params-after-load": (
+        "test_main_params_after_load.py",
+        "test_without_the_patch_a_load_of_weights_is_undone",
+        "test_steps_are_those_of_new_objects_that_loaded_the_same",
+    ),
     "megatron.nested-no-sync": (
         "test_nested_no_sync.py",
         "test_without_the_patch_the_inner_no_sync_ends_the_outer_one",
         "test_a_step_cut_in_pieces_is_the_step_of_one_single_call",
+    ),
+    "megatron.own-save-results": (
+        "test_own_save_results.py",
+        "test_without_the_patch_values_change_places",
+        "test_a_save_is_complete_whatever_became_of_those_before",
+    ),
+    "megatron.override-after-load": (
+        "test_override_after_load.py",
+        "test_without_the_patch_the_rate_is_the_checkpoints_or_the_load_fails",
+        "test_with_the_flag_the_rate_is_the_runs_own",
     ),
     "megatron.parameters-without-gradients": (
         "test_parameters_without_gradients.py",
@@ -74,6 +89,11 @@ OF_PATCHES = {
         "test_save_plan_cache.py",
         "test_without_the_patch_a_change_is_lost",
         "test_a_change_is_planned_once_by_all_ranks_and_saved",
+    ),
+    "megatron.scheduler-after-load": (
+        "test_scheduler_after_load.py",
+        "test_without_the_patch_steps_add_up",
+        "test_training_goes_the_same_way_again",
     ),
     "megatron.strict-loads-with-new-torch": (
         "test_strict_loads_with_new_torch.py",

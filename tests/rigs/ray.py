@@ -68,3 +68,30 @@ def job(how=None, **options):
 def note_order():
     """Record in the environment whether megapatch was imported before this hook."""
     os.environ["HOOK_FOUND"] = "megapatch" if "megapatch" in sys.modules else "nothing"
+
+
+def remotes(known):
+    """Return a task and an actor class, which call a function that they are given, or `known`; and `status`.
+
+    All of them are defined here and not at module level, so that workers get them by value.
+    """
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def task(function=known, *args):
+        return function(*args)
+
+    @ray.remote(num_cpus=0)
+    class Actor:
+        def call(self, function=known, *args):
+            return function(*args)
+
+    def status(*names):
+        """Of the sites whose modules are here."""
+        import megapatch
+
+        patches = megapatch.report().to_dict()["patches"]
+        sites = {one["name"]: one["sites"] for one in patches}
+        return [one["status"] for name in names for one in sites[name] if one["module"] in sys.modules]
+
+    return task, Actor, status

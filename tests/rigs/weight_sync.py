@@ -74,3 +74,17 @@ class World:
         except BaseException as error:
             return error
         return None
+
+
+def bracket(pause, resume, body=lambda: None, how="async with"):
+    """Sync between these two functions, by `with` or by `async with` in a loop of its own."""
+
+    async def in_loop():
+        async with paused_generation(None, pause=pause, resume=resume):
+            body()
+
+    if how == "async with":
+        asyncio.run(in_loop())
+    else:
+        with paused_generation(None, pause=pause, resume=resume):
+            body()

@@ -135,7 +135,10 @@ def test_a_trainer_whose_own_abort_was_cancelled(caplog):
         await world.put("a")
         assert isinstance(await raised(world.pump().step()), Fault)
         assert world.called()[-1] == "give_back a"
-        assert "abort failed, too; the next step repeats it: CancelledError" in caplog.text
+        assert (
+            "abort failed, too; the next step repeats it: MegapatchError: World.abort_train_step() was cancelled"
+            in caplog.text
+        )
 
     run(main())
 

@@ -54,7 +54,7 @@ def test_ctrl_c_ends_it_cleanly(tmp_path):
 @pytest.fixture
 def example(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE.parent)
-    for name in ("streaming_rl", "streaming_rl_processes"):
+    for name in ("streaming_rl", "_streaming_rl_processes"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     return importlib.import_module("streaming_rl")
 

@@ -11,8 +11,7 @@ from rigs.streaming.world import Fault, World, raised, run
 
 from megapatch import MisuseError
 from megapatch.streaming import Group, RolloutBuffer, StalenessSampler
-from megapatch.streaming._groups import Groups
-from megapatch.streaming._orphans import Orphans
+from megapatch.streaming._groups import Groups, Orphans
 from megapatch.streaming._tags import read_tag
 
 GENERATIONS, MAX_STALENESS = 2, 2

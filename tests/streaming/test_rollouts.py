@@ -10,8 +10,7 @@ from rigs.streaming.rollouts import begun
 from rigs.streaming.world import World, cancelled_after, failing_after, raised, run
 
 from megapatch.streaming import EmptyStepError, RolloutBuffer
-from megapatch.streaming._abortable import Abortable
-from megapatch.streaming._in_flight import InFlight, Rollout
+from megapatch.streaming._in_flight import Abortable, InFlight, Rollout
 
 
 # ------------------------------------------------------------------------------------------ how many

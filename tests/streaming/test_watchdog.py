@@ -10,7 +10,7 @@ import pytest
 from rigs.streaming.rollouts import begun
 from rigs.streaming.world import World, cancelled_after, run
 
-from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump, _watchdog
+from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump, _calls
 
 HANGS = {
     "begin": "World.begin_train_step()",
@@ -167,7 +167,7 @@ def test_calls_of_put_that_wait_are_counted(caplog):
 
 
 def test_plain_functions_in_their_threads_too(caplog, monkeypatch):
-    monkeypatch.setattr(_watchdog, "PATIENCE", 0.02)
+    monkeypatch.setattr(_calls, "PATIENCE", 0.02)
     heard = threading.Event()
     handler = logging.Handler()
     handler.emit = lambda record: heard.set()

@@ -154,7 +154,7 @@ def metrics_of(rank):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_cells(compared, 2, timeout=400)
+    return run_cells(compared, 2, timeout=400, megatron=False)
 
 
 def assert_same(steps, expected, tolerance=1e-12):

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron.options import GRADS, assert_same_parameters
+from rigs.megatron.options import GRADS, assert_same_parameters, linear_schedule
 from rigs.train_step.models import MEAN, MOE, MTP, in_pieces, sum_forward_step
 
 from megapatch.testing import init_parallel, tiny_gpt
@@ -23,21 +23,7 @@ sum_of_all = partial(sum_forward_step, masked=False)
 
 def scheduler_for(model):
     """Megatron's own: the learning rate falls from 0.5 by a hundredth of it a sample."""
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    return OptimizerParamScheduler(
-        model.optimizer,
-        init_lr=0.5,
-        max_lr=0.5,
-        min_lr=0.0,
-        lr_warmup_steps=0,
-        lr_decay_steps=100,
-        lr_decay_style="linear",
-        start_wd=0.0,
-        end_wd=1.0,
-        wd_incr_steps=100,
-        wd_incr_style="linear",
-    )
+    return linear_schedule(model.optimizer, steps=100, init_lr=0.5, max_lr=0.5, end_wd=1.0)
 
 
 def told():

@@ -20,7 +20,8 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megapatch.audit import _WATCHERS
+from rigs.audit import WATCHERS
+
 from megapatch.patches import PATCHES
 from megapatch.testing import megatron_core_available
 
@@ -63,7 +64,7 @@ def main() -> int:
                     if table.project_of(site[1]) == release.project:
                         cells.pop(release.name, None)
     print("\n".join([f"not looked at: {one}" for one in wanted if one not in there] + failed))
-    patches = (*PATCHES, *_WATCHERS)
+    patches = (*PATCHES, *WATCHERS)
     text = table.write(verdicts, patches, wanted)
     options.page.write_text(text)
     wrong = table.problems(text, patches, wanted, (ROOT / "tox.ini").read_text())

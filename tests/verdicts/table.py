@@ -53,7 +53,7 @@ def write(verdicts: Verdicts, patches: Iterable[Patch], releases: list[Release])
         lines.append(f"| {project} | {names} | {' '.join(beside).replace('==', ' ') or 'nothing'} |")
     for patch in patches:
         sites = [site for site in patch.sites if project_of(site.module)]
-        lines += ["", f"## {patch.name}", "", f"{patch.summary} <{patch.upstream}>"]
+        lines += ["", f"## {patch.name}", "", patch.summary + (f" <{patch.upstream}>" if patch.upstream else "")]
         for site in sites:
             project = project_of(site.module)
             told = verdicts.get((patch.name, site.module), {})
@@ -113,7 +113,7 @@ def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_i
         said = {cell.verdict for key, cells in verdicts.items() if key[0] == patch.name for cell in cells.values()}
         if "needed" not in said and patch.family != AUDIT:
             found.append(f"{patch.name} has expired: no release needs it")
-        if not re.fullmatch(
+        if patch.upstream is not None and not re.fullmatch(
             r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull|discussions|commit)/\w+", patch.upstream
         ):
             found.append(f"{patch.name}: expected the URL of an issue or pull request, found {patch.upstream!r}")

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megapatch._verify import judge
+from megapatch._verify import cost, judge
 from megapatch._verify.check import Check
 from megapatch._verify.in_ranks import Seen, Standing
 from megapatch._verify.results import Results
@@ -151,10 +151,27 @@ def test_what_was_known_when_it_was_stopped():
     assert results.exit_code == 1
 
 
+def test_what_is_not_here_is_not_well():
+    results = shown(judge.Row("skyrl.grad-scale", judge.NOT_HERE))
+    assert results.text(200).endswith(
+        "nothing was verified: none of what these patches are for is installed: skyrl.grad-scale"
+    )
+    assert results.exit_code == 2
+
+
 def test_a_cost_that_is_lost_in_the_noise_is_a_limit():
     row = row_of(DEFECT, WELL)[0]
     row.cost = (-3e-6, 5e-6)
     assert "< 5 us" in shown(row, step=0.01).text(80)
+
+
+def test_on_a_busy_machine_a_cost_is_a_limit_too():
+    """Rounds as measured while others worked: what is slow is the round, and not the patch."""
+    row = row_of(DEFECT, WELL)[0]
+    row.cost = cost.difference([13.0e-3, 13.1e-3, 10.0e-3, 13.0e-3], [10.1e-3, 10.1e-3, 10.2e-3, 10.0e-3])
+    assert "< 6150 us" in shown(row, step=0.01).text(80)
+    row.cost = cost.difference([10.31e-3, 13.30e-3, 10.3e-3, 10.30e-3], [10.0e-3, 13.0e-3, 10.0e-3, 10.0e-3])
+    assert "  300 us" in shown(row, step=0.01).text(80)  # the rounds agree
 
 
 def test_json_has_all_of_it():

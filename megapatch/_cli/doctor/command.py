@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+from pathlib import Path
 
 from ..._engine import advice
 from ..._engine.engine import this_process
 from ..._reporting import terminal
+from ..._reporting.check import compare_files
 from ..._reporting.report import Report
-from ...patch import NEEDS_ATTENTION, Patch, Status
+from ...patch import NEEDS_ATTENTION, PatchInfo, Status
 from . import issue
-from .examination import COULD_NOT_LOOK, WELL, Examination, examine
+from .examination import COULD_NOT_LOOK, NOT_APPLIED, WELL, Examination, examine
 
 EXIT_CODES = """\
 exit codes:
   0  every patch that is needed is in place, or was switched off on purpose
   1  a patch that is needed, or may be, is not in place (failed, refused,
-     missed, overwritten)
+     missed, overwritten); with FOLDER: ranks differ
   2  could not look: bad usage or environment, nothing to patch is installed, or
      it cannot be imported; or the file for --report exists already or cannot be
      written
@@ -44,10 +45,11 @@ def doctor(
     output = terminal.reserve()  # targets may print what they like when they are imported
     found = examine(importing, seconds)
     if report_file == "-":
-        text = issue.markdown(found).rstrip("\n")
+        terminal.write(issue.markdown(found).rstrip("\n"), file=output)
+    elif as_json:
+        terminal.write_json(found.to_dict(), file=output)
     else:
-        text = json.dumps(found.to_dict(), indent=2) if as_json else found.text(columns)
-    terminal.write(text, file=output)
+        terminal.write(found.text(columns), file=output)
     terminal.flush(output)
     _note_what_is_off(found.report)
     _note_problems(found)
@@ -61,8 +63,31 @@ def doctor(
     return code
 
 
+def compare(folder: str, as_json: bool) -> int:
+    """Compare the files that the ranks of a run wrote to a folder; return one of `EXIT_CODES`."""
+    common, differing, unreadable = compare_files(Path(folder))
+    if as_json:
+        terminal.write_json({"schema": 1, "common": common, "differing": differing, "unreadable": unreadable})
+    else:
+        for sentence in (*common, *differing):
+            terminal.write("\n".join(terminal.wrapped(sentence, terminal.width())))
+    for sentence in unreadable:
+        terminal.note(sentence)
+    if unreadable or len(common) < 2:
+        if not unreadable:
+            terminal.note(
+                f"{folder} holds no rank-*.json: run with MEGAPATCH_REPORT={folder} and megapatch.check()"
+            )
+        return COULD_NOT_LOOK
+    if differing:
+        return NOT_APPLIED
+    if not as_json:
+        terminal.write("all ranks are alike")
+    return WELL
+
+
 def _note_what_is_off(report: Report) -> None:
-    off: dict[str, list[Patch]] = {}
+    off: dict[str, list[PatchInfo]] = {}
     for patch in report.patches:
         if patch.status is Status.DISABLED:
             off.setdefault(patch.reason, []).append(patch.patch)

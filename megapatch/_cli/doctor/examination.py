@@ -1,20 +1,34 @@
-"""What doctor finds out: every patch, where packages come from, the settings, the ways in, and what is wrong."""
+"""Doctor's examination: every patch, where packages come from, the settings, the ways in, and what is wrong."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import Distribution
 from typing import Any, NamedTuple
 
 from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
-from ..._engine.settings import AUDIT, DISABLE, EVERY, NO_ENTRY_POINTS, ONLY, STRICT, Settings
+from ..._engine.settings import (
+    AUDIT,
+    DISABLE,
+    EVERY,
+    NO_ENTRY_POINTS,
+    ONLY,
+    REPORT,
+    STRICT,
+    Settings,
+    unknown_variables,
+)
+from ..._printable import one_line
 from ..._reporting import terminal
 from ..._reporting.others import patched_by_others
 from ..._reporting.report import Report
+from ..._versions import find_module
 from ...patch import NEEDS_ATTENTION, Status
+from ...patches._catalogue import CATALOGUE
 from ...reach._run.site.sitecustomize import TARGETS
 from . import origins, probe, routes
 
@@ -22,7 +36,7 @@ WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
 
 
 class Examination(NamedTuple):
-    """What doctor has found.
+    """Doctor's findings.
 
     Attributes:
         report: of all patches.
@@ -82,6 +96,8 @@ class Examination(NamedTuple):
 
 def examine(importing: bool, seconds: float | None) -> Examination:
     """Look at everything, as `doctor` does."""
+    from ...audit._settings import bad_number  # here: the other commands need nothing of the audit
+
     if importing and seconds is not None:
         report, problems, others = probe.probe(_api.report(), seconds)
         complaints = this_process().settings.complaints(
@@ -91,7 +107,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     else:
         reasons = _import_targets() if importing else {}
         this_process().load_all()
-        report, complaints = _with_reasons(_api.report(), reasons), this_process().complaints()
+        report, complaints = _with_reasons(_api.report(), reasons), this_process().roster.complaints()
         others = patched_by_others()
         problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
     sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
@@ -100,12 +116,19 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         for name, site in sites
         if site.status in NEEDS_ATTENTION
     ]
-    if all(site.status is Status.NOT_INSTALLED for _, site in sites):
+    if not _is_there(_to_patch()):
         problems.append(
             "nothing to patch is installed here: found no megatron-core; install it next to megapatch "
             "(pip install megatron-core), or run doctor in the environment that trains"
         )
-    problems += [*complaints, *_unknown_settings(os.environ)]
+    if importing:
+        problems += [
+            f"not judged: {name} at {site.module} is {site.status.value}: {site.reason}"
+            for name, site in sites
+            if site.status is Status.PENDING
+            and not any(problem.startswith(f"{site.module} is installed ") for problem in problems)
+        ]
+    problems += [*complaints, *unknown_variables(os.environ), *filter(None, [bad_number(os.environ)])]
     third_parties = _third_parties()
     packages = origins.packages(third_parties)
     versions = {package.name: package.version or "of unknown version" for package in packages}
@@ -123,6 +146,22 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         problems=[*bad, *problems],
         exit_code=NOT_APPLIED if bad else COULD_NOT_LOOK if problems else WELL,
     )
+
+
+def _to_patch() -> list[str]:
+    """Return the modules of Megatron and of frameworks that megapatch's own patches are for.
+
+    Torch, which the audit watches as well, does not make it worth saying that all is well. Nor do the targets of
+    other distributions' patches, and packages that come without a Megatron.
+    """
+    others = ("nvidia_resiliency_ext", "mbridge", "mcore_bridge")
+    modules = {module for family in CATALOGUE.values() for names in family.values() for module in names}
+    return sorted(module for module in modules if module.partition(".")[0] not in others)
+
+
+def _is_there(modules: Iterable[str]) -> bool:
+    """Return whether any of the modules could be imported; a status does not say so of what was switched off."""
+    return any(name in sys.modules or find_module(name) is not None for name in modules)
 
 
 def _import_targets() -> dict[str, str]:
@@ -170,28 +209,15 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
         NO_ENTRY_POINTS: f"patches of other distributions are {'not ' * settings.no_entry_points}looked for",
         AUDIT: "training is watched" if settings.audit else "off: training is not watched",
         EVERY: "optimizer steps between two comparisons of the ranks by the audit",
+        REPORT: "megapatch.check() writes a file for each rank there; `megapatch doctor FOLDER` compares them",
         TARGETS: "set by `megapatch run`, which this process is below",
     }
     return [(name, environment[name], effect) for name, effect in effects.items() if name in environment]
 
 
-def _unknown_settings(environment: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
-    import difflib
-
-    prefix = "MEGAPATCH_"
-    known = [name.removeprefix(prefix) for name in (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY)]
-    found = []
-    for name in sorted(environment):
-        if name.startswith(prefix) and name != TARGETS and name.removeprefix(prefix) not in known:
-            near = difflib.get_close_matches(name.removeprefix(prefix), known, n=1)
-            meant = f"did you mean {prefix}{near[0]}?" if near else f"known are {prefix}{{{','.join(known)}}}"
-            found.append(f"{name} is set and means nothing to megapatch; {meant}")
-    return found
-
-
 def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
     """Return two columns, names on the left; a name that is too long has a line of its own."""
+    rows = [(one_line(name), text) for name, text in rows]
     names = [len(name) for name, _ in rows if len(name) <= 24]
     wide = max(names, default=0)
     lines = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import platform
@@ -9,19 +10,26 @@ import re
 import sys
 
 from ..._engine.advice import ISSUE_TRACKER
+from ..._printable import clean, one_line
 from .examination import Examination
 from .origins import RELEVANT
 
 _COLUMNS = 100
+_END = r"(?![\w-]|\.\w)"
+"""No more of a name follows: carol is in `/carol`, `/carol/x` and `/carol.`, not in `/caroline` or `/carol.d`."""
 
 
 def markdown(found: Examination) -> str:
     """Return everything an issue needs; of the environment only MEGAPATCH_* variables."""
-    packages = [f"| {package.name} | {package.version or 'unknown'} | {package} |" for package in found.packages]
+    packages = [
+        one_line(f"| {package.name} | {package.version or 'unknown'} | {package} |") for package in found.packages
+    ]
     settings = [
-        f"- `{name}={value if len(value) <= _COLUMNS else '...'}`: {effect}"
+        one_line(f"- `{name}={value if len(value) <= _COLUMNS else '...'}`: {effect}")
         for name, value, effect in found.settings
     ]
+    others = [one_line(f"- {who}: `{target}`") for who, target in found.others]
+    problems = [one_line(f"- {problem}") for problem in found.problems]
     parts = [
         ["# megapatch doctor"],
         [f"For {ISSUE_TRACKER}. Please add what you ran, what you expected, and what happened."],
@@ -29,12 +37,12 @@ def markdown(found: Examination) -> str:
             "## Platform",
             "",
             f"- {platform.platform()}, {os.cpu_count()} CPUs",
-            f"- {platform.python_implementation()} {sys.version}",
+            one_line(f"- {platform.python_implementation()} {sys.version}"),
         ],
         ["## Packages", "", "| package | version | origin |", "| --- | --- | --- |", *packages],
-        ["## Patched by others", "", *([f"- {who}: `{target}`" for who, target in found.others] or ["Nothing."])],
+        ["## Patched by others", "", *(others or ["Nothing."])],
         ["## Settings", "", *(settings or ["No MEGAPATCH_* variable is set."])],
-        ["## Problems", "", *([f"- {problem}" for problem in found.problems] or ["None."])],
+        ["## Problems", "", *(problems or ["None."])],
         ["## Patches", "", "````text", *found.report.table(_COLUMNS), "````"],
         [f"Digest {found.report.digest}, exit code {found.exit_code}."],
     ]
@@ -42,22 +50,27 @@ def markdown(found: Examination) -> str:
 
 
 def without_names(text: str) -> str:
-    """Return the text with home folders and the user's name as ``~``, and URLs without credentials."""
-    text = re.sub(r"(?<=://)[^/@\s]+@", "", text)
+    """Return printable text with home folders and the user's name as ``~``, and without secrets."""
+    text = clean(text)
     for home in sorted(
         {os.path.expanduser("~"), os.path.realpath(os.path.expanduser("~"))}, key=len, reverse=True
     ):
         if os.path.isabs(home) and home != "/":
-            text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
-    text = re.sub(r"/(?:home|Users)/[^/\s'\"]+", "~", text)
-    user = _user()
-    if user and user not in {module for _, module in RELEVANT}:  # a container's user may be called ray
-        text = re.sub(rf"(?<=/){re.escape(user)}(?=/)", "~", text)
+            text = re.sub(rf"{re.escape(home)}{_END}", "~", text)
+    text = re.sub(r"(?i:/home|/users|[a-z]:\\+users)[/\\]+[^/\\\s'\"]+", "~", text)
+    for user in _users():
+        text = re.sub(rf"(?<=[/\\~]){re.escape(user)}{_END}|(?<![\w.-]){re.escape(user)}(?=@)", "~", text)
     return text
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # a container's user id may have no name
-        return ""
+def _users() -> set[str]:
+    """Return the names that this user may go by."""
+    found = {os.environ.get(name, "") for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "SUDO_USER")}
+    with contextlib.suppress(KeyError, OSError, ImportError):  # a container's user id may have no name
+        found.add(getpass.getuser())
+    with contextlib.suppress(KeyError, OSError, ImportError):
+        import pwd
+
+        found.add(pwd.getpwuid(os.getuid()).pw_name)
+    packages = {module for _, module in RELEVANT}  # a container's user may be called ray
+    return {user for user in found if user and user not in packages}

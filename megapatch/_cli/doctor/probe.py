@@ -17,9 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from ..._engine.engine import this_process
+from ..._printable import cut
 from ..._reporting.others import patched_by_others
 from ..._reporting.report import PatchReport, Report, SiteReport
-from ...patch import Patch, Site, Status, Verdict
+from ...patch import PatchInfo, Status
 
 SECONDS = 300.0
 """How long an import may take: Megatron's, from a cold network disk, takes minutes."""
@@ -133,18 +134,10 @@ def _merge(known: dict[str, PatchReport], module: str, answer: _Answer) -> None:
 
 def _read(data: Mapping[str, Any]) -> PatchReport:
     sites = tuple(SiteReport.from_dict(site) for site in data["sites"])
-    patch = Patch(
-        name=data["name"],
-        doc="",
-        upstream=data["upstream"],
-        sites=tuple(Site(site.module, _elsewhere) for site in sites),
-        changes_numbers=data["changes_numbers"],
-    )
+    modules = tuple(dict.fromkeys(site.module for site in sites))
+    doc = f"{data['name']} was loaded in another process."
+    patch = PatchInfo(data["name"], doc, data["upstream"], modules, data["changes_numbers"])
     return PatchReport(patch, sites)
-
-
-def _elsewhere(module: object) -> Verdict:
-    raise NotImplementedError("its diagnosis ran in another process")
 
 
 def _ask_all(modules: Mapping[str, list[str]], seconds: float) -> dict[str, _Answer]:
@@ -202,7 +195,7 @@ class _Children:
                 log.seek(0)
                 last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
                 how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
-                return _Answer([], f"the process {how} ({last[:200]})")
+                return _Answer([], f"the process {how} ({cut(last, 200)})")
 
 
 @contextlib.contextmanager

@@ -73,6 +73,30 @@ def overwritten_checkpoint(layout: Layout = DP) -> None:
             expect(found == [key], f"the checkpoint has the key {key!r}, and is read with {found}")
 
 
+def save_given_up(layout: Layout = DP) -> None:
+    """Prepare two saves, and give up the first one when it has been written."""
+    from multiprocessing import get_context
+
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+    module: Any = import_module(f"{STRATEGIES}.filesystem_async")
+    item = WriteItem(MetadataIndex("key"), WriteItemType.BYTE_IO)
+    plan = SavePlan([item], storage_data=SimpleNamespace(prefix="__0_"))
+    common = module._results_queue
+    # Megatron would spawn the manager, which takes seconds.
+    module._results_queue = get_context("fork").Manager().Queue()
+    try:
+        writers = [module.FileSystemWriterAsync(folder, thread_count=1) for folder in ("one", "another")]
+        for writer in writers:
+            writer.prepare_write_data(plan, SimpleNamespace(resolve_data=lambda item: "data"))
+        writers[0].results_queue.put({0: ["of a save that was given up"]})
+        expect(writers[1].results_queue.empty(), "a save finds the results of one that was given up before it")
+        writers[0].retrieve_write_results()
+    finally:
+        module._results_queue = common
+
+
 def strides_in_metadata(layout: Layout = DP) -> None:
     """Learn a tensor's shape from metadata as torch keeps them from 2.14 on."""
     import torch
@@ -89,6 +113,7 @@ def strides_in_metadata(layout: Layout = DP) -> None:
 CHECKS = (
     Check("megatron.save-plan-cache", structure_that_grows),
     Check("megatron.fresh-metadata", overwritten_checkpoint),
+    Check("megatron.own-save-results", save_given_up),
     Check("megatron.rerun-state-dict", idle_rerun_state),
     Check("megatron.rerun-transient-fault", fault_that_went_away),
     Check("megatron.strict-loads-with-new-torch", strides_in_metadata),

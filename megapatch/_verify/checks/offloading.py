@@ -1,4 +1,4 @@
-"""Optimizers whose state is on the CPU: what is loaded has to reach the copies from which they step.
+"""Optimizers whose state is on the CPU: a load has to reach the copies from which they step.
 
 The real classes, around one parameter that says it is on a GPU.
 """

@@ -1,4 +1,4 @@
-"""What megapatch adds: steps of several calls by TrainStep, and the audit that watches all checks."""
+"""Megapatch's additions: steps of several calls by TrainStep, and the audit that watches all checks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,17 @@ from ._steps import BOTH, OVERLAP, SHARDED
 
 CUTS = ((1, 3), (4,), (2, 1, 1))
 """Each step's four microbatches, in calls."""
+BIASED: dict[str, Any] = {
+    "experts": 4,
+    "config": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.1,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 1.0,
+    },
+}
+"""Experts whose routers have a bias that moves in each step: what a dropped step can leave besides gradients."""
 
 
 def steps_in_pieces(layout: Layout = DP) -> float:
@@ -49,6 +60,28 @@ def reduce_in_the_last_call(layout: Layout = DP) -> None:
         expect(step < 2 or overlaps, f"{counts.before_finish} of {counts.groups} are reduced before finish()")
 
 
+def dropped_step(layout: Layout = DP) -> float:
+    """Leave a TrainStep by an exception after its reduce, and step on; against a run without that step."""
+    layout.set_up()
+    largest = 0.0
+    biased = () if "tp" in layout.sizes else ({**OVERLAP, **BIASED},)  # Megatron wants sequence parallelism there
+    for options in (BOTH, *biased):
+        model, reference = layout.model(**options), layout.model(**options)
+        for trained in (model, reference):
+            trained.train_step(0)
+        with contextlib.suppress(_Dropped):
+            _step(model, 1, (2, 2), {"two_tuple": True}, _Reduces(), last=True, dropped=True)
+        for trained in (model, reference):
+            trained.train_step(2)
+            trained.gather_parameters()
+        largest = max(largest, same(model.parameters(), reference.parameters(), "parameters after a dropped step"))
+    return largest
+
+
+class _Dropped(Exception):
+    """Leaves a step before the optimizer."""
+
+
 class _Reduces:
     """Counts the reduces of bucket groups that begin, and which of them before finish()."""
 
@@ -73,7 +106,15 @@ class _Reduces:
             yield
 
 
-def _step(model: Any, step: int, cut: tuple[int, ...], loss: Any, counts: _Reduces, last: bool = False) -> float:
+def _step(
+    model: Any,
+    step: int,
+    cut: tuple[int, ...],
+    loss: Any,
+    counts: _Reduces,
+    last: bool = False,
+    dropped: bool = False,
+) -> float:
     from ...testing._data import forward_step
     from ...train_step import TrainStep
 
@@ -88,6 +129,8 @@ def _step(model: Any, step: int, cut: tuple[int, ...], loss: Any, counts: _Reduc
                 seq_length=model.seq,
                 micro_batch_size=2,
             )
+        if dropped:
+            raise _Dropped
         counts.before_finish = counts.all
         result = train_step.finish()
     counts.groups = sum(len(chunk.bucket_groups + chunk.expert_parallel_bucket_groups) for chunk in model.chunks)
@@ -118,5 +161,11 @@ CHECKS = (
         layouts=True,
     ),
     Check("train-step-overlap", reduce_in_the_last_call),
+    Check(
+        "train-step-dropped",
+        dropped_step,
+        "parameters after a step that was dropped and another one, with those without the dropped one",
+        layouts=True,
+    ),
     Check("audit", audit_of_a_broken_step),
 )

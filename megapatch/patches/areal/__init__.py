@@ -1,13 +1,8 @@
-"""Patches for AReaL, in the order in which they are listed."""
+"""Patches for AReaL."""
 
 from __future__ import annotations
 
 from ...patch import Patch
-from . import aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
+from .._catalogue import patches_of
 
-PATCHES: tuple[Patch, ...] = (
-    aux_loss_scale.PATCH,
-    gathered_when_read.PATCH,
-    pipeline_seed.PATCH,
-    weight_sync_resume.PATCH,
-)
+PATCHES: tuple[Patch, ...] = patches_of(__name__)

@@ -22,31 +22,26 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names
+from ...patch import Patch, Site, Verdict
+from .._diagnosis import missing_attributes, missing_names
+from .._loss_scale import HOOK, diagnose_loss_scale
 from .._temporarily import temporarily_set
 
 MODULE = "areal.engine.megatron_engine"
 ENGINE = "MegatronEngine"
-HOOK = "grad_scale_func"
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them takes a model."""
-    if not hasattr(module, ENGINE):
-        return Verdict(ABSENT, f"this version has no {ENGINE}")
     path = f"{module.__name__}:{ENGINE}"
-    if not missing_names(f"{path}.initialize", HOOK):
-        return Verdict(FIXED, f"{ENGINE} sets {HOOK}")
     missing = [
         *missing_names(f"{path}.initialize", "finalize_model_grads_func"),
         *missing_names(f"{path}.train_batch", "optimizer", "get_loss_scale", "forward_backward_batch"),
         *missing_names(f"{path}.__init__", "dtype", "model"),
         *missing_attributes(f"{module.__name__}:", "get_model_config"),
     ]
-    if missing:
-        return lacking(missing)
-    return Verdict(NEEDED, "with fp16 only AReaL's own loss is scaled, not those that a model adds")
+    needed = "with fp16 only AReaL's own loss is scaled, not those that a model adds"
+    return diagnose_loss_scale(f"{path}.initialize", missing, needed)
 
 
 def scale_all_losses(train_batch: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +69,7 @@ def scale_all_losses(train_batch: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="areal.aux-loss-scale",
     doc=__doc__,
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    upstream=None,
     sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{ENGINE}.train_batch": scale_all_losses}),),
     changes_numbers=True,
 )

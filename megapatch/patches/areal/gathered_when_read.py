@@ -17,44 +17,23 @@ Cost      no gather in addition: the forward pass after a read finds nothing lef
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
-from ...patch import NEEDED, Patch, Site, Verdict
-from .._gathered import diagnose_reads, gathered_before_call
-
-ENGINE_MODULE = "areal.engine.megatron_engine"
-UPDATE = "MegatronEngine._update_weights_from_distributed"
-EXPORT = "MegatronEngine._save_model_to_hf"
-MANAGER_MODULE = "areal.engine.megatron_utils.checkpointer"
-SAVE = "MegatronCheckpointManager.save_checkpoint"
-
-
-def diagnose_engine(module: ModuleType) -> Verdict:
-    update = diagnose_reads(UPDATE, "pause_generation", module)
-    return update if update.kind is not NEEDED else diagnose_reads(EXPORT, "model", module)
-
-
-def diagnose_save(module: ModuleType) -> Verdict:
-    return diagnose_reads(SAVE, "generate_state_dict", module)
-
-
-def gather_first(reader: Callable[..., Any]) -> Callable[..., Any]:
-    return gathered_before_call(reader, lambda self, *args, **kwargs: list(self.model))
-
+from ...patch import Patch
+from .._readers import Reader, reading
 
 PATCH = Patch(
     name="areal.gathered-when-read",
     doc=__doc__,
-    upstream="https://github.com/NVIDIA-NeMo/RL/pull/4086",
+    upstream=None,
     sites=(
-        Site(
-            module=ENGINE_MODULE,
-            diagnose=diagnose_engine,
-            replace={UPDATE: gather_first, EXPORT: gather_first},
+        reading(
+            "areal.engine.megatron_engine",
+            Reader("MegatronEngine._update_weights_from_distributed", "self.model", reads=("pause_generation",)),
+            Reader("MegatronEngine._save_model_to_hf", "self.model", reads=("model",)),
         ),
-        Site(module=MANAGER_MODULE, diagnose=diagnose_save, replace={SAVE: gather_first}),
+        reading(
+            "areal.engine.megatron_utils.checkpointer",
+            Reader("MegatronCheckpointManager.save_checkpoint", "self.model", reads=("generate_state_dict",)),
+        ),
     ),
     changes_numbers=True,
 )

@@ -20,9 +20,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names
-from .._pipeline_seed import STAGE, seed_offset
+from ...patch import Patch, Site, Verdict
+from .._diagnosis import missing_attributes, missing_names
+from .._pipeline_seed import diagnose_seed, seed_offset
 
 MODULE = "areal.engine.megatron_engine"
 ENGINE = "MegatronEngine"
@@ -31,16 +31,12 @@ CREATE = "create_process_group"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: running it makes process groups."""
-    if not hasattr(module, ENGINE):
-        return Verdict(ABSENT, f"this version has no {ENGINE}")
     path = f"{module.__name__}:{ENGINE}.{CREATE}"
-    if not missing_names(path, STAGE):
-        return Verdict(FIXED, "the seed depends on the pipeline stage")
     missing = [
         *missing_names(path, "model_parallel_cuda_manual_seed", "seed", "own_global_group"),
         *missing_attributes(f"{module.__name__}:", "tensor_parallel"),
     ]
-    return lacking(missing) if missing else Verdict(NEEDED, "all pipeline stages have the same seed")
+    return diagnose_seed((path,), missing)
 
 
 def seed_by_stage(create_process_group: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +57,7 @@ def seed_by_stage(create_process_group: Callable[..., Any]) -> Callable[..., Any
 PATCH = Patch(
     name="areal.pipeline-seed",
     doc=__doc__,
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    upstream=None,
     sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{ENGINE}.{CREATE}": seed_by_stage}),),
     changes_numbers=True,
 )

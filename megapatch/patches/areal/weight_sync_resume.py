@@ -18,15 +18,15 @@ Cost      nothing that could be measured beside a weight update.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ...weight_sync._cancellation import tell_besides
-from ...weight_sync._pause import log_failed_sync
-from .._diagnosis import lacking, missing_names, reads_in_order
+from ..._pausing.cancellation import tell_besides
+from ..._pausing.generation import log_failed_sync
+from ..._pausing.waiting import attempt_and_block
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from .._diagnosis import lacking, missing_attributes, missing_names, reads_in_order
 from .._temporarily import temporarily_set
 
 MODULE = "areal.engine.megatron_engine"
@@ -38,18 +38,15 @@ PAUSE, CONTINUE = "pause_generation", "continue_generation"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them needs rollout engines."""
-    engine = getattr(module, ENGINE, None)
-    if engine is None:
-        return Verdict(ABSENT, f"this version has no {ENGINE}")
     path = f"{module.__name__}:{ENGINE}"
     missing = [
+        *missing_attributes(path, *UPDATES),
         *missing_names(f"{path}.update_weights", *UPDATES),
         *missing_names(f"{path}.{BUCKET}", "engine_lock", "acquire", "release"),
     ]
     if missing:
         return lacking(missing)
-    updates = [inspect.unwrap(unpatched(getattr(engine, name))) for name in UPDATES]  # of decorators
-    found = [reads_in_order(update, PAUSE, CONTINUE) for update in updates]
+    found = [reads_in_order(getattr(getattr(module, ENGINE), name), PAUSE, CONTINUE) for name in UPDATES]
     if all(names == [PAUSE, CONTINUE] for names in found):
         return Verdict(NEEDED, "after an exception in a weight update generation does not continue")
     if all(names.count(CONTINUE) > 1 for names in found):  # a `finally` has the call twice
@@ -75,9 +72,8 @@ class _Noted:
     def resume_after(self, error: BaseException) -> None:
         log_failed_sync(error)
         if self._paused:
-            try:
-                self._continue()
-            except Exception as failure:
+            failure = attempt_and_block(self._continue, f"{CONTINUE}()")
+            if failure is not None:
                 tell_besides("generation could not be resumed", failure, error)
 
 
@@ -106,9 +102,8 @@ def release_lock_after_failure(update_bucket: Callable[..., Any]) -> Callable[..
             return update_bucket(self, *args, **kwargs)
         except BaseException as error:
             if self.engine_lock.token is not None:  # DistributedLock, as of 1.0.4: set while this process holds it
-                try:
-                    self.engine_lock.release()
-                except Exception as failure:
+                failure = attempt_and_block(self.engine_lock.release, "release()")
+                if failure is not None:
                     tell_besides("the lock of weight updates could not be released", failure, error)
             raise
 
@@ -118,7 +113,7 @@ def release_lock_after_failure(update_bucket: Callable[..., Any]) -> Callable[..
 PATCH = Patch(
     name="areal.weight-sync-resume",
     doc=__doc__,
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    upstream=None,
     sites=(
         Site(
             module=MODULE,

@@ -8,6 +8,7 @@ of that half done.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import sys
@@ -16,8 +17,10 @@ from typing import Any
 
 from ..._mcore import bucket_groups
 from ..._mcore.rerun_machine import rewind_interrupted_step
+from ..._mcore.step_state import StepState, running_timers
 from ...errors import MegapatchError
 from ...patch import unpatched
+from .._temporarily import temporarily_set
 
 log = logging.getLogger("megapatch")
 
@@ -81,11 +84,11 @@ def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def timers_stopped(timers: Any) -> Iterator[None]:
     """Stop the interval timer after the call, and after an exception all timers that the call started."""
-    before = _running(timers)
+    before = running_timers(timers)
     try:
         yield
     except BaseException:
-        for name in _running(timers) - before:
+        for name in running_timers(timers) - before:
             timers._timers[name].stop()
         raise
     finally:
@@ -93,12 +96,8 @@ def timers_stopped(timers: Any) -> Iterator[None]:
 
 
 def stop_interval_timer(timers: Any) -> None:
-    if INTERVAL_TIMER in _running(timers):
+    if INTERVAL_TIMER in running_timers(timers):
         timers._timers[INTERVAL_TIMER].stop()
-
-
-def _running(timers: Any) -> set[str]:
-    return {name for name, timer in timers._timers.items() if timer._started}
 
 
 @contextlib.contextmanager
@@ -112,6 +111,39 @@ def rerun_machine_restored(machine: Any) -> Iterator[None]:
             machine.set_mode(mode)
         rewind_interrupted_step(machine)
         raise
+
+
+def leaving_nothing_if_dropped(train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that makes one step, for an exception that comes before its optimizer has stepped.
+
+    Router counts, expert bias, losses that wait to be logged and the fp16 loss scale are then as before the step.
+    """
+    signature = inspect.signature(train_step)
+
+    @functools.wraps(train_step)
+    def patched_train_step(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs).arguments
+        optimizer = call["optimizer"]
+        if optimizer is None:  # miles has models that it only runs forward
+            return train_step(*args, **kwargs)
+        before = [StepState(ddp_chunks(call["model"]), optimizer)]
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def patched_step(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            before.clear()
+            return result
+
+        try:
+            with temporarily_set(optimizer, step=patched_step):
+                return train_step(*args, **kwargs)
+        except BaseException:
+            for state in before:
+                state.put_back()
+            raise
+
+    return patched_train_step
 
 
 def make_warn_once() -> Callable[[str, str], None]:

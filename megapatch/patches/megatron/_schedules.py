@@ -1,14 +1,12 @@
-"""What Megatron's schedules make of a microbatch's loss, seen without running a schedule."""
+"""The factors by which Megatron's schedules multiply a microbatch's loss, seen without running a schedule."""
 
 from __future__ import annotations
 
 import builtins
-import types
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from ...patch import unpatched
-from .._diagnosis import StandIn, real_imports_but
+from .._diagnosis import StandIn, real_imports_but, with_globals
 
 PACKAGE = "megatron.core.pipeline_parallel"
 MODULE = f"{PACKAGE}.schedules"
@@ -46,7 +44,7 @@ def one_microbatch(schedules: ModuleType, num_tokens: int, cp_size: int) -> OneM
     }
     common = {"model": SimpleNamespace(), "num_microbatches": 1, "forward_data_store": [], "config": config}
     if hasattr(schedules, "forward_step_calc_loss"):
-        loss, _ = _with_globals(schedules.forward_step_calc_loss, stand_ins)(
+        loss, _ = with_globals(schedules.forward_step_calc_loss, **stand_ins)(
             output_tensor=data,
             loss_func=loss_function,
             vp_stage=None,
@@ -56,7 +54,7 @@ def one_microbatch(schedules: ModuleType, num_tokens: int, cp_size: int) -> OneM
             **common,
         )
     else:
-        (loss,), _ = _with_globals(schedules.forward_step, stand_ins)(
+        (loss,), _ = with_globals(schedules.forward_step, **stand_ins)(
             forward_step_func=lambda *args: (data, loss_function),
             data_iterator=None,
             input_tensor=[None],
@@ -64,16 +62,3 @@ def one_microbatch(schedules: ModuleType, num_tokens: int, cp_size: int) -> OneM
         )
     (scale,) = scales
     return OneMicrobatch(loss.item(), scale.item())
-
-
-def _with_globals(function: Any, names: dict[str, Any]) -> Any:
-    function = unpatched(function)
-    made = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **names},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made

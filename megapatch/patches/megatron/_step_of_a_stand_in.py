@@ -13,6 +13,10 @@ from .._diagnosis import ASSERTIONS, StandIn
 FINISH = "finish_grad_sync()"
 
 
+LEARNED = "golden_per_param_grad_ready_counts"
+"""Attribute of a bucket group, from 0.16 on: how often each gradient became ready in its first step."""
+
+
 def events_of_step(group: Any, passes: int, learned: int, unused: bool = False) -> list[str]:
     """Return when a stand-in reduces in a step, in words; and the error that ends it.
 
@@ -52,9 +56,12 @@ def events_of_step(group: Any, passes: int, learned: int, unused: bool = False) 
             unpatched(group.register_grad_ready)(stand_in, "weight")
         place = FINISH
         unpatched(group.finish_grad_sync)(stand_in)
+        stand_in.is_last_microbatch = False
         unpatched(group.reset)(stand_in)
-        if stand_in.per_param_grad_ready_counts or stand_in.params_with_grad:
-            seen.append("the step after it")  # for which nothing of this one may be left
+        left = stand_in.per_param_grad_ready_counts or stand_in.params_with_grad or not stand_in.is_last_microbatch
+        learns = LEARNED in unpatched(group.__init__).__code__.co_names and passes and not unused
+        if left or (learns and (stand_in.is_first_batch or not getattr(stand_in, LEARNED))):
+            seen.append("the step after it")  # for which nothing of this one may be left but what was learned
     except ASSERTIONS as error:
         seen.append(type(error).__name__)
     except AttributeError:  # under -O, which removes the assertion that there is something to wait for

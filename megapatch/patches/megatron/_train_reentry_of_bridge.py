@@ -32,13 +32,14 @@ from typing import Any
 from ..._mcore.bucket_groups import DDP
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...errors import MegapatchError
-from ...patch import ABSENT, NEEDED, Site, Verdict
+from ...patch import NEEDED, Site, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 from ._around_train import (
     INTERVAL_TIMER,
     config_hooks_restored,
     ddp_chunks,
     finish_earlier_call,
+    leaving_nothing_if_dropped,
     make_warn_once,
     rerun_machine_restored,
     stop_interval_timer,
@@ -51,10 +52,9 @@ TRAIN = f"{MODULE}:train"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it needs a process group, a model and Bridge's whole configuration."""
-    if not hasattr(module, "train"):
-        return Verdict(ABSENT, "this module has no train()")
     missing = [
         *missing_parameters(TRAIN, "model", "optimizer", "global_state"),
+        *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
         *missing_names(TRAIN, "get_model_config", "get_rerun_state_machine", "timers", INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_model_config", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
@@ -136,4 +136,6 @@ def _optimizer_step_restored(optimizer: Any) -> Iterator[None]:
             vars(optimizer).pop("step", None)
 
 
-SITE = Site(module=MODULE, diagnose=diagnose, replace={"train": make_reentrant})
+SITE = Site(
+    module=MODULE, diagnose=diagnose, replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped}
+)

@@ -111,6 +111,7 @@ def _stand_in(hooked: bool) -> StandIn:
 
     submodule = Submodule()
     return StandIn(
+        ddp_config=StandIn(),
         use_forward_hook=True,
         module=SimpleNamespace(modules=lambda: [submodule]),
         remove_forward_pre_hook_handles={submodule: handle} if hooked else {},

@@ -19,6 +19,7 @@ Limits    a file that cannot be opened by its path (a storage that is not a file
           the two, as without the flag.
           A file rewritten in place, with the same size and within one tick of the file system's clock, goes
           unnoticed. torch does not do that: it writes a new file, and renames it.
+Numbers   change where an old file would have been read: to those of the checkpoint that is there.
 Cost      with the flag an open and an fstat for each read, of which a load has two; without it none.
 """
 
@@ -32,7 +33,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import AnswersNone, cannot_run, lacking, missing_names
+from .._diagnosis import AnswersNone, cannot_run, lacking, missing_attributes, missing_names
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader"
@@ -40,6 +41,8 @@ READER = "CachedMetadataFileSystemReader"
 CACHE = "_metadata_cache"
 """The class attribute that all readers share: metadata by path."""
 KEY = "_cache_key"
+OWN = "_cached_metadata"
+"""In other versions, the attribute of each reader."""
 FILE = ".metadata"
 """The name that torch gives the file (torch.distributed.checkpoint.filesystem, 2.6 to 2.15)."""
 
@@ -53,11 +56,10 @@ def diagnose(module: ModuleType) -> Verdict:
     if reader is None:
         return lacking([f"{module.__name__}.{READER}"])
     read, initialize = f"{module.__name__}:{READER}.read_metadata", f"{module.__name__}:{READER}.__init__"
-    if not hasattr(reader, CACHE):
-        if hasattr(reader, "read_metadata"):
-            return Verdict(ABSENT, "in this version each reader keeps only what it has read itself")
-        return lacking([read])
-    if missing := [*missing_names(read, KEY, CACHE), *missing_names(initialize, KEY)]:
+    if not hasattr(reader, CACHE) and not missing_names(read, OWN):
+        return Verdict(ABSENT, "in this version each reader keeps only what it has read itself")
+    missing = [*missing_attributes(f"{module.__name__}:{READER}", CACHE), *missing_names(initialize, KEY)]
+    if missing := [*missing, *missing_names(read, KEY, CACHE)]:
         return lacking(missing)
     try:
         reads = _reads_of_two(unpatched(reader.read_metadata))

@@ -1,4 +1,4 @@
-"""Whoever reads the parameters after an optimizer step reads those of that step.
+"""Reading parameters after a step returns that step's parameters, on every rank.
 
 Symptom   with the distributed optimizer and overlap_param_gather, optimizer.step() leaves each data-parallel rank
           with its own new shard of the parameters beside the others' old ones, until the next forward pass
@@ -7,8 +7,10 @@ Symptom   with the distributed optimizer and overlap_param_gather, optimizer.ste
 Upstream  unfixed in 0.12 to 0.19 and on main. Megatron's own train() gathers before a save; all else is left to
           callers. NVIDIA-NeMo/RL#4086 does it there; verl, ms-swift, AReaL and SkyRL do not.
 Seam      three kinds. (1) What all ranks call gathers first: save_checkpoint() of Megatron and Megatron-Bridge,
-          generate_state_dict(), DistributedDataParallel.sharded_state_dict(), the refit of a separate model for
-          inference (megatron.core.resharding), and the exporters of Megatron-Bridge, mbridge and mcore-bridge.
+          generate_state_dict(), MegatronModule.sharded_state_dict() (of DistributedDataParallel, of an unwrapped
+          model, and of each part of one; what a module asks of its submodules is part of its own call), the refit
+          of a separate model for inference (megatron.core.resharding), and the exporters of Megatron-Bridge,
+          mbridge and mcore-bridge.
           Exporters are generators, often made before the step and read after it, so they gather at their first
           `next`. mcore-bridge's LoRA layers gather before they are merged: merged with old adapters and, after an
           export that gathers, unmerged with new ones, the base weights would be changed for good.
@@ -19,11 +21,13 @@ Seam      three kinds. (1) What all ranks call gathers first: save_checkpoint() 
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
           Gathering in the step itself is not an option: avoiding that is what overlap_param_gather is for.
-Limits    whoever reads an unwrapped model's own state_dict(), sharded_state_dict() or parameters is not seen: call
-          `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. What that refuses to gather,
-          saves and exports refuse, too: with reuse_grad_buf_for_mxfp8_param_ag, from an offloaded buffer, and for
-          a layer-wise optimizer, there also before its first step. sharded_state_dict() and
-          generate_state_dict(), which a load calls, too, leave a layer-wise optimizer's parameters alone.
+Limits    reading an unwrapped model's own state_dict() or its parameters is not seen: call
+          `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. Call sharded_state_dict() on
+          all ranks of a data-parallel group, as dist_checkpointing does. A model whose DistributedDataParallel is
+          gone can no longer be gathered, and is read as it is. Models that gathered_parameters() refuses, saves
+          and exports refuse, too: with reuse_grad_buf_for_mxfp8_param_ag, from an offloaded buffer, and for a
+          layer-wise optimizer, there also before its first step. sharded_state_dict() and generate_state_dict(),
+          which a load calls, too, leave a layer-wise optimizer's parameters alone.
 Numbers   change where something was read before it was gathered, to those of a run without overlap_param_gather,
           to the last bit. Those of training do not change.
 Cost      about 0.1 us a bucket group in a step. No gather in addition: the forward pass after a read finds nothing
@@ -35,6 +39,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -50,6 +55,7 @@ from ..._mcore.param_gathers import (
     record_step,
     refuse_stale_read,
 )
+from ...errors import MisuseError
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -60,14 +66,13 @@ from .._diagnosis import (
     missing_parameters,
     reads_in_order,
 )
-from .._gathered import GATHERS
-from ._readers import MERGE, diagnose_merge, diagnose_reader, exporter, gather_first
+from .._readers import GATHERS, Reader, reading
 from ._step_of_a_stand_in import missing_in_finish
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
-RESHARDING = "megatron.core.resharding.refit"
-"""Names of which one is in the code of a reader that gathers."""
 CONVERSION = "megatron.bridge.models.conversion"
+SAVE = Reader("save_checkpoint", "model")
+SHARDED = Reader("MegatronModule.sharded_state_dict", "self", reads=("_save_to_state_dict", "named_children"))
 LEGACY = "torch"
 """The format of checkpoints for which one data-parallel rank alone collects the state."""
 
@@ -124,7 +129,7 @@ def diagnose_ddp(module: ModuleType) -> Verdict:
         *missing_parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
         *missing_names(f"{GROUP}.finish_grad_sync", "param_gather_dispatched"),
         *missing_attributes(GROUP, "start_param_sync"),
-        *missing_attributes(DDP, "state_dict", "state_dict_for_save_checkpoint", "sharded_state_dict"),
+        *missing_attributes(DDP, "state_dict", "state_dict_for_save_checkpoint"),
     ]
     if missing:
         return lacking(missing)
@@ -178,12 +183,28 @@ def refuse_stale(reader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_for_shards(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Gather for the module that is asked; what it asks of its submodules is part of that."""
+    asked = threading.local()
+
     @functools.wraps(sharded_state_dict)
     def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _gather_for_shards([self])
-        return sharded_state_dict(self, *args, **kwargs)
+        if getattr(asked, "outermost", False):
+            return sharded_state_dict(self, *args, **kwargs)
+        _gather_for_shards(_ddps_left(self))
+        asked.outermost = True
+        try:
+            return sharded_state_dict(self, *args, **kwargs)
+        finally:
+            asked.outermost = False
 
     return patched_sharded_state_dict
+
+
+def _ddps_left(module: Any) -> list[Any]:
+    try:
+        return ddps_of(module)
+    except MisuseError:
+        return []  # of a model whose DistributedDataParallel is gone, and with it what could gather
 
 
 def _gather_for_shards(ddps: list[Any]) -> None:
@@ -213,7 +234,11 @@ def diagnose_checkpointing(module: ModuleType) -> Verdict:
     """Read both functions of Megatron's checkpointing."""
     path = f"{module.__name__}:generate_state_dict"
     missing = [*missing_parameters(path, "args", "model"), *missing_names(path, "ckpt_format")]
-    return lacking(missing) if missing else diagnose_reader("save_checkpoint", "model", module)
+    return lacking(missing) if missing else SAVE.diagnose(module)
+
+
+def _exporter(path: str, model: str = "megatron_model") -> Reader:
+    return Reader(path, model, stream=True)
 
 
 PATCH = Patch(
@@ -237,46 +262,36 @@ PATCH = Patch(
                 "param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync": record_gathers,
                 "distributed_data_parallel.DistributedDataParallel.state_dict": refuse_stale,
                 "distributed_data_parallel.DistributedDataParallel.state_dict_for_save_checkpoint": refuse_stale,
-                "distributed_data_parallel.DistributedDataParallel.sharded_state_dict": gather_for_shards,
             },
         ),
         Site(
             module="megatron.training.checkpointing",
             diagnose=diagnose_checkpointing,
             replace={
-                "save_checkpoint": functools.partial(gather_first, "model"),
+                SAVE.path: SAVE.gather_first,
                 "generate_state_dict": gather_for_state,
             },
         ),
         Site(
-            module="megatron.bridge.training.checkpointing",
-            diagnose=functools.partial(diagnose_reader, "save_checkpoint", "model"),
-            replace={"save_checkpoint": functools.partial(gather_first, "model")},
+            module="megatron.core.transformer.module",
+            diagnose=SHARDED.diagnose,
+            replace={SHARDED.path: gather_for_shards},
         ),
-        Site(
-            module=RESHARDING,
-            diagnose=functools.partial(diagnose_reader, "reshard_model_weights", "src_model"),
-            replace={"reshard_model_weights": functools.partial(gather_first, "src_model")},
+        reading("megatron.bridge.training.checkpointing", SAVE),
+        reading("megatron.core.resharding.refit", Reader("reshard_model_weights", "src_model")),
+        reading(f"{CONVERSION}.model_bridge", _exporter("MegatronModelBridge.stream_weights_megatron_to_hf")),
+        reading(
+            f"{CONVERSION}.peft_bridge", _exporter("MegatronPeftBridge.stream_adapter_weights_megatron_to_hf")
         ),
-        exporter(
-            f"{CONVERSION}.model_bridge", "MegatronModelBridge.stream_weights_megatron_to_hf", "megatron_model"
-        ),
-        exporter(
-            f"{CONVERSION}.peft_bridge",
-            "MegatronPeftBridge.stream_adapter_weights_megatron_to_hf",
-            "megatron_model",
-        ),
-        exporter(
+        reading(
             f"{CONVERSION}.quant_bridge",
-            "MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant",
-            "megatron_model",
+            _exporter("MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant"),
         ),
-        exporter("mbridge.core.bridge", "Bridge.export_weights", "models"),
-        exporter("mcore_bridge.bridge.gpt_bridge", "GPTBridge.export_weights", "mg_models"),
-        Site(
-            module="mcore_bridge.tuners.lora",
-            diagnose=diagnose_merge,
-            replace={MERGE: functools.partial(gather_first, "self")},
+        reading("mbridge.core.bridge", _exporter("Bridge.export_weights", "models")),
+        reading("mcore_bridge.bridge.gpt_bridge", _exporter("GPTBridge.export_weights", "mg_models")),
+        # It adds a layer's adapters to its base weights, for an export; unmerge() subtracts them again.
+        reading(
+            "mcore_bridge.tuners.lora", Reader("LoraParallelLinear.merge", "self", reads=("get_delta_weights",))
         ),
     ),
 )

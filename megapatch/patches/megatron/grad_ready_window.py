@@ -141,46 +141,78 @@ def learn_from_usual_steps(reset: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _held_if_unusual(chunks: list[Any], num_microbatches: Any) -> Iterator[None]:
     """Hold back the reduce of a training call unless the call is like those Megatron has learned from."""
-    config, groups = chunks[0].config, [group for chunk in chunks for group in bucket_groups(chunk)]
-    if any(map(_is_reducing, groups)):
-        raise MegapatchError(
-            "a reduce of this model's gradients has begun, and this forward-backward call comes too late for it: "
-            "an earlier call in this step did not finish its gradients although calls used to, or it raised. Put "
-            "all calls of a step but the last in ddp.no_sync(), or let every step finish its gradients after its "
-            "calls. After ddp.finish_grad_sync() and ddp.zero_grad_buffer() a new step can begin"
-        )
-    if any(getattr(group, FINISHED, False) for group in groups):
-        yield  # calls after the reduce are the caller's responsibility
+    call = _Call(chunks, num_microbatches)
+    call.refuse_if_reducing()
+    if call.comes_after_the_reduce():
+        yield  # the caller's responsibility
         return
-    finalize, grad_sync = config.finalize_model_grads_func, config.grad_sync_func
-    counted = num_microbatches if config.no_sync_func is None else None
-    several = any(group.per_param_grad_ready_counts for group in groups)
-    held = (
-        several
-        or finalize is None
-        or getattr(chunks[0], DEFERS, True)
-        or any(_has_learned(group) and getattr(group, COUNTED, None) != counted for group in groups)
-    )
-    for group in groups:
-        if not _has_learned(group):
-            setattr(group, COUNTED, counted)
-        if held:
-            group.is_first_batch = True
-        if several:
-            setattr(group, UNUSUAL, True)
+    held = call.begin()
+    grad_sync = call.config.grad_sync_func
     try:
         if held:
-            config.grad_sync_func = None  # pipelines start a reduce with it, whatever the groups' switches say
+            call.config.grad_sync_func = (
+                None  # pipelines start a reduce with it, whatever the groups' switches say
+            )
         yield
     finally:
         if held:
-            config.grad_sync_func = grad_sync
-    ready = [g for g in groups if g.per_param_grad_ready_counts or g.grad_reduce_handle is not None]
-    if not ready:  # the whole call was in the caller's own no_sync(), and does not matter to later calls
-        for group in groups:
-            _release(group)
-    elif finalize is not None and not getattr(chunks[0], DEFERS, False):
-        setattr(chunks[0], DEFERS, not all(getattr(group, FINISHED, False) for group in ready))
+            call.config.grad_sync_func = grad_sync
+    call.end()
+
+
+class _Call:
+    """A forward-backward call that trains, of chunks that reduce in the backward pass."""
+
+    def __init__(self, chunks: list[Any], num_microbatches: Any) -> None:
+        self.first, self.config = chunks[0], chunks[0].config
+        self.groups = [group for chunk in chunks for group in bucket_groups(chunk)]
+        self.finalize = self.config.finalize_model_grads_func
+        self.counted = num_microbatches if self.config.no_sync_func is None else None
+
+    def refuse_if_reducing(self) -> None:
+        """Raise MegapatchError if gradients of this call would come too late for a reduce that has begun."""
+        if any(map(_is_reducing, self.groups)):
+            raise MegapatchError(
+                "a reduce of this model's gradients has begun, and this forward-backward call comes too late for "
+                "it: an earlier call in this step did not finish its gradients although calls used to, or it "
+                "raised. Put all calls of a step but the last in ddp.no_sync(), or let every step finish its "
+                "gradients after its calls. After ddp.finish_grad_sync() and ddp.zero_grad_buffer() a new step "
+                "can begin"
+            )
+
+    def comes_after_the_reduce(self) -> bool:
+        return any(getattr(group, FINISHED, False) for group in self.groups)
+
+    def begin(self) -> bool:
+        """Set the groups' switches, and return whether the reduce is held back."""
+        is_one_of_several = any(group.per_param_grad_ready_counts for group in self.groups)
+        held = (
+            is_one_of_several or self._may_leave_gradients() or any(map(self._differs_from_learned, self.groups))
+        )
+        for group in self.groups:
+            if not _has_learned(group):
+                setattr(group, COUNTED, self.counted)
+            if held:
+                group.is_first_batch = True
+            if is_one_of_several:
+                setattr(group, UNUSUAL, True)
+        return held
+
+    def end(self) -> None:
+        """After a call that has not raised, note whether its gradients were finished within it."""
+        ready = [g for g in self.groups if g.per_param_grad_ready_counts or g.grad_reduce_handle is not None]
+        if not ready:  # the whole call was in the caller's own no_sync(), and does not matter to later calls
+            for group in self.groups:
+                _release(group)
+        elif self.finalize is not None and not getattr(self.first, DEFERS, False):
+            setattr(self.first, DEFERS, not all(getattr(group, FINISHED, False) for group in ready))
+
+    def _may_leave_gradients(self) -> bool:
+        """Return whether calls have not been seen to finish their gradients."""
+        return self.finalize is None or getattr(self.first, DEFERS, True)
+
+    def _differs_from_learned(self, group: Any) -> bool:
+        return _has_learned(group) and getattr(group, COUNTED, None) != self.counted
 
 
 def _overlapping(model: Any) -> list[Any]:
@@ -204,7 +236,7 @@ def _has_learned(group: Any) -> bool:
 
 
 def _release(group: Any) -> None:
-    """End a hold: what was learned before it applies again."""
+    """End a hold: the counts learned before it apply again."""
     if group.is_first_batch and _has_learned(group):
         group.is_first_batch = False
 

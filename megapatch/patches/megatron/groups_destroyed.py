@@ -8,8 +8,8 @@ Seam      initialize_model_parallel() notes the groups that it creates. After de
           begins by destroying them: it is a collective, so no rank can still be communicating in them, which
           destroy_model_parallel(), called by one rank after another, cannot know. A group that something else
           still refers to, such as a model that was kept, stays on all ranks, until a later one finds it unused.
-Limits    the groups of the last layout stay until the process ends. What was created before the patch was applied,
-          or outside of initialize_model_parallel(), is left alone. References that C++ alone holds are not seen.
+Limits    the groups of the last layout stay until the process ends. Groups created before the patch was applied,
+          or outside of initialize_model_parallel(), are left alone. References that C++ alone holds are not seen.
           A model that garbage collection does not free (after gc.freeze()) keeps its groups.
           All ranks need the patch, as the collective needs them all.
 Cost      a collective of some bytes and a garbage collection in each initialize_model_parallel() but the first.
@@ -26,7 +26,15 @@ from typing import Any
 
 from ..._mcore.process_groups import PARALLEL_STATE, destroy_unused, process_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes, missing_names, real_imports_but
+from .._diagnosis import (
+    StandIn,
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_names,
+    real_imports_but,
+    torch_stand_in,
+)
 
 INITIALIZE, DESTROY = "initialize_model_parallel", "destroy_model_parallel"
 GROUP = "_TENSOR_MODEL_PARALLEL_GROUP"
@@ -35,7 +43,7 @@ logger = logging.getLogger("megapatch")
 
 
 class _Layout:
-    """What this process knows of its layout.
+    """The layout of this process, as far as it is known.
 
     Attributes:
         groups: its process groups.
@@ -89,7 +97,7 @@ def _state_after(destroy: FunctionType, destroyed: list[Any]) -> dict[str, Any]:
         raise ImportError("not in a diagnosis")  # what Megatron imports here may have something to destroy
 
     world = SimpleNamespace(pg_map={name: name for name in destroy.__globals__})
-    torch = StandIn(
+    torch = torch_stand_in(
         distributed=StandIn(
             distributed_c10d=SimpleNamespace(_world=world),
             destroy_process_group=destroyed.append,

@@ -13,6 +13,8 @@ Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_opti
 Limits    Up to 0.15 buckets cannot be saved: an assertion ends that. In 0.14 and 0.16 torch may refuse to read the
           classes of optimizers in a checkpoint: pass them to torch.serialization.add_safe_globals().
           Tried on CPU, with parameters that say they are on a GPU.
+Numbers   change after a load that left the copies as they were: to those of a run whose optimizer is not
+          offloaded.
 Cost      one more copy of the main parameters while optimizer state is loaded; nothing in a step.
 """
 
@@ -23,7 +25,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
     answering_none,
@@ -34,6 +36,7 @@ from .._diagnosis import (
     missing_parameters,
 )
 from .._temporarily import temporarily_set
+from ._offloaded_copies import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 HYBRID = "HybridDeviceOptimizer"
@@ -45,9 +48,8 @@ RELIED_ON = ("param_to_inner_param", "param_to_fp32_param", "param_update_in_fp3
 
 def diagnose(module: ModuleType) -> Verdict:
     """Let the real methods load the state of one parameter in fp32, of which a made-up optimizer has a copy."""
-    if not hasattr(module, HYBRID):
-        return Verdict(ABSENT, "this version does not offload the optimizer")
-    load = next((name for name in LOAD_BUCKETS if hasattr(module.DistributedOptimizer, name)), LOAD_BUCKETS[0])
+    optimizer = getattr(module, "DistributedOptimizer", None)
+    load = next((name for name in LOAD_BUCKETS if hasattr(optimizer, name)), LOAD_BUCKETS[0])
     missing = [
         *missing_attributes(f"{MODULE}:", "torch"),
         *missing_attributes(f"{MODULE}:DistributedOptimizer", load),
@@ -79,16 +81,11 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def _copy_after_sync(module: ModuleType) -> bool:
     parameter, held = module.torch.ones(1), module.torch.zeros(1)
-    hybrid = object.__new__(answering_none(module.HybridDeviceOptimizer))
-    vars(hybrid).update(
-        param_to_inner_param={parameter: held},
-        inner_param_to_orig_param={held: parameter},
-        gpu_params_map_cpu_copy={parameter: held},
-        cpu_copys_map_gpu_param={held: parameter},
-        param_to_fp32_param={},
+    hybrid = hybrid_with_copy(
+        module,
+        parameter,
+        held,
         fp32_param_to_orig_param={},
-        param_groups=[{"params": [parameter]}],
-        param_update_in_fp32=True,
         defaults={"cpu_optimizer_cls": SimpleNamespace},
         state={parameter: {"master_param": module.torch.ones(1)}},
         cpu_optimizers=[SimpleNamespace(param_groups=[{"params": [held]}], state={})],

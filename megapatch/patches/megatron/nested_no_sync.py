@@ -88,7 +88,7 @@ def keep_outer_in_force(no_sync: Callable[..., Any]) -> Callable[..., Any]:
 def _flags_when_nested(no_sync: Callable[..., Any]) -> dict[str, list[bool]]:
     """Return whether each bucket group of a stand-in may reduce, in and after two nested uses."""
     groups = [StandIn(is_last_microbatch=True) for _ in range(2)]
-    ddp = StandIn(bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
+    ddp = StandIn(ddp_config=StandIn(), bucket_groups=groups[:1], expert_parallel_bucket_groups=groups[1:])
     seen = {}
 
     def look(place: str) -> None:

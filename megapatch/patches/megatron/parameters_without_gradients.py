@@ -8,12 +8,15 @@ Symptom   with overlap_grad_reduce a bucket group is reduced once all its parame
           reduced, silently. Where ranks differ in what they use, their collectives no longer match.
 Upstream  NVIDIA/Megatron-LM#1150 (open since 2024), #5643; 0.12 to 0.19 and main.
 Seam      start_grad_sync() of bucket groups: a group that is ready waits until those before it have started, in
-          one order for all ranks: that of the backward pass, by the model's order of parameters. What has not
-          started when DistributedDataParallel.finish_grad_sync() is called is started there, in that order, by
+          one order for all ranks: that of the backward pass, by the model's order of parameters. A reduce that has
+          not started when DistributedDataParallel.finish_grad_sync() is called is started there, in that order, by
           Megatron's own method. zero_grad_buffer() lets a group that has seen only some of its parameters learn
           again in the next step. Starting the group at the end is not enough: the groups after it would have
           started before it on this rank, and after it on a rank that had all gradients.
           ROLL fills in the missing counts before Megatron asserts, which may stay.
+          What a step that was given up has left is dropped there with its gradients: a reduce under way, which the
+          next step would take for its own and fail, and the tokens that routers have counted, which would silently
+          go into the next step's expert bias and global auxiliary loss.
 Limits    all ranks still have to call finish_grad_sync() in the same steps. A group that waits holds up the
           overlap of those after it: set requires_grad to False, alike on all ranks, for what is never trained.
           Chunks of virtual stages are put in order by config.no_sync_func, as Megatron's train() sets it; without
@@ -21,8 +24,12 @@ Limits    all ranks still have to call finish_grad_sync() in the same steps. A g
           first step is Megatron's own where the chunk was made before the patch was applied.
           With overlap_param_gather a module that is not called at all is left to Megatron, which asserts at its
           next gather: call it, on anything, and do not use the result.
-Numbers   change where a bucket was silently not reduced, to those of a run without overlap.
-Cost      about 2 us a bucket group and step. Nothing in a forward pass, nothing per parameter.
+          Of a step that was given up, losses that wait to be logged stay, and so does the expert bias if finalize
+          has moved it: only TrainStep and the train() functions that are patched know that a step was given up.
+Numbers   change where a bucket was silently not reduced, to those of a run without overlap; and after a step that
+          was given up, with a mixture of experts, to those of a run in which it never began.
+Cost      about 2 us a bucket group and step, and with a mixture of experts one operation that zeroes its counts.
+          Nothing in a forward pass, nothing per parameter.
 """
 
 from __future__ import annotations
@@ -33,7 +40,16 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.bucket_groups import DDP, GROUP, LINE, begin_lines, forget_partly_seen_first_step, lines_of
+from ..._mcore.bucket_groups import (
+    DDP,
+    GROUP,
+    LINE,
+    begin_lines,
+    forget_partly_seen_first_step,
+    lines_of,
+    settle_grad_reduces,
+)
+from ..._mcore.step_state import forget_counts
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names
 from ._step_of_a_stand_in import FINISH, events_of_step
@@ -164,7 +180,9 @@ def line_up_at_birth(init: Callable[..., None]) -> Callable[..., None]:
 def begin_in_line(zero_grad_buffer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(zero_grad_buffer)
     def patched_zero_grad_buffer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forget_counts(self)
         if self.ddp_config.overlap_grad_reduce:
+            settle_grad_reduces(self)
             _line_up(self)
             begin_lines(self)
             forget_partly_seen_first_step(self)

@@ -16,6 +16,8 @@ Limits    the caller has to call optimizer.reload_model_params() after loading, 
           Adam's state stays what it was. Without the distributed optimizer nothing is repaired: with
           Float16OptimizerWithFloat16Params the first step ends with a KeyError (#4046).
           Tried on CPU, with parameters that say they are on a GPU.
+Numbers   change after a load that left the copies as they were: to those of a run whose optimizer is not
+          offloaded.
 Cost      one copy of each parameter for each call of reload_model_params(); nothing in a step.
 """
 
@@ -26,9 +28,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_names
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes, missing_names
 from .._temporarily import temporarily_set
+from ._offloaded_copies import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 HYBRID = "HybridDeviceOptimizer"
@@ -39,8 +42,6 @@ FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Let the real method reload one parameter in fp32, of which a made-up optimizer has a copy on the CPU."""
-    if not hasattr(module, HYBRID):
-        return Verdict(ABSENT, "this version does not offload the optimizer")
     copy = f"{MODULE}:DistributedOptimizer._copy_model_params_to_main_params"
     missing = [
         *missing_names(copy, HYBRID),
@@ -50,19 +51,8 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     parameter, held = module.torch.ones(1), module.torch.zeros(1)
-    hybrid = object.__new__(answering_none(module.HybridDeviceOptimizer))
-    vars(hybrid).update(
-        param_to_inner_param={parameter: held},
-        inner_param_to_orig_param={held: parameter},
-        gpu_params_map_cpu_copy={parameter: held},
-        cpu_copys_map_gpu_param={held: parameter},
-        param_to_fp32_param={},
-        param_groups=[{"params": [parameter]}],
-        param_update_in_fp32=True,
-        state={},
-    )
     optimizer = StandIn(
-        optimizer=hybrid,
+        optimizer=hybrid_with_copy(module, parameter, held, state={}),
         ddp_config=StandIn(**dict.fromkeys(FSDP, False)),
         config=StandIn(use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True),
     )

@@ -36,7 +36,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import (
+    answering_none,
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_parameters,
+    missing_reads,
+)
 
 MACHINE_MODULE = "megatron.core.rerun_state_machine"
 STATE_DICT = f"{MACHINE_MODULE}:RerunStateMachine.state_dict"
@@ -54,7 +62,8 @@ def diagnose_saving(module: ModuleType) -> Verdict:
     """
     missing = [
         *missing_parameters(STATE_DICT, "data_iterator", "ckpt_format"),
-        *missing_names(STATE_DICT, KEY, "ShardedObject", "mode"),
+        *missing_names(STATE_DICT, KEY, "ShardedObject"),
+        *missing_reads(STATE_DICT, "mode", "state"),
         *missing_attributes(f"{MACHINE_MODULE}:RerunMode", "DISABLED", "VALIDATE_RESULTS"),
         *missing_attributes(f"{MACHINE_MODULE}:RerunState", "NOT_RUNNING_YET"),
     ]

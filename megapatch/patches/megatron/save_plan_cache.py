@@ -6,8 +6,8 @@ Symptom   with --ckpt-assume-constant-structure every save uses the plan of the 
           one rank only, the others hang. A tensor whose offset has changed is saved in its old place (before 0.15
           the save ends with "Could not find shard"). With --ckpt-fully-parallel-save no rank is assigned to save a
           new tensor.
-Upstream  unfixed in 0.12 to 0.19 and on main: NVIDIA/Megatron-LM#4378, its "Option 1". What upstream built instead
-          (#4448) keeps the rerun state's part of the structure constant; see megatron.rerun-state-dict.
+Upstream  unfixed in 0.12 to 0.19 and on main: NVIDIA/Megatron-LM#4378, its "Option 1". Upstream's own way (#4448)
+          keeps the rerun state's part of the structure constant; see megatron.rerun-state-dict.
 Seam      class attributes. Before TorchDistSaveShardedStrategy.async_save, which every save of a torch_dist
           checkpoint goes through, the sharded leaves (type, key, dtype, shapes, offset, replica) are compared with
           those of the last save. If they differ on any rank, all ranks forget their plans and metadata, and
@@ -18,9 +18,9 @@ Seam      class attributes. Before TorchDistSaveShardedStrategy.async_save, whic
 Limits    a structure that changes with every save is planned at every save, as without the flag; so is one whose
           last save failed. A new plan is validated by the next save and reused from then on, as the first one is.
           Ranks that disagree on the flag, or save without the others, hang as before.
-          NVRx's async writer (the default from 0.17 on): its plans and metadata in the strategy are covered. What
-          its worker process caches of GPU tensors is not: NVRx 0.6 identifies them by name, shape and dtype, and
-          does not notice a tensor that was reallocated, or one of which only the offset changed.
+          NVRx's async writer (the default from 0.17 on): its plans and metadata in the strategy are covered. Its
+          worker process's cache of GPU tensors is not: NVRx 0.6 identifies them by name, shape and dtype, and does
+          not notice a tensor that was reallocated, or one of which only the offset changed.
           Not covered: fsdp_dtensor and torch_dcp, whose plans NVRx keeps for the whole process; local
           non-persistent checkpoints; a distribution read from a file (pg_cache_path, on main).
 Cost      without the flag none. With it, at each save a pass over the leaves and an all-reduce of two bytes, and
@@ -30,14 +30,21 @@ Cost      without the flag none. With it, at each save a pass over the leaves an
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import answering_none, cannot_run, lacking, missing_names, missing_parameters
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from .._diagnosis import (
+    answering_none,
+    cannot_run,
+    lacking,
+    missing_names,
+    missing_parameters,
+    torch_stand_in,
+    with_globals,
+)
 
 PLANS_MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{PLANS_MODULE}:TorchDistSaveShardedStrategy"
@@ -112,11 +119,8 @@ def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) 
 # ------------------------------------------------------------------------------------------ the diagnoses
 def diagnose_plans(module: ModuleType) -> Verdict:
     """Save one structure twice and then another with the real async_save, without planning or writing."""
-    cached = (FLAG, *PLANS, METADATA, REUSE)
-    missing = missing_names(f"{STRATEGY}.__init__", *cached)
-    if len(missing) == len(cached):
-        return Verdict(ABSENT, "this version keeps no plans")
-    missing += [
+    missing = [
+        *missing_names(f"{STRATEGY}.__init__", FLAG, *PLANS, METADATA, REUSE),
         *missing_parameters(f"{STRATEGY}.async_save", "sharded_state_dict"),
         *_missing_fields(module),
     ]
@@ -135,11 +139,8 @@ def diagnose_plans(module: ModuleType) -> Verdict:
 
 def diagnose_distribution(module: ModuleType) -> Verdict:
     """Distribute one structure twice and then another with the real method, without any communication."""
-    cached = ("do_cache_distribution", "cached_distribution")
-    missing = missing_names(f"{WRAPPER}.__init__", *cached)
-    if len(missing) == len(cached):
-        return Verdict(ABSENT, "this version keeps no distribution")
-    missing += [
+    missing = [
+        *missing_names(f"{WRAPPER}.__init__", "do_cache_distribution", "cached_distribution"),
         *missing_parameters(f"{WRAPPER}.apply_saving_parallelization", "sharded_state_dict"),
         *missing_names(f"{WRAPPER}.save", "apply_saving_parallelization"),
         *missing_names(f"{WRAPPER}.async_save", "apply_saving_parallelization"),
@@ -185,13 +186,13 @@ def _plans_reused(module: ModuleType) -> list[bool]:
         return (None, None, None), sorted(tree), sorted(tree), len(reused) > 1, False
 
     stand_ins = {"FileSystemWriterAsync": lambda *args, **kwargs: None, "save_state_dict_async_plan": plan}
-    async_save = _with_globals(
+    async_save = with_globals(
         module.TorchDistSaveShardedStrategy.async_save,
         mcore_to_pyt_state_dict=lambda tree, *args: tree,
         # It calls megatron.core.utils, which may be half imported: from 0.17 on that imports this module.
         MCoreSavePlanner=lambda *args, **kwargs: None,
         get_async_strategy=lambda *args, **kwargs: ("mcore", stand_ins),
-        torch=SimpleNamespace(distributed=SimpleNamespace(get_rank=lambda: 1)),
+        torch=torch_stand_in(distributed=SimpleNamespace(get_rank=lambda: 1)),
         **stand_ins,
     )
     strategy = answering_none(module.TorchDistSaveShardedStrategy)("torch_dist", 1, cached_metadata=True)
@@ -210,7 +211,7 @@ def _distributions_after_each_save(module: ModuleType) -> list[int]:
         distributions.append("a distribution")
         return distributions[-1]
 
-    apply = _with_globals(
+    apply = with_globals(
         module.FullyParallelSaveStrategyWrapper.apply_saving_parallelization,
         determine_main_replica_uniform_distribution=distribute,
         distribute_main_replicas_with_precomputed_distribution=lambda *args: None,
@@ -229,17 +230,6 @@ def _distributions_after_each_save(module: ModuleType) -> list[int]:
 
 def _made_up_trees(module: ModuleType) -> list[dict[str, Any]]:
     return [{key: module.ShardedObject(key, None, (1,), (0,))} for key in ("same", "same", "another")]
-
-
-def _with_globals(function: Any, **stand_ins: Any) -> Any:
-    """Copy the function with stand-ins for some of its globals; its module stays unchanged."""
-    function = inspect.unwrap(function)
-    namespace = {**function.__globals__, **stand_ins}
-    copy = FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 PATCH = Patch(

@@ -16,27 +16,29 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.bucket_groups import DDP
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
+from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
 MODULE = "megatron.core.distributed"
 FSDP2 = "TorchFullyShardedDataParallel"
 FINALIZE = f"{MODULE}.finalize_model_grads:finalize_model_grads"
 KEYWORD = "force_all_reduce"
+"""Which Megatron passes from the release on in which its own DistributedDataParallel takes it."""
 
 
 def diagnose(package: ModuleType) -> Verdict:
     """Call the real method, which has nothing to do, as Megatron's finalize_model_grads() does."""
-    if not hasattr(package, FSDP2):
-        return Verdict(ABSENT, "this version has no TorchFullyShardedDataParallel")
     if missing := [
         *missing_names(FINALIZE, "finish_grad_sync"),
         *missing_attributes(f"{MODULE}:{FSDP2}", "finish_grad_sync"),
     ]:
         return lacking(missing)
-    if missing_names(FINALIZE, KEYWORD):
-        return Verdict(ABSENT, f"gradients are finalized without {KEYWORD}")
-    fsdp2 = object.__new__(package.TorchFullyShardedDataParallel)
+    if missing := missing_names(FINALIZE, KEYWORD):
+        if missing_parameters(f"{DDP}.finish_grad_sync", KEYWORD):
+            return Verdict(ABSENT, f"gradients are finalized without {KEYWORD}")
+        return lacking(missing)
+    fsdp2 = object.__new__(answering_none(package.TorchFullyShardedDataParallel))
     finish_grad_sync = unpatched(package.TorchFullyShardedDataParallel.finish_grad_sync)
     try:
         finish_grad_sync(fsdp2)

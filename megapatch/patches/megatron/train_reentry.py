@@ -13,6 +13,8 @@ Seam      the module function, rebound where others hold it by name. State is co
           gathered before the forward pre-hooks go. At exit the timer is stopped. After an exception the config's
           hooks are what they were at entry, timers started by the call are stopped, the rerun state machine is as
           before the interrupted step, in its old mode, and the next forward pass gathers what is not gathered.
+          train_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts and
+          expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
           The first call of a process runs as it does without megapatch.
           Megatron-Bridge's train() has a site of its own, which differs where Bridge does: see below.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
@@ -25,7 +27,10 @@ Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           args.train_iters) between calls; --manual-gc leaves Python's garbage collector off after the call;
           a full-iteration CUDA graph captured by an earlier call is replayed. megapatch warns of each, once,
           where it can see it. Microbatches that the interrupted step drew from the iterator are gone.
-Cost      once a call, a look at the config, the timer and the bucket groups; nothing in a step.
+          An exception in the optimizer that comes once it has begun to change parameters cannot be undone.
+Cost      once a call, a look at the config, the timer and the bucket groups. In a step of a dense model 10 us, and
+          with a mixture of experts copies of its biases and logged losses, about 0.1 ms on a CPU; no wait for a
+          device.
 """
 
 from __future__ import annotations
@@ -40,13 +45,14 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
-from ...patch import ABSENT, NEEDED, Patch, Site, Verdict
-from .._diagnosis import asserted, lacking, missing_attributes, missing_names, missing_parameters
+from ...patch import NEEDED, Patch, Site, Verdict
+from .._diagnosis import asserted, gone, lacking, missing_attributes, missing_names, missing_parameters
 from . import _train_reentry_of_bridge
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
     finish_earlier_call,
+    leaving_nothing_if_dropped,
     make_warn_once,
     rerun_machine_restored,
     stop_interval_timer,
@@ -60,10 +66,11 @@ MODULE = "megatron.training.training"
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it needs a process group, a model and half of Megatron's globals."""
     if not hasattr(module, "train"):
-        return Verdict(ABSENT, "this module has no train()")
+        return gone("train", module)
     train = f"{MODULE}:train"
     missing = [
         *missing_parameters(train, "model", "config"),
+        *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
         *missing_names(train, "no_sync_func", *asserted(NO_SYNC_ASSERTION), INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
@@ -128,7 +135,11 @@ PATCH = Patch(
     doc=f"{__doc__}\n{_train_reentry_of_bridge.__doc__}",
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=(
-        Site(module=MODULE, diagnose=diagnose, replace={"train": make_reentrant}),
+        Site(
+            module=MODULE,
+            diagnose=diagnose,
+            replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped},
+        ),
         _train_reentry_of_bridge.SITE,
     ),
 )

@@ -1,8 +1,8 @@
-"""Patches for ms-swift (Megatron-SWIFT), in the order in which they are listed."""
+"""Patches for ms-swift (Megatron-SWIFT)."""
 
 from __future__ import annotations
 
 from ...patch import Patch
-from . import overflow_is_skipped, train_reentry
+from .._catalogue import patches_of
 
-PATCHES: tuple[Patch, ...] = (overflow_is_skipped.PATCH, train_reentry.PATCH)
+PATCHES: tuple[Patch, ...] = patches_of(__name__)

@@ -7,7 +7,7 @@ Symptom   with fp16 training ends in its first step with "found NaN in local gra
           makes a tensor of that norm.
 Upstream  not reported for ms-swift; in 4.0.4 to 4.6.0. verl-project/verl#5369 is verl's. Megatron's own arguments
           switch the check off when the loss scale is dynamic.
-Seam      wrap_model(), rebound in the trainer: what it returns does not check gradients if there is a dynamic loss
+Seam      wrap_model(), rebound in the trainer: its result does not check gradients if there is a dynamic loss
           scale, which ms-swift's fp16 always has. And the class attribute train_step(): an overflow's norm is
           infinite, and a WARNING on rank 0 has the new loss scale; `trainer.megapatch_skipped_steps` counts. The
           trainer itself leaves the learning rate where it is after a step that was not taken.
@@ -28,7 +28,7 @@ from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import AnswersNone, cannot_run, lacking, missing_names, missing_parameters
-from .._overflow import count_overflow, overflow_answered
+from .._overflow import count_overflow, leave_overflows_to_optimizer, overflow_answered
 
 WRAP_MODULE = "swift.megatron.utils.megatron_lm_utils"
 WRAP = "wrap_model"
@@ -60,9 +60,7 @@ def leave_overflows_to_the_optimizer(wrap_model: Callable[..., Any]) -> Callable
     def patched_wrap_model(args: Any, *others: Any, **kwargs: Any) -> Any:
         models = wrap_model(args, *others, **kwargs)
         if args.fp16:
-            for model in models:
-                if hasattr(model, "ddp_config"):
-                    setattr(model.ddp_config, CHECK, False)
+            leave_overflows_to_optimizer(models)
         return models
 
     return patched_wrap_model
@@ -126,7 +124,7 @@ def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="ms_swift.overflow-is-skipped",
     doc=__doc__,
-    upstream="https://github.com/verl-project/verl/issues/5369",
+    upstream=None,
     sites=(
         Site(module=WRAP_MODULE, diagnose=diagnose_check, replace={WRAP: leave_overflows_to_the_optimizer}),
         Site(module=TRAINER_MODULE, diagnose=diagnose_step, replace={STEP: accept_overflow}),

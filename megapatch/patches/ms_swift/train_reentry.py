@@ -25,8 +25,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes, missing_names
+from ...patch import FIXED, NEEDED, UNKNOWN, UNSUPPORTED, Patch, Site, Verdict, unpatched
+from .._diagnosis import StandIn, cannot_run, gone, lacking, missing_attributes, missing_names
 from ..megatron._around_train import finish_earlier_call, is_own_no_sync
 
 MODULE = "swift.megatron.trainers.base"
@@ -41,7 +41,7 @@ def diagnose(module: ModuleType) -> Verdict:
     """Call the real method twice on a stand-in of a trainer."""
     trainer = getattr(module, TRAINER, None)
     if trainer is None:
-        return Verdict(ABSENT, f"this version has no {TRAINER}")
+        return gone(TRAINER, module)
     path = f"{module.__name__}:{TRAINER}"
     if not hasattr(trainer, SETUP):
         if missing := missing_names(f"{path}.train", "no_sync_func"):
@@ -103,6 +103,6 @@ def make_repeatable(setup_model_training: Callable[..., Any]) -> Callable[..., A
 PATCH = Patch(
     name="ms_swift.train-reentry",
     doc=__doc__,
-    upstream="https://github.com/THUDM/slime/issues/1779",
+    upstream=None,
     sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{TRAINER}.{SETUP}": make_repeatable}),),
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, UNSUPPORTED, Verdict, unpatched
+from ...patch import FIXED, UNSUPPORTED, Verdict, unpatched
+from .._diagnosis import codes_of, gone, lacking
+from .._ray_actors import class_of
 
 MODULE = "nemo_rl.models.policy.workers.megatron_policy_worker"
 FORKED = "nemo_rl.models.policy.megatron_policy_worker"
@@ -22,6 +23,7 @@ DTENSOR_WORKERS = {
 TQ_MODULE = "nemo_rl.models.policy.tq_policy"
 TWINS = ("context_parallel", "tensor_parallel", "pipeline_parallel")
 """Along these axes workers hold the same part of a batch."""
+SPLIT_STEP = ("begin_train_step", "train_microbatch", "finish_train_step", "abort_train_step")
 STATE = "_train_step_state"
 """Attribute of a worker: not None while a split train step is open, NeMo-RL main's own or ours."""
 
@@ -29,15 +31,17 @@ STATE = "_train_step_state"
 def split_step_of(worker: str, methods: str) -> dict[str, str]:
     """Return what a site adds to a worker class: the four calls of a split train step.
 
-    methods: the module of `_split_step` with the first call, which each kind of worker has of its own.
+    Args:
+        worker: the name of the class.
+        methods: the module of `_nemo_rl_split_step` with the first call, which differs by kind of worker.
     """
     shared = ("train_microbatch", "finish_train_step", "abort_train_step")
     return {**methods_of(worker, methods, "begin_train_step"), **methods_of(worker, "worker", *shared)}
 
 
 def methods_of(cls: str, module: str, *names: str) -> dict[str, str]:
-    """Return what a site adds to a class: functions of a module of `_split_step`, by their names."""
-    return {f"{cls}.{name}": f"{__package__}._split_step.{module}:{name}" for name in names}
+    """Return what a site adds to a class: functions of a module of `_nemo_rl_split_step`, by their names."""
+    return {f"{cls}.{name}": f"megapatch._nemo_rl_split_step.{module}:{name}" for name in names}
 
 
 def is_open(worker: Any) -> bool:
@@ -46,10 +50,17 @@ def is_open(worker: Any) -> bool:
 
 def no_worker(module: ModuleType, actor: str = ACTOR) -> Verdict:
     """Return the verdict on a worker that is not what it is from v0.6.0 on."""
-    if not hasattr(module, actor):
-        return Verdict(ABSENT, f"this version has no {actor}Impl")
+    if not _is_decorated(module, actor):
+        return gone(f"{actor}Impl", module)
     trains = " and trains with a fork of Megatron" if actor == ACTOR else ""
     return Verdict(UNSUPPORTED, f"up to v0.5.0 {actor} is Ray's actor class itself{trains}")
+
+
+def _is_decorated(module: ModuleType, actor: str) -> bool:
+    """Whether the class that was made an actor has the methods itself, as up to v0.5.0; later it only inherits."""
+    found = getattr(module, actor, None)
+    cls = found if isinstance(found, type) or found is None else class_of(found)
+    return cls is not None and any(not name.startswith("__") for name in vars(cls))
 
 
 def has_own(cls: type, method: str) -> bool:
@@ -59,8 +70,26 @@ def has_own(cls: type, method: str) -> bool:
 
 
 def has_own_split_step(worker: type) -> bool:
-    """Whether the worker has a split train step without us, as on main."""
-    return has_own(worker, "begin_train_step")
+    """Whether the worker has a split train step without us, or a part of one, as on main."""
+    return any(has_own(worker, method) for method in SPLIT_STEP)
+
+
+def settled_by_upstream(worker: type) -> Verdict | None:
+    """Return the verdict where the worker has a split train step without us; None where it has none."""
+    if not has_own_split_step(worker):
+        return None
+    missing = [method for method in SPLIT_STEP if not has_own(worker, method)]
+    if missing:
+        return lacking([f"{worker.__name__}.{method}" for method in missing])
+    return Verdict(FIXED, f"{worker.__name__} has begin_train_step")
+
+
+def before_split_step(module: ModuleType) -> str:
+    """Say why a release lacks a name that came with NeMo-RL's own split train step; "" if it has that."""
+    worker = getattr(module, WORKER, None)
+    if worker is None:
+        return no_worker(module).reason if _is_decorated(module, ACTOR) else ""
+    return "" if has_own_split_step(worker) else "it came with NeMo-RL's own split train step"
 
 
 def names_in(owner: type | ModuleType, function: str) -> set[str]:
@@ -68,20 +97,11 @@ def names_in(owner: type | ModuleType, function: str) -> set[str]:
 
     Looks into closures: that is where NeMo-RL's decorators keep the function, without a ``__wrapped__``.
     """
-    return {name for code in _codes(vars(owner).get(function)) for name in code.co_names}
+    return {name for code in codes_of(vars(owner).get(function)) for name in code.co_names}
 
 
 def takes(method: Any, parameter: str) -> bool:
     """Whether the method, seen through such decorators, has a parameter of that name."""
     return any(
-        parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] for code in _codes(method)
+        parameter in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount] for code in codes_of(method)
     )
-
-
-def _codes(function: Any) -> Iterator[CodeType]:
-    function = unpatched(function)
-    if isinstance(function, FunctionType):
-        yield function.__code__
-        for cell in function.__closure__ or ():
-            if isinstance(cell.cell_contents, FunctionType):
-                yield from _codes(cell.cell_contents)

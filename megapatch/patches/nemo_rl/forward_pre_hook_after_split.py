@@ -38,7 +38,7 @@ def diagnose(module: ModuleType) -> Verdict:
     finishing = {"finish_train_step", "_finish_train_step_body"}
     called = set().union(*(names_in(worker, name) for name in finishing))
     if not knowing:
-        return Verdict(ABSENT, "nothing switches the hooks off")
+        return lacking([f"{OFF} in the methods of {WORKER}"])
     if knowing & (finishing | called):
         return Verdict(FIXED, "finish_train_step puts the hooks back")
     missing = missing_attributes(f"{module.__name__}:{WORKER}", "enable_forward_pre_hook", "finish_train_step")

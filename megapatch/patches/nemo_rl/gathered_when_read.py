@@ -14,44 +14,21 @@ Cost      the gather that the next forward pass would make, which then makes non
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
+from ...patch import Patch
+from .._readers import Reader, reading
+from ._workers import MODULE, WORKER, before_split_step
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes
-from .._gathered import GATHERS, gathered_before_call
-from ._workers import MODULE, WORKER, names_in, no_worker
-
-REFIT, VIEWS = "nccl_reshard_refit", "hf_to_local_param_map"
-
-
-def diagnose(module: ModuleType) -> Verdict:
-    """Look for a gather in the refit's code: running it takes NCCL."""
-    worker = getattr(module, WORKER, None)
-    if worker is None:
-        return no_worker(module)
-    if REFIT not in vars(worker):
-        return Verdict(ABSENT, f"this version has no {REFIT}()")
-    names = names_in(worker, REFIT)
-    if names & set(GATHERS):
-        return Verdict(FIXED, f"{REFIT}() gathers the parameters that it sends")
-    missing = [*missing_attributes(f"{MODULE}:{WORKER}", "disable_forward_pre_hook")]
-    if VIEWS not in names:
-        missing.append(f"attribute {VIEWS} in {WORKER}.{REFIT}")
-    if missing:
-        return lacking(missing)
-    return Verdict(NEEDED, f"with overlap_param_gather {REFIT}() sends parameters that are not gathered")
-
-
-def gather_first(nccl_reshard_refit: Callable[..., Any]) -> Callable[..., Any]:
-    return gathered_before_call(nccl_reshard_refit, lambda self, *args, **kwargs: self.model)
-
+REFIT = Reader(
+    f"{WORKER}.nccl_reshard_refit",
+    "self.model",
+    reads=("hf_to_local_param_map",),
+    optional=before_split_step,
+)
 
 PATCH = Patch(
     name="nemo_rl.gathered-when-read",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/4086",
     changes_numbers=True,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{WORKER}.{REFIT}": gather_first}),),
+    sites=(reading(MODULE, REFIT),),
 )

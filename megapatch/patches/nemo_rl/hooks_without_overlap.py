@@ -22,7 +22,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import lacking, missing_attributes, missing_parameters
 
 MODULES = ("megatron.bridge.training.setup", "nemo.tron.setup")
@@ -33,8 +33,6 @@ DDP = "DistributedDataParallel"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Call the real function with an empty DDP and settings without any overlap, and look at the hooks it sets."""
-    if not hasattr(module, UPDATE):
-        return Verdict(ABSENT, f"this version has no {UPDATE}()")
     missing = [
         *missing_attributes(f"{module.__name__}:", DDP),
         *missing_parameters(f"{module.__name__}:{UPDATE}", "model", "model_config", "ddp_config", "optimizer"),

@@ -67,7 +67,7 @@ def _class_of_actor(actor: Any) -> Any:
 
 
 class _Raised(Exception):
-    """What the body of the stand-in's `with` raises."""
+    """Raised by the body of the stand-in's `with`."""
 
 
 def _restores_after_exception(cls: type, generator: FunctionType) -> bool:

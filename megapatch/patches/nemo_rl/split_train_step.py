@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from ...patch import FIXED, NEEDED, Patch, Site, Verdict
+from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes
 from .._ray_actors import actors_of
-from ._workers import ACTOR, FORKED, MODULE, WORKER, has_own_split_step, no_worker, split_step_of
+from ._workers import ACTOR, FORKED, MODULE, WORKER, no_worker, settled_by_upstream, split_step_of
 
 CALLED = (
     "aggregate_training_statistics",
@@ -40,8 +40,8 @@ def diagnose(module: ModuleType) -> Verdict:
     worker = getattr(module, WORKER, None)
     if worker is None:
         return no_worker(module)
-    if has_own_split_step(worker):
-        return Verdict(FIXED, f"{WORKER} has begin_train_step")
+    if (settled := settled_by_upstream(worker)) is not None:
+        return settled
     missing = missing_attributes(f"{module.__name__}:", ACTOR, *CALLED)
     return lacking(missing) if missing else Verdict(NEEDED, f"{WORKER} has only train()")
 

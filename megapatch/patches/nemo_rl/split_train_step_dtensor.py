@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from ...patch import FIXED, NEEDED, Patch, Site, Verdict
+from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes
 from .._ray_actors import actors_of
 from ._workers import DTENSOR_WORKERS as WORKERS
-from ._workers import has_own_split_step, names_in, no_worker, split_step_of
+from ._workers import names_in, no_worker, settled_by_upstream, split_step_of
 
 OF_TRAIN = ("dp_mesh", "dp_size", "max_grad_norm", "optimizer", "scheduler", "step", "zero_grad")
 OF_DATA = ("from_batches", "get_batch", "select_indices", "slice")
@@ -33,8 +33,8 @@ def diagnose(module: ModuleType) -> Verdict:
     worker = getattr(module, f"{actor}Impl", None)
     if worker is None:
         return no_worker(module, actor)
-    if has_own_split_step(worker):
-        return Verdict(FIXED, f"{worker.__name__} has begin_train_step")
+    if (settled := settled_by_upstream(worker)) is not None:
+        return settled
     mentioned = names_in(worker, "train")
     missing = [f"{name} in {worker.__name__}.train" for name in OF_TRAIN if name not in mentioned]
     missing += missing_attributes(f"{module.__name__}:", actor, "BatchedDataDict")

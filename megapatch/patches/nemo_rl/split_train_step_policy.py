@@ -26,8 +26,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from ...patch import FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict, unpatched
+from .._diagnosis import gone, lacking, missing_attributes, missing_names, missing_parameters
 from .._ray_actors import actors_of
 from ._workers import TQ_MODULE, TWINS, has_own, methods_of
 
@@ -111,7 +111,7 @@ def _settled(module: ModuleType, name: str, method: str) -> Verdict | None:
     """Return the verdict if the class is missing, or has the method without us."""
     cls = getattr(module, name, None)
     if cls is None:
-        return Verdict(ABSENT, f"this version has no {name}")
+        return gone(name, module)
     if has_own(cls, method):
         return Verdict(FIXED, f"{name} has {method}")
     return None

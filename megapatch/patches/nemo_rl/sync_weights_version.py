@@ -8,9 +8,10 @@ Upstream  NVIDIA-NeMo/RL#3266 has changed the controller. On main from 2026-07-1
 Seam      adds __getattribute__ to WeightSynchronizer: every transport has a sync_weights() of its own, and users
           may have more. The method that an object has by that name takes a version, too, by position or as
           `version`. After a sync that succeeded, set_weight_version() of the synchronizer's generation is called
-          with it, if there is one: a plain method, or that of a Ray actor. In an event loop the result is a
-          coroutine, and the sync runs in a thread, as main's controller has it now; elsewhere it is the original's
-          result. Calls without a version, and synchronizers that take one themselves, are left as they are.
+          with it, if there is one: a plain method, a coroutine function, or that of a Ray actor. In an event loop
+          the result is a coroutine, and the sync runs in a thread, as main's controller has it now; elsewhere it
+          is the original's result. Calls without a version, and synchronizers that take one themselves, are left
+          as they are.
 Limits    in an event loop nothing is synced before the coroutine is awaited. An exception of set_weight_version()
           is raised, as on main: the samples that follow would bear an old version.
           No generation of NeMo-RL's has that method. Its RolloutManager has, but the synchronizer does not know
@@ -30,8 +31,9 @@ from collections.abc import Callable, Mapping
 from types import MethodType, ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_parameters
+from ..._pausing.waiting import finish, running_loop
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict
+from .._diagnosis import gone, lacking, missing_parameters
 
 log = logging.getLogger("megapatch")
 
@@ -46,7 +48,7 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the signature, as running it needs a policy and engines."""
     synchronizer = getattr(module, SYNCHRONIZER, None)
     if synchronizer is None:
-        return Verdict(ABSENT, f"this version has no {SYNCHRONIZER}")
+        return gone(SYNCHRONIZER, module)
     path = f"{MODULE}:{SYNCHRONIZER}.{SYNC}"
     sync = getattr(synchronizer, SYNC, None)
     if not missing_parameters(path, "version"):
@@ -74,7 +76,7 @@ def accepting_version(sync: MethodType) -> Callable[..., Any]:
         if version is None or _accepts(sync, args, kwargs):
             return sync(*args, **kwargs)
         call = functools.partial(_sync_and_set_version, sync, version, others)
-        return _in_thread(call) if _loop_is_running() else call()
+        return _in_thread(call) if running_loop() == "asyncio" else call()
 
     return patched_sync
 
@@ -107,7 +109,7 @@ def _sync_and_set_version(sync: MethodType, version: Any, kwargs: Mapping[str, A
     elif hasattr(set_version, "remote"):
         sys.modules["ray"].get(set_version.remote(version))
     else:
-        set_version(version)
+        finish(set_version(version), f"{SETTER}()")
     return result
 
 
@@ -127,16 +129,6 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     import asyncio
 
     return await asyncio.to_thread(call)
-
-
-def _loop_is_running() -> bool:
-    import asyncio
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 PATCH = Patch(

@@ -1,8 +1,8 @@
-"""Patches for ROLL, in the order in which they are listed."""
+"""Patches for ROLL."""
 
 from __future__ import annotations
 
 from ...patch import Patch
-from . import grad_scale, overflow_is_skipped
+from .._catalogue import patches_of
 
-PATCHES: tuple[Patch, ...] = (grad_scale.PATCH, overflow_is_skipped.PATCH)
+PATCHES: tuple[Patch, ...] = patches_of(__name__)

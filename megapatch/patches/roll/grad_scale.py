@@ -23,23 +23,19 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_names
+from ...patch import Patch, Site, Verdict
+from .._diagnosis import missing_names
+from .._loss_scale import HOOK, diagnose_loss_scale, pass_on_loss_scale
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
 STRATEGY = "MegatronTrainStrategy"
-HOOK = "grad_scale_func"
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: running it makes a model."""
-    if not hasattr(module, STRATEGY):
-        return Verdict(ABSENT, f"this version has no {STRATEGY}")
     path = f"{module.__name__}:{STRATEGY}.initialize"
-    if not missing_names(path, HOOK):
-        return Verdict(FIXED, f"{STRATEGY} sets {HOOK}")
     missing = missing_names(path, "finalize_model_grads_func", "models_wrapped", "optimizer")
-    return lacking(missing) if missing else Verdict(NEEDED, f"{STRATEGY} leaves {HOOK} unset")
+    return diagnose_loss_scale(path, missing, f"{STRATEGY} leaves {HOOK} unset")
 
 
 def set_grad_scale_func(initialize: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,8 +43,7 @@ def set_grad_scale_func(initialize: Callable[..., Any]) -> Callable[..., Any]:
     def patched_initialize(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = initialize(self, *args, **kwargs)
         for chunk in self.models_wrapped:  # of one config, which they share
-            if getattr(chunk.config, HOOK) is None:
-                setattr(chunk.config, HOOK, self.optimizer.scale_loss)
+            pass_on_loss_scale(chunk.config, self.optimizer)
         return result
 
     return patched_initialize
@@ -57,7 +52,7 @@ def set_grad_scale_func(initialize: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="roll.grad-scale",
     doc=__doc__,
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    upstream=None,
     sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{STRATEGY}.initialize": set_grad_scale_func}),),
     changes_numbers=True,
 )

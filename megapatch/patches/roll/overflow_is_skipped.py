@@ -17,15 +17,17 @@ Cost      in a step of fp16, one more metric; otherwise a comparison.
 
 from __future__ import annotations
 
+import dis
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_names
-from .._overflow import count_overflow, overflow_answered
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from .._diagnosis import codes_of, lacking, missing_names
+from .._overflow import count_overflow, leave_overflows_to_optimizer, overflow_answered
 from .._temporarily import temporarily_set
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
@@ -35,8 +37,6 @@ METRIC = "skipped_steps"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real method: running it takes a model."""
-    if not hasattr(module, STRATEGY):
-        return Verdict(ABSENT, f"this version has no {STRATEGY}")
     path = f"{module.__name__}:{STRATEGY}"
     missing = [
         *missing_names(f"{path}.train_step", "optimizer", "step", "scheduler"),
@@ -44,9 +44,15 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    if missing_names(f"{path}.train_step", "NotImplementedError"):
-        return Verdict(FIXED, "train_step() accepts that Megatron took no step")
-    return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
+    if not missing_names(f"{path}.train_step", "NotImplementedError"):
+        return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
+    train_step = getattr(module, STRATEGY).train_step
+    instructions = itertools.chain.from_iterable(map(dis.get_instructions, codes_of(train_step)))
+    if any(instruction.opname == "RAISE_VARARGS" for instruction in instructions):
+        return Verdict(
+            UNKNOWN, "expected train_step() to raise NotImplementedError, or nothing; it raises another"
+        )
+    return Verdict(FIXED, "train_step() accepts that Megatron took no step")
 
 
 def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,8 +60,7 @@ def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
     def patched_train_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.megatron_train_args.fp16:
             return train_step(self, *args, **kwargs)
-        for chunk in self.models_wrapped:
-            chunk.ddp_config.check_for_nan_in_grad = False
+        leave_overflows_to_optimizer(self.models_wrapped)
         step = self.scheduler.step
         with overflow_answered(self.optimizer, (True, math.inf, None)) as skipped:
 
@@ -75,6 +80,6 @@ def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="roll.overflow-is-skipped",
     doc=__doc__,
-    upstream="https://github.com/verl-project/verl/issues/5369",
+    upstream=None,
     sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{STRATEGY}.train_step": accept_overflow}),),
 )

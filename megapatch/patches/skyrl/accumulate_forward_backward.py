@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MisuseError
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_names, missing_parameters
+from .._diagnosis import gone, lacking, missing_names, missing_parameters
 from .._temporarily import temporarily_set
 
 if TYPE_CHECKING:
@@ -47,8 +47,11 @@ _steps: weakref.WeakKeyDictionary[Any, dict[Any, TrainStep]] = weakref.WeakKeyDi
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them needs a model."""
-    if "forward_backward" not in vars(getattr(module, WORKER, object)):  # its own: others' is right
-        return Verdict(ABSENT, f"this version has no {WORKER}.forward_backward")
+    own = vars(getattr(module, WORKER, object))
+    if "forward_backward" not in own:  # others' is right
+        if "ppo_train" in own:
+            return Verdict(ABSENT, f"this version has no {WORKER}.forward_backward: it trains in ppo_train()")
+        return gone(f"{WORKER}.forward_backward", module)
     path = f"{module.__name__}:{WORKER}"
     zeroed_before = not missing_names(f"{path}.forward_backward", "zero_grad_buffer")
     zeroed_after = not missing_names(f"{path}.optim_step", "zero_grad_buffer")

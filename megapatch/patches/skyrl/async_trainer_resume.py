@@ -24,9 +24,9 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ...weight_sync._pause import PAUSE, RESUME, resumed_on_failure
-from .._diagnosis import lacking, missing_names, reads_in_order
+from ..._pausing.generation import PAUSE, RESUME, resumed_on_failure
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from .._diagnosis import gone, lacking, missing_names, reads_in_order
 
 MODULES = ("skyrl_train.fully_async_trainer", "skyrl.train.fully_async_trainer")
 TRAINER = "FullyAsyncRayPPOTrainer"
@@ -38,9 +38,9 @@ _syncs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real coroutine: running it needs models, data and engines."""
-    train = getattr(getattr(module, TRAINER, None), "train", None)
+    train = vars(getattr(module, TRAINER, object)).get("train")  # its own: the synchronous trainer's is another
     if train is None:
-        return Verdict(ABSENT, f"this version has no {TRAINER}.train()")
+        return gone(f"{TRAINER}.train", module)
     found = reads_in_order(train, SYNC, PAUSE, RESUME)
     if not found and reads_in_order(train, "save_weights_for_sampler"):
         return Verdict(FIXED, "train() leaves pausing to WorkerDispatch")

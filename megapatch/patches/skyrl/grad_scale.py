@@ -23,8 +23,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
+from ...patch import Patch, Site, Verdict
+from .._diagnosis import missing_attributes, missing_names, missing_parameters
+from .._loss_scale import HOOK, diagnose_loss_scale, pass_on_loss_scale
 
 MODULES = (
     "skyrl_train.workers.megatron.megatron_model_wrapper",
@@ -35,17 +36,13 @@ WRAPPER = "MegatronModelWrapper"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real constructor: running it needs a model."""
-    if not hasattr(module, WRAPPER):
-        return Verdict(ABSENT, f"this version has no {WRAPPER}")
     init = f"{module.__name__}:{WRAPPER}.__init__"
-    if not missing_names(init, "grad_scale_func"):
-        return Verdict(FIXED, f"{WRAPPER} sets grad_scale_func")
     missing = [
         *missing_parameters(init, "actor_module", "actor_optimizer"),
         *missing_names(init, "get_model_config", "finalize_model_grads_func"),
         *missing_attributes(f"{module.__name__}:", "get_model_config"),
     ]
-    return lacking(missing) if missing else Verdict(NEEDED, f"{WRAPPER} leaves grad_scale_func unset")
+    return diagnose_loss_scale(init, missing, f"{WRAPPER} leaves {HOOK} unset")
 
 
 def set_grad_scale_func(init: Callable[..., None]) -> Callable[..., None]:
@@ -54,10 +51,7 @@ def set_grad_scale_func(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        config = module.get_model_config(self.actor_module[0])
-        scale_loss = getattr(self.actor_optimizer, "scale_loss", None)
-        if scale_loss is not None and config.grad_scale_func is None:
-            config.grad_scale_func = scale_loss
+        pass_on_loss_scale(module.get_model_config(self.actor_module[0]), self.actor_optimizer)
 
     return patched_init
 

@@ -24,9 +24,9 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
+from ..._pausing.generation import EVENT, PAUSE, RESUME, unmarked_on_failure
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ...weight_sync._pause import EVENT, PAUSE, RESUME, unmarked_on_failure
-from .._diagnosis import missing_names, reads_in_order
+from .._diagnosis import gone, lacking, missing_names, reads_in_order
 
 MODULES = (
     "skyrl_train.inference_engines.inference_engine_client",
@@ -37,10 +37,16 @@ CLIENT = "InferenceEngineClient"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real coroutine: a pause waits for seconds and needs engines."""
-    pause = getattr(getattr(module, CLIENT, None), PAUSE, None)
+    client = getattr(module, CLIENT, None)
+    pause = getattr(client, PAUSE, None)
+    no_event = missing_names(f"{module.__name__}:{CLIENT}.__init__", EVENT)
     if pause is None:
+        if client is None or not no_event or hasattr(client, RESUME):
+            return gone(f"{CLIENT}.{PAUSE}", module)
         return Verdict(ABSENT, f"this version has no {CLIENT}.{PAUSE}()")
-    if missing_names(f"{module.__name__}:{CLIENT}.__init__", EVENT):
+    if no_event:
+        if reads_in_order(pause, "is_set", "set"):
+            return lacking(no_event)
         return Verdict(ABSENT, f"the client does not mark itself as paused: it has no {EVENT}")
     found = reads_in_order(pause, EVENT, "is_set", "set", "clear", RESUME)
     if found == [EVENT, "is_set", EVENT, "set"]:
@@ -64,7 +70,7 @@ def clear_mark_on_failure(pause: Callable[..., Awaitable[None]]) -> Callable[...
 PATCH = Patch(
     name="skyrl.pause-rollback",
     doc=__doc__,
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    upstream=None,
     sites=tuple(
         Site(module=module, diagnose=diagnose, replace={f"{CLIENT}.{PAUSE}": clear_mark_on_failure})
         for module in MODULES

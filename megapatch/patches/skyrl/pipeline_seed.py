@@ -14,14 +14,11 @@ Cost      nothing but the sum.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_names, missing_parameters
-from .._pipeline_seed import STAGE, seed_offset
+from ...patch import Patch, Site, Verdict
+from .._diagnosis import missing_names, missing_parameters
+from .._pipeline_seed import diagnose_seed, offset_seed_by_stage
 
 MODULES = (
     "skyrl_train.distributed.megatron.megatron_strategy",
@@ -32,25 +29,13 @@ STRATEGY = "MegatronStrategy"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them would seed this process."""
-    if not hasattr(module, STRATEGY):
-        return Verdict(ABSENT, f"this version has no {STRATEGY}")
     set_seed, setup = (f"{module.__name__}:{STRATEGY}.{name}" for name in ("set_seed", "setup_distributed"))
-    if not missing_names(set_seed, STAGE) or not missing_names(setup, STAGE):
-        return Verdict(FIXED, "the seed depends on the pipeline stage")
     missing = [
         *missing_parameters(set_seed, "seed"),
         *missing_names(set_seed, "manual_seed"),
         *missing_names(setup, "set_seed", "initialize_model_parallel"),
     ]
-    return lacking(missing) if missing else Verdict(NEEDED, "all pipeline stages have the same seed")
-
-
-def offset_seed_by_stage(set_seed: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(set_seed)
-    def patched_set_seed(self: Any, seed: int, *args: Any, **kwargs: Any) -> None:
-        set_seed(self, seed + seed_offset(), *args, **kwargs)
-
-    return patched_set_seed
+    return diagnose_seed((set_seed, setup), missing)
 
 
 PATCH = Patch(

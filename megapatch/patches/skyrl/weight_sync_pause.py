@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from ..._pausing.generation import PAUSE, RESUME
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import paused_generation
-from ...weight_sync._pause import PAUSE, RESUME
-from .._diagnosis import lacking, missing_names, reads_in_order
+from .._diagnosis import gone, lacking, missing_names, reads_in_order
 
 MODULES = (
     "skyrl_train.workers.worker_dispatch",
@@ -40,7 +40,7 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real coroutine: running it needs actors and engines."""
     save = getattr(getattr(module, DISPATCH, None), SAVE, None)
     if save is None:
-        return Verdict(ABSENT, f"this version has no {DISPATCH}.{SAVE}()")
+        return gone(f"{DISPATCH}.{SAVE}", module)
     calls = reads_in_order(save, PAUSE, RESUME)
     if not calls:
         missing = missing_names(

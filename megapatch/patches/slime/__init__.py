@@ -1,8 +1,8 @@
-"""Patches for slime and for miles, which shares its code, in the order in which they are listed."""
+"""Patches for slime and for miles, which shares its code."""
 
 from __future__ import annotations
 
 from ...patch import Patch
-from . import first_sync_pushes_actor, train_reentry
+from .._catalogue import patches_of
 
-PATCHES: tuple[Patch, ...] = (train_reentry.PATCH, first_sync_pushes_actor.PATCH)
+PATCHES: tuple[Patch, ...] = patches_of(__name__)

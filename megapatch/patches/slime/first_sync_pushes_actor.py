@@ -24,8 +24,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import lacking, missing_attributes, missing_parameters
+from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
+from .._diagnosis import gone, lacking, missing_attributes, missing_parameters
 
 ACTOR = "MegatronTrainRayActor"
 LOAD, SWITCH, TAG = "load_other_checkpoint", "_switch_model", "_active_model_tag"
@@ -35,7 +35,7 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real methods: running them needs GPUs, checkpoints and rollout engines."""
     actor: Any = getattr(module, ACTOR, None)
     if not hasattr(actor, LOAD):
-        return Verdict(ABSENT, f"this version has no {ACTOR}.{LOAD}")
+        return gone(f"{ACTOR}.{LOAD}", module)
     path = f"{module.__name__}:{ACTOR}"
     missing = missing_attributes(path, "init", "update_weights", SWITCH)
     if not missing:

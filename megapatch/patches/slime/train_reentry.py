@@ -11,6 +11,8 @@ Seam      train() and save() of megatron_utils.model, rebound in actor.py, which
           no_sync_func that is a model chunk's own no_sync is removed (a user's meets slime's assertion as
           before), and after an earlier call reduces left under way are waited for and parameters not
           gathered since the last step are gathered. After an exception the config's hooks are what they were.
+          train_one_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts
+          and expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
           megatron.forward-pre-hook makes switching the forward pre-hooks safe; this patch needs it.
 Limits    The promises for exceptions hold when it was raised on all ranks: if it was raised on one rank only,
           the others wait for it in a collective, as without megapatch. After it the parameters are gathered by
@@ -18,7 +20,10 @@ Limits    The promises for exceptions hold when it was raised on all ranks: if i
           sync or a backup, finds them as the exception left them.
           Megatron's FSDP meets slime's own assertion: slime only takes DistributedDataParallel.
           --manual-gc leaves Python's garbage collector off for the life of the actor.
-Cost      once a call, a look at the config's hooks; nothing in a step, and no gather beyond slime's own.
+          An exception in the optimizer that comes once it has begun to change parameters cannot be undone.
+Numbers   change after an exception, to those of a process in which the interrupted step never began.
+Cost      once a call, a look at the config's hooks, and no gather beyond slime's own. In a step of a dense model
+          10 us, and with a mixture of experts copies of its biases and logged losses, about 0.1 ms on a CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +38,12 @@ from typing import Any
 
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import asserted, lacking, missing_attributes, missing_names, missing_parameters
-from ..megatron._around_train import NO_SYNC_ASSERTION, finish_earlier_call, without_own_no_sync
+from ..megatron._around_train import (
+    NO_SYNC_ASSERTION,
+    finish_earlier_call,
+    leaving_nothing_if_dropped,
+    without_own_no_sync,
+)
 
 _trained: weakref.WeakSet[Any] = weakref.WeakSet()
 """The model chunks that train() was called with, which may have something to finish from then on."""
@@ -47,6 +57,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_names(
             train, "get_model_config", "no_sync_func", *asserted(NO_SYNC_ASSERTION), "disable_forward_pre_hook"
         ),
+        *missing_parameters(f"{module.__name__}:train_one_step", "model", "optimizer"),
         *missing_parameters(save, "model"),
         *missing_names(save, "disable_forward_pre_hook", "enable_forward_pre_hook"),
         *missing_attributes(f"{module.__name__}:", "get_model_config"),
@@ -96,8 +107,13 @@ PATCH = Patch(
         Site(
             module=f"{framework}.backends.megatron_utils.model",
             diagnose=diagnose,
-            replace={"train": make_reentrant, "save": finish_train_before_save},
+            replace={
+                "train": make_reentrant,
+                "train_one_step": leaving_nothing_if_dropped,
+                "save": finish_train_before_save,
+            },
         )
         for framework in ("slime", "miles")
     ),
+    changes_numbers=True,
 )

@@ -1,4 +1,4 @@
-"""What a weight sync has asked of verl's rollout replicas, and what they have to be given back."""
+"""The calls that a weight sync has made of verl's rollout replicas, and those that have to undo them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from ...weight_sync._cancellation import tell_besides
+from ..._pausing.cancellation import tell_besides
+from ..._pausing.waiting import attempt
 from .._temporarily import temporarily_set
 
 PAIRS = (
@@ -84,9 +85,8 @@ class ReplicaCalls:
                 continue
             if states.get(give) == _FAILED:  # the original has tried: its failure is being raised
                 return failed
-            try:
-                await methods[give]()
-            except Exception as failure:
+            failure, _ = await attempt(methods[give], f"{give}()")
+            if failure is not None:
                 failed = failed or failure
                 if states[take] == _DONE:  # it has really lost that
                     return failed

@@ -24,10 +24,9 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
-from .._overflow import COUNT, OVERFLOW, count_overflow, overflow_answered
-from .._temporarily import temporarily_set
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
+from .._overflow import COUNT, OVERFLOW, count_overflow, overflow_answered, standing_still
 
 MODULE = "verl.workers.engine.megatron.transformer_impl"
 ENGINE = "MegatronEngine"
@@ -38,11 +37,9 @@ _TAKEN, _SKIPPED = "_megapatch_steps_taken", "_megapatch_steps_skipped"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Call the real method with an optimizer that has found an overflow."""
-    engine = getattr(module, ENGINE, None)
-    if engine is None:
-        return Verdict(ABSENT, f"this version has no {ENGINE}")
     path = f"{module.__name__}:{ENGINE}"
     missing = [
+        *missing_attributes(path, "optimizer_step"),
         *missing_parameters(f"{path}.train_batch", "data"),
         *missing_names(f"{path}.train_batch", "optimizer_step", "metrics", "is_mp_src_rank_with_outputs"),
         *missing_names(f"{path}.lr_scheduler_step", "lr_scheduler", "step"),
@@ -51,7 +48,7 @@ def diagnose(module: ModuleType) -> Verdict:
         return lacking(missing)
     optimizer = SimpleNamespace(step=lambda: OVERFLOW)
     try:
-        unpatched(engine.optimizer_step)(SimpleNamespace(optimizer=optimizer))
+        unpatched(getattr(module, ENGINE).optimizer_step)(SimpleNamespace(optimizer=optimizer))
     except NotImplementedError:
         return Verdict(NEEDED, "an fp16 overflow, after which Megatron takes no step, ends the job")
     except AttributeError as error:
@@ -80,7 +77,7 @@ def stay_without_steps(lr_scheduler_step: Callable[..., Any]) -> Callable[..., A
         taken, skipped = vars(self).pop(_TAKEN, 0), vars(self).pop(_SKIPPED, 0)
         if taken or not skipped:
             return lr_scheduler_step(self, *args, **kwargs)
-        with temporarily_set(self.lr_scheduler, step=lambda *ignored, **also_ignored: None):
+        with standing_still(self.lr_scheduler):
             return lr_scheduler_step(self, *args, **kwargs)
 
     return patched_lr_scheduler_step

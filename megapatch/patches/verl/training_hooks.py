@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_parameters
 
 MODULE = "verl.utils.megatron_utils"
@@ -32,8 +32,6 @@ HOOKS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Call the real function twice for one stand-in of a chunk, and once for two."""
-    if not hasattr(module, REGISTER):
-        return Verdict(ABSENT, f"this version has no {REGISTER}()")
     missing = [
         *missing_parameters(f"{module.__name__}:{REGISTER}", "model", "optimizer"),
         *missing_attributes(f"{module.__name__}:", "DDP"),

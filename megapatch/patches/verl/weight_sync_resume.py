@@ -7,8 +7,8 @@ Upstream  not reported; in 0.7.1 to 0.9.1 and on main. 0.6.1 has no such manager
 Seam      the class attribute, a coroutine behind verl's own @auto_await, which looks at the frame that calls it:
           the replacement is made by that decorator, too. While it runs, the replicas' own methods note what was
           begun. After an exception all calls under way are awaited, and each replica gets back what it has lost:
-          first its KV cache (in 0.7.1 it is woken up), then its requests. What the original has tried to give
-          back itself is not tried again.
+          first its KV cache (in 0.7.1 it is woken up), then its requests. Nothing that the original has
+          tried to give back itself is tried again.
 Limits    after a failed sync replicas may hold a mixture of old and new weights, or differ from each other, and an
           ERROR says so: sync again before using samples. The process group of a failed transfer is left as it is.
           A replica whose KV cache cannot be given back is not asked to generate. Two syncs at the same time, which
@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from ...weight_sync._pause import resumed_on_failure
-from .._diagnosis import missing_attributes
+from ..._pausing.generation import resumed_on_failure
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import gone, missing_attributes
 from ._replica_calls import ReplicaCalls
 
 MODULE = "verl.checkpoint_engine.base"
@@ -41,7 +41,7 @@ def diagnose(module: ModuleType) -> Verdict:
     """Read the real coroutine: running it needs Ray and engines."""
     update = getattr(getattr(module, MANAGER, None), UPDATE, None)
     if update is None:
-        return Verdict(ABSENT, f"this version has no {MANAGER}.{UPDATE}()")
+        return gone(f"{MANAGER}.{UPDATE}", module)
     coroutine = inspect.unwrap(unpatched(update))
     if not inspect.iscoroutinefunction(coroutine) or missing_attributes(f"{module.__name__}:", "auto_await"):
         return Verdict(UNKNOWN, f"expected {UPDATE}() to be a coroutine behind @auto_await")
@@ -79,6 +79,6 @@ def resume_after_failure(update_weights: Callable[..., Any]) -> Callable[..., An
 PATCH = Patch(
     name="verl.weight-sync-resume",
     doc=__doc__,
-    upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
+    upstream=None,
     sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{MANAGER}.{UPDATE}": resume_after_failure}),),
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ..._engine.engine import this_process
-from .out_of_reach import SHELLS, of_flags, of_script
+from .out_of_reach import SHELLS, of_command, of_script
 from .site.sitecustomize import HERE, TARGETS, say
 
 BAD_USAGE, CANNOT_START, NOT_FOUND = 2, 126, 127  # the last two as shells have them
@@ -27,7 +27,7 @@ def launch(command: list[str]) -> int:
     if os.pathsep in HERE:
         say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep} in its name. Move it.")
         return BAD_USAGE
-    targets = {record.site.module for record in this_process().records}
+    targets = {module for record in this_process().records for module in record.modules}
     for warning in warnings(command):
         say(warning)
     sys.stdout.flush()
@@ -58,7 +58,7 @@ def reaching(environment: Mapping[str, str], targets: set[str]) -> dict[str, str
 
 def warnings(command: list[str]) -> list[str]:
     """Return what the command puts out of reach. Reads the script that it names, but not those called there."""
-    return of_flags(command) + of_script(" ".join(command), "the command") + of_script(*_script(command))
+    return of_command(command) + of_script(*_script(command))
 
 
 def _script(command: list[str]) -> tuple[str, str]:

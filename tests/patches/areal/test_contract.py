@@ -6,13 +6,30 @@ import importlib
 from unittest import mock
 
 import torch
-from rigs.areal.engine import BOTH, ENGINE, GRADS, RELEASES, engine_of, find_areal, needs_areal, train
+from rigs.areal.engine import (
+    BOTH,
+    CHECKPOINTER,
+    ENGINE,
+    GRADS,
+    RELEASES,
+    engine_of,
+    find_areal,
+    needs_areal,
+    train,
+)
 from rigs.areal.updates import Servers, checkpoint, update
 from rigs.contract import check_family
 from rigs.megatron.gathers import Collectives
 from rigs.megatron.options import attempt
 
-from megapatch.patches.areal import PATCHES, aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
+from megapatch.patches.areal import (
+    PATCHES,
+    aux_loss_scale,
+    gathered_when_read,
+    load_optimizer_state,
+    pipeline_seed,
+    weight_sync_resume,
+)
 
 pytestmark = needs_areal
 
@@ -51,6 +68,16 @@ def second_stage():
     assert found == [0, 100]
 
 
+def load_of_moments():
+    """The optimizer is asked for what a load needs."""
+    engine, asked = engine_of(GRADS), []
+    module = importlib.import_module(CHECKPOINTER)
+    engine.optimizer.sharded_state_dict = lambda state, **given: asked.append(given)
+    with mock.patch.object(module, "load_dist_checkpointing", return_value={"optimizer": None}):
+        attempt(engine.checkpointer.load_checkpoint, None, with_model=False, with_rng=False)
+    assert [given.get("is_loading") for given in asked] == [True]
+
+
 def failed_update():
     engine, servers = engine_of(GRADS), Servers("update")
     with mock.patch("torch.distributed.barrier"):
@@ -61,6 +88,7 @@ def failed_update():
 SCENARIOS = {
     aux_loss_scale.PATCH: scaled_by_megatron,
     gathered_when_read.PATCH: read_after_a_step,
+    load_optimizer_state.PATCH: load_of_moments,
     pipeline_seed.PATCH: second_stage,
     weight_sync_resume.PATCH: failed_update,
 }

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
-from megapatch.patches.areal import aux_loss_scale, gathered_when_read, pipeline_seed, weight_sync_resume
+from megapatch.patches.areal import (
+    aux_loss_scale,
+    gathered_when_read,
+    load_optimizer_state,
+    pipeline_seed,
+    weight_sync_resume,
+)
 
 ENGINE = """
 import types
@@ -34,11 +40,31 @@ class MegatronEngine:
         self.rollout_engine.pause_generation()
         {last}
     def _save_model_to_hf(self):
+        {export}
         return self.model
 """
-ORDINARY = dict(seed="self.seed", hook="pass", first="", last="self.rollout_engine.continue_generation()")
+ORDINARY = dict(
+    seed="self.seed", hook="pass", first="", export="pass", last="self.rollout_engine.continue_generation()"
+)
 FINALLY = "try: print()\n        finally: self.rollout_engine.continue_generation()"
-MANAGER = "class MegatronCheckpointManager:\n    def save_checkpoint(self):\n        {}self.generate_state_dict()"
+MANAGER = """
+class MegatronCheckpointManager:
+    def __init__(self, model):
+        self.model = model
+    def save_checkpoint(self):
+        {}self.generate_state_dict()
+"""
+
+LOADS = """
+import torch
+def load_dist_checkpointing(*args, **kwargs): ...
+class MegatronCheckpointManager:
+    def generate_state_dict(self, with_model=True, with_optimizer=True, with_rng=True{loading}):
+        torch.distributed.barrier()
+        return self.optimizer.sharded_state_dict({{}}{given})
+    def load_checkpoint(self, local_path, with_model=True, with_optimizer=True, with_rng=True):
+        load_dist_checkpointing(self.generate_state_dict(with_model, with_optimizer, with_rng{says}))
+"""
 
 
 def engine(**changed):
@@ -51,30 +77,69 @@ BY_STAGE = "self.seed + mpu.get_pipeline_model_parallel_rank()"
 
 SOURCES = {
     aux_loss_scale.diagnose: {
-        "scale: none": (NOTHING, "absent", "no MegatronEngine"),
+        "scale: none": (NOTHING, "unknown", "MegatronEngine"),
         "scale: by hand": (engine(), "needed", "only AReaL's own loss"),
         "scale: set": (engine(hook="config.grad_scale_func = 1"), "fixed", "sets"),
         "scale: other": ("class MegatronEngine: ...", "unknown", "train_batch"),
     },
+    load_optimizer_state.diagnose: {
+        "loads: none": (NOTHING, "unknown", "load_checkpoint"),
+        "loads: as it saves": (LOADS.format(loading="", given="", says=""), "needed", "as a save does"),
+        "loads: says so": (
+            LOADS.format(loading=", loading=False", given=", is_loading=loading", says=", loading=True"),
+            "fixed",
+            "says so",
+        ),
+        "loads: not asked": (
+            LOADS.format(loading="", given="", says="").replace("return self", "return lambda: self"),
+            "unknown",
+            "0 times",
+        ),
+        "loads: renamed": (
+            LOADS.format(loading="", given="", says="").replace("sharded_state_dict", "state_of_shards"),
+            "unknown",
+            "sharded_state_dict in",
+        ),
+        "loads: cannot run": (
+            LOADS.format(loading="", given=", **self.something_new", says=""),
+            "unknown",
+            "TypeError",
+        ),
+    },
     pipeline_seed.diagnose: {
-        "seed: none": (NOTHING, "absent", "no MegatronEngine"),
+        "seed: none": (NOTHING, "unknown", "MegatronEngine"),
         "seed: one": (engine(), "needed", "the same seed"),
         "seed: by stage": (engine(seed=BY_STAGE), "fixed", "depends"),
         "seed: other": (engine(seed="1"), "unknown", "seed"),
     },
     weight_sync_resume.diagnose: {
-        "sync: none": (NOTHING, "absent", "no MegatronEngine"),
+        "sync: none": (NOTHING, "unknown", "MegatronEngine"),
         "sync: at the end": (engine(), "needed", "does not continue"),
         "sync: finally": (engine(last=FINALLY), "fixed", "even after"),
         "sync: never": (engine(last="pass"), "unknown", "then continue_generation"),
         "sync: other": ("class MegatronEngine: ...", "unknown", "update_weights"),
     },
-    gathered_when_read.diagnose_engine: {
-        "reads: none": (NOTHING, "absent", "this version has no"),
+    gathered_when_read.PATCH.sites[0].diagnose: {
+        "reads: none": (NOTHING, "unknown", "_update_weights_from_distributed"),
         "reads: shards": (engine(), "needed", "are not gathered"),
-        "reads: gathers": (engine(first=GATHERS), "fixed", "gathers"),
+        "reads: one gathers": (engine(first=GATHERS), "needed", "_save_model_to_hf() reads"),
+        "reads: both gather": (
+            engine(first=GATHERS, export="self.model[0].start_param_sync()"),
+            "fixed",
+            "gathers",
+        ),
+        "reads: renamed": (
+            engine().replace("_update_weights_from_distributed", "_update_weights_by_nccl"),
+            "unknown",
+            "_update_weights_from_distributed",
+        ),
+        "reads: a log that mentions a gather": (
+            engine(first="print('call start_param_sync() before'); "),
+            "needed",
+            "are not gathered",
+        ),
     },
-    gathered_when_read.diagnose_save: {
+    gathered_when_read.PATCH.sites[1].diagnose: {
         "saves: shards": (MANAGER.format(""), "needed", "are not gathered"),
         "saves: gathers": (MANAGER.format(GATHERS), "fixed", "gathers"),
     },

@@ -6,10 +6,11 @@ import pytest
 from rigs.areal.engine import RELEASES, STEPS, find_areal, needs_areal
 from rigs.areal.runs import READS, cells
 from rigs.cells import run_cells
+from rigs.megatron.save import minor
 
 pytestmark = needs_areal
 
-OWN = ("aux-loss-scale", "gathered-when-read", "pipeline-seed", "weight-sync-resume")
+OWN = ("aux-loss-scale", "gathered-when-read", "load-optimizer-state", "pipeline-seed", "weight-sync-resume")
 
 
 @pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)
@@ -31,6 +32,22 @@ def test_after_a_step_parameters_are_whole(ranks, reader):
         old, _ = found[f"{reader}, without"]
         assert all(0.3 < fraction < 0.8 for fraction in old)
         assert found[f"{reader}, with"] == ([0.0] * STEPS, 0.0)
+
+
+def test_without_the_patch_a_checkpoint_cannot_be_saved_or_its_moments_are_not_loaded(ranks):
+    for found in ranks:
+        without = found["recovered, without"]
+        if minor() >= 16:
+            assert without == ("CheckpointingException", "ShardedTensor.flattened_range is not supported.")
+        else:
+            assert without[1] == 0
+
+
+def test_moments_and_weights_are_loaded(ranks):
+    for found in ranks:
+        saved, same, differing = found["recovered"]
+        assert saved == same > 0
+        assert differing == 0.0
 
 
 def test_pipeline_stages_are_seeded_differently(ranks):

@@ -20,27 +20,27 @@ def saving():
 
     def idle_is_none(self, data_iterator, ckpt_format, force=False):
         ShardedObject = tuple
-        return ShardedObject(("rerun_state_machine_state", self.mode)) if force else None
+        return ShardedObject(("rerun_state_machine_state", (self.mode, self.state))) if force else None
 
     def builds(self, data_iterator, ckpt_format, force=False):
         ShardedObject = tuple
-        return ShardedObject(("rerun_state_machine_state", (self.mode, self.rerun_requested)))
+        return ShardedObject(("rerun_state_machine_state", (self.mode, self.state, self.rerun_requested)))
 
     def gives_one(self, data_iterator, ckpt_format, force=False):
         ShardedObject = tuple
-        return ShardedObject(("rerun_state_machine_state", self.mode))
+        return ShardedObject(("rerun_state_machine_state", (self.mode, self.state)))
 
     def builds_without_force(self, data_iterator, ckpt_format):
         ShardedObject = tuple
-        return ShardedObject(("rerun_state_machine_state", (self.mode, self.rerun_requested)))
+        return ShardedObject(("rerun_state_machine_state", (self.mode, self.state, self.rerun_requested)))
 
     def none_without_force(self, data_iterator, ckpt_format):
         ShardedObject = tuple
-        return None if self.mode else ShardedObject(("rerun_state_machine_state", self.mode))
+        return None if self.mode else ShardedObject(("rerun_state_machine_state", (self.mode, self.state)))
 
     def raises(self, data_iterator, ckpt_format, force=False):
         ShardedObject = tuple
-        raise RuntimeError(ShardedObject(("rerun_state_machine_state", self.mode)))
+        raise RuntimeError(ShardedObject(("rerun_state_machine_state", (self.mode, self.state))))
 
     def says_nothing(self, data_iterator, ckpt_format, force=False):
         return None

@@ -75,7 +75,7 @@ def test_diagnosis():
         "other schedule": ("unknown", "parameter num_microbatches of megatron.core.pipeline_parallel."),
         "never early": (
             "unknown",
-            "is reduced in finish_grad_sync(), the later one fails with AssertionError",
+            "the later one fails with AssertionError",
         ),
         "needs more": ("unknown", "and the step after it"),
         "half repaired": (

@@ -23,6 +23,8 @@ TORCH = f"{CHECKPOINTING}.strategies.torch"
 PARALLEL = f"{CHECKPOINTING}.strategies.fully_parallel"
 VALIDATION = f"{CHECKPOINTING}.validation"
 READER = f"{CHECKPOINTING}.strategies.cached_metadata_filesystem_reader"
+WRITER = f"{CHECKPOINTING}.strategies.filesystem_async"
+SCHEDULER = "megatron.core.optimizer_param_scheduler"
 STATE = "megatron.core.parallel_state"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -51,6 +53,9 @@ HARMFUL = {
         (BUFFER, f"{GROUP}.finish_grad_sync", empty),
         (BUFFER, f"{GROUP}.finish_grad_sync", another_body),
         (BUFFER, f"{GROUP}.reset", without("self.per_param_grad_ready_counts = {}")),
+        (BUFFER, f"{GROUP}.reset", without("self.golden_per_param_grad_ready_counts = ")),
+        (BUFFER, f"{GROUP}.reset", without("self.is_first_batch = False")),
+        (BUFFER, f"{GROUP}.reset", without("self.is_last_microbatch = True")),
         (BUFFER, f"{GROUP}.reset", empty),
         (BUFFER, f"{GROUP}.reset", another_body),
         (SCHEDULES, "forward_backward_no_pipelining", with_name("num_microbatches", "another")),
@@ -64,10 +69,30 @@ HARMFUL = {
         (OPTIMIZER, "HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers", another_body),
         (OPTIMIZER, "DistributedOptimizer._set_main_param_and_optimizer_states", with_name("tensors", "another")),
     ),
+    "megatron.main-params-after-load": (
+        (OPTIMIZERS, "MixedPrecisionOptimizer.step_with_ready_grads", empty),
+        (OPTIMIZERS, "MixedPrecisionOptimizer.step_with_ready_grads", another_body),
+        (OPTIMIZERS, "MixedPrecisionOptimizer.prepare_grads", empty),
+        (OPTIMIZERS, "Float16OptimizerWithFloat16Params.__init__", with_name("float16_groups", "another")),
+        (OPTIMIZER, "DistributedOptimizer.__init__", with_name("shard_float16_groups", "another")),
+    ),
     "megatron.nested-no-sync": (
         (DDP, f"{DATA_PARALLEL}.no_sync", without("is_last_microbatch = False")),
         (DDP, f"{DATA_PARALLEL}.no_sync", without("is_last_microbatch = True")),
         (BUFFER, f"{GROUP}.register_grad_ready", with_name("is_last_microbatch", "another")),
+    ),
+    "megatron.own-save-results": (
+        (WRITER, "FileSystemWriterAsync.prepare_write_data", empty),
+        (WRITER, "FileSystemWriterAsync.prepare_write_data", another_body),
+        (WRITER, "FileSystemWriterAsync.prepare_write_data", with_name("results_queue", "another")),
+        (WRITER, "FileSystemWriterAsync.get_save_function_and_args", empty),
+        (WRITER, "FileSystemWriterAsync.retrieve_write_results", empty),
+        (WRITER, "FileSystemWriterAsync.retrieve_write_results", another_body),
+    ),
+    "megatron.override-after-load": (
+        (OPTIMIZERS, "FP32Optimizer.load_state_dict", empty),
+        (OPTIMIZERS, "FP32Optimizer.load_state_dict", another_body),
+        (SCHEDULER, "OptimizerParamScheduler.get_lr", another_body),
     ),
     "megatron.parameters-without-gradients": (
         (BUFFER, f"{GROUP}.register_grad_ready", empty),
@@ -101,6 +126,12 @@ HARMFUL = {
         (PARALLEL, "FullyParallelSaveStrategyWrapper.apply_saving_parallelization", another_body),
         (PARALLEL, "FullyParallelSaveStrategyWrapper.async_save", empty),
         (PARALLEL, "FullyParallelSaveStrategyWrapper.async_save", another_body),
+    ),
+    "megatron.scheduler-after-load": (
+        (SCHEDULER, "OptimizerParamScheduler.load_state_dict", empty),
+        (SCHEDULER, "OptimizerParamScheduler.load_state_dict", another_body),
+        (SCHEDULER, "OptimizerParamScheduler.step", empty),
+        (SCHEDULER, "OptimizerParamScheduler.step", with_name("num_steps", "another")),
     ),
     "megatron.strict-loads-with-new-torch": (
         (TORCH, "TorchDistLoadShardedStrategy.load_tensors_metadata", empty),
@@ -148,7 +179,7 @@ def test_harmless_edits_are_not_refused():
                         refused.append(f"{patch.name}, {path}, {edit.__name__}: {after}")
     print(f"{len(refused)} of {made} refused")
     assert made > 100
-    assert len(refused) <= 0.02 * made, "\n".join(refused)
+    assert len(refused) <= 1, "\n".join(refused)
 
 
 @pytest.mark.parametrize("name", HARMFUL)

@@ -195,12 +195,18 @@ def needs_more(self):
 def is_another(self): ...
 
 
+class KeepsItsOwn(FileSystemReader):
+    def read_metadata(self):
+        return self._cached_metadata
+
+
 def diagnoses(reader):
     module = importlib.import_module(reader.__module__)
     functions = looks_at_the_file, reads_always, reads_never, needs_more, is_another
     changes = {
         **made_up(reader, "read_metadata", *functions),
-        "no cache": (module, "CachedMetadataFileSystemReader", FileSystemReader),
+        "each its own": (module, "CachedMetadataFileSystemReader", KeepsItsOwn),
+        "another cache": (module, "CachedMetadataFileSystemReader", FileSystemReader),
         "no class": (module, "CachedMetadataFileSystemReader", None),
     }
     return verdicts_of(diagnose, module, changes)
@@ -213,7 +219,8 @@ DIAGNOSES = {
     "reads_never": ("unknown", "it did so 0 times"),
     "needs_more": ("unknown", "KeyError"),
     "is_another": ("unknown", "not found: _cache_key in"),
-    "no cache": ("absent", "what it has read itself"),
+    "each its own": ("absent", "what it has read itself"),
+    "another cache": ("unknown", "_metadata_cache"),
     "no class": ("unknown", "not found:"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 from functools import partial
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from rigs.megatron.options import UNPATCHED, buckets, needs_training
 
 from megapatch import apply, restore
 from megapatch._versions import find_module
-from megapatch.patches._gathered import gathered_at_first_next
+from megapatch.patches._readers import Reader
 from megapatch.testing import init_parallel, megatron_training_available, tiny_gpt
 from megapatch.weight_sync import gathered_parameters
 
@@ -32,11 +33,19 @@ RESHARDING = "megatron.core.resharding.refit"
 needs_resharding = pytest.mark.skipif(not find_module(RESHARDING), reason="this Megatron has no refit (to 0.15)")
 STEPS = 3
 ALIGNED = {"align_param_gather": True, "align_grad_reduce": True}
-streamed = gathered_at_first_next(export, lambda chunks: chunks)
+streamed = Reader("export", "chunks", stream=True).gather_first(export)
 
 
 def read_sharded(model):
     return whole(model.chunks[0].sharded_state_dict())
+
+
+def read_unwrapped(model):
+    return whole(unwrapped(model.chunks[0]).sharded_state_dict())
+
+
+def read_a_part(model):
+    return whole(unwrapped(model.chunks[0]).decoder.layers[0].sharded_state_dict())
 
 
 def read_local(model):
@@ -140,6 +149,16 @@ def activated_mid_run():
     return found
 
 
+def orphan():
+    """The shards of a model whose DistributedDataParallel, which alone could gather, is gone."""
+    _, model = pair()
+    model.train_step()
+    chunk = unwrapped(model.chunks[0])
+    del model
+    gc.collect()
+    return len(chunk.sharded_state_dict()) > 0
+
+
 def alike():
     """What each rank takes to be done and pending, after each of many kinds of calls."""
     _, model = pair()
@@ -161,6 +180,8 @@ def alike():
 
 def readers():
     yield "sharded_state_dict", partial(after_steps, read_sharded)
+    yield "sharded_state_dict, unwrapped", partial(after_steps, read_unwrapped)
+    yield "sharded_state_dict of a part", partial(after_steps, read_a_part)
     if megatron_training_available():
         yield "generate_state_dict", partial(after_steps, read_state)
     if find_module(RESHARDING):
@@ -182,6 +203,7 @@ def patched(rank, world_size):
     for name, options in COUNTS.items():
         yield name, partial(gathers, **options)
     yield "alike", alike
+    yield "orphan", orphan
     yield "activated mid-run", activated_mid_run
 
 
@@ -206,6 +228,8 @@ ranks = cells_of(patched, 2)
     "name",
     [
         "sharded_state_dict",
+        "sharded_state_dict, unwrapped",
+        "sharded_state_dict of a part",
         pytest.param("generate_state_dict", marks=needs_training),
         pytest.param("swap_model_weights", marks=needs_resharding),
     ],
@@ -233,6 +257,10 @@ def test_a_gather_between_backward_and_step_is_not_the_last_one(without, ranks):
 
 def test_without_the_patch_what_one_rank_reads_is_a_mixture(without):
     assert all(0.4 < fraction < 0.6 for found in without for fraction in found["state_dict"])
+
+
+def test_a_model_that_nobody_can_gather_is_read_as_it_is(ranks):
+    assert all(found["orphan"] for found in ranks)
 
 
 def test_all_ranks_decide_alike(ranks):

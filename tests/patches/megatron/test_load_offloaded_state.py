@@ -146,7 +146,7 @@ DIAGNOSES = {
     "needs_more": ("unknown", "TypeError"),
     "is_another": ("unknown", "not found: param_to_fp32_param in"),
     "repaired": ("fixed", "reaches the copies"),
-    "no offloading": ("absent", "does not offload"),
+    "no offloading": ("unknown", "HybridDeviceOptimizer"),
 }
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import once, run_cells
 from rigs.megatron.gathers import between_ranks
 from rigs.megatron.options import Log, assert_same_parameters, attempt
 from rigs.train_step.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
@@ -114,25 +114,33 @@ def found_by(rank, world_size, chosen):
         if ranks != world_size or name not in chosen:
             continue
         init_parallel(**layout)
+        expected = {case: once(trained, plain, case) for case in UNUSED}
         for case in UNUSED:
-            yield (name, case), partial(pair, overlapping, plain, case)
+            yield (name, case), partial(pair, overlapping, expected[case], case)
         if not layout.get("vpp"):
             for last in (False, True):
-                yield (name, "in turns", last), partial(pair, overlapping, plain, "in turns", (1, 3), last)
+                yield (
+                    (name, "in turns", last),
+                    partial(pair, overlapping, expected["in turns"], "in turns", (1, 3), last),
+                )
     if world_size == 2:
         init_parallel()
-        yield "zeroed at the end", lambda: (trained_zeroing_last(GRADS), trained({}, "in turns"))
+        in_turns = once(trained, {}, "in turns")
+        yield "zeroed at the end", lambda: (trained_zeroing_last(GRADS), in_turns())
         # Layer 3 comes before layer 2 in the backward pass, and so in the order of the reduces.
-        yield "frozen", partial(pair, GRADS, {}, "on one rank only", frozen=3)
-        yield "made before", lambda: (trained(GRADS, "in turns", late=True), trained({}, "in turns"))
+        yield (
+            "frozen",
+            partial(pair, GRADS, partial(trained, {}, "on one rank only", frozen=3), "on one rank only", frozen=3),
+        )
+        yield "made before", lambda: (trained(GRADS, "in turns", late=True), in_turns())
         yield "all-reduced", all_reduced
         yield "started twice", started_twice
         yield "said", said
         yield "overlap", partial(early_starts, "on one rank only")
 
 
-def pair(overlapping, plain, case, cut=None, last=False, frozen=None):
-    return trained(overlapping, case, cut, last, frozen), trained(plain, case, frozen=frozen)
+def pair(overlapping, expected, case, cut=None, last=False, frozen=None):
+    return trained(overlapping, case, cut, last, frozen), expected()
 
 
 def all_reduced():
@@ -289,7 +297,9 @@ def test_without_the_patch_the_step_ends_with_an_error():
 
 def silently(rank, world_size):
     init_parallel(**TWO_INSTANCES)
-    yield "instances", partial(pair, *LAYOUTS["dp4, two instances"][2:], "from the second step on")
+    case = "from the second step on"
+    *_, overlapping, plain = LAYOUTS["dp4, two instances"]
+    yield "instances", partial(pair, overlapping, partial(trained, plain, case), case)
 
 
 @pytest.mark.thorough

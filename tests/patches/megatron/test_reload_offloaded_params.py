@@ -96,7 +96,7 @@ DIAGNOSES = {
     "needs_more": ("unknown", "TypeError"),
     "is_another": ("unknown", "not found: HybridDeviceOptimizer in"),
     "no class": ("unknown", "DistributedOptimizer"),
-    "no offloading": ("absent", "does not offload"),
+    "no offloading": ("unknown", "HybridDeviceOptimizer"),
 }
 
 

@@ -81,9 +81,11 @@ DIAGNOSES = {
     ("finalize_with", "takes_it"): ("fixed", "takes force_all_reduce"),
     ("finalize_with", "takes_nothing"): ("needed", "does not take the force_all_reduce"),
     ("finalize_with", "raises"): ("unknown", "RuntimeError: no"),
-    ("finalize_without", "takes_nothing"): ("absent", "without force_all_reduce"),
+    ("finalize_without", "takes_nothing"): (
+        ("absent", "without force_all_reduce") if minor() < 16 else ("unknown", "not found: force_all_reduce")
+    ),
     ("finalize_nothing", "takes_nothing"): ("unknown", "not found: finish_grad_sync"),
-    "no class": ("absent", "no TorchFullyShardedDataParallel"),
+    "no class": ("unknown", "TorchFullyShardedDataParallel"),
 }
 
 

@@ -161,7 +161,7 @@ def test_activation_between_two_calls():
     assert_same([(losses, parameters) for losses, parameters, _, _ in got], reference)
     for _, _, told, rebound in got:
         assert rebound
-        assert told["targets"] == ["megatron.training.training:train"]
+        assert told["targets"] == [f"megatron.training.training:{name}" for name in ("train", "train_step")]
         assert f"{__name__}:train_by_name" in told["rebound"]
 
 

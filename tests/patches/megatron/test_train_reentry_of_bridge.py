@@ -138,7 +138,7 @@ def test_activation_between_two_calls(reference):
     assert_same([run for run, _, _ in by_rank], reference)
     for _, told, rebound in by_rank:
         assert rebound
-        assert told["targets"] == [f"{MODULE}:train"]
+        assert told["targets"] == [f"{MODULE}:{name}" for name in ("train", "train_step")]
 
 
 def gathers(rank, world_size, calls, steps):
@@ -268,4 +268,5 @@ def test_diagnosis():
     assert other_train[0] == "UNKNOWN"
     assert f"parameter global_state of {MODULE}:train" in other_train[1]
     assert f'the text "interval-time" in {MODULE}:train' in other_train[1]
-    assert no_train == ("ABSENT", "this module has no train()")
+    assert no_train[0] == "UNKNOWN"
+    assert f"{MODULE}:train" in no_train[1]

@@ -60,7 +60,7 @@ SOURCES = {
         "step: another": (STEP.format(body="raise ValueError('no')"), "unknown", "ValueError: no"),
     },
     train_reentry.diagnose: {
-        "setup: none": (NOTHING, "absent", "no BaseMegatronTrainer"),
+        "setup: none": (NOTHING, "unknown", "BaseMegatronTrainer"),
         "setup: in train()": (IN_TRAIN, "unsupported", "train() sets the hooks itself"),
         "setup: elsewhere": (ELSEWHERE, "unknown", "no_sync_func"),
         "setup: once": (SETUP.format(body=f"{ASSERTS}; {SETS}"), "needed", "fails at its second call"),

@@ -12,9 +12,10 @@ from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
 from patches.nemo_rl.test_split_after_exceptions import failing_in_loss
 from rigs.contract import check_contract_in
 from rigs.megatron.gathers import OVERLAP
-from rigs.megatron.options import BOTH, Interrupted, attempt
+from rigs.megatron.options import BOTH, UNPATCHED, Interrupted, attempt
 from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
 from rigs.nemo_rl.worker import GPT, SHAPES, batch, nll_loss, worker_for
+from rigs.renames import assert_renames_are_seen
 
 from megapatch import Patch, _versions
 from megapatch.patches.nemo_rl import (
@@ -191,6 +192,12 @@ SCENARIOS = {
 
 OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
 """The others are held to it on a release's shape, where there is no checkout with all it has."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_renamed_name_is_not_taken_for_a_repair(shape):
+    env = {**UNPATCHED, "NEMO_RL_SHAPE": shape}
+    assert_renames_are_seen("nemo_rl", at_least=30, setup=find_workers, env=env)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -9,6 +9,7 @@ from types import CodeType, FunctionType, ModuleType
 
 import pytest
 
+import megapatch._nemo_rl_split_step
 import megapatch.patches.nemo_rl
 from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
 from megapatch.patches.nemo_rl import (
@@ -43,11 +44,16 @@ class Release:
 
 class Main(Release):
     def begin_train_step(self): ...
+    def train_microbatch(self): ...
     @nvtx
     def finish_train_step(self): ...
     @nvtx
     def abort_train_step(self):
         self._train_step_state = None
+
+
+class InPart(Release):
+    def abort_train_step(self): ...
 
 
 class KnowsHooks(Main):
@@ -60,6 +66,13 @@ class KnowsHooks(Main):
 
 
 class Resets(Main):
+    @nvtx
+    def abort_train_step(self):
+        self.get_rerun_state_machine().state = None
+        self.reset_model_temporary_tensors()
+
+
+class ResetsInPart(Main):
     @nvtx
     def abort_train_step(self):
         self.get_rerun_state_machine().state = None
@@ -90,7 +103,8 @@ def module(cls=None, *without):
     vars(found).update({name: value for name, value in names.items() if name not in without})
     if cls is not None:
         found.MegatronPolicyWorkerImpl = flat(cls)
-    found.MegatronPolicyWorker = type("MegatronPolicyWorker", (), {})
+    methods = {} if cls is not None else {"train": Release.train}  # a fork's actor class has them itself
+    found.MegatronPolicyWorker = type("MegatronPolicyWorker", (), methods)
     return found
 
 
@@ -98,12 +112,14 @@ SPLIT, HOOK, ABORT, GUARD = split_train_step, forward_pre_hook_after_split, abor
 CASES = [
     (SPLIT, Release, NEEDED, "has only train()"),
     (SPLIT, Main, FIXED, "has begin_train_step"),
+    (SPLIT, InPart, UNKNOWN, "begin_train_step"),
     (HOOK, Release, ABSENT, "no finish_train_step of its own"),
     (HOOK, Main, NEEDED, "leaves the hooks off"),
     (HOOK, KnowsHooks, FIXED, "puts the hooks back"),
     (ABORT, Release, ABSENT, "no abort_train_step of its own"),
     (ABORT, Main, NEEDED, "does not reset the rerun state machine"),
     (ABORT, Resets, FIXED, "mentions the rerun state machine"),
+    (ABORT, ResetsInPart, NEEDED, "does not reset the routers' counts"),
     (
         GUARD,
         Release,
@@ -133,7 +149,7 @@ def test_it_says_what_it_found(verdict, patch, cls, kind, reason):
 def test_forks_are_not_supported(verdict, patch):
     found = verdict(patch, module())
     assert (found.kind, "trains with a fork of Megatron" in found.reason) == (UNSUPPORTED, True)
-    assert verdict(patch, ModuleType("nothing")).kind is ABSENT
+    assert verdict(patch, ModuleType("nothing")).kind is UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -163,7 +179,8 @@ def codes(function):
 
 
 def functions():
-    for info in pkgutil.walk_packages(megapatch.patches.nemo_rl.__path__, "megapatch.patches.nemo_rl."):
+    packages = (megapatch.patches.nemo_rl, megapatch._nemo_rl_split_step)
+    for info in (info for one in packages for info in pkgutil.walk_packages(one.__path__, f"{one.__name__}.")):
         found = importlib.import_module(info.name)
         for value in vars(found).values():
             for function in [value, *vars(value).values()] if isinstance(value, type) else [value]:

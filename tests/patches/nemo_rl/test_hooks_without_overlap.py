@@ -211,7 +211,7 @@ def test_verdicts(ranks):
             "half": "needed",
             "raising": "unknown",
             "other": "unknown",
-            "none": "absent",
+            "none": "unknown",
         }
         assert "something_new" in found["verdicts"]["raising"].reason
 

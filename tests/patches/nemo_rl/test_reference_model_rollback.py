@@ -18,7 +18,7 @@ from rigs.nemo_rl import dtensor as nemo_dtensor
 from rigs.nemo_rl.dtensor import FIRST, SECOND, WORKERS, find_workers, module_of
 from rigs.nemo_rl.steps import LAYOUTS, differences, samples, trained_gpt, whole
 
-from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN, UNSUPPORTED
+from megapatch.patch import FIXED, NEEDED, UNKNOWN, UNSUPPORTED
 from megapatch.patches.nemo_rl import reference_model_rollback
 from megapatch.testing import init_parallel, run_ranks
 
@@ -192,8 +192,9 @@ def actor(cls):
         ({"Impl": Restores}, FIXED, "restores the policy's weights"),
         ({"": actor(Restores)}, FIXED, "restores the policy's weights"),
         ({"": actor(Leaves)}, UNSUPPORTED, "is Ray's actor class itself"),
+        ({"": actor(type("DTensorPolicyWorkerV2", (Leaves,), {}))}, UNKNOWN, "use_reference_model"),
         ({"": Leaves}, UNSUPPORTED, "is Ray's actor class itself"),
-        ({}, ABSENT, "has no DTensorPolicyWorkerV2Impl"),
+        ({}, UNKNOWN, "DTensorPolicyWorkerV2Impl"),
         ({"Impl": Lacks}, UNKNOWN, "use_reference_model"),
         ({"Impl": Plain}, UNKNOWN, "contextlib.contextmanager"),
         ({"Impl": Breaks}, UNKNOWN, "unheard_of"),

@@ -51,7 +51,7 @@ def verdicts():
         module, worker = module_of(name), CLASSES[name]
         actor = worker.removesuffix("Impl")
         named = functools.partial(SimpleNamespace, __name__=module.__name__)
-        own = type(worker, (Strange,), {"begin_train_step": Strange.train})
+        own = type(worker, (Strange,), dict.fromkeys(METHODS, Strange.train))
         others = {
             "it": module,
             "with its own": named(**{worker: own}),
@@ -89,7 +89,7 @@ def test_says_what_it_found(described):
         "with its own": VerdictKind.FIXED,
         "strange": VerdictKind.UNKNOWN,
         "the actor alone": VerdictKind.UNSUPPORTED,
-        "nothing": VerdictKind.ABSENT,
+        "nothing": VerdictKind.UNKNOWN,
     }
     for name in WORKERS:
         assert {what: verdict.kind for what, verdict in found[name].items()} == expected

@@ -173,7 +173,7 @@ def policy(train=TRAIN, before=BEFORE, init=INIT, group=GROUP):
 
 
 CASES = {
-    "none": ("policy", "there = 'nothing'", "absent", "no Policy"),
+    "none": ("policy", "there = 'nothing'", "unknown", "Policy"),
     "as known": ("policy", policy(), "needed", "only train()"),
     "to 0.5": ("policy", policy(TRAIN.replace(", timer=None", "")), "unsupported", "a fork"),
     "own": ("policy", f"{policy()}\nPolicy.begin_train_step = lambda self: 0", "fixed", "has begin_train_step"),
@@ -202,9 +202,9 @@ CASES = {
         "unknown",
         "output_is_replicated",
     ),
-    "tq: none": ("tq_policy", "there = 'nothing'", "absent", "no TQPolicy"),
+    "tq: none": ("tq_policy", "there = 'nothing'", "unknown", "TQPolicy"),
     "tq: other": ("tq_policy", "class TQPolicy: pass", "unknown", "_stamp_pad_seqlen"),
-    "mixin: none": ("mixin", "there = 'nothing'", "absent", "no TQWorkerMixin"),
+    "mixin: none": ("mixin", "there = 'nothing'", "unknown", "TQWorkerMixin"),
     "mixin: other": ("mixin", "class TQWorkerMixin: pass", "unknown", "_fetch"),
     "mixin: own": (
         "mixin",

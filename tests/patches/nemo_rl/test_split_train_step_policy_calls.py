@@ -30,7 +30,7 @@ from rigs.nemo_rl.policy import (
 from rigs.nemo_rl.steps import SIZE
 from rigs.nemo_rl.worker import GPT
 
-from megapatch.patches.nemo_rl._split_step.policy import prepare_logprobs_from_meta
+from megapatch._nemo_rl_split_step.policy import prepare_logprobs_from_meta
 from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough

@@ -138,7 +138,7 @@ def test_verdicts(patched):
         "takes": "fixed",
         "coroutine": "unknown",
         "other": "unknown",
-        "none": "absent",
+        "none": "unknown",
     }
 
 

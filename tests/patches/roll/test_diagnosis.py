@@ -32,7 +32,7 @@ def strategy(hook="pass", otherwise=RAISES):
 
 SOURCES = {
     grad_scale.diagnose: {
-        "scale: none": (NOTHING, "absent", "no MegatronTrainStrategy"),
+        "scale: none": (NOTHING, "unknown", "MegatronTrainStrategy"),
         "scale: unset": (strategy(), "needed", "unset"),
         "scale: set": (strategy(hook=SETS), "fixed", "sets grad_scale_func"),
         "scale: elsewhere": (
@@ -42,7 +42,7 @@ SOURCES = {
         ),
     },
     overflow_is_skipped.diagnose: {
-        "overflow: none": (NOTHING, "absent", "no MegatronTrainStrategy"),
+        "overflow: none": (NOTHING, "unknown", "MegatronTrainStrategy"),
         "overflow: raises": (strategy(), "needed", "ends the job"),
         "overflow: accepted": (strategy(otherwise=""), "fixed", "accepts"),
         "overflow: elsewhere": (ELSEWHERE, "unknown", "scheduler"),

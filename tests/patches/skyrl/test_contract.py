@@ -11,23 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.contract import check_family
+from rigs.contract import check_contract_in, check_family
 from rigs.megatron.gathers import OVERLAP, Collectives
 from rigs.skyrl.engines import BroadcastFailed, Engines, trainer_for
 from rigs.skyrl.releases import RELEASES, Release, find_skyrl, needs_skyrl
 from rigs.skyrl.save import Saves
 from rigs.skyrl.worker import GPT, samples, worker_for
 
-from megapatch.patches.skyrl import (
-    PATCHES,
-    accumulate_forward_backward,
-    async_trainer_resume,
-    gathered_when_read,
-    grad_scale,
-    pause_rollback,
-    pipeline_seed,
-    weight_sync_pause,
-)
+from megapatch.patches import skyrl
 from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = needs_skyrl
@@ -46,7 +37,7 @@ def failed_pause():
 
 def sync():
     try:
-        module = here().module_of(weight_sync_pause.MODULES)
+        module = here().module_of(skyrl.weight_sync_pause.MODULES)
     except ModuleNotFoundError:
         return  # skyrl-train of PyPI
     engines = Engines(here())
@@ -61,8 +52,8 @@ def sync():
 
 
 def failed_sync_in_train():
-    module = here().module_of(async_trainer_resume.MODULES)
-    if not hasattr(module.FullyAsyncRayPPOTrainer, async_trainer_resume.SYNC):
+    module = here().module_of(skyrl.async_trainer_resume.MODULES)
+    if not hasattr(module.FullyAsyncRayPPOTrainer, skyrl.async_trainer_resume.SYNC):
         return  # later ones leave it to the dispatch
     engines = Engines(here())
     engines.failing_broadcasts = (2,)
@@ -79,7 +70,7 @@ def scaled_loss():
 
 
 def second_stage():
-    strategy = object.__new__(here().module_of(pipeline_seed.MODULES).MegatronStrategy)
+    strategy = object.__new__(here().module_of(skyrl.pipeline_seed.MODULES).MegatronStrategy)
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     stage = {"model_parallel_is_initialized": lambda: True, "get_pipeline_model_parallel_rank": lambda: 1}
     with (
@@ -91,7 +82,7 @@ def second_stage():
 
 
 def two_calls():
-    module = here().module_of(accumulate_forward_backward.MODULES)
+    module = here().module_of(skyrl.accumulate_forward_backward.MODULES)
     if "forward_backward" not in vars(module.MegatronPolicyWorkerBase):
         return  # skyrl-train of PyPI
     init_parallel()
@@ -114,14 +105,35 @@ def saved_after_a_step():
     assert collectives.gathers
 
 
+def restored_slot():
+    try:
+        module = importlib.import_module(skyrl.adapters_own_state.MODULE)
+    except ModuleNotFoundError:
+        return  # before 0.3.0
+    parameter, moment = torch.zeros(1), torch.zeros(1)
+    optimizer = SimpleNamespace(
+        shard_fp32_from_float16_groups=[],
+        shard_fp32_groups=[[parameter]],
+        optimizer=SimpleNamespace(state={parameter: {"exp_avg": moment}}, param_groups=[]),
+    )
+    store = module.AdapterStore()
+    with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor, *ignored: tensor):
+        slot = store._allocate_empty_slot([], optimizer)
+    store._snapshot(slot, [], optimizer)
+    moment.fill_(1.0)
+    store._restore(slot, [], optimizer)
+    assert moment.item() == 0.0
+
+
 SCENARIOS = {
-    accumulate_forward_backward.PATCH: two_calls,
-    async_trainer_resume.PATCH: failed_sync_in_train,
-    gathered_when_read.PATCH: saved_after_a_step,
-    grad_scale.PATCH: scaled_loss,
-    pause_rollback.PATCH: failed_pause,
-    pipeline_seed.PATCH: second_stage,
-    weight_sync_pause.PATCH: sync,
+    skyrl.accumulate_forward_backward.PATCH: two_calls,
+    skyrl.adapters_own_state.PATCH: restored_slot,
+    skyrl.async_trainer_resume.PATCH: failed_sync_in_train,
+    skyrl.gathered_when_read.PATCH: saved_after_a_step,
+    skyrl.grad_scale.PATCH: scaled_loss,
+    skyrl.pause_rollback.PATCH: failed_pause,
+    skyrl.pipeline_seed.PATCH: second_stage,
+    skyrl.weight_sync_pause.PATCH: sync,
 }
 
 
@@ -138,4 +150,13 @@ CHOSEN = [
 
 @pytest.mark.parametrize("release", CHOSEN, ids=lambda one: one.name)
 def test_the_contract_is_kept(release, monkeypatch):
-    check_family(PATCHES, SCENARIOS, find_skyrl, monkeypatch, SKYRL_RELEASE=release.folder)
+    check_family(skyrl.PATCHES, SCENARIOS, find_skyrl, monkeypatch, SKYRL_RELEASE=release.folder)
+
+
+WITH_ADAPTERS = [one for one in RELEASES if one.has("workers/megatron/adapter_store")][-1:]
+
+
+@pytest.mark.parametrize("release", WITH_ADAPTERS, ids=lambda one: one.name)
+def test_the_contract_is_kept_where_there_are_adapters(release, monkeypatch):
+    monkeypatch.setenv("SKYRL_RELEASE", release.folder)
+    check_contract_in(find_skyrl, {skyrl.adapters_own_state.PATCH: restored_slot}, monkeypatch)

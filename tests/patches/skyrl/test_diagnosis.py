@@ -56,7 +56,7 @@ BY_DISPATCH = "await self.dispatch.save_weights_for_sampler()"
 ITS_SYNCS = "expected train() to use"
 SOURCES = {
     weight_sync_pause.diagnose: {
-        "dispatch: none": (NOTHING, "absent", "no WorkerDispatch"),
+        "dispatch: none": (NOTHING, "unknown", "WorkerDispatch"),
         "dispatch: no pause": (code(DISPATCH, BROADCAST), "needed", "while engines serve"),
         "dispatch: fixed": (
             code(DISPATCH, PAUSE, *in_finally(BROADCAST, last=RESUME)),
@@ -69,7 +69,7 @@ SOURCES = {
         "dispatch: another": (code(DISPATCH, "self.sync()"), "unknown", "_inference_engine_client"),
     },
     async_trainer_resume.diagnose: {
-        "trainer: none": (NOTHING, "absent", "no FullyAsyncRayPPOTrainer"),
+        "trainer: none": (NOTHING, "unknown", "FullyAsyncRayPPOTrainer"),
         "trainer: no finally": (trainer(SYNC, PAUSE, SYNC, RESUME), "needed", "does not resume"),
         "trainer: finally": (trainer(SYNC, PAUSE, *in_finally(SYNC, last=RESUME)), "unknown", ITS_SYNCS),
         "trainer: no first sync": (trainer(PAUSE, SYNC, RESUME), "unknown", ITS_SYNCS),
@@ -82,7 +82,7 @@ SOURCES = {
         "trainer: by something else": (trainer("await self.sync()", client="engines"), "unknown", "found none"),
     },
     pause_rollback.diagnose: {
-        "client: none": (NOTHING, "absent", "no InferenceEngineClient.pause_generation"),
+        "client: none": (NOTHING, "unknown", "InferenceEngineClient.pause_generation"),
         "client: set for good": (code(CLIENT, LOOK, SET, "await abort()"), "needed", "leaves"),
         "client: taken back": (code(CLIENT, LOOK, SET, *TAKEN_BACK), "fixed", "clears its own mark"),
         "client: another": (code(CLIENT, "await self.lock()"), "unknown", "found none"),

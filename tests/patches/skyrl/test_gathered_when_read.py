@@ -11,7 +11,7 @@ from rigs.releases import status_of
 from rigs.skyrl.releases import needs_skyrl
 from rigs.skyrl.save import Saves
 
-from megapatch.patches.skyrl.gathered_when_read import diagnose
+from megapatch.patches.skyrl.gathered_when_read import SAVE
 from megapatch.testing import init_parallel
 
 pytestmark = needs_skyrl
@@ -33,7 +33,7 @@ def saved(rank, world_size, release):
         "wrong": found,
         "gathers": (collectives.gathers, sum(buckets(chunk) for chunk in model.chunks)),
         "status": status_of("skyrl.gathered-when-read"),
-        "verdict": diagnose(save.module).kind.value,
+        "verdict": SAVE.diagnose(save.module).kind.value,
         "rules": take_rules(),
     }
 

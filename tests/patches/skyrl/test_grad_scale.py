@@ -97,7 +97,7 @@ def test_verdict(release, ranks):
         assert found["status"] == ("not-needed" if has_correctness_fixes(release) else "applied")
         assert found["untouched"] is has_correctness_fixes(release)
         assert found["verdicts"]["as it is"][0] == ("fixed" if has_correctness_fixes(release) else "needed")
-        assert found["verdicts"]["none"][0] == "absent"
+        assert found["verdicts"]["none"][0] == "unknown"
         kind, reason = found["verdicts"]["another"]
         assert kind == "unknown"
         assert "parameter actor_optimizer of " in reason

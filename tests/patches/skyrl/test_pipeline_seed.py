@@ -10,8 +10,7 @@ from unittest import mock
 import numpy
 import pytest
 import torch
-from rigs.diagnosed_code import made_up, verdicts_of
-from rigs.diagnosed_sources import words
+from rigs.diagnosed_code import GONE, made_up, verdicts_of
 from rigs.megatron.options import attempt
 from rigs.releases import status_of
 from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
@@ -115,8 +114,7 @@ def verdicts(module):
         **made_up(module.MegatronStrategy, "set_seed", takes_nothing),
         **made_up(module.MegatronStrategy, "setup_distributed", sets_up_by_stage),
     }
-    none = words(diagnose(SimpleNamespace(__name__=module.__name__)))
-    return {**verdicts_of(diagnose, module, changes), "none": none}
+    return verdicts_of(diagnose, module, {**changes, "none": (module, "MegatronStrategy", GONE)})
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +146,7 @@ def test_verdict(release, ranks):
         assert found["untouched"] is fixed
         kinds = {name: kind for name, (kind, _) in found["verdicts"].items()}
         assert kinds.pop("as it is") == ("fixed" if fixed else "needed")
-        assert kinds == {"takes_nothing": "unknown", "sets_up_by_stage": "fixed", "none": "absent"}
+        assert kinds == {"takes_nothing": "unknown", "sets_up_by_stage": "fixed", "none": "unknown"}
         assert "parameter seed of " in found["verdicts"]["takes_nothing"][1]
 
 

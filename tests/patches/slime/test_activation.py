@@ -15,7 +15,7 @@ from megapatch._reporting.report import make_report
 from megapatch.patches import PATCHES
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
-TARGETS = [f"{UTILS}.model:{name}" for name in ("train", "save")]
+TARGETS = [f"{UTILS}.model:{name}" for name in ("train", "train_one_step", "save")]
 HELD = {f"{UTILS}.actor:{name}" for name in ("train", "save")}
 
 

@@ -6,6 +6,8 @@ import importlib
 
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
+from rigs.megatron.options import UNPATCHED
+from rigs.renames import assert_renames_are_seen
 from rigs.slime.train import UTILS, find_slime
 
 from megapatch.patches.slime.train_reentry import diagnose
@@ -43,3 +45,7 @@ def test_the_verdicts():
     }
     unknown = {case: ("unknown", text) for case, text in expected.items()}
     assert_verdicts({case: found[case] for case in unknown}, unknown)
+
+
+def test_a_renamed_name_is_not_taken_for_a_repair():
+    assert_renames_are_seen("slime", at_least=20, setup=find_slime, env=UNPATCHED)

@@ -36,6 +36,7 @@ class CheckpointEngineManager:
 RESUME = "        await self.resume_generation_replicas()"
 SAVE = """
 class MegatronCheckpointManager:
+    def __init__(self, model): self.model = model
     def save_checkpoint(self, path):
         {body}
 """
@@ -54,7 +55,7 @@ def engine(body, scheduler="lr_scheduler"):
 
 SOURCES = {
     overflow_is_skipped.diagnose: {
-        "engine: none": (NOTHING, "absent", "no MegatronEngine"),
+        "engine: none": (NOTHING, "unknown", "MegatronEngine"),
         "engine: raises": (engine(RAISE), "needed", "ends the job"),
         "engine: skips": (engine("        pass"), "fixed", "took no step"),
         "engine: raises another": (engine("        assert successful"), "unknown", "AssertionError"),
@@ -62,21 +63,21 @@ SOURCES = {
         "engine: another scheduler": (engine(RAISE, scheduler="rates"), "unknown", "lr_scheduler"),
     },
     pipeline_seed.diagnose: {
-        "seed: none": (NOTHING, "absent", "no set_random_seed"),
+        "seed: none": (NOTHING, "unknown", "set_random_seed"),
         "seed: one for all": (SEED.format(body=FOR_ALL), "needed", "the same seed"),
         "seed: by stage": (SEED.format(body=BY_STAGE), "fixed", "depends"),
         "seed: another": (SEED.format(body="pass"), "unknown", "manual_seed"),
     },
     weight_sync_resume.diagnose: {
-        "sync: none": (NOTHING, "absent", "no CheckpointEngineManager"),
+        "sync: none": (NOTHING, "unknown", "CheckpointEngineManager"),
         "sync: no finally": (MANAGER.format(body=RESUME), "needed", "does not resume"),
         "sync: in a comprehension": (MANAGER.format(body=COMPREHENSION), "needed", "does not resume"),
         "sync: finally": (MANAGER.format(body=FINALLY), "fixed", "even after a failure"),
         "sync: no resume": (MANAGER.format(body=NO_RESUME), "unknown", "found no such call"),
         "sync: no coroutine": (NO_COROUTINE, "unknown", "a coroutine"),
     },
-    gathered_when_read.diagnose_save: {
-        "save: none": (NOTHING, "absent", "no MegatronCheckpointManager"),
+    gathered_when_read.PATCH.sites[0].diagnose: {
+        "save: none": (NOTHING, "unknown", "MegatronCheckpointManager"),
         "save: gathers": (SAVE.format(body=GATHERS), "fixed", "gathers"),
         "save: does not": (SAVE.format(body="self.checkpoint_config"), "needed", "not gathered"),
         "save: another": (SAVE.format(body="pass"), "unknown", "checkpoint_config"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import tempfile
 from unittest import mock
 
 import torch
@@ -13,7 +14,7 @@ from megapatch._mcore.process_groups import process_groups
 from rigs.areal.engine import BOTH, CHECKPOINTER, ENGINE, GRADS, ROLLOUT, STEPS, engine_of, parameters, train
 from rigs.areal.updates import Servers, checkpoint, update
 from rigs.megatron.gathers import wrong
-from rigs.megatron.options import Log, attempt
+from rigs.megatron.options import Log, attempt, quick_writer
 from rigs.releases import statuses
 
 READS = {
@@ -40,6 +41,7 @@ def cells(rank, world_size):
     restore()
     for name in READS:
         yield f"{name}, without", lambda name=name: read_after_steps(name)
+    yield "recovered, without", recovered
     yield "seeds, without", seeds
     yield "failures, without", failures
     yield "router, without", router_gradients
@@ -48,6 +50,7 @@ def cells(rank, world_size):
     yield "statuses", statuses
     for name in READS:
         yield f"{name}, with", lambda name=name: read_after_steps(name)
+    yield "recovered", recovered
     yield "seeds", seeds
     yield "failures", failures
     yield "router", router_gradients
@@ -66,6 +69,43 @@ def read_after_steps(name):
         fractions.append(wrong(READS[name](engine), READS[name](plain)))
     engine.model[0].start_param_sync(force_sync=True)
     return fractions, wrong(parameters(engine), parameters(plain))
+
+
+def recovered():
+    """Train, save, and load in another engine; return the save's error, or what a rank has of Adam's moments.
+
+    Of the moments: how many were saved, how many are the same after the load; and whether the weights differ.
+    """
+    module = importlib.import_module(CHECKPOINTER)
+    folder = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(folder, 0)
+    quick_writer()
+    no_streams = mock.patch.multiple(  # on CPU there are none of CUDA's
+        module.MegatronCheckpointManager, get_rng_state=lambda *ignored: [0], load_rng_states=lambda *ignored: None
+    )
+    with no_streams:
+        saved, loaded = engine_of(dtype="bfloat16"), engine_of(dtype="bfloat16", beside=True)
+        for step in range(3):
+            train(saved, step)
+        error = attempt(saved.checkpointer.save_checkpoint, folder[0])
+        if error[0]:
+            return error
+        # As with Transformer Engine's optimizer: no step of each parameter, and a state before the first step.
+        without_steps = mock.patch.object(torch.optim.Adam, "__setstate__", torch.optim.Optimizer.__setstate__)
+        with mock.patch("megatron.core.optimizer.distrib_optimizer.HAVE_APEX_OR_TE", True), without_steps:
+            loaded.checkpointer.load_checkpoint(folder[0])
+    kept, found = states(saved).values(), states(loaded).values()
+    same = sum(
+        name in after and torch.equal(before[name], after[name])
+        for before, after in zip(kept, found, strict=True)
+        for name in ("exp_avg", "exp_avg_sq")
+    )
+    return 2 * len(kept), same, wrong(parameters(loaded), parameters(saved))
+
+
+def states(engine):
+    optimizer = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])[0].optimizer
+    return optimizer.state
 
 
 def seeds():

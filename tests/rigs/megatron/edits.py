@@ -31,6 +31,12 @@ def option(function):
     return False
 
 
+def option_of_ddp(function):
+    """Read such an option in a method of DistributedDataParallel that reads none."""
+    names = ("disable_forward_pre_hook", "enable_forward_pre_hook", "no_sync", "start_grad_sync")
+    return function.name in names and _begin(function, "if self.ddp_config.added_by_fork: pass")
+
+
 def runtime_errors(function):
     """Raise RuntimeError in place of an assertion."""
 
@@ -52,6 +58,12 @@ def profiled(function):
     return _around(
         function, "from torch.profiler import record_function\nwith record_function('added_by_fork'): pass"
     )
+
+
+def profiled_by_torch(function):
+    """The same, with the module's own torch, for which a diagnosis may have a stand-in."""
+    uses = any(isinstance(node, ast.Name) and node.id == "torch" for node in ast.walk(function))
+    return uses and _around(function, "with torch.profiler.record_function('added_by_fork'): pass")
 
 
 def logged(function):
@@ -102,7 +114,19 @@ def looked_up(function):
     return edit.edited
 
 
-HARMLESS = (attribute, option, runtime_errors, profiled, logged, timed, guarded, renamed, looked_up)
+HARMLESS = (
+    attribute,
+    option,
+    option_of_ddp,
+    runtime_errors,
+    profiled,
+    profiled_by_torch,
+    logged,
+    timed,
+    guarded,
+    renamed,
+    looked_up,
+)
 
 
 # ------------------------------------------------------------------------------------------ harmful edits
@@ -166,7 +190,10 @@ def edited(module, path, edit):
         owner = getattr(owner, name)
     found = inspect.getattr_static(owner, names[-1])
     function = inspect.unwrap(found)
-    made = _make(function, edit) if isinstance(function, types.FunctionType) else None
+    made = None
+    if isinstance(function, types.FunctionType):
+        with contextlib.suppress(OSError):  # without a source
+            made = _make(function, edit)
     if made is None:
         yield False
         return

@@ -83,6 +83,22 @@ class Collectives:
 
 
 @contextlib.contextmanager
+def gathers_of_one_rank_as_with_nccl():
+    """Let a gather in which a rank is alone write nothing, as with NCCL.
+
+    gloo copies the rank's shard out and, some time later, back: what an optimizer writes in between is lost.
+    """
+    module = sys.modules["megatron.core.distributed.param_and_grad_buffer"]
+    original = module.dist_all_gather_func
+
+    def gather(output, shard, group, **kwargs):
+        return original(output, shard, group=group, **kwargs) if group.size() > 1 else None
+
+    with mock.patch.object(module, "dist_all_gather_func", gather):
+        yield
+
+
+@contextlib.contextmanager
 def no_collective():
     """Fail in every collective that begins."""
 

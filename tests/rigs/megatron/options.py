@@ -61,7 +61,9 @@ def raising_half_way(model, microbatch):
         if next(calls) == microbatch:
             raise Interrupted
 
-    handle = model.chunks[0].module.decoder.layers[1].register_full_backward_hook(hook)
+    module = model.chunks[0].module
+    module = getattr(module, "module", module)  # a Float16Module's
+    handle = module.decoder.layers[1].register_full_backward_hook(hook)
     try:
         with warnings.catch_warnings():
             # torch does not see inputs that are passed by keyword, and takes the layer for one without any.
@@ -138,10 +140,12 @@ def iterate(machine, data, faulty=False):
     return machine.should_checkpoint_and_exit(), machine.state.name
 
 
-def quick_writer():
-    """Let the writer of checkpoints collect its results in a process forked from this one. Megatron starts a new
-    process, which takes seconds to import all of Megatron."""
-    module = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+def quick_writer(name="megatron.core.dist_checkpointing.strategies.filesystem_async"):
+    """Let a module's writer of checkpoints collect its results in a process forked from this one.
+
+    Megatron starts a new process, which takes seconds to import all of Megatron.
+    """
+    module = importlib.import_module(name)
     assert hasattr(module, "_results_queue")
     module._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
@@ -164,3 +168,24 @@ def step_that_raises(optimizer, function, *args):
 
     optimizer.step = step
     return attempt(function, *args)[0], optimizer.step is step
+
+
+def linear_schedule(
+    optimizer, *, steps, max_lr, init_lr=0.0, min_lr=0.0, warm_up=0, start_wd=0.0, end_wd=0.0, **flags
+):
+    """Return Megatron's own schedule: the learning rate falls, and weight decay rises, in this many steps."""
+    module = importlib.import_module("megatron.core.optimizer_param_scheduler")
+    return module.OptimizerParamScheduler(
+        optimizer,
+        init_lr=init_lr,
+        max_lr=max_lr,
+        min_lr=min_lr,
+        lr_warmup_steps=warm_up,
+        lr_decay_steps=steps,
+        lr_decay_style="linear",
+        start_wd=start_wd,
+        end_wd=end_wd,
+        wd_incr_steps=steps,
+        wd_incr_style="linear",
+        **flags,
+    )

@@ -47,12 +47,16 @@ _steps = itertools.count(1)
 
 
 class Saves:
-    """Saves of one strategy, each a step of its own in a directory of its own. Parts are those of `tree`."""
+    """Saves of one strategy, each a step of its own in a directory of its own. Parts are those of `tree`.
 
-    def __init__(self, rank, folder, parallel=False):
-        self.rank, self.folder = rank, folder
+    cached   whether the structure is taken for constant
+    writer   from 0.17 on there are two: Megatron's own, and NVRx's
+    """
+
+    def __init__(self, rank, folder, parallel=False, cached=True, writer="mcore"):
+        self.rank, self.folder, self.writer = rank, folder, writer
         self.strategy = self.base = strategies("torch").TorchDistSaveShardedStrategy(
-            "torch_dist", 1, thread_count=1, cached_metadata=True
+            "torch_dist", 1, thread_count=1, cached_metadata=cached
         )
         if parallel:
             wrapper = strategies("fully_parallel").FullyParallelSaveStrategyWrapper
@@ -75,7 +79,7 @@ class Saves:
         torch.distributed.barrier()
         kwargs = {"async_sharded_save": not at_once, "validate_access_integrity": False}
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:
-            kwargs["async_strategy"] = "mcore"
+            kwargs["async_strategy"] = self.writer
         return path, dist_checkpointing.save(tree, path, self.strategy, **kwargs)
 
     def plan_often(self, parts, times=3):

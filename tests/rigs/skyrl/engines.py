@@ -264,7 +264,7 @@ def each_way(patch, module, cls, names, scenarios):
         return [inspect.getattr_static(of, name) for name in names]
 
     (record,) = (
-        one for one in this_process().records if (one.patch.name, one.site.module) == (patch, module.__name__)
+        one for one in this_process().roster.sites if (one.patch.name, one.site.module) == (patch, module.__name__)
     )
 
     def look():

@@ -16,13 +16,41 @@ from _thread import get_ident
 HERE = os.path.dirname(os.path.abspath(__file__))
 TARGETS = "MEGAPATCH_RUN_TARGETS"
 
+loaded = {}  # type: ignore[var-annotated]  # by name, what `load` has loaded
+
 
 def say(text: str) -> None:
-    """Write a line to standard error; do nothing if that is closed."""
+    """Write a message to standard error, without secrets and control characters; do nothing if that is closed."""
+    try:
+        text = load("_printable", 3).first_line_at_the_margin(text)
+    except Exception:  # of a Python that is older than what megapatch needs
+        text = ascii(text)
     try:
         sys.stderr.write(f"megapatch run: {text}\n")
     except (AttributeError, OSError, ValueError):
         return
+
+
+def load(name: str, folders_up: int):
+    """Load a file of megapatch that needs only the standard library; megapatch itself may not be importable.
+
+    The standard library is first on sys.path meanwhile: files next to the script may have any name.
+    """
+    if name in loaded:
+        return loaded[name]
+    folder = HERE
+    for _ in range(folders_up):
+        folder = os.path.dirname(folder)
+    spec = PathFinder.find_spec(name, [folder])
+    assert spec is not None and spec.loader is not None
+    module = type(sys)(spec.name)
+    library = os.path.dirname(os.__file__)
+    sys.path.insert(0, library)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(library)  # the first one, which is ours
+    return loaded.setdefault(name, module)
 
 
 class FirstTarget:
@@ -150,34 +178,70 @@ class After(Instead):
         self.do(module)
 
 
+said: list[str] = []  # what this process has said of processes that it starts; once is enough
+
+
+def look_at(command, environment) -> None:
+    """Say once that a process is started in a way that keeps megapatch out."""
+    if said:
+        return
+    try:
+        said.extend(load("out_of_reach", 1).of_process(command, environment, HERE))
+    except Exception:  # of wrong arguments, which whoever starts the process reports
+        return
+    for why in said:
+        say(f"process {os.getpid()} starts {why}")
+
+
 def watch(subprocess) -> None:
-    """Say once that a process is started in a way that keeps megapatch out; change nothing."""
-    from contextlib import suppress  # both modules are loaded with subprocess
-    from functools import wraps
+    """Look at what subprocess.Popen starts; change nothing."""
+    from functools import wraps  # loaded with subprocess
 
     start = subprocess.Popen.__init__
-    of_process = out_of_reach().of_process
-    said: list[str] = []
 
     @wraps(start)
     def __init__(self, *args, **options):
-        if not said:
-            with suppress(Exception):  # Popen itself reports wrong arguments
-                said.extend(of_process(args[0] if args else options["args"], options.get("env"), HERE))
-            for why in said:
-                say(f"process {os.getpid()} starts {why}")
+        look_at(args[0] if args else options.get("args"), options.get("env"))
         start(self, *args, **options)
 
     subprocess.Popen.__init__ = __init__
 
 
-def out_of_reach():
-    """Load megapatch.reach._run.out_of_reach, without needing megapatch to be importable."""
-    spec = PathFinder.find_spec("out_of_reach", [os.path.dirname(HERE)])
-    assert spec is not None and spec.loader is not None
-    module = type(sys)(spec.name)
-    spec.loader.exec_module(module)
-    return module
+# An audit hook would see these as well. But Python would call it for each id(), too, which would take
+# eight times as long, and copy.deepcopy() twice.
+STARTING = {  # the positions of command and environment; the other functions of os end in one of these
+    "system": (0, None),
+    "execv": (1, None),
+    "execve": (1, 2),
+    "posix_spawn": (1, 2),
+    "posix_spawnp": (1, 2),
+}
+
+
+def watch_os() -> None:
+    """Look at what the functions of os start; change nothing."""
+    for name, (command, environment) in STARTING.items():
+        function = getattr(os, name, None)
+        if function is not None:
+            setattr(os, name, watched(function, command, environment))
+            if function in os.supports_fd:
+                os.supports_fd.add(getattr(os, name))
+
+
+def watched(function, command: int, environment):
+    """Return a function that does the same, after a look at what it starts."""
+
+    def starting(*args, **options):
+        values = (*args, *options.values())
+        env = values[environment] if environment is not None and len(values) > environment else None
+        look_at(values[command] if len(values) > command else None, env)
+        return function(*args, **options)
+
+    for attribute in ("__name__", "__qualname__", "__doc__", "__text_signature__"):
+        setattr(starting, attribute, getattr(function, attribute, None))
+    starting.__module__ = "os"  # where pickle finds it
+    starting.__wrapped__ = function  # type: ignore[attr-defined]
+    return starting
 
 
 def run_the_shadowed_one() -> None:
@@ -199,11 +263,12 @@ def main() -> None:
     targets = frozenset(filter(None, os.environ.get(TARGETS, "").split(",")))
     if targets:
         sys.meta_path.insert(0, FirstTarget(targets))
+        watch_os()
         if "subprocess" in sys.modules:
             watch(sys.modules["subprocess"])
         command = getattr(sys, "orig_argv", ())  # sys.argv is not set yet
         if "submit" in command:
-            for why in out_of_reach().of_ray_job(command, HERE):
+            for why in load("out_of_reach", 1).of_ray_job(command, HERE):
                 say(why)
     else:
         say(f"{TARGETS} is not set, although PYTHONPATH holds {HERE}: megapatch is not active in this process.")

@@ -1,0 +1,66 @@
+"""Guards where the code of others runs inside ours: log handlers, and signal handlers that raise."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import TracebackType
+from typing import Any
+
+
+def guard_log_handlers(log: logging.Logger) -> None:
+    """Have handlers and filters that raise break nothing: neither an import nor the resume of generation.
+
+    A message that they lose goes to stderr. logging itself guards only those that call Handler.handleError().
+    """
+    handle = log.handle
+
+    def guarded_handle(record: logging.LogRecord) -> None:
+        try:
+            handle(record)
+        except Exception as error:
+            _say(f"megapatch: {_text(record)} (a handler of this message raised {type(error).__name__})")
+
+    log.handle = guarded_handle  # type: ignore[method-assign]
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, file=sys.stderr)
+    except Exception:
+        return  # there is nowhere else
+
+
+def _text(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:
+        return str(record.msg)
+
+
+def comes_from_outside(error: BaseException) -> bool:
+    """Return whether the exception has nothing to do with the code that it interrupted.
+
+    Ctrl-C, and whatever a signal handler raises: the SystemExit of SIGTERM, or the TimeoutError of an alarm. The
+    SystemExit of the code itself, such as that of an argument parser, is its failure.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    return not _codes_in(error.__traceback__).isdisjoint(_codes_of_handlers())
+
+
+def _codes_in(traceback: TracebackType | None) -> set[Any]:
+    found = set()
+    while traceback is not None:
+        found.add(traceback.tb_frame.f_code)
+        traceback = traceback.tb_next
+    return found
+
+
+def _codes_of_handlers() -> set[Any]:
+    import signal  # a millisecond, which only a failure costs
+
+    handlers: list[Any] = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions = (getattr(handler, "__func__", getattr(handler, "func", handler)) for handler in handlers)
+    called = (function if hasattr(function, "__code__") else type(function).__call__ for function in functions)
+    return {code for function in called if (code := getattr(function, "__code__", None)) is not None}

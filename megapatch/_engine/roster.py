@@ -1,0 +1,117 @@
+"""The patches of one process: a record for each site, and for patches that are not loaded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable
+
+from ..errors import MegapatchError
+from ..patch import Patch, PatchInfo, Status
+from .record import Off, Record, Unloaded
+from .settings import Settings, matching, unknown_name
+from .site_record import SiteRecord
+
+
+class Roster:
+    """The records of one process. A change replaces all of them at once, so that no reader finds half of it.
+
+    Attributes:
+        records: in the order of the reports.
+        beneath: those of the patches that were put beneath all others.
+    """
+
+    def __init__(self, patches: Iterable[Patch], settings: Settings, unloaded: Iterable[Unloaded]) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._superseded = False
+        self.records: tuple[Record, ...] = ()
+        self.beneath: tuple[SiteRecord, ...] = ()
+        for patch in patches:
+            self.records += self._records_of(patch, self.records)
+        self.records += tuple(unloaded)
+
+    @property
+    def sites(self) -> list[SiteRecord]:
+        return [record for record in self.records if isinstance(record, SiteRecord)]
+
+    @property
+    def unloaded(self) -> list[Unloaded]:
+        return [record for record in self.records if isinstance(record, Unloaded)]
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """The patches that are loaded."""
+        return tuple(dict.fromkeys(record.patch for record in self.sites))
+
+    @property
+    def known_patches(self) -> tuple[PatchInfo, ...]:
+        """The patches that are loaded, and the known facts of the others."""
+        return tuple(dict.fromkeys(patch for record in self.records for patch, _ in record.rows()))
+
+    def matching_names(self, *patterns: str) -> list[str]:
+        """Return the names of the patches that these names or globs stand for.
+
+        Raises:
+            MegapatchError: for a pattern that stands for no patch.
+        """
+        known = [patch.name for patch in self.known_patches]
+        for pattern in patterns:
+            if not matching(pattern, known):
+                raise MegapatchError(unknown_name(pattern, known))
+        return [name for name in known if any(matching(pattern, [name]) for pattern in patterns)]
+
+    def complaints(self) -> list[str]:
+        """List the problems of the MEGAPATCH_* environment."""
+        third_parties = [record for record in self.unloaded if not record.names_are_known]
+        more_to_come = any(record.status is Status.PENDING for record in third_parties)
+        return self._settings.complaints([patch.name for patch in self.known_patches], more_to_come)
+
+    def load(self, unloaded: Unloaded) -> tuple[SiteRecord, ...]:
+        """Put records of the patches' sites in its place, and return them; if loading fails, it stays.
+
+        No lock is held during the import. If two threads load it at once, the second changes nothing.
+        """
+        patches = unloaded.load()
+        with self._lock:
+            if not patches or unloaded not in self.records:
+                return ()
+            position = self.records.index(unloaded)
+            before, after = self.records[:position], self.records[position + 1 :]
+            added: tuple[SiteRecord, ...] = ()
+            for patch in patches:
+                added += self._records_of(patch, (*before, *added, *after))
+            self.records = (*before, *added, *after)
+        return added
+
+    def put_beneath(self, patches: Collection[Patch]) -> None:
+        """Begin with these patches, whatever the settings, in place of those put there before."""
+        with self._lock:
+            others = [record for record in self.records if record not in self.beneath]
+            self.beneath = tuple(SiteRecord(patch, site, None) for patch in patches for site in patch.sites)
+            self.records = (*self.beneath, *others)
+
+    def supersede(self) -> None:
+        """Have all records stay away for good, those of patches that are loaded later, too."""
+        self._superseded = True
+        for record in self.records:
+            record.supersede()
+
+    def after_fork(self) -> list[SiteRecord]:
+        """In a forked child, release the locks of other threads; return the sites that they have left undone."""
+        self._lock = threading.Lock()
+        return [record for record in self.sites if record.after_fork()]
+
+    def _records_of(self, patch: Patch, others: Iterable[Record]) -> tuple[SiteRecord, ...]:
+        """Return a record for each site; the second of two patches with one name stays off."""
+        known = [(other, record.off) for record in others for other, _ in record.rows()]
+        if any(other is patch for other, _ in known):
+            return ()
+        records = tuple(SiteRecord(patch, site, self._settings.why_disabled(patch.name)) for site in patch.sites)
+        if any(other.name == patch.name and off is not Off.DUPLICATE for other, off in known):
+            for record in records:
+                record.off = Off.DUPLICATE
+                record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
+        if self._superseded:
+            for record in records:
+                record.supersede()
+        return records

@@ -1,0 +1,266 @@
+"""One site of a patch: considered, installed, overwritten, restored."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+from .. import _versions
+from ..patch import Patch, PatchInfo, Site, Status, Verdict, VerdictKind
+from .edges import comes_from_outside
+from .holders import Holder
+from .install import check_current, install, rebind, rollback, uninstall
+from .record import INTERRUPTED, Record
+from .target import RebuiltTarget, ReplacedTarget
+
+_STATUS_OF_VERDICT = {
+    VerdictKind.FIXED: Status.NOT_NEEDED,
+    VerdictKind.ABSENT: Status.NOT_NEEDED,
+    VerdictKind.UNSUPPORTED: Status.UNSUPPORTED,
+    VerdictKind.UNKNOWN: Status.REFUSED,
+}
+_UNPATCHED_AGAIN = (
+    "the module's own code is there again, as after a reload, and is not patched; megapatch.apply() patches it"
+)
+_RELOADS_KNOWN = 8  # whose replacements a holder may be left with; each takes about 5 KB
+_installations = itertools.count(1)
+
+
+class Phase(enum.Enum):
+    """How far a site's targets are."""
+
+    IDLE = "nothing is installed"
+    INSTALLING = "some targets may be installed, as during an installation or after a rollback that failed"
+    INSTALLED = "all targets are installed, and other holders of the originals still have these"
+    BOUND = "all targets are installed, and the holders have the replacements"
+
+
+class SiteRecord(Record):
+    """One site of a patch, and the targets installed there."""
+
+    def __init__(self, patch: Patch, site: Site, switched_off: str | None) -> None:
+        super().__init__(patch.name, site.module, (site.module,), switched_off)
+        self.patch, self.site = patch, site
+        self.phase = Phase.IDLE
+        self._earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may still hold their replacements
+
+    def rows(self) -> Iterator[tuple[PatchInfo, str]]:
+        yield self.patch, self.site.module
+
+    def _advice(self) -> str:
+        if self.status is not Status.REFUSED:
+            return ""
+        from .advice import advice  # only when something is wrong
+
+        return f"; {advice(self.patch)}"
+
+    # ------------------------------------------------------------------------ consider, then rebind
+    def consider(self, module: ModuleType, wait: bool = True) -> bool:
+        """Diagnose the loaded module, and install the targets if needed. Return whether `rebind` has to follow.
+
+        Raises nothing but what comes from outside, such as KeyboardInterrupt.
+
+        Args:
+            wait: whether to wait for another thread that is considering the site. Not where this thread holds an
+                import lock which that thread's diagnosis may need.
+        """
+        if self._is_held_by_this_thread():
+            return False  # our own diagnosis has imported something: other sites are considered, not this one
+        if wait:
+            with self.lock:
+                return self._consider(module)
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return self._consider(module)
+        finally:
+            self.lock.release()
+
+    def _consider(self, module: ModuleType) -> bool:
+        if self.off:
+            return False
+        if self._is_whole() and self._was_reloaded():
+            self._forget_reloaded()
+        if self._is_whole():
+            self._note_overwritten()
+        else:
+            self._all_or_none(lambda: self._judge_and_install(module))
+        return self.phase is Phase.INSTALLED
+
+    def rebind(self, installed: tuple[ReplacedTarget, ...], found: dict[int, list[Holder]]) -> bool:
+        """Give the replacements to the other holders of the originals, which were looked for since `consider`.
+
+        Only then the site is applied. Return whether this call has done it.
+
+        Raises nothing but what comes from outside, such as KeyboardInterrupt.
+        """
+        with self.lock:
+            # Otherwise another thread has done it, or has restored, and perhaps installed again.
+            if not installed or self.installed is not installed or self.phase is not Phase.INSTALLED:
+                return False
+            self._all_or_none(lambda: self._bind(found))
+            return self.status is Status.APPLIED
+
+    def abandon(self, error: BaseException) -> None:
+        """Roll back a site that is not applied yet, as `consider` and `rebind` cannot both be done."""
+        with self.lock:
+            if self.phase is not Phase.BOUND:
+                self._all_or_none(functools.partial(_throw, error))
+
+    def _all_or_none(self, change: Callable[[], None]) -> None:
+        """Make a change; if anything goes wrong, leave nothing of ours.
+
+        A bug is recorded; Ctrl-C, and what a signal handler raises, is raised.
+        """
+        try:
+            change()
+        except BaseException as error:
+            if comes_from_outside(error):
+                self._rollback()
+                self.set(Status.PENDING, INTERRUPTED)
+                raise
+            # a bug of ours must not break the user's import
+            self.fail(error)
+            try:
+                self._rollback()
+            except Exception as another:
+                self.fail(another)
+
+    def _judge_and_install(self, module: ModuleType) -> None:
+        self._rollback()  # the rest of an attempt that failed
+        if any(target.at(module) is target.replacement for target in self._earlier):
+            self._uninstall_earlier()  # only a part of the module was reloaded
+        verdict = self.site.diagnose(module)
+        if not isinstance(verdict, Verdict):
+            raise TypeError(f"diagnose returned {verdict!r}, not a Verdict")
+        self.verdict = verdict
+        if verdict.kind is VerdictKind.NEEDED:
+            self.phase, self.installation = Phase.INSTALLING, next(_installations)
+            install(self.patch.name, module, self.site, self._note)
+            self.phase = Phase.INSTALLED if self.installed else Phase.IDLE
+        else:
+            known = _versions.remark(self.site.module) if verdict.kind is VerdictKind.UNKNOWN else ""
+            self.set(_STATUS_OF_VERDICT[verdict.kind], verdict.reason + known)
+
+    def _bind(self, found: dict[int, list[Holder]]) -> None:
+        rebind(self.installed, found)
+        assert self.verdict is not None
+        self.set(Status.APPLIED, self.verdict.reason)
+        self.phase = Phase.BOUND
+
+    def _note(self, target: ReplacedTarget) -> None:
+        self.installed = (*self.installed, target)
+
+    def _rollback(self) -> None:
+        """Leave nothing in place; targets that cannot be reverted stay in `installed`, and the error says why."""
+        self.phase = Phase.INSTALLING
+        try:
+            rollback(self.installed)
+        finally:
+            self.installed = self._in_place()
+        self.phase = Phase.IDLE
+
+    def _in_place(self) -> tuple[ReplacedTarget, ...]:
+        return tuple(target for target in self.installed if target.is_ours)
+
+    # ------------------------------------------------------------------------ restore
+    def restore(self) -> None:
+        """Put back the originals, and stay away until `allow_again()`.
+
+        Raises:
+            RestoreError: when someone has patched on top; nothing is changed then.
+        """
+        with self.lock:
+            check_current(self.installed)
+            try:
+                self._uninstall_earlier()
+                uninstall(self.installed, self.site)
+                self._note_restored()
+            except BaseException as error:
+                self._note_not_restored(error)
+                raise
+
+    def _note_restored(self) -> None:
+        self.installed, self.phase = (), Phase.IDLE
+        super().restore()
+
+    def _note_not_restored(self, error: BaseException) -> None:
+        """Note the targets that a restore has left when it raised: as a rule all, none after Ctrl-C at its end."""
+        left = self._in_place()
+        if not left:
+            self._note_restored()
+        elif len(left) < len(self.installed):
+            self.phase = Phase.INSTALLING  # the next attempt begins with a rollback of all of them
+            self.fail(error)
+
+    def _uninstall_earlier(self) -> None:
+        uninstall(self._earlier, self.site)  # still known afterwards: others who patched on top may put one back
+
+    # ------------------------------------------------------------------------ changes from outside
+    def refresh(self) -> None:
+        """Bring the status up to date with changes from outside: replaced, reloaded, not there at all."""
+        with self.lock:
+            if self.phase is Phase.INSTALLING:
+                return  # the status says why
+            if not self.installed:
+                super().refresh()
+            elif self._was_reloaded():
+                self._forget_reloaded()
+                self.set(Status.MISSED, _UNPATCHED_AGAIN)
+            else:
+                self._note_overwritten()
+
+    def _is_whole(self) -> bool:
+        return self.phase in (Phase.INSTALLED, Phase.BOUND)
+
+    def _was_reloaded(self) -> bool:
+        """Return whether the module was loaded again, so that nothing of ours is in it."""
+        if sys.modules.get(self.site.module) not in (None, self.installed[0].module):
+            return True
+        gone = self._gone()
+        functions = [target for target in gone if not isinstance(target, RebuiltTarget)]
+        # A reload keeps none of the module's own functions.
+        kept = [target for target in self.installed if target not in gone and target.is_code_of_module]
+        return bool(functions) and not kept and all(target.was_reloaded for target in functions)
+
+    def _forget_reloaded(self) -> None:
+        self._earlier = self._earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
+        self.installed = ()
+        self.phase = Phase.IDLE
+
+    def _note_overwritten(self) -> None:
+        if gone := self._gone():
+            others = "; ".join(f"{target.target} is now {target.overwritten_by()}" for target in gone)
+            self.set(Status.OVERWRITTEN, f"replaced after megapatch: {others}")
+        elif self.status is Status.OVERWRITTEN:
+            self.set(Status.APPLIED, "in place again")
+
+    def _gone(self) -> list[ReplacedTarget]:
+        return [target for target in self.installed if not target.is_in_effect]
+
+    # ------------------------------------------------------------------------ forks and threads
+    def after_fork(self) -> bool:
+        """In a forked child, release the lock if another thread held it, as that does not exist there.
+
+        Return whether it left something undone, which `consider` and `rebind` do again.
+        """
+        if self._is_held_by_this_thread():
+            return False  # this thread finishes it
+        if not self.lock.acquire(blocking=False):
+            self.lock, self.phase = threading.RLock(), Phase.INSTALLING
+        else:
+            self.lock.release()
+        return self.phase in (Phase.INSTALLING, Phase.INSTALLED)
+
+    def _is_held_by_this_thread(self) -> bool:
+        # Private, yet threading.Condition relies on it: CPython 3.10 to 3.14.
+        return self.lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+
+def _throw(error: BaseException) -> None:
+    raise error

@@ -1,0 +1,188 @@
+"""What a step adds up outside of its gradients, and leaves to the next step if it is dropped.
+
+A router counts tokens, and finalize_model_grads() moves its bias. Losses of the model's own add up for the log.
+With fp16 the loss scale moves before the optimizer steps. Routes to be replayed, and the largest attention logits,
+wait for a later part of the step. Megatron resets each of these where a step ends well, and nowhere else.
+
+Counts belong to the gradients: code that zeroes those calls `forget_counts`. `StepState` puts back the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
+"""Buffers of a router that are zero between steps: from 0.12 on, from 0.15 on (two), and two of 0.19."""
+BIASES = ("expert_bias", "qb_beta")
+"""Buffers of a router that finalize_model_grads() moves from the counts."""
+LARGEST_LOGITS = "current_max_attn_logits"
+"""Attribute of Transformer Engine's attention, for qk-clip; clip_qk() resets it after the optimizer's step."""
+
+PROCESS_WIDE = (
+    ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.12
+    ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.13 to 0.17
+    ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER"),  # after 0.17
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
+    ("megatron.core.tensor_parallel.random", "IS_CHECKPOINTING"),  # 0.16 on; read where a CUDA graph is captured
+)
+"""Module, and attribute: one for all models of the process. All but the last are losses to be logged."""
+
+MODULES = "_megapatch_modules_with_step_state"
+"""Attribute of a chunk: its modules that have any of the above. Walking through all modules takes milliseconds."""
+
+
+def forget_counts(chunk: Any) -> None:
+    """Zero what the routers of a chunk have counted, as finalize_model_grads() does. No wait for the device."""
+    if counts := list(_buffers(chunk, COUNTS)):
+        import torch
+
+        torch._foreach_zero_(counts)
+
+
+class StepState:
+    """The state of a model outside of gradients when a step begins; it makes a few small copies, and only for MoE.
+
+    Args:
+        chunks: of the model, Megatron's DistributedDataParallel.
+        optimizer: of which an fp16 loss scale is remembered; None for none.
+    """
+
+    def __init__(self, chunks: Iterable[Any], optimizer: Any = None) -> None:
+        self._chunks = list(chunks)
+        self._biases = [_copy_of(list(_buffers(chunk, BIASES))) for chunk in self._chunks]
+        modules = [module for chunk in self._chunks for module in _modules(chunk)]
+        places = [(module, LARGEST_LOGITS) for module in modules if hasattr(module, LARGEST_LOGITS)]
+        places += [place for path in PROCESS_WIDE for place in _found(*path)]
+        self._attributes = [_attribute(*place) for place in places]
+        replays = [replay for module in modules if (replay := getattr(module, "router_replay", None)) is not None]
+        self._contents = [_contents(thing) for thing in (*replays, *_loss_scalers(optimizer))]
+        timers = next((chunk.config.timers for chunk in self._chunks), None)
+        self._timers: Any = timers if hasattr(timers, "_timers") else None
+        self._running = running_timers(self._timers) if self._timers else set()
+
+    def put_back(self) -> None:
+        """Put everything back in place, and zero the counts. Runs no collective and waits for nothing."""
+        for chunk, biases in zip(self._chunks, self._biases, strict=True):
+            forget_counts(chunk)
+            _copy_into(list(_buffers(chunk, BIASES)), biases)
+        for put_back in (*self._attributes, *self._contents):
+            put_back()
+        for name in running_timers(self._timers) - self._running if self._timers else ():
+            self._timers._timers[name].stop()
+
+
+def counts_of(chunks: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that puts the counts of these chunks back as they are now."""
+    copies = [(chunk, _copy_of(list(_buffers(chunk, COUNTS)))) for chunk in chunks]
+
+    def put_back() -> None:
+        for chunk, copy in copies:
+            _copy_into(list(_buffers(chunk, COUNTS)), copy)
+
+    return put_back
+
+
+def running_timers(timers: Any) -> set[str]:
+    """Return the names of Megatron's timers that were started and not stopped; starting one again raises."""
+    return {name for name, timer in timers._timers.items() if timer._started}
+
+
+# ---------------------------------------------------------------------------- a model's modules
+def _modules(chunk: Any) -> list[Any]:
+    found: list[Any] | None = vars(chunk).get(MODULES)
+    if found is None:
+        names = {*COUNTS, *BIASES}
+        found = [
+            module
+            for module in chunk.modules()
+            if any(module._buffers.get(name) is not None for name in names)
+            or getattr(module, "router_replay", None) is not None
+            or hasattr(module, LARGEST_LOGITS)
+        ]
+        setattr(chunk, MODULES, found)
+    return found
+
+
+def _buffers(chunk: Any, names: Iterable[str]) -> Iterator[Any]:
+    for module in _modules(chunk):
+        for name in names:
+            if (buffer := module._buffers.get(name)) is not None:
+                yield buffer
+
+
+def _copy_of(tensors: list[Any]) -> Any:
+    """Copy small tensors into one, in a single operation on the device."""
+    import torch
+
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else None
+
+
+def _copy_into(tensors: list[Any], copy: Any) -> None:
+    import torch
+
+    if tensors:
+        parts = copy.split([tensor.numel() for tensor in tensors])
+        with torch.no_grad():
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+# ---------------------------------------------------------------------------- attributes and their values
+def _found(module: str, path: str) -> Iterator[tuple[Any, str]]:
+    owner: Any = sys.modules.get(module)
+    *owners, name = path.split(".")
+    for part in owners:
+        owner = getattr(owner, part, None)
+    if hasattr(owner, name):
+        yield owner, name
+
+
+def _loss_scalers(optimizer: Any) -> Iterator[Any]:
+    for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
+        if (scaler := getattr(part, "grad_scaler", None)) is not None:
+            yield scaler
+
+
+def _attribute(owner: Any, name: str) -> Callable[[], None]:
+    value = _value(getattr(owner, name))
+    return lambda: setattr(owner, name, value())
+
+
+def _contents(thing: Any) -> Callable[[], None]:
+    """Return a function that gives an object its attributes again. Their tensors are replaced, never changed."""
+    before = {name: list(value) if isinstance(value, list) else value for name, value in vars(thing).items()}
+
+    def put_back() -> None:
+        vars(thing).clear()
+        vars(thing).update(before)
+
+    return put_back
+
+
+def _value(value: Any) -> Callable[[], Any]:
+    """Return a function that makes a value what it is now, in place, and returns it.
+
+    A tensor stays the same object: a CUDA graph may write into it.
+    """
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        copy = value.detach().clone()
+        return lambda: value.copy_(copy)
+    if isinstance(value, dict):
+        parts = {name: _value(part) for name, part in value.items()}
+
+        def restored() -> Any:
+            now = {name: part() for name, part in parts.items()}
+            value.clear()
+            value.update(now)
+            return value
+
+        return restored
+    if hasattr(value, "__dict__") and type(value).__module__.endswith(".moe_logging"):
+        attributes = _value(vars(value))
+        return lambda: (attributes(), value)[1]
+    return lambda: value

@@ -1,0 +1,1 @@
+"""Pause and resume generation, in parts: for `paused_generation`, and for patches of frameworks' own syncs."""

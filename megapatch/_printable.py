@@ -1,0 +1,139 @@
+"""The one rule for text that leaves megapatch: no secret, and no character that moves a cursor or forges a line.
+
+Exceptions, names and settings are other people's text. The terminal (`_reporting.terminal`), the log, JSON,
+reports for issues and `megapatch run` send theirs through here. Uses only the standard library: sitecustomize
+loads this file where megapatch may not be installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+"""Stands for a value that may be secret."""
+
+_BEGINS = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))"  # a word, after an escaped line end as well: repr() has those
+_SECRETS = (
+    # Credentials in a URL. A password may hold "/", "@" and "#", so with a colon all up to the last "@" goes.
+    (r"(?<=://)[^\s/@:?#]*:(?=\S*@)\S*@|(?<=://)[^\s/?#]*@", ""),
+    # Keys of known shape: private keys, GitHub, GitLab, Hugging Face, OpenAI and kin, NVIDIA, Slack, AWS, Google,
+    # PyPI, npm, Weights & Biases, JSON web tokens.
+    (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$(?!\n))", HIDDEN),
+    (
+        _BEGINS + r"(?:gh[a-z]_|github_pat_|gl[a-z]{2,8}-|hf_|api_org_|sk-|nvapi-|xox[a-z]-|xapp-|pypi-|npm_"
+        r"|wandb_v\d_)[\w-]{16,}",
+        HIDDEN,
+    ),
+    (
+        _BEGINS + r"(?:A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}|ya29\.[\w-]{16,}"
+        r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)",
+        HIDDEN,
+    ),
+    (
+        r"(?i)(\bauthorization\\*['\"]?\s*[:=]\s*\\*['\"]?(?:(?:basic|bearer|token|digest)\s+)?)\S+",
+        rf"\g<1>{HIDDEN}",
+    ),
+    (r"(?i)(\bbearer\s+)[\w.~+/=-]{16,}", rf"\g<1>{HIDDEN}"),
+)
+
+# The ends of names of what is secret: in capitals as environment variables have them; in small letters only what
+# cannot be a key of a state dict or a token of a vocabulary.
+_NAME = (
+    _BEGINS + r"(?:(?:[A-Z0-9]{0,20}(?:TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|APIKEY)|KEY|CREDENTIAL|AUTH)"
+    r"S?(?:_[A-Z0-9_]{1,20})?"
+    r"|(?i:(?:(?:api|access|secret|private|auth|account|signing|encryption|service)[_-]?(?:key|token)"
+    r"|(?:hf|hub|github|gitlab|wandb|refresh|session|csrf|bot)[_-]?token|password|passwd|passphrase|secret"
+    r"|credential)s?))(?![A-Za-z0-9_])"
+)
+_OPTION = rf"(?<!\w)--?(?:[\w-]{{0,20}}[_-])?{_NAME}"
+_VALUE = r"""\\+"(?:(?!\\+").)*\\+"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*[^\s'")\]},;.:]|\S+"""
+_NAMED = rf"""({_NAME}\\*['"]?\s*(?:=>|[:=])\s*|{_OPTION}\s+(?!-))(?:{_VALUE})"""
+_QUERY = r"(?<=://)([^\s?#]*)([?#]\S*)"
+_QUERY_VALUE = r"(?<==)[^&;#]+?(?=[)\]}>'\",.;:]*(?:[&;#]|$))|(?<=[?])[^=&;#]+?(?=[)\]}>'\",.;:]*(?:[;#]|$))"
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern when the first text is printed, not when megapatch is imported."""
+    return re.compile(pattern, re.DOTALL)
+
+
+def clean(text: str) -> str:
+    """Return text that may be printed: without secrets, and with every control character but line ends escaped."""
+    return _escaped(without_secrets(text.replace("\r\n", "\n")), keep="\n")
+
+
+def one_line(text: str) -> str:
+    """Return text that may be printed in one line: `clean`, and line ends are escaped as well."""
+    return _escaped(without_secrets(text))
+
+
+def first_line_at_the_margin(text: str) -> str:
+    """Return `clean` text whose later lines are indented, so that none can pass for a message of its own."""
+    first, *others = clean(text).split("\n")
+    if any(line[:1] not in ("", " ") for line in others):  # all of them, to keep the levels of a traceback
+        others = [f"  {line}" if line else "" for line in others]
+    return "\n".join([first, *others])
+
+
+def clean_data(value: Any) -> Any:
+    """Return a copy of JSON-ready data without secrets in its texts. JSON itself escapes control characters."""
+    if isinstance(value, str):
+        return without_secrets(value)
+    if isinstance(value, Mapping):
+        return {name: clean_data(item) for name, item in value.items()}
+    return [clean_data(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def cut(text: str, limit: int) -> str:
+    """Return at most so many characters of a text in one line; a secret is hidden before it can be cut in two."""
+    text = one_line(text)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def without_secrets(text: str) -> str:
+    """Return the text without credentials, tokens, values of URLs' queries, and values with a name for secrets.
+
+    Idempotent.
+    """
+    for pattern, put in _SECRETS:
+        text = _compiled(pattern).sub(put, text)
+    text = _compiled(_QUERY).sub(lambda url: url[1] + _compiled(_QUERY_VALUE).sub(HIDDEN, url[2]), text)
+    return _compiled(_NAMED).sub(rf"\g<1>{HIDDEN}", text)
+
+
+def _escaped(text: str, keep: str = "") -> str:
+    if text.isprintable():
+        return text
+    return "".join(
+        character if character.isprintable() or character in keep else _escape(character) for character in text
+    )
+
+
+def _escape(character: str) -> str:
+    return " " if character == "\t" else character.encode("unicode_escape").decode()
+
+
+# -------------------------------------------------------------------------------------------- the log
+def clean_log() -> None:
+    """Send every record of the logger ``megapatch`` through here; a second call does nothing."""
+    logging.getLogger("megapatch").addFilter(_clean_record)
+
+
+def _clean_record(record: logging.LogRecord) -> bool:
+    """Clean a record's message and traceback. Never raises, as a handler would report wrong arguments."""
+    with contextlib.suppress(Exception):
+        message = record.getMessage()
+        cleaned = first_line_at_the_margin(message)
+        if cleaned != message:
+            record.msg, record.args = cleaned, None
+        if record.exc_info and not record.exc_text:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+        if record.exc_text:  # which formatters take instead of making their own
+            record.exc_text = first_line_at_the_margin(record.exc_text)
+    return True

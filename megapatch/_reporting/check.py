@@ -1,0 +1,123 @@
+"""A look for a framework's own hook: whether ranks are alike, in one line; and a file for each rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from .._engine.engine import this_process
+from .._engine.settings import REPORT
+from .._version import exact_version
+from ..errors import InconsistentError
+from ..patch import NEEDS_ATTENTION, Status
+from . import terminal
+from .facts import Facts, differences, look, numbered
+from .report import Report, make_report
+
+SCHEMA = 1
+"""Version of the layout of a rank's file. It grows when a key is removed or changes its meaning."""
+
+_done: list[str] = []
+
+
+def check(*ignored: object, **also_ignored: object) -> None:
+    """Compare all ranks, once, and print one line on rank 0: version, digest, patches, and who differs in what.
+
+    Takes and ignores any arguments, so that it can be named as a framework's hook, on all ranks: once
+    torch.distributed is initialized it is a collective, as `assert_consistent` is. After that a call does nothing.
+    With ``MEGAPATCH_REPORT=FOLDER`` each rank also writes a file, for `megapatch doctor FOLDER` to compare.
+
+    Raises:
+        InconsistentError: with MEGAPATCH_STRICT, when ranks differ.
+    """
+    if _done:
+        return
+    rank, size, initialized = _place()
+    different = None
+    if initialized:
+        from .agreement import differing
+
+        _done.append("compared")
+        different = differing() if size > 1 else None
+        said = f"NOT ALIKE on {size} ranks: {different}" if different else f"alike on {_ranks(size)}"
+    else:
+        said = "ranks are not compared, as torch.distributed is not initialized" if size > 1 else ""
+    engine = this_process()
+    engine.load_families()
+    report = make_report(engine.records)
+    if folder := os.environ.get(REPORT):
+        write_file(Path(folder), report, rank, size)
+    if rank == 0:
+        terminal.note("; ".join(filter(None, [_line(report), said])))
+    if different and engine.settings.strict:
+        raise InconsistentError(f"megapatch is not the same on all ranks: {different}")
+
+
+def _ranks(size: int) -> str:
+    return "1 rank" if size == 1 else f"{size} ranks"
+
+
+def _line(report: Report) -> str:
+    applied = sum(patch.status is Status.APPLIED for patch in report.patches)
+    bad = [patch.patch.name for patch in report.patches if patch.status in NEEDS_ATTENTION]
+    lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
+    return f"megapatch {exact_version()}, digest {report.digest}: {applied} patches applied{lacking}"
+
+
+def _place() -> tuple[int, int, bool]:
+    """Return this rank, the number of ranks, and whether torch.distributed says so, or else a launcher."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size(), True
+    return _variable(0, "RANK", "SLURM_PROCID"), _variable(1, "WORLD_SIZE", "SLURM_NTASKS"), False
+
+
+def _variable(otherwise: int, *names: str) -> int:
+    return next((int(text) for name in names if (text := os.environ.get(name, "")).isdecimal()), otherwise)
+
+
+# -------------------------------------------------------------------------------------- a file a rank
+def write_file(folder: Path, report: Report, rank: int, size: int) -> None:
+    """Write a rank's findings; where that fails, a note says so, and training goes on."""
+    data = {"schema": SCHEMA, "rank": rank, "size": size, "host": platform.node(), "pid": os.getpid()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank-{rank:05}.json"
+        part = path.with_suffix(f".{os.getpid()}.part")  # a reader finds a whole file, or none
+        part.write_text(terminal.as_json({**data, "facts": look(), "report": report.to_dict()}), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        terminal.note(f"megapatch: {REPORT}={folder}: rank {rank} cannot write there: {error.strerror}")
+
+
+def compare_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Read the files of all ranks.
+
+    Returns:
+        What they have in common, in words; who differs in what; and what could not be read.
+    """
+    ranks: dict[int, Facts] = {}
+    digests: dict[str, list[int]] = {}
+    unreadable, largest = [], 0
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            size = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
+            ranks[int(data["rank"])] = size | {name: (value, why) for name, (value, why) in data["facts"].items()}
+            largest = max(largest, int(data["size"]))
+            digests.setdefault(str(data["report"]["digest"]), []).append(int(data["rank"]))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            unreadable.append(f"{path} cannot be read: {type(error).__name__}: {error}")
+    numbers = sorted(ranks)
+    if missing := sorted(set(range(largest)) - set(numbers)):
+        unreadable.append(f"{numbered('rank', missing)} left no file in {folder}")
+    common = [f"digest {digest} on {numbered('rank', members)}" for digest, members in digests.items()]
+    found = differences(
+        [ranks[number] for number in numbers],
+        lambda members: numbered("rank", [numbers[member] for member in members]),
+    )
+    return [f"{_ranks(len(ranks))} in {folder}", *common], found, unreadable

@@ -1,0 +1,82 @@
+"""Loads into objects that have been used: the next steps are those of new objects that have loaded the same."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ..check import DP, Check, Layout, expect, same, the_defect
+from ._steps import ADAM, SHARDED
+
+SCHEDULE: dict[str, Any] = {
+    "init_lr": 0.0,
+    "max_lr": 1.0,
+    "min_lr": 0.0,
+    "lr_warmup_steps": 0,
+    "lr_decay_steps": 20,
+    "lr_decay_style": "linear",
+    "start_wd": 0.0,
+    "end_wd": 0.0,
+    "wd_incr_steps": 20,
+    "wd_incr_style": "constant",
+}
+
+
+def weights_alone(layout: Layout = DP) -> float:
+    """Go back to the weights of an earlier step, and step on; the reference calls reload_model_params()."""
+    layout.set_up()
+    options = {**(SHARDED if layout is DP else {"lr": ADAM["lr"]}), "dtype": "bf16"}
+    model, reference = layout.model(**options), layout.model(**options)
+    saved = [{**chunk.state_dict()} for chunk in model.chunks]
+    saved = [
+        {name: getattr(value, "clone", lambda value=value: value)() for name, value in state.items()}
+        for state in saved
+    ]
+    for trained in (model, reference):
+        trained.train_step(0)
+        for chunk, state in zip(trained.chunks, saved, strict=True):
+            chunk.load_state_dict(state)
+    reference.optimizer.reload_model_params()
+    for trained in (model, reference):
+        trained.train_step(1)
+    return same(model.parameters(), reference.parameters(), "parameters after weights were loaded")
+
+
+def scheduler_goes_back(layout: Layout = DP) -> None:
+    """Load an earlier state into a scheduler that has stepped on."""
+    from types import SimpleNamespace
+
+    kind = import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    scheduler = kind(SimpleNamespace(param_groups=[]), **SCHEDULE)
+    scheduler.step(5)
+    state = scheduler.state_dict()
+    scheduler.step(3)
+    for _ in range(2):
+        scheduler.load_state_dict(state)
+        expect(scheduler.num_steps == 5, f"step 5 is loaded, and the scheduler is at step {scheduler.num_steps}")
+
+
+def rates_of_its_own(layout: Layout = DP) -> None:
+    """Resume with another learning rate, which overrides the checkpoint's."""
+    layout.set_up()
+    saved = layout.model(lr=1.0).optimizer.state_dict()
+    optimizer = layout.model(lr=0.5).optimizer
+    kind = import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    override = {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": False}
+    kind(optimizer, **{**SCHEDULE, "max_lr": 0.5, **override})
+    with the_defect(ValueError, says="parameter group"):
+        optimizer.load_state_dict(saved)
+    rates = {group["max_lr"] for group in optimizer.param_groups}
+    expect(rates == {0.5}, f"the learning rate is 0.5, and after a load {rates}")
+
+
+CHECKS = (
+    Check("megatron.override-after-load", rates_of_its_own),
+    Check(
+        "megatron.main-params-after-load",
+        weights_alone,
+        "parameters of the step after a load, with reload_model_params()",
+        layouts=True,
+    ),
+    Check("megatron.scheduler-after-load", scheduler_goes_back),
+)

@@ -1,0 +1,157 @@
+"""The audit of a process, and the parts that it consists of.
+
+`start()` makes an Audit and `stop()` drops it. All that it knows is in it, in its parts, or noted in Megatron's
+objects in its name (`_notes`), so the next audit begins with nothing.
+
+A new rule is one class derived from Part, in a file of its own, and one line in `megapatch.audit.PARTS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from ..patch import Patch, Site
+from ._findings import Ledger
+from ._models import Models, parts_of
+from ._settings import Settings
+
+
+class Call:
+    """A forward-backward call.
+
+    Attributes:
+        chunks: of the model that it runs.
+        trains: whether it has a backward pass.
+        has_returned: whether it has ended without an exception.
+    """
+
+    def __init__(self, chunks: list[Any], trains: bool) -> None:
+        self.chunks, self.trains, self.has_returned = chunks, trains, False
+
+
+class Step:
+    """A step of an optimizer that no other contains.
+
+    Attributes:
+        optimizer: whose step it is.
+        parts: the optimizers that it consists of, which divide gradients by the loss scale.
+        chunks: those that it steps.
+        has_gradients: whether any gradient has arrived since the last step.
+        succeeded: whether Megatron has made the step rather than skipped it, once it is over.
+    """
+
+    def __init__(self, optimizer: Any, chunks: list[Any]) -> None:
+        self.optimizer, self.parts, self.chunks = optimizer, parts_of(optimizer), chunks
+        self.has_gradients = self.succeeded = False
+
+
+class Events:
+    """How often things have happened since the audit began.
+
+    Attributes:
+        arrivals: of gradients in their buckets.
+        resets: of buffers, which zero their gradients.
+    """
+
+    def __init__(self) -> None:
+        self.arrivals = self.resets = 0
+
+
+class Audit:
+    """An observer of this process, from `start()` to `stop()`.
+
+    Args:
+        parts: classes of parts, in the order in which they see each event.
+        settings: may be replaced while the audit watches.
+
+    Attributes:
+        ledger: the findings, and the number of optimizer steps.
+        models: the chunks that it knows.
+        events: counts that parts share.
+        parts: made for this audit.
+        patches: of the parts, for the engine to put beneath all others.
+    """
+
+    def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:
+        self.settings = settings
+        self.ledger, self.models, self.events = Ledger(), Models(), Events()
+        self.parts = tuple(part(self) for part in parts)
+        self.patches = tuple(part.patch() for part in self.parts)
+
+    def is_due(self) -> bool:
+        """Return whether ranks are compared in this step, in which the audit may wait for a GPU."""
+        return self.ledger.step % self.settings.every == 0
+
+    def judge(self) -> None:
+        """Report everything that waits for its judgment."""
+        for part in self.parts:
+            part.judge()
+
+    def forget(self) -> None:
+        """Drop comparisons that are under way."""
+        for part in self.parts:
+            part.forget()
+
+    def end(self) -> None:
+        """Judge everything that waits, and let go of Megatron's objects."""
+        self.judge()
+        self.forget()
+        for part in self.parts:
+            part.end()
+
+
+class Part:
+    """Something that the audit watches.
+
+    It replaces functions at its `sites` by ones that look on, and overrides the events below that it wants to see.
+    A method that looks at Megatron's objects is decorated with `observes`: its bugs must not break training.
+
+    Attributes:
+        name: of its patch, after ``audit.``.
+        doc: the docstring of its module.
+        audit: the one that it is part of.
+        ledger: that audit's.
+    """
+
+    name: ClassVar[str]
+    doc: ClassVar[str | None]
+
+    def __init__(self, audit: Audit) -> None:
+        self.audit, self.ledger = audit, audit.ledger
+
+    def sites(self) -> tuple[Site, ...]:
+        """Return the sites where it watches, with this part's own functions in them."""
+        raise NotImplementedError
+
+    def patch(self) -> Patch:
+        """Return the patch that the engine installs for this part."""
+        return Patch(name=f"audit.{self.name}", doc=self.doc, upstream=None, sites=self.sites())
+
+    # ------------------------------------------------------------------------ events, which all parts see in turn
+    def begin_call(self, call: Call) -> None:
+        """See that a forward-backward call begins."""
+
+    def end_call(self, call: Call) -> None:
+        """See that it has ended, or raised."""
+
+    def begin_step(self, step: Step) -> None:
+        """See that an optimizer step begins, and judge the calls that led to it."""
+
+    def end_step(self, step: Step) -> None:
+        """See that it has ended. A step that raised is `interrupted` instead."""
+
+    def interrupted(self, chunks: list[Any]) -> None:
+        """See that a call or a step of these chunks has raised, so that its gradients may be dropped."""
+
+    def zeroed(self, buffer: Any) -> None:
+        """See that a gradient buffer is about to be zeroed."""
+
+    def judge(self) -> None:
+        """Report everything that waits for its judgment, as findings are asked for. It may wait for a GPU."""
+
+    def forget(self) -> None:
+        """Drop comparisons that are under way, as all ranks do now."""
+
+    def end(self) -> None:
+        """Let go of Megatron's objects: the audit has ended."""

@@ -1,0 +1,68 @@
+"""The chunks that an audit knows, and which of them an optimizer steps."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .._mcore.bucket_groups import MODULE
+
+
+class Models:
+    """The DistributedDataParallel chunks that an audit knows.
+
+    Attributes:
+        chunks: those that were wrapped, or made a forward-backward call, since the audit began; in the same order
+            on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self._stepped_by: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+        """By optimizer its chunks: weakly, as their config refers to the optimizer and would keep them alive."""
+
+    def add(self, chunks: Iterable[Any]) -> None:
+        """Know these chunks from now on."""
+        for chunk in chunks:
+            self.chunks.setdefault(chunk)
+
+    def stepped_by(self, optimizer: Any) -> list[Any]:
+        """Return the chunks whose parameters an optimizer steps."""
+        known = [reference() for reference in self._stepped_by.get(optimizer, ())]
+        if known and None not in known:
+            return known
+        found = self._find(optimizer)
+        self._stepped_by[optimizer] = [weakref.ref(chunk) for chunk in found]
+        return found
+
+    def _find(self, optimizer: Any) -> list[Any]:
+        parts = parts_of(optimizer)
+        ddp_class = getattr(sys.modules.get(MODULE), "DistributedDataParallel", None)
+        if ddp_class is None:
+            return []
+        found = {id(chunk): chunk for part in parts for chunk in getattr(part, "model_chunks", ())}
+        for part in parts:
+            if not hasattr(part, "model_chunks"):
+                parameters = {id(parameter) for parameter in _model_parameters(part)}
+                found.update(
+                    (id(chunk), chunk)
+                    for chunk in self.chunks
+                    if any(id(parameter) in parameters for parameter in chunk.param_to_bucket_group)
+                )
+        return [chunk for chunk in found.values() if isinstance(chunk, ddp_class)]
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Return the optimizers that an optimizer consists of: itself, if it contains no others."""
+    inner = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if inner is None else [part for below in inner for part in parts_of(below)]
+
+
+def _model_parameters(optimizer: Any) -> Iterator[Any]:
+    for name in ("float16_groups", "fp32_from_fp32_groups"):
+        for group in getattr(optimizer, name, ()):
+            yield from group
+    for group in optimizer.param_groups:
+        yield from group["params"]

@@ -1,0 +1,309 @@
+"""Weights that are loaded without optimizer state are those that the next optimizer step starts from.
+
+Symptom   with bf16 or fp16, a load of the model without its optimizer is undone by the next optimizer.step(),
+          silently: load_state_dict() fills the model, the optimizer's fp32 main parameters keep what they had, and
+          the step writes them over the loaded weights. A new process gets its initial weights back, and one that
+          goes back to a checkpoint stays where it was.
+Upstream  NovaSky-AI/SkyRL#2149 (open); in 0.12 to 0.19. Megatron leaves it to callers, which have
+          optimizer.reload_model_params(). Its own load_checkpoint(), slime, miles and ms-swift call that. SkyRL
+          with load_optimizer_states=False, verl with load_contents=["model"] and AReaL with with_optim=False do
+          not.
+Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers notes which parameters a load that
+          succeeded has changed. Optimizers look at that before they step, and before their state is saved: if any
+          loaded parameter differs from its main parameter, rounded, the main parameters of all that were loaded
+          are taken from the model. After both were loaded, in any order, and after weights were swapped for others
+          and back, nothing differs, and main parameters keep every bit. A load of the optimizer's own state after
+          that of the weights settles it, whatever the weights are.
+          Reloading only the elements that differ is not an option: with a small learning rate most weights round
+          to the same bf16 number for many steps, so most of what was gone back on would stay. Reloading at the
+          load is not either: it would round the main parameters of a model whose weights are swapped.
+Limits    a load that changes no bf16 number on this rank looks like a swap there and back: the main parameters
+          keep their bits. Each rank decides by itself, for all optimizers of a chain together.
+          Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, and the
+          optimizer is loaded first, training goes on from the weights.
+          Weights that are copied into a model by other means than load_state_dict() are not seen, such as those of
+          a Hugging Face model that a bridge loads: call optimizer.reload_model_params() after it. Adam's moments
+          stay what they were. Left alone are FP8 parameters, Megatron-FSDP, a step that is replayed from a CUDA
+          graph, and, with use_precision_aware_optimizer, main parameters that are not in fp32
+          (store_param_remainders keeps less than half a bf16 step of the old ones). What needs that optimizer, and
+          an offloaded one, is not tested.
+Numbers   change after a load of weights alone, to those of a new process that loads the same.
+Cost      about 0.1 us in each optimizer step; after a load one comparison of what was loaded, in the next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import (
+    StandIn,
+    answering_none,
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_reads,
+)
+from ._chained import CHILDREN, children_of
+
+OPTIMIZERS = "megatron.core.optimizer"
+MODULES = "megatron.core.transformer.module"
+WRAPPERS = "megatron.core.distributed.data_parallel_base"
+FLOAT16 = "optimizer.Float16OptimizerWithFloat16Params"
+DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
+CHAINED = "optimizer.ChainedOptimizer"
+GRADS = "_copy_model_grads_to_main_grads"
+"""What an optimizer with main parameters begins a step with, in prepare_grads()."""
+GROUPS = ("float16_groups", "fp32_from_float16_groups")
+SHARDS = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups")
+INNER = "param_to_inner_param"
+"""The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
+
+LOADED = "_megapatch_loaded"
+"""Attribute of a parameter: the number of the last load that changed it."""
+SEEN = "_megapatch_loads_seen"
+"""Attribute of an optimizer: the number of the last load that its main parameters agree with."""
+
+_loads = 0
+"""Number of the last load."""
+_said = False
+
+logger = logging.getLogger("megapatch")
+
+
+# ------------------------------------------------------------------------ the model: what was loaded?
+def diagnose_modules(module: ModuleType) -> Verdict:
+    """Load a parameter with the real MegatronModule, and see whether torch counts that as a change."""
+    if missing := missing_attributes(f"{MODULES}:MegatronModule", "load_state_dict"):
+        return lacking(missing)
+    parameter = sys.modules["torch"].nn.Parameter(sys.modules["torch"].zeros(1))
+    try:
+        _load_one(module.MegatronModule, parameter)
+    except Exception as error:
+        return cannot_run("load_state_dict()", error)
+    if parameter.item() == 1 and parameter._version:
+        return Verdict(NEEDED, "optimizers do not learn that weights were loaded")
+    return Verdict(UNKNOWN, "expected load_state_dict() to change a parameter in place; it does not")
+
+
+def diagnose_wrappers(module: ModuleType) -> Verdict:
+    """Read the real wrapper: it passes the load on."""
+    missing = missing_reads(f"{WRAPPERS}:_BaseDataParallel.load_state_dict", "module", "load_state_dict")
+    return lacking(missing) if missing else Verdict(NEEDED, "optimizers do not learn that weights were loaded")
+
+
+def note_loaded(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load_state_dict)
+    def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = [(parameter, _version(parameter)) for parameter in self.parameters()]
+        result = load_state_dict(self, *args, **kwargs)
+        _note([parameter for parameter, version in before if _version(parameter) != version])
+        return result
+
+    return patched_load_state_dict
+
+
+def _version(parameter: Any) -> int | None:
+    """Return torch's count of changes in place, to which those through .data do not belong."""
+    return None if parameter.is_inference() else parameter._version
+
+
+def _note(parameters: list[Any]) -> None:
+    global _loads
+    if parameters:
+        _loads += 1
+        for parameter in parameters:
+            setattr(parameter, LOADED, _loads)
+
+
+# ------------------------------------------------------------------------ the optimizers: do they agree?
+def diagnose_optimizers(module: ModuleType) -> Verdict:
+    """Let the real optimizer step before and after the real load of a parameter in bf16."""
+    missing = [
+        *missing_names(f"{OPTIMIZERS}.optimizer:Float16OptimizerWithFloat16Params.__init__", *GROUPS),
+        *missing_names(f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer.__init__", *SHARDS),
+        *missing_attributes(f"{OPTIMIZERS}:{DISTRIBUTED}", "_get_model_param_range_map"),
+        *missing_reads(f"{OPTIMIZERS}.optimizer:MixedPrecisionOptimizer.prepare_grads", GRADS),
+        *missing_names(f"{OPTIMIZERS}.optimizer:ChainedOptimizer.__init__", CHILDREN),
+    ]
+    for path in PATCH.sites[0].replace:
+        owner, _, name = path.rpartition(".")
+        missing += missing_attributes(f"{OPTIMIZERS}:{owner}", name)
+    if missing:
+        return lacking(missing)
+    try:
+        stepped, loaded = _steps_around_a_load(module.optimizer)
+    except Exception as error:
+        return cannot_run("step_with_ready_grads()", error)
+    if (stepped, loaded) == (2, 2):
+        return Verdict(NEEDED, "the first step after a load puts the weights from before back into the model")
+    if (stepped, loaded) == (2, 1):
+        return Verdict(FIXED, "the first step after a load starts from the loaded weights")
+    return Verdict(
+        UNKNOWN,
+        f"expected a step to put its main parameter, 2, into the model; found {stepped:g}, then {loaded:g}",
+    )
+
+
+def settle_by_state(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a load of an optimizer's own state settle the loads of the model before it."""
+
+    @functools.wraps(init)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if hook := getattr(self.optimizer, "register_load_state_dict_post_hook", None):
+            hook(functools.partial(_settle, weakref.ref(self)))
+
+    return patched_init
+
+
+def _settle(owner: weakref.ref[Any], inner: Any) -> None:
+    """Called by torch's optimizer after its state was loaded; main parameters are loaded with it."""
+    if (optimizer := owner()) is not None:
+        setattr(optimizer, SEEN, _loads)
+
+
+def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let main parameters agree with the loads of the model before the method uses them."""
+
+    @functools.wraps(method)
+    def patched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get(SEEN, 0) != _loads:
+            _agree(self)
+        return method(self, *args, **kwargs)
+
+    return patched_method
+
+
+def _agree(optimizer: Any) -> None:
+    children = list(children_of(optimizer))
+    loaded = [pair for child in children for pair in _loaded_pairs(child)]
+    if not all(_has_memory(tensor) for pair in loaded for tensor in pair):
+        return  # offloaded by a framework: it cannot step now either
+    if any(bool((main.to(model.device, model.dtype) != model).any()) for model, main in loaded):
+        _say()
+        for model, main in loaded:
+            main.copy_(model)
+    for each in (optimizer, *children):
+        setattr(each, SEEN, _loads)
+
+
+def _loaded_pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield this rank's part of each parameter that was loaded since, and its main parameter.
+
+    Of an offloaded optimizer then also each main parameter and the copy from which it steps, in the order in which
+    one is made of the other.
+    """
+    seen = vars(optimizer).get(SEEN, 0)
+
+    def is_newer(parameter: Any) -> bool:
+        return bool(getattr(parameter, LOADED, 0) > seen)
+
+    for parameter, model, main in _pairs(optimizer):
+        if is_newer(parameter) and main is not None:
+            yield model, main.data
+    copies = getattr(optimizer.optimizer, INNER, {})
+    groups = (getattr(optimizer, name, ()) for name in (SHARDS[0], "model_fp32_groups"))
+    if copies and any(is_newer(parameter) for parameter in chain.from_iterable(chain.from_iterable(groups))):
+        yield from ((main.data, copy.data) for main, copy in copies.items() if copy is not main)
+
+
+def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (parameter, this rank's part of it, the part's main parameter or None) of those in bf16 or fp16."""
+    tensor = sys.modules["torch"].Tensor
+    if hasattr(optimizer, GROUPS[0]):
+        for parameter, main in _aligned(optimizer, GROUPS):
+            yield parameter, parameter.data, main
+        return
+    for parameter, shard, main in _aligned(optimizer, SHARDS):
+        if type(parameter.data) is not tensor:
+            continue  # quantized: main parameters are more precise than any rounding of it
+        if main is None:  # of a precision-aware optimizer
+            main = optimizer.optimizer.state.get(shard, {}).get("master_param")
+            main = main if main is not None and main.dtype.itemsize == 4 and main.is_floating_point() else None
+        part = optimizer._get_model_param_range_map(parameter)["param"]
+        yield parameter, parameter.data.view(-1)[part.start : part.end], main
+
+
+def _aligned(optimizer: Any, names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield what the optimizer's lists of lists hold side by side. Megatron-FSDP and stubs have no such lists."""
+    return zip(*(chain.from_iterable(getattr(optimizer, name, ())) for name in names), strict=True)
+
+
+def _has_memory(tensor: Any) -> bool:
+    return bool(tensor.untyped_storage().nbytes()) or not tensor.numel()
+
+
+def _say() -> None:
+    global _said
+    if not _said:
+        _said = True
+        logger.info(
+            "megatron.main-params-after-load: weights were loaded without optimizer state; main parameters follow"
+        )
+
+
+# ------------------------------------------------------------------------ the code that a diagnosis runs
+def _load_one(kind: Any, parameter: Any) -> None:
+    """Load 1 into a module of this class that has one parameter."""
+    torch = sys.modules["torch"]
+    model = object.__new__(kind)  # without its configuration
+    torch.nn.Module.__init__(model)
+    model.weight = parameter
+    unpatched(kind.load_state_dict)(model, {"weight": torch.ones(1)})
+
+
+def _steps_around_a_load(optimizers: ModuleType) -> tuple[float, float]:
+    """Return a bf16 parameter, whose main parameter is 2, after a step, and after a load of 1 and another step."""
+    torch = sys.modules["torch"]
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    optimizer = object.__new__(answering_none(optimizers.Float16OptimizerWithFloat16Params))
+    vars(optimizer).update(
+        optimizer=StandIn(step=lambda: None),
+        config=StandIn(),
+        **dict(zip(GROUPS, ([[parameter]], [[torch.full((1,), 2.0)]]), strict=True)),
+    )
+    step = functools.partial(unpatched(optimizers.MixedPrecisionOptimizer.step_with_ready_grads), optimizer)
+    step()
+    stepped = parameter.item()
+    _load_one(sys.modules[MODULES].MegatronModule, parameter)
+    step()
+    return stepped, parameter.item()
+
+
+PATCH = Patch(
+    name="megatron.main-params-after-load",
+    doc=__doc__,
+    upstream="https://github.com/NovaSky-AI/SkyRL/issues/2149",
+    changes_numbers=True,
+    sites=(
+        Site(
+            module=OPTIMIZERS,
+            diagnose=diagnose_optimizers,
+            replace={
+                "optimizer.MixedPrecisionOptimizer.__init__": settle_by_state,
+                f"{FLOAT16}.{GRADS}": agree_first,
+                f"{FLOAT16}.state_dict": agree_first,
+                f"{DISTRIBUTED}.{GRADS}": agree_first,
+                f"{DISTRIBUTED}.state_dict": agree_first,
+                f"{CHAINED}.prepare_grads": agree_first,
+                f"{CHAINED}.state_dict": agree_first,
+                f"{CHAINED}.sharded_state_dict": agree_first,
+            },
+        ),
+        Site(module=MODULES, diagnose=diagnose_modules, replace={"MegatronModule.load_state_dict": note_loaded}),
+        Site(
+            module=WRAPPERS,
+            diagnose=diagnose_wrappers,
+            replace={"_BaseDataParallel.load_state_dict": note_loaded},
+        ),
+    ),
+)

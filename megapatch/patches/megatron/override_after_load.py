@@ -1,0 +1,184 @@
+"""With --override-opt_param-scheduler a resumed run has its own learning rate, not the checkpoint's.
+
+Symptom   resumed with another learning rate and --override-opt_param-scheduler, a run trains with the checkpoint's
+          rate, silently, up to 0.18. From 0.19 on the load ends with "ValueError: Could not find parameter group
+          with key", with the distributed optimizer with a KeyError.
+Upstream  NVIDIA/Megatron-LM#1138, #1284 (open); in 0.12 to 0.19. #5213 repairs Megatron's own load_checkpoint() on
+          main. The optimizer's groups have a max_lr and min_lr of their own, which get_lr() prefers to the
+          scheduler's, and which are loaded with the optimizer; 0.19 also finds groups by them.
+Seam      OptimizerParamScheduler.__init__() notes in its optimizer that it overrides. A chain's load_state_dict()
+          gives each optimizer that does groups with its own rates in place of the checkpoint's. A group of the
+          checkpoint is the one that agrees in all else by which Megatron tells groups apart.
+Limits    groups that differ in nothing but their rates are loaded as before. The scheduler has to be made before
+          the optimizer loads, as by all known trainers. An optimizer that is not in a chain is loaded as before:
+          get_megatron_optimizer() returns none.
+Numbers   change where the flag had no effect, to those of the rate that was asked for.
+Cost      nothing in a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
+from .._temporarily import temporarily_set
+from ._chained import children_of
+
+SCHEDULERS = "megatron.core.optimizer_param_scheduler"
+OPTIMIZERS = "megatron.core.optimizer"
+SCHEDULER = "OptimizerParamScheduler"
+FLAG = "override_opt_param_scheduler"
+FP32 = "optimizer.FP32Optimizer"
+CHAINED = "optimizer.ChainedOptimizer"
+GROUPS = "param_groups"
+RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+"""What a group may have in place of its scheduler's."""
+TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
+"""What tells groups apart, besides their rates; NeMo's names begin with `pre_`."""
+
+OVERRIDES = "_megapatch_overrides"
+"""Attribute of an optimizer whose scheduler overrides what a checkpoint says."""
+
+
+def diagnose_scheduler(module: ModuleType) -> Verdict:
+    """Read the real scheduler: it prefers a group's own rate, and knows the flag."""
+    missing = [
+        *missing_reads(f"{SCHEDULERS}:{SCHEDULER}.get_lr", "max_lr", "min_lr"),
+        *missing_reads(f"{SCHEDULERS}:{SCHEDULER}._check_and_set", FLAG),
+    ]
+    return (
+        lacking(missing)
+        if missing
+        else Verdict(NEEDED, "an optimizer does not learn that its scheduler overrides")
+    )
+
+
+def diagnose_optimizers(module: ModuleType) -> Verdict:
+    """Load a group of another rate with the real optimizer."""
+    missing = [
+        name
+        for owner in (FP32, CHAINED)
+        for name in missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
+    ]
+    if missing:
+        return lacking(missing)
+    loaded: list[Any] = []
+    optimizer = object.__new__(answering_none(module.optimizer.FP32Optimizer))
+    inner = StandIn(param_groups=[_group(max_lr=1.0)], load_state_dict=loaded.append)
+    vars(optimizer).update({"optimizer": inner, OVERRIDES: True})
+    state = {"state": {}, GROUPS: [_group(max_lr=2.0)]}
+    one_stage = StandIn(get_pipeline_model_parallel_world_size=lambda: 1)  # 0.12 asks, for nothing
+    try:
+        with temporarily_set(module.optimizer, parallel_state=one_stage):
+            unpatched(module.optimizer.FP32Optimizer.load_state_dict)(optimizer, state)
+        rate = loaded[0][GROUPS][0]["max_lr"]
+    except ValueError as error:
+        if "max_lr" in str(error):
+            return Verdict(NEEDED, "groups of another learning rate than the checkpoint's are not found")
+        return cannot_run("FP32Optimizer.load_state_dict()", error)
+    except Exception as error:
+        return cannot_run("FP32Optimizer.load_state_dict()", error)
+    if rate == 2:
+        return Verdict(NEEDED, "an optimizer loads the learning rates that its scheduler is to override")
+    if rate == 1:
+        return Verdict(FIXED, "an optimizer loads no learning rates that its scheduler overrides")
+    return Verdict(UNKNOWN, f"expected a group's own or the loaded learning rate; found {rate}")
+
+
+def note_override(init: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if hasattr(self.optimizer, "load_state_dict"):
+            for optimizer in children_of(self.optimizer):
+                setattr(optimizer, OVERRIDES, bool(getattr(self, FLAG)))
+
+    return patched_init
+
+
+def keep_rates(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load_state_dict)
+    def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        children = list(children_of(self))
+        if any(vars(child).get(OVERRIDES) for child in children):
+            state_dict = _with_rates_of_each(children, state_dict)
+        return load_state_dict(self, state_dict, *args, **kwargs)
+
+    return patched_load_state_dict
+
+
+def _with_rates_of_each(children: list[Any], state: Any) -> Any:
+    """Return a copy of a chain's state: that of its only optimizer, or a list or a dictionary of several."""
+    if len(children) == 1:
+        return _with_rates_of(children[0], state)
+    if len(children) != len(state):
+        return state  # Megatron says what is wrong
+    if isinstance(state, dict):
+        order = sorted(state)
+        return {key: _with_rates_of(child, state[key]) for key, child in zip(order, children, strict=True)}
+    return [_with_rates_of(child, of_child) for child, of_child in zip(children, state, strict=True)]
+
+
+def _with_rates_of(child: Any, state: Any) -> Any:
+    return state if child.optimizer is None else _with_rates_of_groups(child.optimizer.param_groups, state)
+
+
+def _with_rates_of_groups(groups: Iterable[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of an optimizer's state whose groups have the rates of these."""
+    if GROUPS not in state:
+        inner = [key for key in ("optimizer", "optimizer_state_dict") if GROUPS in state.get(key, ())]
+        return {**state, **{key: _with_rates_of_groups(groups, state[key]) for key in inner}}
+    own = _alone(groups)
+    saved = _alone(state[GROUPS])
+    return {**state, GROUPS: [_with_rates(group, own, saved) for group in state[GROUPS]]}
+
+
+def _with_rates(group: dict[str, Any], own: dict[Any, Any], saved: dict[Any, Any]) -> dict[str, Any]:
+    identity = _identity(group)
+    if own.get(identity) is None or saved.get(identity) is None:
+        return group
+    rates = {name: own[identity][name] for name in RATES if name in own[identity]}
+    return {**{name: value for name, value in group.items() if name not in RATES}, **rates}
+
+
+def _alone(groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
+    """Return the groups by what tells them apart; None for several that nothing does."""
+    found: dict[Any, Any] = {}
+    for group in groups:
+        identity = _identity(group)
+        found[identity] = None if identity in found else group
+    return found
+
+
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in TOLD_APART_BY)
+
+
+def _group(**rates: float) -> dict[str, Any]:
+    """Return a group of the kind that a diagnosis loads."""
+    names = {name: 1.0 for name in TOLD_APART_BY[:2]}
+    return {**names, **dict.fromkeys(TOLD_APART_BY[2:], False), "min_lr": 0.0, **rates, "params": []}
+
+
+PATCH = Patch(
+    name="megatron.override-after-load",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/issues/1138",
+    changes_numbers=True,
+    sites=(
+        Site(
+            module=OPTIMIZERS,
+            diagnose=diagnose_optimizers,
+            replace={f"{CHAINED}.load_state_dict": keep_rates},
+        ),
+        Site(
+            module=SCHEDULERS,
+            diagnose=diagnose_scheduler,
+            replace={f"{SCHEDULER}.__init__": note_override},
+        ),
+    ),
+)

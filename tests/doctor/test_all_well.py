@@ -1,0 +1,76 @@
+"""Doctor says that all is well only of the user's own Megatron, and where every setting means something."""
+
+from __future__ import annotations
+
+import pytest
+from rigs.command import run
+from rigs.needs import needs_megatron
+
+from megapatch.patches._catalogue import CATALOGUE
+
+PACKAGES = {name.partition(".")[0] for family in CATALOGUE.values() for names in family.values() for name in names}
+
+# An environment without Megatron and frameworks, whatever is installed.
+BARE = f"""
+import sys, megapatch._versions as versions
+find = versions.find_module
+versions.find_module = lambda name: None if name.partition(".")[0] in {PACKAGES} else find(name)
+from megapatch._cli.main import main
+sys.exit(main(["doctor", *ARGUMENTS]))
+"""
+
+FINE = "class DistributedDataParallel: pass\n"
+
+
+def bare(*arguments, path="", **settings):
+    return run("-c", BARE.replace("ARGUMENTS", str(list(arguments))), path=path, **settings)
+
+
+def assert_nothing_to_patch(shown):
+    assert "all well" not in shown.stdout
+    assert "nothing to patch is installed here" in shown.stderr
+    assert shown.returncode == 2
+
+
+@needs_megatron  # for its torch, which the audit watches
+@pytest.mark.parametrize("arguments", [[], ["--no-import"]], ids=" ".join)
+def test_the_audits_own_sites_are_nothing_to_patch(arguments):
+    assert_nothing_to_patch(bare(*arguments, MEGAPATCH_AUDIT="1"))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("DISABLE", "*"), ("ONLY", "slime.*")])
+def test_nor_is_what_was_switched_off(setting, value):
+    assert_nothing_to_patch(bare(**{f"MEGAPATCH_{setting}": value}))
+
+
+def test_nor_is_what_others_patch(tmp_path):
+    info = tmp_path / "acme-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[megapatch.patches]\nacme_target = acme:PATCH\n")
+    (tmp_path / "acme_target.py").write_text("def greet(): pass\n")
+    (tmp_path / "acme.py").write_text(
+        "from megapatch import FIXED, Patch, Site, Verdict\n"
+        "SITE = Site('acme_target', lambda module: Verdict(FIXED, 'so'), replace={'greet': lambda greet: greet})\n"
+        "PATCH = Patch('acme.louder', 'Loud.', None, (SITE,))\n"
+    )
+    shown = bare(path=tmp_path)
+    assert "acme.louder" in shown.stdout
+    assert_nothing_to_patch(shown)
+
+
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5", "10 steps"])
+def test_a_number_that_means_nothing_is_a_problem(fake_megatron, value):
+    settings = {"MEGAPATCH_DISABLE": "megatron.*", "MEGAPATCH_AUDIT_EVERY": value}
+    shown = run("doctor", path=fake_megatron(FINE), **settings)
+    assert (
+        f"MEGAPATCH_AUDIT_EVERY={value}: expected a number of steps, 1 or more; it is taken for 50\n"
+        in shown.stderr
+    )
+    assert "all well" not in shown.stdout and shown.returncode == 2
+
+
+def test_a_number_that_means_something_is_none(fake_megatron):
+    settings = {"MEGAPATCH_DISABLE": "megatron.*", "MEGAPATCH_AUDIT_EVERY": " 20 "}
+    shown = run("doctor", path=fake_megatron(FINE), **settings)
+    assert "all well" in shown.stdout and shown.returncode == 0

@@ -1,0 +1,285 @@
+"""megatron.main-params-after-load on the real optimizers, bf16 and fp16, 2 ranks.
+
+After a load of weights alone the next steps are, bit for bit, those of new objects that have loaded them.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from rigs.cells import cells_of
+from rigs.megatron.options import BOTH, UNPATCHED, attempt
+
+from megapatch.testing import init_parallel, tiny_gpt
+
+ADAM = {"optimizer": "adam", "lr": 0.05}
+SHARDED = {**ADAM, "use_distributed_optimizer": True}
+CASES = {  # a case with experts has a chain of two optimizers
+    "bf16": ({}, {"dtype": "bf16", "lr": 0.05}),
+    "bf16 distributed": ({}, {**SHARDED, "dtype": "bf16"}),
+    "bf16 overlapped": ({}, {**BOTH, **SHARDED, "dtype": "bf16"}),
+    "fp16": ({}, {"dtype": "fp16", "lr": 0.05}),
+    "fp16 distributed experts": ({"ep": 2}, {**SHARDED, "dtype": "fp16", "experts": 4}),
+}
+SHARDING = {
+    "get_parameter_state_dp_reshardable": "dp_reshardable",
+    "get_parameter_state_fs_bucket_space": "fully_sharded_bucket_space",
+}
+MAINS = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
+
+
+# ------------------------------------------------------------------------ states, loads and steps
+def children(model):
+    return model.optimizer.chained_optimizers
+
+
+def mains(model):
+    """Copies of this rank's main parameters."""
+    groups = [getattr(child, name, ()) for child in children(model) for name in MAINS]
+    return [main.detach().clone() for main in itertools.chain(*itertools.chain(*groups))]
+
+
+def weights(model):
+    """Copies of the model's state, by chunk."""
+    model.gather_parameters()
+    return [
+        {name: value.clone() if torch.is_tensor(value) else value for name, value in chunk.state_dict().items()}
+        for chunk in model.chunks
+    ]
+
+
+def load_weights(model, state):
+    for chunk, of_chunk in zip(model.chunks, state, strict=True):
+        chunk.load_state_dict(of_chunk)
+
+
+def optimizer_state(model):
+    """The optimizer's state, of distributed ones with what they save bucket by bucket, and Adam's step."""
+    chained = model.optimizer.state_dict()
+    states = chained if isinstance(chained, list) else [chained]
+    steps = []
+    for child, state in zip(children(model), states, strict=True):
+        steps.append(next(iter(child.optimizer.state.values()), {}).get("step"))
+        for name in ("get_parameter_state_dp_reshardable", "get_parameter_state_fs_bucket_space"):
+            if hasattr(child, name):  # by its new and its old name
+                state["param_state"] = getattr(child, name)()
+                state["param_state_sharding_type"] = SHARDING[name]
+                for tensors in _tensors_of_buckets(state["param_state"]):
+                    tensors["padding"] = False
+    return copy.deepcopy((chained, steps))
+
+
+def _tensors_of_buckets(state):
+    for by_dtype in (value for key, value in state.items() if isinstance(key, int)):
+        yield from itertools.chain(*itertools.chain(*by_dtype.values()))
+
+
+def load_optimizer(model, saved):
+    state, steps = copy.deepcopy(saved)
+    model.optimizer.load_state_dict(state)
+    for child, step in zip(children(model), steps, strict=True):
+        for moments in child.optimizer.state.values():
+            if step is not None:  # the load gives all parameters of a distributed optimizer a single tensor
+                moments["step"] = step.clone()
+
+
+def train(model, *steps):
+    for step in steps:
+        model.train_step(step)
+    model.gather_parameters()
+
+
+def trained(options, *steps):
+    model = tiny_gpt(**options)
+    train(model, *steps)
+    return model
+
+
+def forget_moments(model):
+    for child in children(model):
+        child.optimizer.state.clear()
+
+
+def followed(model, *steps):
+    """Main parameters and weights after these steps."""
+    train(model, *steps)
+    return mains(model), model.parameters()
+
+
+def equal(found, expected):
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def same(found, expected):
+    """Whether main parameters and weights are the same, to the last bit."""
+    return equal(found[0], expected[0]) and equal(found[1].values(), expected[1].values())
+
+
+# ------------------------------------------------------------------------ what a run does
+def gone_back(options):
+    """Load weights alone into objects that have trained on; the reference is Megatron's own call, in new ones."""
+    model = trained(options, 0, 1)
+    saved = weights(model)
+    train(model, 2, 3)
+    load_weights(model, saved)
+    forget_moments(model)
+    new = new_with(options, saved)
+    return same(followed(model, 4, 5), followed(new, 4, 5))
+
+
+def new_with(options, saved):
+    new = tiny_gpt(**options)
+    load_weights(new, saved)
+    new.optimizer.reload_model_params()
+    return new
+
+
+def started(options):
+    """Load weights alone into new objects."""
+    saved = weights(trained(options, 0, 1))
+    model = tiny_gpt(**options)
+    load_weights(model, saved)
+    return same(followed(model, 2, 3), followed(new_with(options, saved), 2, 3))
+
+
+def kept(options):
+    """Load weights alone, and save the optimizer before it steps."""
+    model = trained(options, 0, 1)
+    saved = weights(model)
+    train(model, 2)
+    load_weights(model, saved)
+    model.optimizer.state_dict()
+    return equal(mains(model), mains(new_with(options, saved)))
+
+
+def swapped(options):
+    """Load other weights, run them, and load the first ones back: as if that had not been."""
+    model, twin = trained(options, 0, 1), trained(options, 0, 1)
+    mine = weights(model)
+    load_weights(
+        model,
+        [
+            {name: value / 2 if torch.is_tensor(value) else value for name, value in chunk.items()}
+            for chunk in mine
+        ],
+    )
+    model.forward_backward(7, forward_only=True)
+    load_weights(model, mine)
+    return same(followed(model, 2, 3), followed(twin, 2, 3))
+
+
+def went_back_whole(options, order):
+    """Load weights and optimizer, in this order, into objects that have trained on, and go the same way again."""
+    model = trained(options, 0, 1)
+    saved = {load_weights: weights(model), load_optimizer: optimizer_state(model)}
+    expected = followed(model, 2, 3)
+    for load in order:
+        load(model, saved[load])
+    return same(followed(model, 2, 3), expected)
+
+
+def loaded_lagging_weights(options):
+    """Load weights that are older than the optimizer which is loaded after them, as a save before a gather has."""
+    model = trained(options, 0, 1)
+    old = weights(model)
+    train(model, 2)
+    expected, saved = mains(model), optimizer_state(model)
+    train(model, 3)
+    load_weights(model, old)
+    load_optimizer(model, saved)
+    model.optimizer.state_dict()
+    return equal(mains(model), expected)
+
+
+def loaded_in_part(options):
+    """Load one parameter: the main parameters of all others keep every bit."""
+    model = trained(options, 0, 1)
+    before, (state, *_) = mains(model), weights(model)
+    name = next(name for name in state if name.endswith("linear_fc1.weight"))
+    model.chunks[0].load_state_dict({name: state[name] + 1}, strict=False)
+    model.optimizer.state_dict()
+    changed = [not torch.equal(one, other) for one, other in zip(mains(model), before, strict=True)]
+    return sum(changed)
+
+
+def failed(options):
+    """Load what lacks a parameter: it raises, and the next step is that of a model which loaded nothing."""
+    model = trained(options, 0, 1)
+    before, (state, *_) = mains(model), weights(tiny_gpt(**options))
+    state.pop(next(name for name in state if name.endswith("linear_fc1.weight")))
+    error, text = attempt(model.chunks[0].load_state_dict, state)
+    model.optimizer.state_dict()
+    unchanged = equal(mains(model), before)
+    return error, "Missing key" in text, unchanged
+
+
+def ordinary(options):
+    """Steps look for nothing that was loaded."""
+    module = importlib.import_module("megapatch.patches.megatron.main_params_after_load")
+    model = trained(options, 0)
+    with mock.patch.object(module, "_agree") as agree:
+        train(model, 1, 2)
+    return agree.call_count
+
+
+ORDERS = {"model first": (load_weights, load_optimizer), "optimizer first": (load_optimizer, load_weights)}
+RUNS = {
+    "gone back": gone_back,
+    "started": started,
+    "kept": kept,
+    "swapped": swapped,
+    **{name: partial(went_back_whole, order=order) for name, order in ORDERS.items()},
+    "lagging weights": loaded_lagging_weights,
+    "in part": loaded_in_part,
+    "failed": failed,
+    "ordinary": ordinary,
+}
+
+
+def job(rank, world_size):
+    for case, (layout, options) in CASES.items():
+        init_parallel(**layout)
+        for name, run in RUNS.items():
+            yield (case, name), partial(run, options)
+
+
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_patch_a_load_of_weights_is_undone(unpatched, case):
+    for found in unpatched:
+        assert found[case, "gone back"] is False
+        assert found[case, "started"] is False
+        assert found[case, "kept"] is False
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_those_of_new_objects_that_loaded_the_same(patched, case):
+    for found in patched:
+        assert found[case, "gone back"] is True
+        assert found[case, "started"] is True
+        assert found[case, "kept"] is True
+
+
+@pytest.mark.parametrize("name", ["swapped", *ORDERS, "lagging weights"])
+@pytest.mark.parametrize("case", CASES)
+def test_main_parameters_that_are_right_keep_every_bit(patched, case, name):
+    for found in patched:
+        assert found[case, name] is True
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_only_what_was_loaded_changes(patched, case):
+    assert sum(found[case, "in part"] for found in patched) in (1, 2)
+    for found in patched:
+        assert found[case, "in part"] <= 1
+        assert found[case, "failed"] == ("RuntimeError", True, True)
+        assert found[case, "ordinary"] == 0

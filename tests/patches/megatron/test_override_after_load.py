@@ -1,0 +1,81 @@
+"""megatron.override-after-load: the learning rate of a resumed run, on the real optimizers, 2 ranks."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+from rigs.cells import cells_of
+from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
+from rigs.megatron.save import minor
+
+from megapatch.testing import init_parallel, tiny_gpt
+
+CASES = {
+    "fp32": {},
+    "bf16": {"dtype": "bf16"},
+    "distributed": {"dtype": "bf16", "use_distributed_optimizer": True},
+    "experts": {"dtype": "bf16", "use_distributed_optimizer": True, "experts": 2},
+}
+OLD, NEW = 0.1, 0.01
+
+
+def made(case, rate, **flags):
+    model = tiny_gpt(optimizer="adam", lr=rate, optim={"min_lr": rate / 10}, **CASES[case])
+    scheduler = linear_schedule(model.optimizer, steps=10, max_lr=rate, min_lr=rate / 10, **flags)
+    return model, scheduler
+
+
+def resumed(case, rate, **flags):
+    """Return the rates, after a load and a step more, of a run that has this rate; or what the load raises."""
+    model, scheduler = made(case, OLD)
+    model.train_step(0)
+    scheduler.step(1)
+    saved = copy.deepcopy((model.optimizer.state_dict(), scheduler.state_dict()))
+    model, scheduler = made(case, rate, **flags)
+    error, _ = attempt(model.optimizer.load_state_dict, saved[0])
+    if error:
+        return error
+    scheduler.load_state_dict(saved[1])
+    scheduler.step(1)
+    return sorted({round(group["lr"], 9) for group in model.optimizer.param_groups})
+
+
+OVERRIDE = {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": False}
+
+
+def job(rank, world_size):
+    init_parallel()
+    for case in CASES:
+        yield (case, "override"), partial(resumed, case, NEW, **OVERRIDE)
+        yield (case, "checkpoint"), partial(resumed, case, NEW)
+        yield (case, "same"), partial(resumed, case, OLD)
+
+
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
+
+
+def after_two_steps(rate):
+    return [round(rate / 10 + (1 - 2 / 10) * (rate - rate / 10), 9)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_patch_the_rate_is_the_checkpoints_or_the_load_fails(unpatched, case):
+    for found in unpatched:
+        raised = "KeyError" if "use_distributed_optimizer" in CASES[case] else "ValueError"
+        assert found[case, "override"] == (raised if minor() >= 19 else after_two_steps(OLD))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_with_the_flag_the_rate_is_the_runs_own(patched, case):
+    for found in patched:
+        assert found[case, "override"] == after_two_steps(NEW)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_the_flag_nothing_changes(unpatched, patched, case):
+    for before, found in zip(unpatched, patched, strict=True):
+        assert found[case, "same"] == before[case, "same"] == after_two_steps(OLD)
+        assert found[case, "checkpoint"] == before[case, "checkpoint"]

@@ -1,0 +1,151 @@
+"""megatron.scheduler-after-load on the real scheduler, in training at 2 ranks."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+from rigs.cells import cells_of
+from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
+from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
+
+from megapatch.testing import init_parallel, tiny_gpt
+
+MODULE = "megatron.core.optimizer_param_scheduler"
+SAVED = 3
+
+
+def scheduler_of(optimizer):
+    return linear_schedule(optimizer, steps=20, max_lr=0.5, warm_up=2, end_wd=0.1)
+
+
+def train(model, scheduler, steps):
+    """Return the learning rate and weight decay of each step."""
+    found = []
+    for step in steps:
+        (group, *_) = model.optimizer.param_groups
+        found.append((group["lr"], group["weight_decay"]))
+        model.train_step(step)
+        scheduler.step(1)
+    return found
+
+
+def goes_again():
+    """Train, go back to an earlier state twice, and go on; and new objects that load it once."""
+    model = tiny_gpt(lr=0.5)
+    scheduler = scheduler_of(model.optimizer)
+    train(model, scheduler, range(SAVED))
+    saved = copy.deepcopy(([chunk.state_dict() for chunk in model.chunks], scheduler.state_dict()))
+    train(model, scheduler, range(SAVED, SAVED + 4))
+    at = []
+    for _ in range(2):
+        load(model, scheduler, saved)
+        at.append(scheduler.num_steps)
+    new = tiny_gpt(lr=0.5)
+    of_new = scheduler_of(new.optimizer)
+    load(new, of_new, saved)
+    steps = range(SAVED, SAVED + 2)
+    rates = train(model, scheduler, steps), train(new, of_new, steps)
+    parameters, expected = model.parameters(), new.parameters()
+    return at, rates, all(torch.equal(parameters[name], expected[name]) for name in expected)
+
+
+def load(model, scheduler, saved):
+    for chunk, state in zip(model.chunks, saved[0], strict=True):
+        chunk.load_state_dict(state)
+    scheduler.load_state_dict(saved[1])
+
+
+def fails(lacking):
+    """Load a state that lacks something: what raises, and what has changed."""
+    model = tiny_gpt(lr=0.5)
+    scheduler = scheduler_of(model.optimizer)
+    scheduler.step(SAVED)
+    state = {name: value for name, value in scheduler.state_dict().items() if name != lacking}
+    before = dict(vars(scheduler))
+    error = attempt(
+        scheduler.load_state_dict, {**state, **({} if lacking else {"max_lr": 7.0, "num_steps": None})}
+    )
+    return error[0], [name for name, value in vars(scheduler).items() if value is not before[name]]
+
+
+# ------------------------------------------------------------------------------------------ the diagnosis
+def resets(self, state_dict):
+    self.num_steps = 0
+    self.step(increment=state_dict["num_steps"])
+
+
+def adds(self, state_dict):
+    self.step(increment=state_dict["num_steps"])
+
+
+def stays(self, state_dict): ...
+
+
+def diagnoses():
+    from megapatch.patches.megatron.scheduler_after_load import diagnose
+
+    module = importlib.import_module(MODULE)
+    kind = module.OptimizerParamScheduler
+    return verdicts_of(
+        diagnose,
+        module,
+        {
+            **made_up(kind, "load_state_dict", resets, adds, stays),
+            "no class": (module, "OptimizerParamScheduler", None),
+        },
+    )
+
+
+DIAGNOSES = {
+    "as it is": ("needed", "adds the steps"),
+    "resets": ("fixed", "checkpoint's step"),
+    "adds": ("needed", "adds the steps"),
+    "stays": ("unknown", "found 0 and 3"),
+    "no class": ("unknown", "OptimizerParamScheduler"),
+}
+LACKING = ["num_steps", "end_wd", ""]
+
+
+def job(rank, world_size):
+    init_parallel()
+    yield "again", goes_again
+    for lacking in LACKING:
+        yield lacking, lambda lacking=lacking: fails(lacking)
+    yield "diagnoses", diagnoses
+
+
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
+
+
+def test_without_the_patch_steps_add_up(unpatched):
+    for found in unpatched:
+        at, (rates, expected), equal = found["again"]
+        assert at == [2 * SAVED + 4, 3 * SAVED + 4]
+        assert rates != expected
+        assert not equal
+
+
+def test_training_goes_the_same_way_again(patched):
+    for found in patched:
+        at, (rates, expected), equal = found["again"]
+        assert at == [SAVED, SAVED]
+        assert rates == expected
+        assert equal
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_a_load_that_fails_raises_as_before_and_changes_nothing(unpatched, patched, lacking):
+    for before, found in zip(unpatched, patched, strict=True):
+        error, changed = found[lacking]
+        assert error == before[lacking][0] is not None
+        assert changed == []
+
+
+def test_diagnosis(unpatched, patched):
+    assert unpatched[0]["diagnoses"] == patched[0]["diagnoses"]
+    assert_verdicts(patched[0]["diagnoses"], DIAGNOSES)

@@ -1,0 +1,115 @@
+"""Upstream's names under other names: each one that a patch looks at, one after the other.
+
+A patch looks at the names in its own code, in texts and as attributes. They are looked for in the modules of its
+sites, in what these modules hold by such names, and in the code of the functions there.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import re
+import sys
+import warnings
+from types import FunctionType, ModuleType
+
+from megapatch.patch import ABSENT, FIXED, NEEDED
+from megapatch.patches import PATCHES
+from megapatch.testing import run_ranks
+from rigs.megatron.edits import edited, with_name
+
+
+def assert_renames_are_seen(family, at_least, **options):
+    """Fail if a renamed name ends as "not needed", or if fewer renames than that could be tried."""
+    ((tried, unseen),) = run_ranks(_unseen_renames, 1, family, **options)
+    assert not unseen, "\n".join(unseen)
+    assert tried >= at_least, tried
+
+
+def _unseen_renames(rank, world_size, family):
+    """Return how many renames were tried with a family's needed patches, and those that end as "not needed"."""
+    tried, unseen = 0, []
+    for patch in PATCHES:
+        for site in patch.sites if patch.family == family else ():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of what is not installed
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(site.module)
+                module = sys.modules.get(site.module)
+                if module is None or site.diagnose(module).kind is not NEEDED:
+                    continue
+                for change, renamed in _renames(module, _names_in(patch)):
+                    with renamed:
+                        verdict = _verdict(site, module)
+                    tried += 1
+                    if verdict is not None and verdict.kind in (FIXED, ABSENT):
+                        unseen.append(f"{patch.name}, {change}: {verdict.kind.value}, {verdict.reason}")
+                assert site.diagnose(module).kind is NEEDED, f"{patch.name}: a rename was not taken back"
+    return tried, unseen
+
+
+def _verdict(site, module):
+    try:
+        return site.diagnose(module)
+    except Exception:
+        return None  # the engine says `failed`, loudly
+
+
+def _names_in(patch):
+    """Return the identifiers in the code of a patch, and of the modules beside it that it is made of."""
+    name = f"megapatch.patches.{patch.family}.{patch.name.partition('.')[2].replace('-', '_')}"
+    tree = ast.parse(inspect.getsource(sys.modules[name]))
+    texts = [
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    texts = [text for text in texts if text != patch.doc]
+    texts += [value for value in vars(sys.modules[name]).values() if isinstance(value, str)]
+    texts += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    return {word for text in texts if text != patch.doc for word in re.findall(r"[A-Za-z_]\w+", text)}
+
+
+def _renames(module, names):
+    """Yield each rename in words, and a context in which it is made."""
+    for path, home in _homes(module, names).items():
+        for name in sorted(names & vars(home).keys()):
+            yield f"{path}.{name}", _under_another_name(home, name)
+            found = inspect.unwrap(vars(home)[name]) if callable(vars(home)[name]) else None
+            if isinstance(found, FunctionType) and found.__module__.startswith(module.__name__.partition(".")[0]):
+                mentioned = {*found.__code__.co_names, *found.__code__.co_varnames, *found.__code__.co_freevars}
+                for other in sorted(names & mentioned):
+                    yield f"{other} in {path}.{name}", edited(home, name, with_name(other, f"{other}_renamed"))
+
+
+def _homes(module, names):
+    """Return the module, and its classes and submodules that a patch names, by path."""
+    found, queue = {}, [(module.__name__, module)]
+    while queue:
+        path, home = queue.pop()
+        if home in found.values():
+            continue
+        found[path] = home
+        for name in names & vars(home).keys():
+            held = vars(home)[name]
+            if isinstance(held, type) or (
+                isinstance(held, ModuleType) and held.__name__.startswith(module.__name__)
+            ):
+                queue.append((f"{path}.{name}", held))
+    return found
+
+
+@contextlib.contextmanager
+def _under_another_name(home, name):
+    value = vars(home)[name]
+    try:
+        delattr(home, name)
+    except (AttributeError, TypeError):  # of a class that cannot be changed
+        yield
+        return
+    setattr(home, f"{name}_renamed", value)
+    try:
+        yield
+    finally:
+        delattr(home, f"{name}_renamed")
+        setattr(home, name, value)

@@ -1,0 +1,124 @@
+"""megapatch.check() in ranks, and megapatch doctor on what they wrote: all alike, or who differs in what."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+
+import pytest
+from rigs.command import run
+from rigs.needs import needs_megatron
+
+import megapatch
+from megapatch._reporting import check as module
+from megapatch._reporting.check import compare_files
+from megapatch._version import exact_version
+
+DDP = "megatron.core.distributed.distributed_data_parallel"
+
+
+def checking(rank, world_size, differing=None):
+    import importlib
+    import os
+
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)  # what a launcher says
+    importlib.import_module(DDP)
+    megapatch.apply()
+    if rank == differing:
+        megapatch.restore("megatron.nested-no-sync")
+    before, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        megapatch.check("any", argument=True)
+        megapatch.check()  # as hooks are called: again and again
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = before
+
+
+@needs_megatron
+def test_ranks_write_what_they_found_and_rank_0_says_it(tmp_path):
+    from megapatch.testing import run_ranks
+
+    alike, not_alike = tmp_path / "alike", tmp_path / "not alike"
+    said = run_ranks(checking, 2, env={"MEGAPATCH_REPORT": str(alike)})
+    assert said[1] == "" and len(said[0].splitlines()) == 1
+    assert said[0].startswith(f"megapatch {exact_version()}, digest ")
+    assert " patches applied" in said[0] and said[0].endswith("; alike on 2 ranks\n")
+    shown = run("doctor", str(alike))
+    assert (shown.returncode, shown.stderr) == (0, "")
+    # The folder's path stands in a line of its own if it is long.
+    assert " ".join(shown.stdout.split()).startswith(f"2 ranks in {alike} ")
+    assert shown.stdout.endswith("\nall ranks are alike\n")
+
+    said = run_ranks(checking, 2, 1, env={"MEGAPATCH_REPORT": str(not_alike)})
+    expected = f"megatron.nested-no-sync at {DDP} is applied"
+    assert f"; NOT ALIKE on 2 ranks: {expected}" in said[0] and "disabled on rank 1" in said[0]
+    shown = run("doctor", "--json", str(not_alike))
+    assert shown.returncode == 1
+    (sentence,) = json.loads(shown.stdout)["differing"]
+    assert sentence.startswith(expected) and "disabled on rank 1" in sentence
+
+
+@needs_megatron
+def test_strict_is_an_error():
+    from megapatch.errors import RanksFailed
+    from megapatch.testing import run_ranks
+
+    with pytest.raises(RanksFailed, match="InconsistentError: megapatch is not the same on all ranks"):
+        run_ranks(checking, 2, 1, env={"MEGAPATCH_STRICT": "1"})
+
+
+def test_without_ranks_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(module, "_done", [])
+    monkeypatch.setattr(module, "_place", lambda: (0, 8, False))
+    for _ in range(2):  # not done until torch.distributed is there
+        megapatch.check()
+        assert capsys.readouterr().err.endswith(
+            "ranks are not compared, as torch.distributed is not initialized\n"
+        )
+    monkeypatch.setattr(module, "_place", lambda: (3, 8, False))
+    megapatch.check()
+    assert capsys.readouterr().err == ""
+
+
+def write(folder, rank, size, **facts):
+    data = {"rank": rank, "size": size, "facts": {name: [value, ""] for name, value in facts.items()}}
+    (folder / f"rank-{rank:05}.json").write_text(json.dumps({**data, "report": {"digest": "d"}}))
+
+
+def test_a_thousand_ranks(tmp_path):
+    for rank in range(1000):
+        write(tmp_path, rank, 1000, **{f"p{number} at m": "applied" for number in range(60)}, torch="2.13.0")
+    started = time.monotonic()
+    assert compare_files(tmp_path) == ([f"1000 ranks in {tmp_path}", "digest d on ranks 0-999"], [], [])
+    assert time.monotonic() - started < 10
+    for rank in (3, 4, 5, 700):
+        write(tmp_path, rank, 1000, torch="2.6.0")
+    write(tmp_path, 9, 1000, **{"p7 at m": "refused"}, torch="2.13.0")
+    assert compare_files(tmp_path)[1] == [
+        "p7 at m is applied on ranks 0-2, 6-8, 10-699, 701-999; refused on rank 9",
+        "torch is 2.13.0 on ranks 0-2, 6-699, 701-999; 2.6.0 on ranks 3-5, 700",
+    ]
+
+
+def test_what_is_missing_or_cannot_be_read_is_not_alike(tmp_path):
+    write(tmp_path, 0, 4)
+    write(tmp_path, 2, 4)
+    (tmp_path / "rank-00001.json").write_text("{")
+    shown = run("doctor", str(tmp_path))
+    assert shown.returncode == 2 and "alike" not in shown.stdout
+    assert "rank-00001.json cannot be read: JSONDecodeError" in shown.stderr
+    assert f"ranks 1, 3 left no file in {tmp_path}" in shown.stderr
+    (tmp_path / "empty").mkdir()
+    shown = run("doctor", str(tmp_path / "empty"))
+    assert (shown.returncode, shown.stderr.count("holds no rank-*.json")) == (2, 1)
+
+
+def test_a_folder_that_cannot_be_written_to_does_not_stop_training(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "_done", [])
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEGAPATCH_REPORT", str(tmp_path / "file"))
+    megapatch.check()
+    assert f"MEGAPATCH_REPORT={tmp_path / 'file'}: rank 0 cannot write there: " in capsys.readouterr().err

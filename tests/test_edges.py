@@ -1,0 +1,203 @@
+"""Other people's failures: a log handler's, a signal handler's, those of metadata beside ours."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
+
+import megapatch
+from megapatch._engine.edges import guard_log_handlers
+
+HERE = Path(megapatch.__file__).parent.parent
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends itself signals")
+
+
+# ------------------------------------------------------------------------------------------ log handlers
+class Raising(logging.Handler):
+    def emit(self, record):
+        raise ConnectionError("the log server is gone")
+
+
+def test_a_log_handler_that_raises_breaks_no_import(modules, monkeypatch, capfd):
+    log = logging.getLogger("megapatch")
+    handler = Raising()
+    monkeypatch.setattr(log, "handlers", [handler])
+    name = modules.write(TARGET)
+    engine = make_engine(make_patch(name), make_patch(name, "Nobody.greet", name="test.broken"))
+    engine.activate()
+    assert importlib.import_module(name).greet("you") == "hello you!"
+    assert (
+        "test.broken" in capfd.readouterr().err.partition("(a handler of this message raised ConnectionError)")[0]
+    )
+
+
+def test_a_filter_that_raises_loses_no_message(capfd):
+    log = logging.Logger("a log")
+    guard_log_handlers(log)
+    log.addFilter(lambda record: 1 / 0)
+    log.warning("%s is refused", "a patch")
+    assert capfd.readouterr().err.startswith("megapatch: a patch is refused")
+
+
+# ------------------------------------------------------------------------------------------ signals
+class Stop(Exception):
+    pass
+
+
+def leave(*ignored):
+    sys.exit(143)
+
+
+def alarm(*ignored):
+    raise Stop
+
+
+@pytest.mark.parametrize(("handler", "raised"), [(leave, SystemExit), (alarm, Stop), (None, KeyboardInterrupt)])
+@pytest.mark.parametrize("where", ["diagnosis", "factory", "entry point"])
+def test_what_a_signal_handler_raises_is_not_the_patchs(where, handler, raised, modules, monkeypatch):
+    """Slurm ends a job while Megatron is imported; a caller that survives that gets the patch afterwards."""
+    number = signal.SIGTERM if handler else signal.SIGINT
+    before = signal.signal(number, handler or signal.default_int_handler)
+    once = [number]
+
+    def interrupted():
+        if once:
+            os.kill(os.getpid(), once.pop())
+            for _ in range(1000):  # until it is delivered
+                pass
+
+    def diagnose(module):
+        if where == "diagnosis":
+            interrupted()
+        return needed(module)
+
+    def factory(greet):
+        if where == "factory":
+            interrupted()
+        return lambda *args: greet(*args) + "!"
+
+    name = modules.write(TARGET)
+    engine = make_engine(make_patch(name, diagnose=diagnose, factory=factory))
+    if where == "entry point":
+        from megapatch._engine.engine import Engine
+        from megapatch._engine.record import Unloaded
+        from megapatch._engine.settings import Settings
+        from megapatch.patch import PatchInfo
+
+        def load():
+            interrupted()
+            return (make_patch(name),)
+
+        info = PatchInfo("third_party.other", "Patches of another.", None, (name,))
+        engine = Engine((), Settings(), [Unloaded(info.name, name, (info,), load, names_are_known=False)])
+    engine.activate()
+    try:
+        with pytest.raises(raised):
+            importlib.import_module(name)
+    finally:
+        signal.signal(number, before)
+    assert status_of(engine) != "failed"
+    engine.apply()
+    assert importlib.import_module(name).greet("you") == "hello you!"
+    assert status_of(engine) == "applied"
+
+
+# ------------------------------------------------------------------------------------------ metadata
+def distribution(folder, name, entry_points, metadata=None):
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    text = metadata or f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()
+    (info / "METADATA").write_bytes(text)
+    (info / "entry_points.txt").write_bytes(entry_points)
+
+
+def found(*before, environment, cwd):
+    code = "\n".join(
+        [
+            *before,
+            "import logging; logging.basicConfig()",
+            "import megapatch",
+            "print([patch.patch.name for patch in megapatch.report().patches if 'third' in patch.patch.name])",
+        ]
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
+    good = b"[megapatch.patches]\ntarget = good:PATCH\n"
+    distribution(tmp_path, "abad", b"[megapatch.patches]\n\xff\xfe = 1\n")
+    distribution(tmp_path, "good", good)
+    distribution(tmp_path, "zbad", b"[megapatch.patches\nnonsense", metadata=b"\xff\xfe\x00")
+    path = os.pathsep.join([str(tmp_path), str(HERE)])
+    names, said = found(environment={"PYTHONPATH": path}, cwd=tmp_path)
+    assert "third_party.good" in names
+    assert "abad-1.0.dist-info" in said
+
+
+@pytest.mark.parametrize("pwd", [True, False], ids=["PWD", "no PWD"])
+def test_a_relative_folder_of_pythonpath_after_chdir(pwd, tmp_path):
+    """As Hydra changes it. Without a trace of where Python was started, a WARNING says what is lost."""
+    distribution(tmp_path, "good", b"[megapatch.patches]\ntarget = good:PATCH\n")
+    (tmp_path / "outputs").mkdir()
+    environment = {"PYTHONPATH": os.pathsep.join([".", str(HERE)]), "PWD": str(tmp_path) if pwd else "/"}
+    names, said = found("import os; os.chdir('outputs')", environment=environment, cwd=tmp_path)
+    if pwd:
+        assert names == "['third_party.good']" and "PYTHONPATH" not in said
+    else:
+        assert names == "[]" and "PYTHONPATH names ., and the working directory has changed" in said
+
+
+def test_a_script_shows_where_python_was_started(tmp_path):
+    distribution(tmp_path, "good", b"[megapatch.patches]\ntarget = good:PATCH\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "train.py").write_text(
+        "import os; os.chdir('/'); import megapatch\n"
+        "print([p.patch.name for p in megapatch.report().patches if 'third' in p.patch.name])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", str(HERE)]), "PWD": "/"}
+    done = subprocess.run(
+        [sys.executable, os.path.join("sub", "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.stdout.strip() == "['third_party.good']", done.stderr
+
+
+# ------------------------------------------------------------------------------------------ misspelt variables
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("MEGAPATCH_DISABLED", "MEGAPATCH_DISABLE"),
+        ("megapatch_only", "MEGAPATCH_ONLY"),
+        ("MEGAPATCHSTRICT", "MEGAPATCH_STRICT"),
+    ],
+)
+def test_a_misspelt_variable_is_a_warning_at_import(variable, meant, tmp_path):
+    _, said = found(environment={variable: "megatron.*", "PYTHONPATH": str(HERE)}, cwd=tmp_path)
+    assert f"{variable} is set and means nothing to megapatch; did you mean {meant}?" in said
+    assert "megatron.*" not in said
+
+
+def test_the_known_ones_are_not(tmp_path):
+    environment = {"MEGAPATCH_RUN_TARGETS": "", "MEGAPATCH_AUDIT_EVERY": "5", "PYTHONPATH": str(HERE)}
+    assert found(environment=environment, cwd=tmp_path)[1] == ""

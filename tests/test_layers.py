@@ -1,0 +1,298 @@
+"""What others put on top of a patch: ours is in effect only if a call can come to it; and no report is stopped."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+
+import pytest
+import wrapt
+from rigs.engine import TARGET, make_engine, make_patch, status_of
+
+from megapatch._reporting.report import make_report
+from megapatch.patch import unpatched
+
+
+@pytest.fixture
+def target(modules):
+    return importlib.import_module(modules.write(TARGET))
+
+
+def other(*args):
+    return "hello from another"
+
+
+class Endless:
+    """Each of its layers has another one below."""
+
+    @property
+    def __wrapped__(self):
+        return Endless()
+
+
+class Raising:
+    def __getattribute__(self, name):
+        raise RuntimeError(f"{name} of something that is gone")
+
+
+class RaisingLayer:
+    @property
+    def __wrapped__(self):
+        raise RuntimeError("the connection is closed")
+
+
+# ------------------------------------------------------------------------------------------ that lie
+def names_other(below):
+    @functools.wraps(below)
+    def shout(*args):
+        return other(*args)
+
+    return shout
+
+
+def holds_another(below):
+    def shout(*args):
+        return held(*args)
+
+    held = other
+    return functools.update_wrapper(shout, below)
+
+
+class Instance:
+    def __init__(self, below):
+        functools.update_wrapper(self, below)
+
+    def __call__(self, *args):
+        return other(*args)
+
+
+LIES = [names_other, holds_another, Instance]
+
+
+# ------------------------------------------------------------------------------------------ that call it
+def in_a_closure(below):
+    @functools.wraps(below)
+    def shout(*args):
+        return below(*args)
+
+    return shout
+
+
+def two_decorators(below):
+    return in_a_closure(functools.lru_cache(in_a_closure(below)))
+
+
+def by_wrapped(below):
+    @functools.wraps(below)
+    def shout(*args):
+        return shout.__wrapped__(*args)
+
+    return shout
+
+
+def by_unwrap(below):
+    import inspect
+
+    @functools.wraps(below)
+    def shout(*args):
+        return inspect.unwrap(shout)(*args)
+
+    return shout
+
+
+_kept = {}
+
+
+def in_a_global_dictionary(below):
+    _kept["greet"] = [below]
+
+    @functools.wraps(below)
+    def shout(*args):
+        return _kept["greet"][0](*args)
+
+    return shout
+
+
+def in_a_default(below):
+    @functools.wraps(below)
+    def shout(*args, _greet=below):
+        return _greet(*args)
+
+    return shout
+
+
+def in_an_attribute(below):
+    @functools.wraps(below)
+    def shout(*args):
+        return shout.original(*args)
+
+    shout.original = below
+    return shout
+
+
+class State:
+    pass
+
+
+_state = State()
+
+
+def in_an_object(below):
+    _state.original = below
+
+    @functools.wraps(below)
+    def shout(*args):
+        return _state.original(*args)
+
+    return shout
+
+
+def beside_the_target(below):
+    target = sys.modules[below.__module__]
+    target._old_greet = below
+
+    @functools.wraps(below)
+    def shout(*args):
+        return target._old_greet(*args)
+
+    return shout
+
+
+class InstanceThatCalls(Instance):
+    def __init__(self, below):
+        super().__init__(below)
+        self.below = below
+
+    def __call__(self, *args):
+        return self.below(*args)
+
+
+class InstanceByWrapped(Instance):
+    def __call__(self, *args):
+        return self.__wrapped__(*args)
+
+
+def a_partial(below):
+    return functools.partial(below)
+
+
+def a_proxy(below):
+    return wrapt.FunctionWrapper(below, lambda wrapped, instance, args, kwargs: wrapped(*args, **kwargs))
+
+
+def a_context_manager(below):
+    import contextlib
+
+    @contextlib.contextmanager
+    def timed():
+        yield
+
+    return timed()(below)
+
+
+def compiled(below):
+    torch = pytest.importorskip("torch")
+    return torch.compile(below, backend="eager")
+
+
+def without_gradients(below):
+    torch = pytest.importorskip("torch")
+    return torch.no_grad()(below)
+
+
+CALLS = [
+    *(in_a_closure, two_decorators, by_wrapped, by_unwrap, in_a_global_dictionary, in_a_default, in_an_attribute),
+    *(
+        in_an_object,
+        beside_the_target,
+        InstanceThatCalls,
+        InstanceByWrapped,
+        a_partial,
+        a_proxy,
+        a_context_manager,
+    ),
+    *(compiled, without_gradients),
+]
+
+
+@pytest.mark.parametrize("wrap", LIES, ids=lambda wrap: wrap.__name__)
+def test_a_wrapper_that_never_calls_ours_has_overwritten_it(wrap, target, caplog):
+    engine = make_engine(make_patch(target.__name__))
+    engine.activate()
+    target.greet = wrap(target.greet)
+    assert target.greet("you") == "hello from another"
+    assert status_of(engine) == "overwritten"
+    (patch,) = make_report(engine.records).patches
+    assert patch.sites[0].targets == ()
+    assert "replaced after megapatch" in caplog.text
+
+
+@pytest.mark.parametrize("wrap", CALLS, ids=lambda wrap: wrap.__name__)
+def test_a_wrapper_that_calls_ours_leaves_it_in_effect(wrap, target):
+    engine = make_engine(make_patch(target.__name__))
+    engine.activate()
+    target.greet = wrap(target.greet)
+    assert status_of(engine) == "applied"
+    assert make_report(engine.records).patches[0].sites[0].targets == (f"{target.__name__}:greet",)
+
+
+def test_a_method_that_is_kept_beside_it(target):
+    engine = make_engine(make_patch(target.__name__, "Greeter.greet"))
+    engine.activate()
+    target.Greeter._old_greet = target.Greeter.greet
+
+    def shout(self, *args):
+        return self._old_greet(*args) + "?"
+
+    target.Greeter.greet = functools.wraps(target.Greeter.greet)(shout)
+    assert target.Greeter().greet("you") == "hello you!?"
+    assert status_of(engine) == "applied"
+
+
+# ------------------------------------------------------------------------------------------ that stop a report
+@pytest.mark.parametrize("kind", [Endless, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
+def test_a_report_survives_whatever_is_there(kind, target):
+    engine = make_engine(make_patch(target.__name__))
+    engine.activate()
+    target.greet = kind()
+    assert status_of(engine) == "overwritten"
+    assert "overwritten" in str(make_report(engine.records))
+    assert unpatched(target.greet) is target.greet
+    engine.apply()
+
+
+@pytest.mark.parametrize("kind", [Endless, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
+def test_whatever_is_there_before_a_patch_does_not_stop_others(kind, target):
+    target.greet = kind()
+    engine = make_engine(
+        make_patch(target.__name__), make_patch(target.__name__, "Greeter.greet", name="test.other")
+    )
+    engine.activate()
+    assert target.Greeter().greet("you") == "hello you!"
+    assert str(make_report(engine.records))
+
+
+def test_the_facts_of_ranks_survive_an_endless_chain():
+    """In a process of its own, where Megatron's patches are looked for."""
+    code = """
+import sys, types
+import megapatch
+module = types.ModuleType("slime.backends.megatron_utils.model")
+module.__spec__ = None
+
+class Endless:
+    @property
+    def __wrapped__(self):
+        return Endless()
+
+module.train = module.save = Endless()
+sys.modules[module.__name__] = module
+megapatch.apply()
+from megapatch._reporting.facts import look
+print(len(look()) > 2)
+print(megapatch.report().digest)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split()[:1] == ["True"], done.stderr

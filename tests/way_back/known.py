@@ -1,0 +1,128 @@
+"""What differs today. To be removed row by row: a row whose difference no longer occurs fails its test.
+
+A row keeps its operations out of the sequences that are drawn for its layouts, so that they find other defects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rigs.megatron.save import minor
+
+from .layouts import LAYOUTS, Layout
+from .plan import ABORTS, LOADS, WAYS, Sequence
+from .ranks import RAISES
+
+WEIGHTS = "load of the weights"
+WITHOUT_SCHEDULE = "load without the schedule"
+WITH_SCHEDULE = tuple(load for load in LOADS if load not in (WEIGHTS, WITHOUT_SCHEDULE))
+WITH_OPTIMIZER = tuple(load for load in LOADS if load != WEIGHTS)
+PLAIN = "abort"
+UNREDUCED = ("in the forward pass", "in the backward pass", "before the reduce")
+
+
+def aborts(*places: str, ways: tuple[str, ...] = WAYS) -> tuple[str, ...]:
+    return tuple(f"{way} {place}" for way in ways for place in places)
+
+
+class Known(NamedTuple):
+    """A row of KNOWN."""
+
+    report: str
+    """What it is; a number where the project has one."""
+    operations: tuple[str, ...]
+    layouts: Callable[[Layout], bool]
+    kinds: frozenset[str]
+    """What differs after `shows`, at least."""
+    shows: Sequence
+
+    def covers(self, operation: str, layout: str) -> bool:
+        return operation in self.operations and self.layouts(LAYOUTS[layout])
+
+
+def is_half(layout: Layout) -> bool:
+    return layout.options.get("dtype", "fp32") != "fp32"
+
+
+def steps_in_the_state(layout: Layout) -> bool:
+    return layout.saved == "dp_reshardable" and layout.offload is None and is_half(layout)
+
+
+KNOWN = (
+    Known(
+        "5: one step tensor for all parameters",
+        WITH_OPTIMIZER,
+        steps_in_the_state,
+        frozenset({"Adam's step", "weights"}),
+        Sequence("bf16, sharded", ("step", "save", WITHOUT_SCHEDULE)),
+    ),
+    Known(
+        "10b: without a TrainStep, logged losses stay after an abort",
+        aborts(*UNREDUCED, ways=(PLAIN,)),
+        lambda layout: layout.is_moe,
+        frozenset({"logged"}),
+        Sequence("moe", ("abort in the backward pass",)),
+    ),
+    Known(
+        "10a and 10b: so does the expert bias, after the reduce",
+        aborts("after the reduce", "in the optimizer", ways=(PLAIN,)),
+        lambda layout: layout.is_moe,
+        frozenset({"logged", "expert bias"}),
+        Sequence("moe", ("abort in the optimizer",)),
+    ),
+    Known(
+        "new: without a TrainStep, an abort in the optimizer counts for the loss scale",
+        aborts("in the optimizer", ways=(PLAIN,)),
+        lambda layout: layout.is_fp16,
+        frozenset({"loss scale"}),
+        Sequence("fp16", ("step", "abort in the optimizer")),
+    ),
+    Known(
+        "new: fp32 parameters of the distributed optimizer cannot be loaded: a view of a leaf is written in place",
+        WITH_OPTIMIZER,
+        lambda layout: layout.is_sharded and not is_half(layout),
+        frozenset({RAISES}),
+        Sequence("fp32, sharded", ("step", "save", "load")),
+    ),
+    Known(
+        "new: without Transformer Engine and Apex a fully_reshardable checkpoint cannot be loaded in place",
+        WITH_OPTIMIZER,
+        lambda layout: layout.saved == "fully_reshardable",
+        frozenset({RAISES}),
+        Sequence("bf16, fully_reshardable", ("step", "save", "load")),
+    ),
+    Known(
+        "new: 0.15 cannot offload an optimizer: NameError, logging is not imported",
+        ("offload and onload",),
+        lambda layout: minor() == 15,
+        frozenset({RAISES}),
+        Sequence("fp32", ("offload and onload",)),
+    ),
+)
+
+
+def is_free(operation: str, layout: str) -> bool:
+    """Return whether no row covers the operation."""
+    return not any(row.covers(operation, layout) for row in KNOWN)
+
+
+def report_of(sequence: Sequence, kind: str) -> str | None:
+    """Return the report that a difference after a shrunk sequence belongs to: the number of its row."""
+    operations, layout = set(sequence.operations), LAYOUTS[sequence.layout]
+    moved = operations & set(aborts("after the reduce", "in the optimizer"))
+    aborted = moved or operations & {*aborts(*ABORTS), "TrainStep dropped"}
+    if "abandoned async save" in operations and kind == RAISES:
+        return "11"
+    if operations & set(WITH_SCHEDULE) and kind in ("schedule", "learning rate"):
+        return "2"
+    if operations & set(WITH_OPTIMIZER) and kind == "Adam's step" and steps_in_the_state(layout):
+        return "5"
+    if WEIGHTS in operations and kind in ("weights", "main parameters") and not operations & set(WITH_OPTIMIZER):
+        return "1"
+    if layout.is_moe and aborted:
+        if kind == "logged":
+            return "10b"
+        if kind == "expert bias":
+            return "10a" if moved else "9"
+    return None

@@ -1,0 +1,161 @@
+"""Which operation can follow which, and what counts of a sequence: computed without running it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .layouts import LAYOUTS, Layout
+
+
+class Sequence(NamedTuple):
+    """Operations on a model of a layout."""
+
+    layout: str
+    operations: tuple[str, ...]
+
+
+class Step(NamedTuple):
+    """A step that counts."""
+
+    kind: str  # one of STEPS
+    data: int  # selects the microbatches
+    rate: int  # the optimizer has the learning rate of the schedule after this many steps
+
+
+class WeightsOf(NamedTuple):
+    """A load of nothing but the weights that a fresh model has after this program."""
+
+    program: Program
+
+
+Program = tuple["Step | WeightsOf", ...]
+"""What counts, in order, from a fresh model on."""
+
+
+class Then(NamedTuple):
+    """What counts of the operations so far, and what the next ones depend on."""
+
+    program: Program = ()
+    steps: int = 0  # of the schedule
+    rate: int = 0  # as in Step; a load without the schedule brings the rate of the save for one step
+    slots: tuple[Then, ...] = ()  # what each finished save has, oldest first
+    pending: Then | None = None  # what an asynchronous save has that is under way
+    has_stepped: bool = False  # the optimizer of this model; before that there is no state to take apart
+    data: int = 0
+
+
+ABORTS = {
+    # place: whether all ranks of a pipeline come there together. Elsewhere a stage would wait for the other.
+    "in the forward pass": False,
+    "in the backward pass": False,
+    "before the reduce": True,
+    "after the reduce": True,
+    "in the optimizer": True,
+}
+WAYS = ("abort", "TrainStep aborted")
+"""An exception out of Megatron's own calls, and out of those of a TrainStep."""
+
+STEPS = ("step", "split step", "step that overflows")
+NEUTRAL = (
+    "evaluation",
+    "evaluation that raises",
+    "log probabilities",
+    "swap of a reference",
+    "offload and onload",
+    "second model",
+    "TrainStep dropped",
+    *(f"{way} {place}" for way in WAYS for place in ABORTS),
+)
+ASYNCHRONOUS = ("async save", "finish the async save", "abandoned async save")
+SAVES = ("save", "save that raises", *ASYNCHRONOUS)
+LOADS = (
+    "load",
+    "load of the first save",
+    "load without the schedule",
+    "load that raises, then load",
+    "load of the weights",
+    "load of the optimizer, then of the weights",
+)
+MODELS = ("new model", "another layout and back")
+OPERATIONS = (*STEPS, *NEUTRAL, *SAVES, *LOADS, *MODELS)
+
+
+def after(layout: Layout, then: Then, operation: str) -> Then | None:
+    """Return what counts after this operation; None if it cannot come here."""
+    if not _possible(layout, then, operation):
+        return None
+    data = then.data + 1
+    if operation in STEPS:
+        program = (*then.program, Step(operation, then.data, then.rate))
+        if operation == "step that overflows":
+            return then._replace(program=program, data=data)
+        steps = then.steps + 1
+        return then._replace(program=program, steps=steps, rate=steps, has_stepped=True, data=data)
+    if operation == "save":
+        return then._replace(slots=(*then.slots, then), data=data)
+    if operation == "async save":
+        return then._replace(pending=then, data=data)
+    if operation == "finish the async save":
+        return then._replace(slots=(*then.slots, then.pending), pending=None, data=data)
+    if operation in LOADS:
+        saved = then.slots[0 if operation == "load of the first save" else -1]
+        if operation == "load of the weights":
+            if saved.program == then.program:  # as a swap there and back, it leaves main parameters their bits
+                return then._replace(data=data)
+            return then._replace(program=(*then.program, WeightsOf(saved.program)), data=data)
+        if operation == "load without the schedule":
+            return then._replace(program=saved.program, rate=saved.rate, data=data)
+        return then._replace(program=saved.program, steps=saved.steps, rate=saved.steps, data=data)
+    if operation in MODELS:
+        return then._replace(program=(), steps=0, rate=0, has_stepped=False, pending=None, data=data)
+    return then._replace(data=data)
+
+
+def _possible(layout: Layout, then: Then, operation: str) -> bool:
+    if operation == "step that overflows":
+        return layout.is_fp16
+    if operation == "offload and onload":
+        return layout.offload is None
+    if operation in SAVES and not layout.can_save:
+        return False
+    place = next((place for place in ABORTS if operation.endswith(place)), None)
+    if place and layout.is_pipeline and not ABORTS[place]:
+        return False
+    if operation == "evaluation that raises":
+        return not layout.is_pipeline
+    if operation in MODELS:
+        return then.pending is None
+    if operation in ("async save", "abandoned async save"):
+        return layout.is_on_disk and then.pending is None and then.has_stepped
+    if operation == "finish the async save":
+        return then.pending is not None
+    if operation in ("save", "save that raises"):
+        return then.has_stepped and then.pending is None
+    if operation == "load of the weights":
+        # The offloaded optimizer's copies are not all where a reference could set them.
+        return bool(then.slots) and layout.offload is None
+    return operation not in LOADS or bool(then.slots)
+
+
+class Planned(NamedTuple):
+    """A sequence without the operations that cannot come where they are, and what counts of it."""
+
+    sequence: Sequence
+    then: Then
+
+
+def plan(sequence: Sequence) -> Planned:
+    """Leave out what cannot come where it is; return the rest, and what counts of it."""
+    layout, then, kept = LAYOUTS[sequence.layout], Then(), []
+    for operation in sequence.operations:
+        if (following := after(layout, then, operation)) is not None:
+            then = following
+            kept.append(operation)
+    return Planned(Sequence(sequence.layout, tuple(kept)), then)
+
+
+def operation_named(name: str) -> Any:
+    """Return the name if there is such an operation; raise otherwise."""
+    if name not in OPERATIONS:
+        raise ValueError(f"no operation {name!r}; expected one of {', '.join(OPERATIONS)}")
+    return name

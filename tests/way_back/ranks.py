@@ -1,0 +1,88 @@
+"""The job that the ranks run: sequences of a layout, each in a cell of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+import warnings
+from datetime import timedelta
+
+import torch
+from rigs.megatron.options import quick_writer
+
+from megapatch._mcore.process_groups import process_groups
+from megapatch.testing import init_parallel
+
+from .layouts import LAYOUTS
+from .pictures import differences
+from .plan import plan
+from .trainer import Trainer, operate
+
+RAISES = "raises"
+ALONE = timedelta(seconds=10)
+"""How long a rank waits for the others in a collective; a sequence that leaves one alone is one that differs."""
+
+
+def job(rank, world_size, folder, sequences):
+    """Yield, for each sequence, a cell with what differs from its reference: {kind: words}.
+
+    References come first: nothing that a sequence leaves in the process reaches them.
+    """
+    warnings.simplefilter("ignore", DeprecationWarning)
+    init_parallel()
+    quick_writer()
+    references = {}
+    for layout in dict.fromkeys(sequence.layout for sequence in sequences):
+        set_up(LAYOUTS[layout])
+        for sequence in sequences:
+            if sequence.layout == layout:
+                then = plan(sequence).then
+                key = layout, then.program, then.steps, then.rate
+                if key not in references:
+                    references[key] = reference(rank, folder, layout, then)
+    for sequence in sequences:
+        planned = plan(sequence)
+        then = planned.then
+        key = sequence.layout, then.program, then.steps, then.rate
+        yield sequence, functools.partial(outcome, rank, folder, planned.sequence, references[key])
+
+
+def set_up(layout):
+    """Set up the layout, with collectives that do not wait for ever."""
+    layout.set_up()
+    for group in (None, *process_groups()):
+        with contextlib.suppress(ValueError):  # a group that this rank is not in
+            torch.distributed.distributed_c10d._set_pg_timeout(ALONE, group)  # there is no public way
+
+
+def reference(rank, folder, name, then):
+    """Return what the last steps show after nothing but what counts, in a fresh model."""
+    layout = LAYOUTS[name]
+    with layout.in_use():
+        trainer = Trainer(layout, rank, folder)
+        trainer.do(then.program)
+        trainer.set_rate(then.rate)
+        trainer.schedule.num_steps = then.steps
+        return trainer.last_steps()
+
+
+def outcome(rank, folder, sequence, expected):
+    layout = LAYOUTS[sequence.layout]
+    set_up(layout)
+    operation = "building"
+    with layout.in_use():
+        try:
+            trainer = Trainer(layout, rank, folder)
+            for data, operation in enumerate(sequence.operations):
+                operate(trainer, operation, data)
+            if trainer.pending:
+                operation = "finish the async save"
+                operate(trainer, operation, 0)
+            operation = "the next two steps"
+            return differences(trainer.last_steps(), expected)
+        except Exception as error:
+            return {
+                RAISES: f"in {operation}: {type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+            }

@@ -1,0 +1,76 @@
+"""After loads, aborts, saves and what else a trainer does, the next two steps are those of a process that has done
+only what counts, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+from rigs.megatron.options import UNPATCHED
+
+from way_back.known import KNOWN, is_free, report_of
+from way_back.layouts import LAYOUTS, layouts_here
+from way_back.plan import ASYNCHRONOUS, OPERATIONS, Sequence, WeightsOf, plan
+from way_back.search import drawn, run, shrunk
+
+SEQUENCES = 20  # of CI: half a minute on two idle cores
+BY_ITSELF = {"1", "2", "5", "9", "10a", "10b", "11"}
+TRIES = 12  # batches of drawn sequences, of this many each
+BATCH = 25
+HERE = [
+    row
+    for row in KNOWN
+    if row.shows.layout in layouts_here()
+    and plan(row.shows).sequence == row.shows
+    and row.layouts(LAYOUTS[row.shows.layout])
+]
+
+
+def test_sequences_leave_what_only_their_steps_and_loads_leave():
+    chosen = drawn(1, SEQUENCES, layouts_here(), is_free)
+    assert len(chosen) == SEQUENCES
+    differing = {sequence: differences for sequence, differences in run(chosen).items() if differences}
+    assert not differing, differing
+
+
+@pytest.fixture(scope="module")
+def known():
+    return run([row.shows for row in HERE])
+
+
+@pytest.mark.parametrize("row", HERE, ids=lambda row: row.report.partition(":")[0])
+def test_what_is_known_still_differs(known, row):
+    """If it no longer does, remove its row."""
+    assert row.kinds <= set(known[row.shows]), known[row.shows]
+
+
+@pytest.mark.thorough
+def test_without_patches_the_reported_defects_are_found():
+    named = {}
+    for number in range(TRIES):
+        for sequence, differences in run(drawn(number, BATCH, layouts_here()), UNPATCHED).items():
+            for kind in differences:
+                if report_of(sequence, kind) in {*named, None} or set(named) >= BY_ITSELF:
+                    continue
+                shorter, words = shrunk(sequence, kind, UNPATCHED)
+                if (report := report_of(shorter, kind)) is not None:
+                    named.setdefault(report, (shorter, kind, words))
+        if set(named) >= BY_ITSELF:
+            break
+    for report, found in sorted(named.items()):
+        print(report, *found)
+    assert set(named) >= BY_ITSELF, named
+
+
+def test_what_counts():
+    then = plan(Sequence("fp32", ("step", "save", "step", "abort before the reduce", "load"))).then
+    assert [step.data for step in then.program] == [0] and then.steps == 1
+    then = plan(Sequence("fp32", ("step", "save", "step", "load of the weights"))).then
+    assert [type(item) is WeightsOf for item in then.program] == [False, False, True] and then.steps == 2
+    kept = plan(Sequence("fp32", ("load", "finish the async save", "step that overflows", "step"))).sequence
+    assert kept.operations == ("step",)
+
+
+def test_every_operation_can_be_drawn():
+    sequences = drawn(0, 1000, layouts_here())
+    missing = set(OPERATIONS) - {operation for one in sequences for operation in one.operations}
+    on_disk = any(LAYOUTS[name].is_on_disk and LAYOUTS[name].can_save for name in layouts_here())
+    assert missing == (set() if on_disk else set(ASYNCHRONOUS))
