@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rigs.needs import missing, reason_to_skip, uses_torch
+from rigs.needs import TESTS, missing, reason_to_skip, uses_torch
 from rigs.quick import is_quick
+from rigs.turns import has_its_turn
 
 from megapatch._versions import here
 
@@ -98,9 +99,16 @@ def pytest_addoption(parser):
         help="collect only the modules whose tests use torch, or only the others, which are faster without: torch "
         "and Megatron are thousands of modules, in all of which the engine looks for holders",
     )
+    parser.addoption(
+        "--in-turn",
+        action="store_true",
+        help="with most Megatrons only the quick tests, and a few of the other modules: tests/rigs/turns.py",
+    )
 
 
 def pytest_ignore_collect(collection_path, config):
+    if collection_path.suffix == ".py" and not is_to_run(collection_path.relative_to(TESTS).as_posix(), config):
+        return True
     wanted = config.getoption("torch")
     if wanted == "without" and collection_path.is_dir():
         return uses_torch(collection_path / "conftest.py") or None
@@ -148,10 +156,17 @@ def pytest_collect_directory(path, parent):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(items, config):
     for item in items:
         if is_quick(item.nodeid):
             item.add_marker("quick")
+    left_out = {item for item in items if not is_to_run(item.nodeid, config)}
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
+
+
+def is_to_run(place, config):
+    return not config.getoption("in_turn") or has_its_turn(place, here().get("megatron-core", ""))
 
 
 def wrong_with(folder: Path, variable: Variable) -> str | None:

@@ -1,8 +1,9 @@
-"""The quick environment has tests of each of Megatron's patches."""
+"""The quick environment tests each of Megatron's patches; in CI each module has a turn with one Megatron."""
 
 from pathlib import Path
 
 from rigs.quick import OF_PATCHES, QUICK
+from rigs.turns import MEGATRONS, has_its_turn
 
 from megapatch.patches import PATCHES
 
@@ -17,3 +18,13 @@ def test_the_tests_are_there():
     for node in QUICK:
         file, _, test = node.partition("[")[0].partition("::")
         assert f"\ndef {test}(" in (TESTS / file).read_text(), f"{node}: expected such a test; found none"
+
+
+def test_each_module_has_one_turn_and_the_quick_tests_have_all():
+    for file in TESTS.glob("patches/**/test_*.py"):
+        module = file.relative_to(TESTS).as_posix()
+        turns = [one for one in MEGATRONS if has_its_turn(f"{module}::test_that_is_not_quick", f"{one}.2")]
+        assert len(turns) in (1, len(MEGATRONS))
+        assert has_its_turn(module, "0.16.1") and has_its_turn(module, "0.19.2")
+    for node in QUICK:
+        assert all(has_its_turn(node, f"{one}.2") for one in MEGATRONS)
