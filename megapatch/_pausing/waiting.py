@@ -126,7 +126,7 @@ def _may_be_under_way(kind: type) -> bool:
 
 
 def _raise_first(what: str, found: Sequence[Any]) -> None:
-    failures = [_as_failure(what, other) for other in found if isinstance(other, BaseException)]
+    failures = [as_failure(what, other) for other in found if isinstance(other, BaseException)]
     if not failures:
         return
     first = next((failure for failure in failures if isinstance(failure, MisuseError)), failures[0])
@@ -140,7 +140,8 @@ def _raise_first(what: str, found: Sequence[Any]) -> None:
     raise MegapatchError(text) from first
 
 
-def _as_failure(what: str, error: BaseException) -> BaseException:
+def as_failure(what: str, error: BaseException) -> BaseException:
+    """Return the failure of a call that ended with this error, in which a CancelledError is not the caller's."""
     import asyncio
 
     if not isinstance(error, asyncio.CancelledError):
@@ -163,11 +164,11 @@ async def attempt(call: Call, what: str, interruptible: bool = False) -> Outcome
     try:
         result = begin(call)
     except (Exception, asyncio.CancelledError) as error:
-        return _exception(_as_failure(what, error)), None
+        return ordinary(as_failure(what, error)), None
     if isinstance(result, (type(None), bool)):
         return None, None
     task, cancelled = await _outlast(finished(result, what), result, interruptible)
-    return _exception(_failure_of(task, what)), cancelled
+    return ordinary(_failure_of(task, what)), cancelled
 
 
 async def _outlast(
@@ -195,7 +196,7 @@ def _cancelled(what: str) -> MegapatchError:
     return MegapatchError(f"{what} was cancelled before it was done")
 
 
-def _exception(error: BaseException | None) -> Exception | None:
+def ordinary(error: BaseException | None) -> Exception | None:
     """Return an ordinary exception; raise others, such as SystemExit."""
     if error is None or isinstance(error, Exception):
         return error
@@ -224,112 +225,3 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
     if failure is not None:
         raise failure
     return task.result()
-
-
-# ------------------------------------------------------------------------------------------ without one
-def running_loop() -> str | None:
-    """Return the name of the library whose event loop this code runs in: asyncio, or trio or another one that
-    sniffio knows. None where there is no loop."""
-    import asyncio
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        pass
-    else:
-        return "asyncio"
-    sniffio: Any = sys.modules.get("sniffio")  # trio imports it
-    if sniffio is None:
-        return None
-    try:
-        return str(sniffio.current_async_library())
-    except sniffio.AsyncLibraryNotFoundError:
-        return None
-
-
-class Blocking:
-    """Wait for calls where no event loop is running, in one loop for all of them: clients may be bound to it.
-
-    Its tasks stand still between the calls, and `close` ends them.
-    """
-
-    def __init__(self) -> None:
-        self._loop: Any = None
-
-    async def attempt(self, call: Call, what: str, interruptible: bool = False) -> Outcome:
-        """Do what `attempt` does, but block. Awaits nothing."""
-        import asyncio
-
-        try:
-            result = begin(call)  # not in the loop: it may run one itself
-            if not isinstance(result, (type(None), bool)):
-                self.run(finished(result, what))
-        except (Exception, asyncio.CancelledError) as error:
-            return _exception(_as_failure(what, error)), None
-        return None, None
-
-    def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine to its end; Ctrl-C cancels it."""
-        import asyncio
-
-        self._loop = self._loop or asyncio.new_event_loop()
-        task = self._loop.create_task(coroutine)
-        try:
-            result: _T = self._loop.run_until_complete(task)
-            return result
-        except KeyboardInterrupt:
-            task.cancel()
-            self._loop.run_until_complete(asyncio.wait([task]))
-            raise
-
-    def close(self) -> None:
-        """End what is left in the loop, and the loop."""
-        if self._loop is None:
-            return
-        loop, self._loop = self._loop, None
-        try:
-            loop.run_until_complete(_end(loop))
-        finally:
-            loop.close()
-
-
-async def _end(loop: Any) -> None:
-    import asyncio
-
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    await loop.shutdown_asyncgens()
-    await loop.shutdown_default_executor()
-
-
-def without_loop(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine that never waits for an event loop. So `with` and `async with` share their code."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        result: _T = end.value
-        return result
-    raise AssertionError("the coroutine waits for an event loop")
-
-
-def finish(result: object, what: str) -> None:
-    """Block until nothing in the result of a call is under way. Call it where no event loop is running."""
-    if result is None:
-        return
-    blocking = Blocking()
-    try:
-        blocking.run(finished(result, what))
-    finally:
-        blocking.close()
-
-
-def attempt_and_block(call: Call, what: str) -> Exception | None:
-    """Make a call, block until it is done, and return its failure."""
-    blocking = Blocking()
-    try:
-        failure, _ = without_loop(blocking.attempt(call, what))
-        return failure
-    finally:
-        blocking.close()

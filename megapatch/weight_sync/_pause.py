@@ -13,6 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
+from .._pausing.blocking import Blocking, running_loop, without_loop
 from .._pausing.generation import (
     EVENT,
     PAUSE,
@@ -22,7 +23,7 @@ from .._pausing.generation import (
     resume_once,
     unmarked_on_failure,
 )
-from .._pausing.waiting import Blocking, Call, Outcome, attempt, running_loop, without_loop
+from .._pausing.waiting import Call, Outcome, attempt
 from ..errors import MisuseError
 
 log = logging.getLogger("megapatch")

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from types import MethodType, ModuleType
 from typing import Any
 
-from ..._pausing.waiting import finish, running_loop
+from ..._pausing.blocking import finish, running_loop
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_parameters
 
