@@ -100,9 +100,9 @@ def pytest_addoption(parser):
         "and Megatron are thousands of modules, in all of which the engine looks for holders",
     )
     parser.addoption(
-        "--in-turn",
+        "--ci",
         action="store_true",
-        help="with most Megatrons only the quick tests, and a few of the other modules: tests/rigs/turns.py",
+        help="without those marked nightly, and with most Megatrons a few modules only: tests/rigs/turns.py",
     )
 
 
@@ -160,13 +160,17 @@ def pytest_collection_modifyitems(items, config):
     for item in items:
         if is_quick(item.nodeid):
             item.add_marker("quick")
-    left_out = {item for item in items if not is_to_run(item.nodeid, config)}
+    left_out = {item for item in items if not is_to_run(item.nodeid, config) or is_left_to_the_night(item, config)}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
 
+def is_left_to_the_night(item, config):
+    return config.getoption("ci") and item.get_closest_marker("nightly") is not None
+
+
 def is_to_run(place, config):
-    return not config.getoption("in_turn") or has_its_turn(place, here().get("megatron-core", ""))
+    return not config.getoption("ci") or has_its_turn(place, here().get("megatron-core", ""))
 
 
 def wrong_with(folder: Path, variable: Variable) -> str | None:

@@ -2,7 +2,7 @@
 
 With each of them the quick tests and the diagnoses run; the other modules take turns: each runs with one of these
 Megatrons, and in any case with 0.16 and the newest. Each night all modules run with all Megatrons: `tox -m full`
-without `--in-turn`.
+without `--ci`.
 """
 
 from __future__ import annotations

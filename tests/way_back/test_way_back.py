@@ -42,6 +42,7 @@ def test_what_is_known_still_differs(known, row):
     assert row.kinds <= set(known[row.shows]), known[row.shows]
 
 
+@pytest.mark.nightly
 @pytest.mark.thorough
 def test_without_patches_the_reported_defects_are_found():
     named = {}
