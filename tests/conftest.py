@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from rigs.needs import TESTS, missing, reason_to_skip, uses_torch
 from rigs.quick import is_quick
-from rigs.turns import has_its_turn
+from rigs.turns import has_its_turn, with_other_releases
 
 from megapatch._versions import here
 
@@ -160,13 +160,12 @@ def pytest_collection_modifyitems(items, config):
     for item in items:
         if is_quick(item.nodeid):
             item.add_marker("quick")
-    left_out = {item for item in items if not is_to_run(item.nodeid, config) or is_left_to_the_night(item, config)}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
-
-
-def is_left_to_the_night(item, config):
-    return config.getoption("ci") and item.get_closest_marker("nightly") is not None
+    if config.getoption("ci"):
+        left_out = with_other_releases(items)
+        left_out |= {item for item in items if item.get_closest_marker("nightly")}
+        left_out |= {item for item in items if not is_to_run(item.nodeid, config)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def is_to_run(place, config):

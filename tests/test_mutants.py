@@ -12,6 +12,8 @@ from mutants.find import mutations
 from mutants.runs import ROOT, Copy
 from mutants.tables import CHOSEN, Equivalent, chosen_for, equivalents, files_of, outdated
 
+pytestmark = pytest.mark.nightly  # README's command runs it, too
+
 ROOMS = (
     "_engine",
     "_nemo_rl_split_step",

@@ -35,7 +35,9 @@ def releases(framework, kind=Release, within=lambda checkout: checkout):
     """
     found = []
     if wheels := folder_in(f"{framework}_RELEASES"):
-        found += [kind(path.name, str(path)) for path in sorted(Path(wheels).iterdir())]
+        # The oldest first: skyrl was called skyrl_train before.
+        folders = sorted(Path(wheels).iterdir(), key=lambda path: path.name.replace("_", " "))
+        found += [kind(path.name, str(path)) for path in folders]
     if checkout := folder_in(f"{framework}_CHECKOUT"):
         found.append(kind("checkout", str(within(checkout))))
     return found

@@ -1,13 +1,17 @@
-"""What CI tests with the Megatrons that few frameworks pin: all but 0.16 and the newest.
+"""What CI tests of what there are many of; each night everything is tested with everything.
 
-With each of them the quick tests and the diagnoses run; the other modules take turns: each runs with one of these
-Megatrons, and in any case with 0.16 and the newest. Each night all modules run with all Megatrons: `tox -m full`
-without `--ci`.
+With the Megatrons that few frameworks pin, all but 0.16 and the newest, the quick tests and the diagnoses run; the
+other modules take turns: each runs with one of these Megatrons, and in any case with 0.16 and the newest.
+
+Of the releases of a framework each module runs with the oldest, the newest, and one of the others.
 """
 
 from __future__ import annotations
 
+import collections
 import zlib
+
+import pytest
 
 from rigs.quick import QUICK, is_quick
 
@@ -32,5 +36,25 @@ def has_its_turn(place: str, megatron: str) -> bool:
     has_all = module.startswith(ALWAYS) or (is_quick(place) if test else module in QUICK_MODULES)
     if has_all or minor not in MEGATRONS:
         return True
-    # By its own name, so that a new module does not change the turns of the others.
-    return zlib.crc32(module.encode()) % len(MEGATRONS) == MEGATRONS.index(minor)
+    return _turn(module, len(MEGATRONS)) == MEGATRONS.index(minor)
+
+
+def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests of modules with releases that are not theirs. Releases come in order, oldest first."""
+    left_out = set()
+    by_module = collections.defaultdict(lambda: collections.defaultdict(list))
+    for item in items:
+        release = getattr(item, "callspec", None) and item.callspec.params.get("release")
+        if release is not None:
+            by_module[item.module.__name__][release.name].append(item)
+    for module, by_release in by_module.items():
+        others = list(by_release)[1:-1]
+        for number, name in enumerate(others):
+            if number != _turn(module, len(others)):
+                left_out.update(by_release[name])
+    return left_out
+
+
+def _turn(module: str, turns: int) -> int:
+    """Return a module's turn, by its own name: a new module does not change those of the others."""
+    return zlib.crc32(module.encode()) % turns

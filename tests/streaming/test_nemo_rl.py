@@ -326,6 +326,7 @@ def test_nemo_rls_synchronizers_are_synchronizers():
 
 
 # ------------------------------------------------------------------------------------------ the example
+@pytest.mark.nightly
 def test_the_example_learns():
     example = Path(__file__).parents[2] / "examples" / "streaming_nemo_rl.py"
     command = [sys.executable, "-W", "ignore", example]

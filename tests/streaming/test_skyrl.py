@@ -199,6 +199,7 @@ def test_what_would_lose_gradients_is_refused(ranks, release):
 
 
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.nightly
 def test_the_example_learns():
     env = {**os.environ, "SKYRL_RELEASE": TESTED[-1].folder, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "rigs.skyrl.ray", EXAMPLE]

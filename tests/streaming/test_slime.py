@@ -132,6 +132,7 @@ def test_offloading_is_refused(ranks):
         assert kind == "MisuseError" and "--offload-train would offload the gradients" in text
 
 
+@pytest.mark.nightly
 def test_the_example_trains():
     example = Path(__file__).parents[2] / "examples" / "streaming_slime.py"
     command = [sys.executable, "-W", "ignore", example]

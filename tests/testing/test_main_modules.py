@@ -16,6 +16,8 @@ from rigs.needs import needs_megatron
 from megapatch.errors import MisuseError
 from megapatch.testing import run_ranks
 
+pytestmark = pytest.mark.thorough
+
 # The server has nothing to import, and the children do not import torch: each program is run once.
 PROGRAM = """
     import json, multiprocessing, multiprocessing.forkserver, sys

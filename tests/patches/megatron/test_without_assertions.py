@@ -13,7 +13,7 @@ from rigs.command import run
 from rigs.megatron.grad_ready import needs_learning
 
 TESTS = Path(__file__).parents[2]
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.nightly]  # Python keeps no compiled files for -O here: slow
 
 
 def test_no_patch_is_refused():
