@@ -52,10 +52,13 @@ class Events:
     Attributes:
         arrivals: of gradients in their buckets.
         resets: of buffers, which zero their gradients.
+        may_have_broken: whether, since the last step, something has happened that often breaks a model: a load, a
+            save, an exception, a forward-only call as of a reference, or that it is new.
     """
 
     def __init__(self) -> None:
         self.arrivals = self.resets = 0
+        self.may_have_broken = True
 
 
 class Audit:
@@ -75,13 +78,17 @@ class Audit:
 
     def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:
         self.settings = settings
-        self.ledger, self.models, self.events = Ledger(), Models(), Events()
+        self.ledger, self.models, self.events = Ledger(settings.accepted), Models(), Events()
         self.parts = tuple(part(self) for part in parts)
         self.patches = tuple(part.patch() for part in self.parts)
 
     def is_due(self) -> bool:
         """Return whether ranks are compared in this step, in which the audit may wait for a GPU."""
         return self.ledger.step % self.settings.every == 0
+
+    def looks(self) -> bool:
+        """Return whether this rank looks closely at its own parameters in this step. Ranks may differ in that."""
+        return self.is_due() or self.events.may_have_broken
 
     def judge(self) -> None:
         """Report everything that waits for its judgment."""

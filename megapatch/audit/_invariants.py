@@ -14,11 +14,13 @@ class Invariant(NamedTuple):
         rule: one sentence.
         means: the damage that a step that breaks it does to training.
         repairs: patches that repair known ways of breaking it.
+        is_note: whether trainers may break it on purpose, so that it is no finding but a note.
     """
 
     rule: str
     means: str
     repairs: tuple[str, ...] = ()
+    is_note: bool = False
 
 
 INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
@@ -42,8 +44,21 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
         ),
         "gradients-used": Invariant(
             "Gradients that have arrived are used by an optimizer step before they are zeroed.",
-            "A step of several calls trains on the last of them only.",
+            "A step of several calls trains on the last of them only, or on nothing.",
             ("skyrl.accumulate-forward-backward",),
+        ),
+        "main-params-agree": Invariant(
+            "In half precision an optimizer step begins from the parameters that the model has.",
+            "The step undoes what was put into the model: a load, or weights that were swapped in or out.",
+            (
+                "megatron.main-params-after-load",
+                "megatron.reload-offloaded-params",
+                "nemo_rl.reference-model-rollback",
+            ),
+        ),
+        "stepped-once": Invariant(
+            "An optimizer steps once on the same gradients.",
+            "The step is made twice, or a forward-backward call is missing.",
         ),
         "scaled-once": Invariant(
             "The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.",

@@ -82,6 +82,7 @@ class Steps(Part):
     def _fail(self, optimizer: Any) -> None:
         """Have the gradients of a step that raised, perhaps the audit's own error, excused."""
         chunks = self.audit.models.stepped_by(optimizer)
+        self.audit.events.may_have_broken = True
         for part in self.audit.parts:
             part.interrupted(chunks)
 
@@ -90,6 +91,7 @@ class Steps(Part):
         step.succeeded = bool(result[0])
         for part in self.audit.parts:
             part.end_step(step)
+        self.audit.events.may_have_broken = False
 
     # ------------------------------------------------------------------------ the learning rate's schedule
     @observes

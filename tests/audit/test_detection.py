@@ -40,6 +40,18 @@ def zeroed_in_every_call(model, step):
     model.optimizer.step()
 
 
+def zeroed_before_the_step(model, step):
+    model.forward_backward(step)
+    model.zero_grad()
+    model.optimizer.step()
+
+
+def stepped_twice(model, step):
+    """An inner loop that forgets the backward pass."""
+    model.train_step(step)
+    model.optimizer.step()
+
+
 def torchs_optimizer(model, step):
     """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
     model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
@@ -178,6 +190,8 @@ CASES = {  # layout, options, the step, and what is found after how many steps
     "never zeroed": ({}, {}, never_zeroed, {"fresh-gradients": 1}),
     "zeroed in every call": ({}, {}, zeroed_in_every_call, {"gradients-used": 0}),
     "the same with overlap": ({}, BOTH, zeroed_in_every_call, {"gradients-used": 0}),
+    "zeroed before the step": ({}, {}, zeroed_before_the_step, {"gradients-used": 0}),
+    "stepped twice": ({}, {}, stepped_twice, {"stepped-once": 1}),
     "torch's optimizer": ({}, {}, torchs_optimizer, {"reduced-once": 0}),
     "reduced in every call": ({}, {}, reduced_in_every_call, {"reduced-once": 0}),
     "never reduced": ({}, {}, never_reduced, {"reduced-once": 0, "ranks-agree": 2}),
