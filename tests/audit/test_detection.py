@@ -52,6 +52,17 @@ def stepped_twice(model, step):
     model.optimizer.step()
 
 
+def reference_left_in(model, step):
+    """The policy's weights are not put back after a pass of the reference."""
+    if step == 1:
+        for chunk in model.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.mul_(1.5)
+        with torch.no_grad():
+            model.forward_backward(step, forward_only=True)
+    model.train_step(step)
+
+
 def torchs_optimizer(model, step):
     """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
     model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
@@ -192,6 +203,13 @@ CASES = {  # layout, options, the step, and what is found after how many steps
     "the same with overlap": ({}, BOTH, zeroed_in_every_call, {"gradients-used": 0}),
     "zeroed before the step": ({}, {}, zeroed_before_the_step, {"gradients-used": 0}),
     "stepped twice": ({}, {}, stepped_twice, {"stepped-once": 1}),
+    "reference left in": ({}, {"dtype": "bf16"}, reference_left_in, {"main-params-agree": 2}),
+    "reference left in, sharded": (
+        {},
+        {"dtype": "bf16", **ADAM, "use_distributed_optimizer": True},
+        reference_left_in,
+        {"main-params-agree": 2},
+    ),
     "torch's optimizer": ({}, {}, torchs_optimizer, {"reduced-once": 0}),
     "reduced in every call": ({}, {}, reduced_in_every_call, {"reduced-once": 0}),
     "never reduced": ({}, {}, never_reduced, {"reduced-once": 0, "ranks-agree": 2}),
