@@ -83,9 +83,14 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             ),
         ),
         "tokens-counted": Invariant(
-            "The gradients of a step are divided by the number of tokens that gave them, and no loss is NaN.",
+            "The gradients of a step are divided by the tokens of all its calls, and no loss is NaN.",
             "Gradients are too large, by as much as the step has calls; or parameters become NaN.",
             ("megatron.zero-tokens",),
+        ),
+        "divided-by-tokens": Invariant(
+            "With calculate_per_token_loss, gradients are divided by the number of their tokens.",
+            "They are larger or smaller by a factor, which some losses, as of Dr. GRPO, mean to have.",
+            is_note=True,
         ),
         "ranks-agree": Invariant(
             "Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.",
