@@ -17,12 +17,15 @@ from .._engine.engine import this_process
 from ._audit import Audit, Part
 from ._calls import Calls
 from ._checkpoints import Checkpoints
+from ._chunks import Chunks
 from ._findings import Finding, Ledger
+from ._finished import Finished
 from ._gathers import Gathers
 from ._generation import Generation
 from ._gradients import Gradients
 from ._invariants import INVARIANTS, Invariant
 from ._masters import Masters
+from ._modes import Modes
 from ._ranks import Ranks
 from ._scales import Scales
 from ._settings import settings_for
@@ -48,9 +51,12 @@ _PARTS: tuple[type[Part], ...] = (
     Scales,
     Ranks,  # may raise; then the step leaves nothing to be gathered
     Gathers,
+    Finished,
     Masters,
     Steps,
     Calls,
+    Modes,
+    Chunks,
     Tokens,
     Checkpoints,
     Generation,

@@ -80,7 +80,7 @@ class Audit:
         self.settings = settings
         self.ledger, self.models, self.events = Ledger(settings.accepted), Models(), Events()
         self.parts = tuple(part(self) for part in parts)
-        self.patches = tuple(part.patch() for part in self.parts)
+        self.patches = tuple(patch for part in self.parts if (patch := part.patch()) is not None)
 
     def is_due(self) -> bool:
         """Return whether ranks are compared in this step, in which the audit may wait for a GPU."""
@@ -128,14 +128,18 @@ class Part:
         self.audit, self.ledger = audit, audit.ledger
 
     def sites(self) -> tuple[Site, ...]:
-        """Return the sites where it watches, with this part's own functions in them."""
-        raise NotImplementedError
+        """Return the sites where it watches, with this part's own functions in them; some see events only."""
+        return ()
 
-    def patch(self) -> Patch:
-        """Return the patch that the engine installs for this part."""
-        return Patch(name=f"audit.{self.name}", doc=self.doc, upstream=None, sites=self.sites())
+    def patch(self) -> Patch | None:
+        """Return the patch that the engine installs for this part, or None if it has no sites."""
+        sites = self.sites()
+        return Patch(name=f"audit.{self.name}", doc=self.doc, upstream=None, sites=sites) if sites else None
 
     # ------------------------------------------------------------------------ events, which all parts see in turn
+    def joined(self, chunk: Any) -> None:
+        """See that the audit knows one more chunk, as it is being wrapped or in its first call."""
+
     def begin_call(self, call: Call) -> None:
         """See that a forward-backward call begins."""
 

@@ -122,6 +122,8 @@ class Gradients(Part):
             vars(chunk)[_WATCHER] = self
             self.audit.models.add([chunk])
             self._events.may_have_broken = True
+            for part in self.audit.parts:
+                part.joined(chunk)
 
     @observes
     def note_arrival(self, ddp: Any, bucket: Any, param: Any) -> None:

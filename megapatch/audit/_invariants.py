@@ -65,6 +65,11 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "Gradients are wrong by the loss scale: far too small, or those of one loss against another's.",
             ("areal.aux-loss-scale", "roll.grad-scale", "skyrl.grad-scale"),
         ),
+        "averaged-alike": Invariant(
+            "Gradients of a bucket are multiplied by the factor that DistributedDataParallel has computed for it.",
+            "Parameters of that bucket learn at another rate, as experts that are averaged over other ranks.",
+            is_note=True,
+        ),
         "unscaled-once": Invariant(
             "The optimizer divides the gradients of a step by the loss scale once.",
             "Gradients are too small by the loss scale.",
@@ -97,6 +102,25 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "Ranks train different models, whose gradients are averaged all the same.",
             ("megatron.parameters-without-gradients", "nemo_rl.forward-pre-hook-after-split"),
         ),
+        "every-chunk-steps": Invariant(
+            "An optimizer steps all chunks of a model that had gradients in a forward-backward call.",
+            "Some layers never learn.",
+        ),
+        "gradients-kept": Invariant(
+            "An optimizer step uses the gradients that finalize_model_grads() has finished.",
+            "They were scaled, clipped or reduced by hand, which is easily done twice, or on one rank only.",
+            is_note=True,
+        ),
+        "training-mode": Invariant(
+            "A call that trains runs the model in train().",
+            "The model trains without its dropout, or without the auxiliary losses of its routers.",
+            is_note=True,
+        ),
+        "evaluation-mode": Invariant(
+            "A forward-only call, as for log-probabilities, runs the model in eval().",
+            "Log-probabilities are those of the model with some elements dropped at random.",
+            is_note=True,
+        ),
         "hooks-balanced": Invariant(
             "A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun "
             "machine as it found them.",
@@ -119,6 +143,11 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "The learning rate's schedule advances after successful steps only.",
             "Each overflow costs a step of warm-up or decay.",
             ("verl.overflow-is-skipped", "ms_swift.overflow-is-skipped", "roll.overflow-is-skipped"),
+        ),
+        "schedule-once": Invariant(
+            "The learning rate's schedule advances at most once for each optimizer step.",
+            "Warm-up and decay are over too soon.",
+            is_note=True,
         ),
         "saved-what-is": Invariant(
             "A checkpoint that has a model has all that is trained of it, and is not saved by the plan of "

@@ -63,6 +63,17 @@ def reference_left_in(model, step):
     model.train_step(step)
 
 
+def one_chunk_of_two(model, step):
+    """The optimizer of the second chunk is forgotten."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer="sgd", lr=0.1)
+    model.firsts = getattr(model, "firsts", None) or get_megatron_optimizer(config, model.chunks[:1])
+    model.zero_grad()
+    model.forward_backward(step)
+    model.firsts.step()
+
+
 def torchs_optimizer(model, step):
     """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
     model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
@@ -210,6 +221,7 @@ CASES = {  # layout, options, the step, and what is found after how many steps
         reference_left_in,
         {"main-params-agree": 2},
     ),
+    "one chunk of two": ({"pp": 2, "vpp": 2}, {}, one_chunk_of_two, {"every-chunk-steps": 1}),
     "torch's optimizer": ({}, {}, torchs_optimizer, {"reduced-once": 0}),
     "reduced in every call": ({}, {}, reduced_in_every_call, {"reduced-once": 0}),
     "never reduced": ({}, {}, never_reduced, {"reduced-once": 0, "ranks-agree": 2}),
