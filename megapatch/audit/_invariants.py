@@ -50,11 +50,7 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
         "main-params-agree": Invariant(
             "In half precision an optimizer step begins from the parameters that the model has.",
             "The step undoes what was put into the model: a load, or weights that were swapped in or out.",
-            (
-                "megatron.main-params-after-load",
-                "megatron.reload-offloaded-params",
-                "nemo_rl.reference-model-rollback",
-            ),
+            ("megatron.main-params-after-load",),
         ),
         "stepped-once": Invariant(
             "An optimizer steps once on the same gradients.",

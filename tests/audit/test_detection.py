@@ -74,6 +74,17 @@ def one_chunk_of_two(model, step):
     model.firsts.step()
 
 
+def loaded_without_the_optimizer(model, step):
+    """A load of weights alone (SkyRL, verl, AReaL), in the last step."""
+    if step == 2:
+        model.chunks[0].load_state_dict(model.saved)
+    model.saved = {
+        name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
+        for name, tensor in model.chunks[0].state_dict().items()
+    }
+    model.train_step(step)
+
+
 def torchs_optimizer(model, step):
     """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
     model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
@@ -220,6 +231,12 @@ CASES = {  # layout, options, the step, and what is found after how many steps
         {"dtype": "bf16", **ADAM, "use_distributed_optimizer": True},
         reference_left_in,
         {"main-params-agree": 2},
+    ),
+    "loaded without the optimizer": (
+        {},
+        {"dtype": "bf16"},
+        loaded_without_the_optimizer,
+        {"main-params-agree": 3},
     ),
     "one chunk of two": ({"pp": 2, "vpp": 2}, {}, one_chunk_of_two, {"every-chunk-steps": 1}),
     "torch's optimizer": ({}, {}, torchs_optimizer, {"reduced-once": 0}),
