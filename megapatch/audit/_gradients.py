@@ -259,11 +259,11 @@ class Gradients(Part):
     @observes
     def end_step(self, step: Step) -> None:
         """Note that the step has used the gradients."""
-        self._used[step.optimizer] = self._arrived(step)
         for chunk in step.chunks:
             for state in self._states_of(chunk):
                 state.stepped = state.stepped or state.arrivals > 0
                 state.dropped, state.excused = 0, False
+        self._used[step.optimizer] = self._arrived(step)
 
 
 def _is_zero(bucket: Any, param: Any) -> bool:
