@@ -5,6 +5,7 @@ MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays 
 MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
 MEGAPATCH_AUDIT     1: megapatch.audit watches from the start; raise: a finding is an error on all ranks
 MEGAPATCH_AUDIT_EVERY   optimizer steps between two of its comparisons of ranks
+MEGAPATCH_AUDIT_ACCEPT  comma-separated names of its notes that are meant, and not kept
 MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
 MEGAPATCH_REPORT    a folder: megapatch.check() writes a file for each rank there
 """
@@ -21,6 +22,7 @@ ONLY = "MEGAPATCH_ONLY"
 STRICT = "MEGAPATCH_STRICT"
 AUDIT = "MEGAPATCH_AUDIT"
 EVERY = "MEGAPATCH_AUDIT_EVERY"
+ACCEPT = "MEGAPATCH_AUDIT_ACCEPT"
 NO_ENTRY_POINTS = "MEGAPATCH_NO_ENTRY_POINTS"
 REPORT = "MEGAPATCH_REPORT"
 
@@ -37,21 +39,27 @@ def matching(pattern: str, known: Iterable[str]) -> list[str]:
     return [name for name in known if fnmatchcase(name, pattern)]
 
 
-def unknown_name(name: str, known: Iterable[str]) -> str:
-    """Say in one sentence that a name or glob stands for no patch, and suggest similar names."""
+def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: str = "patches") -> str:
+    """Say in one sentence that a name or glob stands for no patch, or other kind, and suggest similar names."""
     import difflib  # only when a name is wrong
 
     known = list(known)
     families = {patch.partition(".")[0] for patch in known}
     near = [f"{name}.*"] if name in families else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    meant = f"did you mean {' or '.join(near)}?" if near else f"known patches: {', '.join(known)}."
-    return f"no patch is called {name!r}; {meant}"
+    meant = f"did you mean {' or '.join(near)}?" if near else f"known {kinds}: {', '.join(known)}."
+    return f"no {kind} is called {name!r}; {meant}"
+
+
+def names_in(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    """Return the names that a variable lists, separated by commas."""
+    return tuple(part for raw in environment.get(variable, "").split(",") if (part := raw.strip()))
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
     prefix = "MEGAPATCH_"
-    known = [name.removeprefix(prefix) for name in (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, REPORT)]
+    variables = (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, ACCEPT, REPORT)
+    known = [name.removeprefix(prefix) for name in variables]
     unknown = [
         name
         for name in sorted(environment)
@@ -83,14 +91,12 @@ class Settings(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
-        def names(variable: str) -> tuple[str, ...]:
-            return tuple(part for raw in environment.get(variable, "").split(",") if (part := raw.strip()))
-
         def switch(variable: str) -> str:
             return environment.get(variable, "").strip().lower()
 
         unknown = tuple(unknown_variables(environment))
-        return cls(names(DISABLE), names(ONLY), switch(STRICT), switch(NO_ENTRY_POINTS), switch(AUDIT), unknown)
+        disable, only = names_in(environment, DISABLE), names_in(environment, ONLY)
+        return cls(disable, only, switch(STRICT), switch(NO_ENTRY_POINTS), switch(AUDIT), unknown)
 
     @property
     def strict(self) -> bool:

@@ -17,11 +17,15 @@ from .._engine.engine import this_process
 from ._audit import Audit, Part
 from ._calls import Calls
 from ._checkpoints import Checkpoints
+from ._chunks import Chunks
 from ._findings import Finding, Ledger
+from ._finished import Finished
 from ._gathers import Gathers
 from ._generation import Generation
 from ._gradients import Gradients
 from ._invariants import INVARIANTS, Invariant
+from ._masters import Masters
+from ._modes import Modes
 from ._ranks import Ranks
 from ._scales import Scales
 from ._settings import settings_for
@@ -36,6 +40,7 @@ __all__ = [
     "clear",
     "compare_weights",
     "findings",
+    "notes",
     "start",
     "stop",
     "weights_digest",
@@ -46,8 +51,12 @@ _PARTS: tuple[type[Part], ...] = (
     Scales,
     Ranks,  # may raise; then the step leaves nothing to be gathered
     Gathers,
+    Finished,
+    Masters,
     Steps,
     Calls,
+    Modes,
+    Chunks,
     Tokens,
     Checkpoints,
     Generation,
@@ -115,8 +124,17 @@ def findings() -> list[Finding]:
     return _PROCESS.ledger.findings()
 
 
+def notes() -> list[Finding]:
+    """Return what a trainer may do on purpose or by mistake, in the order in which it was first seen.
+
+    Names in MEGAPATCH_AUDIT_ACCEPT, separated by commas, are left out. A note raises nothing.
+    """
+    _judge()
+    return _PROCESS.ledger.notes()
+
+
 def clear() -> None:
-    """Forget the findings, for instance once they have been reported. Call it on all ranks."""
+    """Forget the findings and notes, for instance once they have been reported. Call it on all ranks."""
     _judge()
     _PROCESS.ledger.clear()
     if _PROCESS.audit is not None:

@@ -52,10 +52,13 @@ class Events:
     Attributes:
         arrivals: of gradients in their buckets.
         resets: of buffers, which zero their gradients.
+        may_have_broken: whether, since the last step, something has happened that often breaks a model: a load, a
+            save, an exception, a forward-only call as of a reference, or that it is new.
     """
 
     def __init__(self) -> None:
         self.arrivals = self.resets = 0
+        self.may_have_broken = True
 
 
 class Audit:
@@ -75,13 +78,17 @@ class Audit:
 
     def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:
         self.settings = settings
-        self.ledger, self.models, self.events = Ledger(), Models(), Events()
+        self.ledger, self.models, self.events = Ledger(settings.accepted), Models(), Events()
         self.parts = tuple(part(self) for part in parts)
-        self.patches = tuple(part.patch() for part in self.parts)
+        self.patches = tuple(patch for part in self.parts if (patch := part.patch()) is not None)
 
     def is_due(self) -> bool:
         """Return whether ranks are compared in this step, in which the audit may wait for a GPU."""
         return self.ledger.step % self.settings.every == 0
+
+    def looks(self) -> bool:
+        """Return whether this rank looks closely at its own parameters in this step. Ranks may differ in that."""
+        return self.is_due() or self.events.may_have_broken
 
     def judge(self) -> None:
         """Report everything that waits for its judgment."""
@@ -121,14 +128,18 @@ class Part:
         self.audit, self.ledger = audit, audit.ledger
 
     def sites(self) -> tuple[Site, ...]:
-        """Return the sites where it watches, with this part's own functions in them."""
-        raise NotImplementedError
+        """Return the sites where it watches, with this part's own functions in them; some see events only."""
+        return ()
 
-    def patch(self) -> Patch:
-        """Return the patch that the engine installs for this part."""
-        return Patch(name=f"audit.{self.name}", doc=self.doc, upstream=None, sites=self.sites())
+    def patch(self) -> Patch | None:
+        """Return the patch that the engine installs for this part, or None if it has no sites."""
+        sites = self.sites()
+        return Patch(name=f"audit.{self.name}", doc=self.doc, upstream=None, sites=sites) if sites else None
 
     # ------------------------------------------------------------------------ events, which all parts see in turn
+    def joined(self, chunk: Any) -> None:
+        """See that the audit knows one more chunk, as it is being wrapped or in its first call."""
+
     def begin_call(self, call: Call) -> None:
         """See that a forward-backward call begins."""
 

@@ -79,6 +79,7 @@ class Calls(Part):
 
     @observes
     def _end(self, call: Call) -> None:
+        self.audit.events.may_have_broken |= not (call.trains and call.has_returned)
         for part in self.audit.parts:
             part.end_call(call)
             if not call.has_returned:

@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .._mcore.main_params import has_memory
 from .._mcore.sharded_leaves import FLAG, NVRX, PLANS, leaves, structure
 from ..patch import Site
 from ._audit import Audit, Part
@@ -64,6 +65,7 @@ class Checkpoints(Part):
 
     @observes
     def _note_parameters(self, tree: Any) -> None:
+        self.audit.events.may_have_broken = True
         # The distributed optimizer's shards of an fp32 model are views of its parameters.
         models = [leaf for leaf in leaves(tree) if "optimizer" not in getattr(leaf, "key", "")]
         saved = {_address(getattr(leaf, "data", None)) for leaf in models}
@@ -72,6 +74,7 @@ class Checkpoints(Part):
                 parameter
                 for parameter in chunk.module.parameters()
                 if parameter.requires_grad and not getattr(parameter, "shared_embedding", False)
+                if has_memory(parameter)  # else offloaded: another model is saved
             ]
             missing = [parameter for parameter in trained if _address(parameter) not in saved]
             if missing and len(missing) < len(trained):

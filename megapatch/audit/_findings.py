@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from .._engine.settings import ACCEPT
 from ..errors import AuditError
 from ._invariants import INVARIANTS
 
@@ -48,26 +49,34 @@ class Finding:
         at = f" At {self.where[-1]}." if self.where else ""
         rank = "" if self.rank is None else f" on rank {self.rank}"
         repairs = f" Patches for known causes: {', '.join(invariant.repairs)}." if invariant.repairs else ""
+        accept = f" If that is meant: {ACCEPT}={self.invariant}." if invariant.is_note else ""
         when = f"after {steps(self.step)}{rank}{times}"
-        return f"{self.invariant} ({when}): {self.what}. {invariant.means}{at}{repairs}"
+        return f"{self.invariant} ({when}): {self.what}. {invariant.means}{at}{repairs}{accept}"
 
 
 class Ledger:
-    """The findings of an audit, and the number of optimizer steps that it has seen."""
+    """The findings and notes of an audit, and the number of optimizer steps that it has seen.
 
-    def __init__(self) -> None:
+    Args:
+        accepted: names of notes that are not kept.
+    """
+
+    def __init__(self, accepted: Collection[str] = ()) -> None:
         self.step = 0
+        self._accepted = accepted
         self._found: dict[tuple[str, str], Finding] = {}
         self._broken: set[object] = set()
         self._lock = threading.Lock()
 
     def report(self, invariant: str, kind: str, what: str, where: tuple[str, ...] | None = None) -> None:
-        """Record that an invariant was broken; the first time of its kind is logged at WARNING.
+        """Record that an invariant was broken; the first time of its kind is logged: WARNING, or INFO for a note.
 
         Args:
             kind: tells ways of breaking the same invariant apart.
             where: as `user_code` returned it when it happened, for a later finding; None for now.
         """
+        if invariant in self._accepted:
+            return
         with self._lock:
             known = self._found.get((invariant, kind))
             if known is not None:
@@ -76,19 +85,33 @@ class Ledger:
             where = user_code() if where is None else where
             finding = Finding(invariant, what, _rank(), self.step, where)
             self._found[invariant, kind] = finding
-        log.warning("audit: %s", finding)
+        if INVARIANTS[invariant].is_note:
+            log.info("audit: note: %s", finding)
+        else:
+            log.warning("audit: %s", finding)
 
     def findings(self) -> list[Finding]:
+        """Return copies of the findings, without the notes."""
+        return self._copies(are_notes=False)
+
+    def notes(self) -> list[Finding]:
+        """Return copies of the notes."""
+        return self._copies(are_notes=True)
+
+    def _copies(self, are_notes: bool) -> list[Finding]:
         with self._lock:
-            return [dataclasses.replace(finding) for finding in self._found.values()]
+            found = list(self._found.values())
+        return [dataclasses.replace(one) for one in found if INVARIANTS[one.invariant].is_note == are_notes]
 
     def summarize(self) -> None:
-        """Log the findings, or that there are none, in a process that has trained."""
-        findings = self.findings()
+        """Log the findings and notes, or that there are none, in a process that has trained."""
+        findings, notes = self.findings(), self.notes()
         if findings:
             log.warning("audit: %s", "\n  ".join([f"found in {steps(self.step)}:", *map(str, findings)]))
         elif self.step:
             log.info("audit: nothing found in %s", steps(self.step))
+        if notes:
+            log.info("audit: %s", "\n  ".join([f"noted in {steps(self.step)}:", *map(str, notes)]))
 
     def clear(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""reduced-once, fresh-gradients, gradients-used: each bucket's gradients between two zeroings.
+"""reduced-once, fresh-gradients, gradients-used, stepped-once: each bucket's gradients between two zeroings.
 
 Watches   the hooks that DistributedDataParallel gives to its parameters, _ParamAndGradBuffer.reset(), and
           start_grad_sync() of the bucket groups, in all releases. They are counted by bucket, and judged as the
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -33,16 +34,18 @@ _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 class BucketState:
     """The history of a bucket's gradients since they were zeroed."""
 
-    __slots__ = ("arrivals", "dropped", "excused", "reduces", "stepped")
+    __slots__ = ("arrivals", "before", "dropped", "excused", "reduces", "stepped")
 
     def __init__(self) -> None:
         self.arrivals = 0
+        self.before = 0  # arrivals that were zeroed
         self.reduces = 0
         self.stepped = False  # whether an optimizer step has used them
         self.dropped = 0  # how often they were zeroed unused since the last step
         self.excused = False  # whether a call was interrupted, so that they may be dropped
 
     def reset(self) -> None:
+        self.before += self.arrivals
         self.arrivals, self.reduces, self.stepped = 0, 0, False
 
 
@@ -54,6 +57,8 @@ class Gradients(Part):
         super().__init__(audit)
         self._events = audit.events
         self._states: Notes[BucketState] = Notes("bucket")
+        self._used: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        """By optimizer: how many gradients each bucket had had, ever, when it last stepped."""
         self._aborting = 0
         """How many calls that drop gradients on purpose are under way."""
 
@@ -116,6 +121,9 @@ class Gradients(Part):
         if vars(chunk).get(_WATCHER) is not self:
             vars(chunk)[_WATCHER] = self
             self.audit.models.add([chunk])
+            self._events.may_have_broken = True
+            for part in self.audit.parts:
+                part.joined(chunk)
 
     @observes
     def note_arrival(self, ddp: Any, bucket: Any, param: Any) -> None:
@@ -206,16 +214,26 @@ class Gradients(Part):
         """Report buckets that were not reduced once."""
         for chunk in step.chunks:
             step.has_gradients |= self._judge(chunk)
+        if step.has_gradients and self._used.get(step.optimizer) == self._arrived(step):
+            what = "the optimizer steps on gradients that its last step has used"
+            self.ledger.report("stepped-once", "again", what)
+
+    def _arrived(self, step: Step) -> list[int]:
+        return [state.before + state.arrivals for chunk in step.chunks for state in self._states_of(chunk)]
 
     def _judge(self, chunk: Any) -> bool:
         """Report the buckets of one chunk. Return whether any gradient has arrived there."""
-        unreduced, repeated, unused, times, any_arrived = [], [], [], 0, False
+        unreduced: list[Any] = []
+        repeated: list[Any] = []
+        unused: list[Any] = []
+        gone: list[Any] = []
+        times, any_arrived = 0, False
         for group in bucket_groups(chunk):
             for bucket in group.buckets:
                 state = self.state(bucket)
                 any_arrived |= state.arrivals > 0
-                if state.arrivals and state.dropped:
-                    unused += list(bucket.params)
+                if state.dropped:
+                    (unused if state.arrivals else gone).extend(bucket.params)
                 if not state.arrivals or state.stepped or _ranks(group) == 1:
                     continue
                 if state.reduces == 0:
@@ -227,6 +245,9 @@ class Gradients(Part):
             name = _name(chunk, unused)
             what = f"the gradients of {name} were zeroed, and others came, before the optimizer step"
             self.ledger.report("gradients-used", "zeroed", what)
+        if gone:
+            what = f"the gradients of {_name(chunk, gone)} were zeroed right before the optimizer step"
+            self.ledger.report("gradients-used", "gone", what)
         if unreduced:
             what = f"the gradients of {_name(chunk, unreduced)} were not reduced"
             self.ledger.report("reduced-once", "never", what)
@@ -242,6 +263,7 @@ class Gradients(Part):
             for state in self._states_of(chunk):
                 state.stepped = state.stepped or state.arrivals > 0
                 state.dropped, state.excused = 0, False
+        self._used[step.optimizer] = self._arrived(step)
 
 
 def _is_zero(bucket: Any, param: Any) -> bool:

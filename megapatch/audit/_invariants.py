@@ -14,11 +14,13 @@ class Invariant(NamedTuple):
         rule: one sentence.
         means: the damage that a step that breaks it does to training.
         repairs: patches that repair known ways of breaking it.
+        is_note: whether trainers may break it on purpose, so that it is no finding but a note.
     """
 
     rule: str
     means: str
     repairs: tuple[str, ...] = ()
+    is_note: bool = False
 
 
 INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
@@ -42,13 +44,27 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
         ),
         "gradients-used": Invariant(
             "Gradients that have arrived are used by an optimizer step before they are zeroed.",
-            "A step of several calls trains on the last of them only.",
+            "A step of several calls trains on the last of them only, or on nothing.",
             ("skyrl.accumulate-forward-backward",),
+        ),
+        "main-params-agree": Invariant(
+            "In half precision an optimizer step begins from the parameters that the model has.",
+            "The step undoes what was put into the model: a load, or weights that were swapped in or out.",
+            ("megatron.main-params-after-load",),
+        ),
+        "stepped-once": Invariant(
+            "An optimizer steps once on the same gradients.",
+            "The step is made twice, or a forward-backward call is missing.",
         ),
         "scaled-once": Invariant(
             "The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.",
             "Gradients are wrong by the loss scale: far too small, or those of one loss against another's.",
             ("areal.aux-loss-scale", "roll.grad-scale", "skyrl.grad-scale"),
+        ),
+        "averaged-alike": Invariant(
+            "Gradients of a bucket are multiplied by the factor that DistributedDataParallel has computed for it.",
+            "Parameters of that bucket learn at another rate, as experts that are averaged over other ranks.",
+            is_note=True,
         ),
         "unscaled-once": Invariant(
             "The optimizer divides the gradients of a step by the loss scale once.",
@@ -68,14 +84,38 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             ),
         ),
         "tokens-counted": Invariant(
-            "The gradients of a step are divided by the number of tokens that gave them, and no loss is NaN.",
+            "The gradients of a step are divided by the tokens of all its calls, and no loss is NaN.",
             "Gradients are too large, by as much as the step has calls; or parameters become NaN.",
             ("megatron.zero-tokens",),
+        ),
+        "divided-by-tokens": Invariant(
+            "With calculate_per_token_loss, gradients are divided by the number of their tokens.",
+            "They are larger or smaller by a factor, which some losses, as of Dr. GRPO, mean to have.",
+            is_note=True,
         ),
         "ranks-agree": Invariant(
             "Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.",
             "Ranks train different models, whose gradients are averaged all the same.",
             ("megatron.parameters-without-gradients", "nemo_rl.forward-pre-hook-after-split"),
+        ),
+        "every-chunk-steps": Invariant(
+            "An optimizer steps all chunks of a model that had gradients in a forward-backward call.",
+            "Some layers never learn.",
+        ),
+        "gradients-kept": Invariant(
+            "An optimizer step uses the gradients that finalize_model_grads() has finished.",
+            "They were scaled, clipped or reduced by hand, which is easily done twice, or on one rank only.",
+            is_note=True,
+        ),
+        "training-mode": Invariant(
+            "A call that trains runs the model in train().",
+            "The model trains without its dropout, or without the auxiliary losses of its routers.",
+            is_note=True,
+        ),
+        "evaluation-mode": Invariant(
+            "A forward-only call, as for log-probabilities, runs the model in eval().",
+            "Log-probabilities are those of the model with some elements dropped at random.",
+            is_note=True,
         ),
         "hooks-balanced": Invariant(
             "A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun "
@@ -99,6 +139,11 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "The learning rate's schedule advances after successful steps only.",
             "Each overflow costs a step of warm-up or decay.",
             ("verl.overflow-is-skipped", "ms_swift.overflow-is-skipped", "roll.overflow-is-skipped"),
+        ),
+        "schedule-once": Invariant(
+            "The learning rate's schedule advances at most once for each optimizer step.",
+            "Warm-up and decay are over too soon.",
+            is_note=True,
         ),
         "saved-what-is": Invariant(
             "A checkpoint that has a model has all that is trained of it, and is not saved by the plan of "

@@ -1,4 +1,4 @@
-"""How often the audit compares ranks, and whether a finding ends training."""
+"""How often the audit compares ranks, whether a finding ends training, and which notes are not kept."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .._engine.settings import EVERY
+from .._engine.settings import ACCEPT, EVERY, names_in, unknown_name
 from ..errors import MisuseError
+from ._invariants import INVARIANTS
 
 log = logging.getLogger("megapatch")
 
@@ -22,10 +23,12 @@ class Settings(NamedTuple):
     Attributes:
         every: optimizer steps from one comparison of the ranks to the next.
         raises: whether a finding of one rank raises AuditError on all ranks.
+        accepted: names of notes that are not kept; ranks may differ in them.
     """
 
     every: int = _DEFAULT
     raises: bool = False
+    accepted: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"every {self.every}, raises {self.raises}"
@@ -41,20 +44,30 @@ def settings_for(every: int | None, raises: bool) -> Settings:
         MisuseError: for a number below 1.
     """
     if every is None:
-        if complaint := bad_number(os.environ):
-            log.warning("%s", complaint)
         every = _number(os.environ) or _DEFAULT
     elif every < 1:
         raise MisuseError(f"every={every}: {_EXPECTED}")
-    return Settings(every, raises)
+    for complaint in bad_values(os.environ):
+        log.warning("%s", complaint)
+    return Settings(every, raises, names_in(os.environ, ACCEPT))
 
 
-def bad_number(environment: Mapping[str, str]) -> str | None:
-    """Return what is wrong with the number of steps in the environment, or None."""
+def bad_values(environment: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the audit's values in the environment, in one sentence each."""
     text = environment.get(EVERY, "").strip()
-    return (
-        f"{EVERY}={text}: {_EXPECTED}; it is taken for {_DEFAULT}" if text and not _number(environment) else None
-    )
+    complaints = _bad_names(environment)
+    if text and not _number(environment):
+        complaints.append(f"{EVERY}={text}: {_EXPECTED}; it is taken for {_DEFAULT}")
+    return complaints
+
+
+def _bad_names(environment: Mapping[str, str]) -> list[str]:
+    notes = [name for name, invariant in INVARIANTS.items() if invariant.is_note]
+    return [
+        f"{ACCEPT}: {f'{name} is a finding, and cannot be accepted' if name in INVARIANTS else text}"
+        for name in names_in(environment, ACCEPT)
+        if name not in notes and (text := unknown_name(name, notes, "note", "notes"))
+    ]
 
 
 def _number(environment: Mapping[str, str]) -> int:

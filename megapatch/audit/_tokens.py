@@ -1,4 +1,4 @@
-"""tokens-counted: gradients are divided by the tokens that gave them, and no loss that is NaN is trained on.
+"""tokens-counted, divided-by-tokens: gradients are divided by their tokens, and no loss that is NaN is trained on.
 
 Watches   forward_step() of the schedules, which shows each microbatch's tokens and loss, and
           finalize_model_grads(), which shows their divisor: with calculate_per_token_loss, often by the tokens
@@ -31,12 +31,15 @@ class Tokens(Part):
         super().__init__(audit)
         self._counted: Notes[Any] = Notes("tokens")
         """About a chunk's first gradient buffer: the tokens of the microbatches since it was zeroed."""
+        self._in_call: Any = 0
+        """The tokens of the forward-backward call that is under way, or of the last one."""
         self._training: list[bool] = []
         """Whether the forward-backward call that is under way trains."""
         self._not_finite: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """By chunk: how many losses of the step that is being made are NaN or infinite."""
         # Errors so far: tensors, which are read in the steps in which ranks are compared.
         self._times_uncounted: Any = 0
+        self._times_divided_otherwise: Any = 0
         self._losses_not_finite: Any = 0
 
     def sites(self) -> tuple[Site, ...]:
@@ -56,6 +59,8 @@ class Tokens(Part):
     # ------------------------------------------------------------------------ events
     def begin_call(self, call: Call) -> None:
         self._training.append(call.trains)
+        if call.trains:
+            self._in_call = 0
 
     def end_call(self, call: Call) -> None:
         self._training.pop()
@@ -75,6 +80,7 @@ class Tokens(Part):
     @observes
     def _note_microbatch(self, chunk: Any, result: tuple[Any, Any]) -> None:
         output, num_tokens = result
+        self._in_call = self._in_call + num_tokens
         for buffer in _buffers(chunk)[:1]:
             self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)
         loss = output[0] if isinstance(output, list) else output
@@ -94,7 +100,11 @@ class Tokens(Part):
     def _note_normalizer(self, chunks: list[Any], num_tokens: Any) -> None:
         first_buffers = [buffer for chunk in chunks for buffer in _buffers(chunk)[:1]]
         counted = sum(self._counted.get(buffer, 0) for buffer in first_buffers)
-        self._times_uncounted = self._times_uncounted + (counted != num_tokens)
+        is_last_calls = (self._in_call == num_tokens) & (counted != num_tokens)
+        self._times_uncounted = self._times_uncounted + is_last_calls
+        self._times_divided_otherwise = self._times_divided_otherwise + (
+            (counted != num_tokens) & (self._in_call != num_tokens)
+        )
 
     @observes
     def zeroed(self, buffer: Any) -> None:
@@ -116,10 +126,14 @@ class Tokens(Part):
     def judge(self) -> None:
         """Report errors since the last time. Waits for a GPU."""
         uncounted, not_finite = int(self._times_uncounted), int(self._losses_not_finite)
-        self._times_uncounted = self._losses_not_finite = 0
+        divided_otherwise = int(self._times_divided_otherwise)
+        self._times_uncounted = self._losses_not_finite = self._times_divided_otherwise = 0
         if uncounted:
-            what = "gradients were divided by another number of tokens than their microbatches had"
+            what = "gradients of several calls were divided by the number of tokens of the last one"
             self.ledger.report("tokens-counted", "normalizer", what)
+        if divided_otherwise:
+            what = "gradients were divided by another number than that of their tokens"
+            self.ledger.report("divided-by-tokens", "normalizer", what)
         if not_finite:
             what = f"the optimizer has stepped on {not_finite} microbatches whose loss is NaN or infinite"
             self.ledger.report("tokens-counted", "loss", what)

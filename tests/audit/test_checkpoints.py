@@ -39,6 +39,18 @@ def saved(layout, options, folder, rank, complete):
     return found()
 
 
+def saved_beside_an_offloaded_one(folder, rank):
+    """An actor is saved while its critic's parameter buffers are empty, as by verl's offload."""
+    init_parallel()
+    critic, actor = tiny_gpt(**BOTH), tiny_gpt(**BOTH)
+    actor.gather_parameters()
+    for buffer in critic.chunks[0].buffers:
+        buffer.param_data.untyped_storage().resize_(0)
+    audit.clear()
+    Saves(rank, folder).plan_tree({"model": actor.chunks[0].sharded_state_dict()})
+    return found()
+
+
 def changed(folder, rank, parallel, before, after):
     """Plan one structure often, and then another."""
     audit.clear()
@@ -61,6 +73,7 @@ def job(rank, world_size, folder):
     for name, model in MODELS.items():
         for complete in (True, False):
             yield (name, complete), partial(saved, *model, folder, rank, complete)
+    yield "beside an offloaded one", partial(saved_beside_an_offloaded_one, folder, rank)
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +109,8 @@ def test_a_distribution_that_is_kept_is_found(ranks):
 @pytest.mark.parametrize("cell", [*CHANGES, *(("parallel", name) for name in PARALLEL)])
 def test_patched_plans_are_made_again(patched, cell):
     assert [cells[cell] for cells in patched] == [[], []]
+
+
+def test_an_offloaded_model_is_not_missed(ranks):
+    for cells in ranks:
+        assert cells["beside an offloaded one"] == []

@@ -40,6 +40,51 @@ def zeroed_in_every_call(model, step):
     model.optimizer.step()
 
 
+def zeroed_before_the_step(model, step):
+    model.forward_backward(step)
+    model.zero_grad()
+    model.optimizer.step()
+
+
+def stepped_twice(model, step):
+    """An inner loop that forgets the backward pass."""
+    model.train_step(step)
+    model.optimizer.step()
+
+
+def reference_left_in(model, step):
+    """The policy's weights are not put back after a pass of the reference."""
+    if step == 1:
+        for chunk in model.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.mul_(1.5)
+        with torch.no_grad():
+            model.forward_backward(step, forward_only=True)
+    model.train_step(step)
+
+
+def one_chunk_of_two(model, step):
+    """The optimizer of the second chunk is forgotten."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer="sgd", lr=0.1)
+    model.firsts = getattr(model, "firsts", None) or get_megatron_optimizer(config, model.chunks[:1])
+    model.zero_grad()
+    model.forward_backward(step)
+    model.firsts.step()
+
+
+def loaded_without_the_optimizer(model, step):
+    """A load of weights alone (SkyRL, verl, AReaL), in the last step."""
+    if step == 2:
+        model.chunks[0].load_state_dict(model.saved)
+    model.saved = {
+        name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
+        for name, tensor in model.chunks[0].state_dict().items()
+    }
+    model.train_step(step)
+
+
 def torchs_optimizer(model, step):
     """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
     model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
@@ -178,6 +223,22 @@ CASES = {  # layout, options, the step, and what is found after how many steps
     "never zeroed": ({}, {}, never_zeroed, {"fresh-gradients": 1}),
     "zeroed in every call": ({}, {}, zeroed_in_every_call, {"gradients-used": 0}),
     "the same with overlap": ({}, BOTH, zeroed_in_every_call, {"gradients-used": 0}),
+    "zeroed before the step": ({}, {}, zeroed_before_the_step, {"gradients-used": 0}),
+    "stepped twice": ({}, {}, stepped_twice, {"stepped-once": 1}),
+    "reference left in": ({}, {"dtype": "bf16"}, reference_left_in, {"main-params-agree": 2}),
+    "reference left in, sharded": (
+        {},
+        {"dtype": "bf16", **ADAM, "use_distributed_optimizer": True},
+        reference_left_in,
+        {"main-params-agree": 2},
+    ),
+    "loaded without the optimizer": (
+        {},
+        {"dtype": "bf16"},
+        loaded_without_the_optimizer,
+        {"main-params-agree": 3},
+    ),
+    "one chunk of two": ({"pp": 2, "vpp": 2}, {}, one_chunk_of_two, {"every-chunk-steps": 1}),
     "torch's optimizer": ({}, {}, torchs_optimizer, {"reduced-once": 0}),
     "reduced in every call": ({}, {}, reduced_in_every_call, {"reduced-once": 0}),
     "never reduced": ({}, {}, never_reduced, {"reduced-once": 0, "ranks-agree": 2}),

@@ -33,7 +33,7 @@ class Chunk:
 
     def __init__(self, **config):
         self.parameter = torch.nn.Parameter(torch.ones(1))
-        self.bucket = SimpleNamespace(params=[self.parameter])
+        self.bucket = SimpleNamespace(params=[self.parameter], gradient_scaling_factor=1.0)
         group = SimpleNamespace(buckets=[self.bucket], param_to_bucket={self.parameter: self.bucket})
         self.bucket_groups, self.expert_parallel_bucket_groups = [group], []
         self.param_to_bucket_group = {self.parameter: group}
@@ -46,7 +46,7 @@ def test_a_step_has_used_a_gradient_that_came_once_or_more(watching, arrivals):
     gradients, chunk = part_of(watching, Gradients), Chunk()
     for _ in range(arrivals):
         gradients.note_arrival(chunk, chunk.bucket, chunk.parameter)
-    gradients.end_step(Step(object(), [chunk]))
+    gradients.end_step(Step(torch.nn.Module(), [chunk]))
     assert gradients.state(chunk.bucket).stepped == (arrivals > 0)
 
 

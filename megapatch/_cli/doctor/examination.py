@@ -12,6 +12,7 @@ from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
 from ..._engine.settings import (
+    ACCEPT,
     AUDIT,
     DISABLE,
     EVERY,
@@ -96,7 +97,7 @@ class Examination(NamedTuple):
 
 def examine(importing: bool, seconds: float | None) -> Examination:
     """Look at everything, as `doctor` does."""
-    from ...audit._settings import bad_number  # here: the other commands need nothing of the audit
+    from ...audit._settings import bad_values  # here: the other commands need nothing of the audit
 
     if importing and seconds is not None:
         report, problems, others = probe.probe(_api.report(), seconds)
@@ -128,7 +129,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
             if site.status is Status.PENDING
             and not any(problem.startswith(f"{site.module} is installed ") for problem in problems)
         ]
-    problems += [*complaints, *unknown_variables(os.environ), *filter(None, [bad_number(os.environ)])]
+    problems += [*complaints, *unknown_variables(os.environ), *bad_values(os.environ)]
     third_parties = _third_parties()
     packages = origins.packages(third_parties)
     versions = {package.name: package.version or "of unknown version" for package in packages}
@@ -209,6 +210,7 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
         NO_ENTRY_POINTS: f"patches of other distributions are {'not ' * settings.no_entry_points}looked for",
         AUDIT: "training is watched" if settings.audit else "off: training is not watched",
         EVERY: "optimizer steps between two comparisons of the ranks by the audit",
+        ACCEPT: "notes of the audit that are not kept",
         REPORT: "megapatch.check() writes a file for each rank there; `megapatch doctor FOLDER` compares them",
         TARGETS: "set by `megapatch run`, which this process is below",
     }

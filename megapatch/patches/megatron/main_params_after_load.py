@@ -37,11 +37,12 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.main_params import GROUPS, SHARDS, has_memory, pairs
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -62,8 +63,6 @@ DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 GRADS = "_copy_model_grads_to_main_grads"
 """What an optimizer with main parameters begins a step with, in prepare_grads()."""
-GROUPS = ("float16_groups", "fp32_from_float16_groups")
-SHARDS = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups")
 INNER = "param_to_inner_param"
 """The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
 
@@ -186,7 +185,7 @@ def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
 def _agree(optimizer: Any) -> None:
     children = list(children_of(optimizer))
     loaded = [pair for child in children for pair in _loaded_pairs(child)]
-    if not all(_has_memory(tensor) for pair in loaded for tensor in pair):
+    if not all(has_memory(tensor) for pair in loaded for tensor in pair):
         return  # offloaded by a framework: it cannot step now either
     if any(bool((main.to(model.device, model.dtype) != model).any()) for model, main in loaded):
         _say()
@@ -207,39 +206,13 @@ def _loaded_pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
     def is_newer(parameter: Any) -> bool:
         return bool(getattr(parameter, LOADED, 0) > seen)
 
-    for parameter, model, main in _pairs(optimizer):
+    for parameter, model, main in pairs(optimizer):
         if is_newer(parameter) and main is not None:
             yield model, main.data
     copies = getattr(optimizer.optimizer, INNER, {})
     groups = (getattr(optimizer, name, ()) for name in (SHARDS[0], "model_fp32_groups"))
     if copies and any(is_newer(parameter) for parameter in chain.from_iterable(chain.from_iterable(groups))):
         yield from ((main.data, copy.data) for main, copy in copies.items() if copy is not main)
-
-
-def _pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (parameter, this rank's part of it, the part's main parameter or None) of those in bf16 or fp16."""
-    tensor = sys.modules["torch"].Tensor
-    if hasattr(optimizer, GROUPS[0]):
-        for parameter, main in _aligned(optimizer, GROUPS):
-            yield parameter, parameter.data, main
-        return
-    for parameter, shard, main in _aligned(optimizer, SHARDS):
-        if type(parameter.data) is not tensor:
-            continue  # quantized: main parameters are more precise than any rounding of it
-        if main is None:  # of a precision-aware optimizer
-            main = optimizer.optimizer.state.get(shard, {}).get("master_param")
-            main = main if main is not None and main.dtype.itemsize == 4 and main.is_floating_point() else None
-        part = optimizer._get_model_param_range_map(parameter)["param"]
-        yield parameter, parameter.data.view(-1)[part.start : part.end], main
-
-
-def _aligned(optimizer: Any, names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield what the optimizer's lists of lists hold side by side. Megatron-FSDP and stubs have no such lists."""
-    return zip(*(chain.from_iterable(getattr(optimizer, name, ())) for name in names), strict=True)
-
-
-def _has_memory(tensor: Any) -> bool:
-    return bool(tensor.untyped_storage().nbytes()) or not tensor.numel()
 
 
 def _say() -> None:

@@ -1,0 +1,94 @@
+"""gradients-kept: an optimizer step uses the gradients that finalize_model_grads() has finished.
+
+Watches   finalize_model_grads(), and then the next step of the optimizer, or its prepare_grads(): torch counts the
+          changes of a buffer in between. In all releases.
+Limits    changes through .data are not counted, nor those of an extension.
+Cost      some microseconds a step; no sync.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .._mcore.bucket_groups import chunks_of
+from ..patch import Site
+from ._audit import Audit, Part, Step
+from ._findings import observes
+from ._notes import Notes
+from ._sites import site
+
+
+class Finished(Part):
+    name = "finished"
+    doc = __doc__
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self._finished: Notes[tuple[int, int]] = Notes("finished")
+        """About a buffer: its state as its gradients were finished."""
+
+    def sites(self) -> tuple[Site, ...]:
+        path = "MixedPrecisionOptimizer.prepare_grads"
+        return (
+            site(
+                "megatron.core.distributed.finalize_model_grads",
+                {"finalize_model_grads": self.watch_finalize},
+                expected={"finalize_model_grads": ("model",)},
+            ),
+            site("megatron.core.optimizer.optimizer", {path: self.watch_preparation}),
+        )
+
+    def watch_finalize(self, finalize_model_grads: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(finalize_model_grads)
+        def patched_finalize_model_grads(model: Any, *args: Any, **kwargs: Any) -> Any:
+            result = finalize_model_grads(model, *args, **kwargs)
+            self._note_finished(model)
+            return result
+
+        return patched_finalize_model_grads
+
+    @observes
+    def _note_finished(self, model: Any) -> None:
+        for buffer in _buffers(chunks_of(model) or []):
+            self._finished.set(buffer, _state(buffer))
+
+    def watch_preparation(self, prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(prepare_grads)
+        def patched_prepare_grads(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._look(optimizer)
+            return prepare_grads(optimizer, *args, **kwargs)
+
+        return patched_prepare_grads
+
+    @observes
+    def _look(self, optimizer: Any) -> None:
+        self._compare(self.audit.models.stepped_by(optimizer))
+
+    @observes
+    def begin_step(self, step: Step) -> None:
+        """Note gradients that were changed since they were finished."""
+        self._compare(step.chunks)
+
+    def _compare(self, chunks: list[Any]) -> None:
+        for buffer in _buffers(chunks):
+            before = self._finished.pop(buffer, None)  # the step itself may change them
+            if before is not None and before != _state(buffer):
+                what = "gradients were changed between finalize_model_grads() and the optimizer step"
+                self.ledger.report("gradients-kept", "changed", what)
+
+    @observes
+    def zeroed(self, buffer: Any) -> None:
+        self._finished.pop(buffer, None)
+
+
+def _buffers(chunks: list[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from getattr(chunk, "buffers", ())
+        yield from getattr(chunk, "expert_parallel_buffers", ())
+
+
+def _state(buffer: Any) -> tuple[int, int]:
+    """Return two numbers, one of which changes when a buffer is changed in place or gets other memory."""
+    return buffer.grad_data._version, int(buffer.grad_data.untyped_storage().nbytes())

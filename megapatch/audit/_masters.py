@@ -1,0 +1,106 @@
+"""main-params-agree: in half precision, an optimizer step begins from the parameters that the model has.
+
+Watches   the optimizers with main parameters in fp32, as they take the gradients of a step, thus after all that
+          patches put right as a step begins: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load,
+          a save, an exception, a forward-only call, and the making of a model. This rank's part of each parameter
+          is compared with its main parameter, rounded. DistributedDataParallel.load_state_dict() and
+          dist_checkpointing.load() show loads. In all releases.
+Limits    parameters in fp32, of which there is one copy. FP8 parameters, main parameters on another device, and
+          those that a precision-aware optimizer does not keep in fp32 are not compared.
+Cost      reads this rank's parameters and main parameters once in such a step, and the result at its end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .._mcore.main_params import has_memory, pairs
+from ..patch import Site
+from ._audit import Audit, Part, Step
+from ._findings import describe, observes, user_code
+from ._sites import site
+
+_TAKE = "_copy_model_grads_to_main_grads"
+
+
+class _Compared(NamedTuple):
+    """Parameters, whether each differs from its main parameter, and the user's code then."""
+
+    parameters: list[Any]
+    differ: Any
+    where: tuple[str, ...]
+
+
+class Masters(Part):
+    name = "masters"
+    doc = __doc__
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self._compared: list[_Compared] = []
+        """In the step that is under way."""
+
+    def sites(self) -> tuple[Site, ...]:
+        package = "megatron.core.optimizer"
+        return (
+            site(f"{package}.optimizer", {f"Float16OptimizerWithFloat16Params.{_TAKE}": self.watch_take}),
+            site(f"{package}.distrib_optimizer", {f"DistributedOptimizer.{_TAKE}": self.watch_take}),
+            site(
+                "megatron.core.distributed.data_parallel_base",
+                {"_BaseDataParallel.load_state_dict": self.watch_load},
+            ),
+            site("megatron.core.dist_checkpointing.serialization", {"load": self.watch_load}),
+        )
+
+    def watch_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def patched_load(*args: Any, **kwargs: Any) -> Any:
+            self.audit.events.may_have_broken = True
+            return load(*args, **kwargs)
+
+        return patched_load
+
+    def watch_take(self, take: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(take)
+        def patched_take(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.audit.looks():
+                self._compare(optimizer)
+            return take(optimizer, *args, **kwargs)
+
+        return patched_take
+
+    @observes
+    def _compare(self, optimizer: Any) -> None:
+        import torch
+
+        comparable = [
+            (parameter, part, main)
+            for parameter, part, main in pairs(optimizer)
+            if main is not None and main.device == part.device and has_memory(main) and has_memory(part)
+        ]
+        if comparable:
+            bits = torch.int16
+            differ = [
+                (part.view(bits) != main.detach().to(part.dtype).view(bits)).any() for _, part, main in comparable
+            ]
+            parameters = [parameter for parameter, _, _ in comparable]
+            self._compared.append(_Compared(parameters, torch.stack(differ), user_code()))
+
+    @observes
+    def end_step(self, step: Step) -> None:
+        """Report differences; Megatron's step has waited for the GPU by now."""
+        compared, self._compared = self._compared, []
+        for parameters, differ, where in compared:
+            wrong = [parameter for parameter, differs in zip(parameters, differ.tolist(), strict=True) if differs]
+            if wrong:
+                named = (pair for chunk in step.chunks for pair in chunk.module.named_parameters())
+                what = (
+                    f"{describe(wrong, named)} is not what the optimizer's main parameter says, and is overwritten"
+                )
+                self.ledger.report("main-params-agree", "step", what, where)
+
+    @observes
+    def forget(self) -> None:
+        self._compared.clear()
