@@ -144,17 +144,16 @@ def main():
         f"{options.clients} clients of a TCPStore: a meeting {seconds * 1e3:.1f} ms, "
         f"the server's work {met_by_server * 1e6:.0f} us a rank, and {settled_by_server * 1e6:.0f} us to settle"
     )
-    print(f"{'':8}    a rank's own time{'':16}the server's, for all ranks (extrapolated)")
-    print(
-        f"{'ranks':>8} {'settling':>10} {'meeting':>9} operations {'settling':>12} {'meeting':>9} {'share':>7} {'with raise':>11}"
-    )
+    print(f"{'':8}  a rank's own time{'':16}the server's, for all ranks (extrapolated)")
+    print("   ranks   settling   meeting operations   settling   meeting   share  with raise")
     too_much = False
     for size in RANKS:
         settling, meeting, operations = of_one_rank(size, options.meetings)
         share = met_by_server * size / (STEP * STEPS)
         print(
             f"{size:>8} {settling * 1e3:>7.2f} ms {meeting * 1e3:>6.2f} ms {operations:>10} "
-            f"{settled_by_server * size:>10.3f} s {met_by_server * size:>7.3f} s {share:>7.2%} {share * STEPS:>11.2%}"
+            f"{settled_by_server * size:>8.3f} s {met_by_server * size:>7.3f} s "
+            f"{share:>7.2%} {share * STEPS:>11.2%}"
         )
         too_much |= settling > MOST_TO_SETTLE or meeting > MOST_TO_MEET or operations > MOST_OPERATIONS
         too_much |= size <= AT and share > MOST_OF_SERVER

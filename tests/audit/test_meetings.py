@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from rigs.audit import running_audit
 from rigs.cells import AUDITED
 from rigs.megatron.options import UNPATCHED, Log
 
@@ -101,10 +102,32 @@ def steps(rank, world_size):
 
 
 def test_a_step_takes_one_meeting_for_all_kinds_of_groups():
-    for taken, said in run_ranks(steps, 2, env={**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": "raise"}):
+    for taken, said in run_ranks(
+        steps, 2, setup=waiting_briefly, env={**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": "raise"}
+    ):
         assert not said
         assert taken[0] > max(taken[1:])  # settings, seeds, and whether all compare the same
         assert min(taken[1:]) >= 2 and max(taken[1:]) <= 3
+
+
+def waiting_briefly():
+    _participants._PATIENCE = timedelta(seconds=3)
+
+
+def untrained_stage(rank, world_size):
+    """Train the second stage only: the optimizer of the first has no parameters."""
+    init_parallel(pp=2)
+    model, log = tiny_gpt(frozen=["*"] if rank == 0 else ()), Log()
+    for step in range(3):
+        model.train_step(step)
+    return len(running_audit().models.stepped_by(model.optimizer)), log.texts
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("audit", ["1", "raise"])
+def test_a_rank_that_has_nothing_to_compare_comes_all_the_same(audit):
+    env = {**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": audit}
+    assert run_ranks(untrained_stage, 2, setup=waiting_briefly, env=env) == [(0, []), (1, [])]
 
 
 # ------------------------------------------------------------------------ one answer for all
