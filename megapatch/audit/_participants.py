@@ -89,20 +89,36 @@ class Participants:
         world.meetings[name] += 1
         store, size, number = _store(), dist.get_world_size(group), world.meetings[name]
         try:
-            if _in_time(lambda: _meet(store, name, size, number)):
-                return True
-            reason = (
-                f"one of them has not come to this optimizer step within {_PATIENCE.total_seconds():g} seconds. "
-                "A rank that skips steps trains another model"
-            )
-            world.left.add(name)
-            world.is_compared = group is not None
+            have_come = _in_time(lambda: _meet(store, name, size, number))
         except Exception as error:
-            reason = _failure(error)
             world.is_compared = False
-        ranks = "ranks" if not world.is_compared else _some(dist.get_process_group_ranks(group))
-        log.warning("audit: %s are not compared any more: %s", ranks, reason)
-        return False
+            log.warning("audit: ranks are not compared any more: %s", _failure(error))
+            return False
+        if not have_come:
+            _leave(world, name, group)
+        return have_come
+
+
+def _leave(world: _World, name: str, group: Any) -> None:
+    """Compare the ranks of a group no more: somebody did not come."""
+    import torch.distributed as dist
+
+    seconds = _PATIENCE.total_seconds()
+    if group is None:
+        world.is_compared = False
+        log.warning(
+            "audit: ranks are not compared any more: one of them has not come to this optimizer step within %g "
+            "seconds. A rank that skips steps trains another model",
+            seconds,
+        )
+        return
+    world.left.add(name)
+    ranks = dist.get_process_group_ranks(group)
+    log.warning(
+        "audit: ranks %s are not compared any more: one of them has not made this comparison within %g seconds",
+        ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
+        seconds,
+    )
 
 
 # ------------------------------------------------------------------------------------------ in the store
@@ -206,7 +222,3 @@ def _failure(error: Exception) -> str:
         return f"torch.distributed's store has not answered within {_PATIENCE.total_seconds():g} seconds"
     what = str(error).partition("\n")[0][:200]  # torch adds a stack trace
     return f"torch.distributed's store does not work: {type(error).__name__}: {what}"
-
-
-def _some(ranks: list[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}"
