@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -206,10 +207,12 @@ def participants(tmp_path, monkeypatch, server):
     ids=["frozen", "dead"],
 )
 def test_a_store_that_fails_costs_the_patience_at_most_and_is_a_warning(
-    participants, server, impatient, caplog, sent, said
+    participants, server, monkeypatch, caplog, sent, said
 ):
     assert participants.all_are_audited("settings") and participants.all_have_come()
     server[0].send_signal(sent)
+    os.waitid(os.P_PID, server[0].pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until it is
+    monkeypatch.setattr(_participants, "_PATIENCE", timedelta(seconds=PATIENCE))
     begin = time.monotonic()
     assert not participants.all_have_come()
     assert not Participants().all_are_audited("settings")  # another audit, which settles
