@@ -5,8 +5,9 @@
 Two ranks on CPU. Three kinds of step take turns in the same processes: without the audit, with it, and with it and
 a comparison of the ranks. Two models of one size do each kind, and make way for new ones after some rounds, as
 equal models already differ by some percent: the median over all of them counts. Prints by how much a step takes
-longer with a comparison in 50 steps, and with one in every step, and exits with 1 if it is more than is promised.
-Needs megapatch, torch and megatron-core.
+longer with a comparison in 50 steps, and with one in every step, and what is added to the hook that puts a
+parameter's gradient into its bucket; exits with 1 if it is more than is promised. Needs megapatch, torch and
+megatron-core.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import functools
 import statistics
 import sys
+import timeit
 
 from train_step import MICRO_BATCH_SIZE, SIZE, seconds
 
@@ -22,6 +24,8 @@ from megapatch import audit
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 MOST = {50: 0.01, 1: 0.05}  # of a step, by how many steps lie between two comparisons
+MOST_OF_HOOK = 300  # nanoseconds
+PARAMETERS = 20_000
 NEVER = 10**9
 GENERATIONS = 8  # of models: where they lie in memory makes some percent of difference
 WARM_UP = 2  # rounds that do not count
@@ -32,7 +36,7 @@ def measure(rank, world_size, rounds):
     """Return, for each generation of models, the seconds of each step by kind; and the number of findings."""
     init_parallel()
     measured = [measure_models(rounds) for _ in range(GENERATIONS)]
-    return [times for times, _ in measured], sum(findings for _, findings in measured)
+    return [times for times, _ in measured], sum(findings for _, findings in measured), added_to_hook()
 
 
 def measure_models(rounds):
@@ -65,6 +69,22 @@ def measure_models(rounds):
     return {kind: times[WARM_UP * len(models[False]) :] for kind, times in found.items()}, findings
 
 
+def added_to_hook():
+    """Return the nanoseconds that the audit adds to a hook of a real model, here one that does nothing itself."""
+    audit.start()
+    (chunk,) = tiny_gpt().chunks
+    hook = {False: lambda *unused: None}
+    (gradients,) = [part for part in audit._PROCESS.audit.parts if part.name == "gradients"]
+    hook[True] = gradients.watch_arrivals(lambda ddp, parameter: hook[False])(
+        chunk, next(chunk.module.parameters())
+    )
+    times = {
+        is_audited: timeit.repeat(functools.partial(hook[is_audited], None), repeat=20) for is_audited in hook
+    }
+    audit.stop()
+    return (min(times[True]) - min(times[False])) * 1e9 / timeit.default_number
+
+
 def added_by(times):
     """Return by what part of a step watching makes it longer, and by what part a comparison does."""
     off, watched = (statistics.median(times[kind]) for kind in (OFF, WATCHED))
@@ -79,7 +99,7 @@ def main():
     )
     parser.add_argument("--rounds", type=int, default=6, help="steps of each kind, by each model")
     options = parser.parse_args()
-    measured, findings = run_ranks(measure, 2, options.rounds, timeout=3600)[0]
+    measured, findings, of_hook = run_ranks(measure, 2, options.rounds, timeout=3600)[0]
     off = statistics.median(second for times in measured for second in times[OFF])
     print(f"a step without the audit: {off * 1e3:.1f} ms")
     watching, comparison = map(statistics.median, zip(*map(added_by, measured), strict=True))
@@ -88,7 +108,9 @@ def main():
         added = watching + comparison / every
         too_much |= added > most
         print(f"ranks compared every {every:>2} steps: {added:+.2%} (at most {most:.0%})")
-    return int(too_much)
+    print(f"a gradient's hook: {of_hook:+.0f} ns (at most {MOST_OF_HOOK})")
+    print(f"the same for {PARAMETERS:,} parameters: {of_hook * PARAMETERS * 1e-6:.1f} ms a backward pass")
+    return int(too_much or of_hook > MOST_OF_HOOK)
 
 
 if __name__ == "__main__":

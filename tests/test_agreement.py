@@ -44,6 +44,12 @@ def test_the_first_difference_is_told_with_ranks_and_reasons_and_the_others_are_
     )
 
 
+def test_many_ranks_are_few_words():
+    assert ranks(range(65_536)) == "ranks 0-65535"
+    assert ranks(range(0, 32, 2)) == f"ranks {', '.join(map(str, range(0, 32, 2)))}"
+    assert ranks([*range(0, 131_072, 2)]) == f"ranks {', '.join(map(str, range(0, 32, 2)))} and 65520 more"
+
+
 def test_versions_come_first():
     (old, new) = ({"torch": (version, ""), "a at m": (version, "")} for version in ("2.6.0", "2.13.0"))
     assert difference([old, new], ranks).startswith("torch is 2.6.0 on rank 0; 2.13.0 on rank 1. And 1 more")

@@ -1,24 +1,34 @@
-"""Settle, before each of the audit's collectives, that every rank makes it.
+"""Settle, before the audit's collectives in a step, that every rank makes them.
 
 A rank without the audit, with other settings, or that has skipped an optimizer step would leave the others
 waiting for ever, or take the audit's collective for one of Megatron's. So ranks meet in the store that
-torch.distributed was initialized with, and wait there for at most `_PATIENCE`; where somebody does not come, none
-of them makes the collective, and that group of ranks is not compared again.
+torch.distributed was initialized with: each adds to a counter there, and the last one to come writes a key that
+the others wait for. That is two or three operations a rank, whatever their number. A rank waits for at most
+`_PATIENCE`, whether others do not come or the store does not answer; after that nothing is compared again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import threading
 import weakref
+from array import array
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger("megapatch")
 
 _PATIENCE = timedelta(seconds=120)
-_YES, _NO = "yes", "no"
+_FOR_OTHERS = 0.9  # of the patience: the rest is for the store, to say afterwards who has come
+_RANKS = 2**20  # more than a world has; its square leaves 23 bits of a store's numbers for a digest
+_VOID = 2**62
+_YES = "yes"
+_T = TypeVar("_T")
 
 
 class _World:
@@ -27,11 +37,13 @@ class _World:
     def __init__(self, default: Any) -> None:
         self.default = weakref.ref(default)
         self.prefix = ""
-        self.all_are_audited = False
+        self.is_compared = False
+        self.names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        """By process group: a list of 131,072 ranks takes milliseconds to hash."""
         self.meetings: Counter[str] = Counter()
-        """By group of ranks, how often it has met."""
+        """By name, how often these ranks have met."""
         self.left: set[str] = set()
-        """Groups of ranks in which somebody did not come."""
+        """Names of groups in which somebody did not come."""
 
 
 class Participants:
@@ -50,70 +62,163 @@ class Participants:
         default = distributed_c10d._get_default_group()  # private; torch 2.1 to 2.15
         if self._world is None or self._world.default() is not default:
             self._world = world = _World(default)
-            rank, store = dist.get_rank(), _store()
-            # A store may outlive the world that it was made for, with all its keys, and a world outlives an audit.
-            world.prefix = f"megapatch.audit/{store.add(f'megapatch.audit/worlds/{rank}', 1)}"
-            world.all_are_audited = _settle(store, world.prefix, settings, rank, dist.get_world_size())
-            if not world.all_are_audited:
-                log.warning("audit: ranks are not compared, as not all of them are audited (%s)", settings)
-        return self._world.all_are_audited
+            store, rank, size = _store(), dist.get_rank(), dist.get_world_size()
+            try:
+                world.prefix, verdict = _in_time(lambda: _settle(store, settings, rank, size))
+            except Exception as error:
+                verdict = _failure(error)
+            world.is_compared = verdict == _YES
+            if not world.is_compared:
+                log.warning("audit: ranks are not compared, as %s (here: %s)", verdict, settings)
+        return self._world.is_compared
 
-    def all_have_come(self, group: Any) -> bool:
-        """Return whether every rank of a process group has come here as often as this one; all get one answer."""
+    def all_have_come(self, group: Any = None) -> bool:
+        """Return whether every rank has come here as often as this one; all get one answer.
+
+        Args:
+            group: the process group whose ranks meet; None for all ranks.
+        """
         import torch.distributed as dist
 
         world = self._world
-        if world is None:
+        if world is None or not world.is_compared:
             return False
-        ranks = dist.get_process_group_ranks(group)
-        name = f"{world.prefix}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+        name = _name(world, group)
         if name in world.left:
             return False
         world.meetings[name] += 1
-        if not _meet(_store(), name, len(ranks), world.meetings[name]):
-            world.left.add(name)
-            log.warning(
-                "audit: ranks %s are not compared any more: one of them has not come to this optimizer step "
-                "within %d seconds. A rank that skips steps trains another model",
-                ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
-                _PATIENCE.total_seconds(),
-            )
+        store, size, number = _store(), dist.get_world_size(group), world.meetings[name]
+        try:
+            have_come = _in_time(lambda: _meet(store, name, size, number))
+        except Exception as error:
+            world.is_compared = False
+            log.warning("audit: ranks are not compared any more: %s", _failure(error))
             return False
+        if not have_come:
+            _leave(world, name, group)
+        return have_come
+
+
+def _leave(world: _World, name: str, group: Any) -> None:
+    """Compare the ranks of a group no more: somebody did not come."""
+    import torch.distributed as dist
+
+    seconds = _PATIENCE.total_seconds()
+    if group is None:
+        world.is_compared = False
+        log.warning(
+            "audit: ranks are not compared any more: one of them has not come to this optimizer step within %g "
+            "seconds. A rank that skips steps trains another model",
+            seconds,
+        )
+        return
+    world.left.add(name)
+    ranks = dist.get_process_group_ranks(group)
+    log.warning(
+        "audit: ranks %s are not compared any more: one of them has not made this comparison within %g seconds",
+        ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
+        seconds,
+    )
+
+
+# ------------------------------------------------------------------------------------------ in the store
+def _settle(store: Any, settings: str, rank: int, size: int) -> tuple[str, str]:
+    """Return a prefix for the keys of this world, and `_YES` or why its ranks are not compared."""
+    # A store may outlive the world that it was made for, with all its keys, and a world outlives an audit.
+    prefix = f"megapatch.audit/{store.add(f'megapatch.audit/worlds/{rank}', 1)}"
+    # The counter's low digits show who has come; above them the sum shows whether all settings are these.
+    own = 1 + _RANKS * (int.from_bytes(_digest(settings.encode(), 3), "big") >> 1)
+    total = store.add(f"{prefix}/settings", own)
+    verdict = "not all of them are audited"
+    if total % _RANKS == size:
+        verdict = _YES if total == size * own else "they are audited with different settings"
+    else:
+        with contextlib.suppress(Exception):  # torch has had several kinds for a store's timeout
+            store.wait([f"{prefix}/decision"], _PATIENCE * _FOR_OTHERS)
+    # The first decision counts for all: somebody may have given up waiting just before the last one came.
+    decision: bytes = store.compare_set(f"{prefix}/decision", "", verdict)
+    return prefix, decision.decode()
+
+
+def _meet(store: Any, name: str, size: int, number: int) -> bool:
+    """Return whether all ranks have come to a meeting. The counter alone decides, so that a yes is one for all.
+
+    A key says only that it is worth looking at: where writing or deleting it fails, the others find the counter
+    full when their patience ends.
+    """
+    arrivals, full = f"{name}/arrivals", size * number
+    come = store.add(arrivals, 1)
+    if come == full:
+        with contextlib.suppress(Exception):
+            store.set(f"{name}/{number}", _YES)
+            store.delete_key(f"{name}/{number - 1}")  # everybody has left it: the store does not grow
         return True
+    if come >= _VOID:
+        return False
+    try:
+        store.wait([f"{name}/{number}"], _PATIENCE * _FOR_OTHERS)
+    except Exception:  # torch has had several kinds for a store's timeout
+        return _were_all_there(store, arrivals, full)
+    return True
 
 
+def _were_all_there(store: Any, arrivals: str, full: int) -> bool:
+    """Return whether a counter is full. If it is not, make it void: nobody who comes later finds it full."""
+    while (come := store.add(arrivals, 0)) < full:
+        store.compare_set(arrivals, str(come), str(come + _VOID))  # unless somebody has come meanwhile
+    return bool(come < _VOID)
+
+
+def _in_time(operate: Callable[[], _T]) -> _T:
+    """Return the result of operations on a store, or raise `_Silence` where they take longer than the patience.
+
+    A store whose host is frozen does not answer, and only its `wait` has a time limit.
+    """
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(operate())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="megapatch-audit", daemon=True)
+    thread.start()
+    thread.join(_PATIENCE.total_seconds())
+    if not future.done():
+        raise _Silence
+    return future.result()
+
+
+class _Silence(Exception):
+    """A store has not answered."""
+
+
+# ------------------------------------------------------------------------------------------ names and words
 def _store() -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()  # private; torch 2.1 to 2.15
 
 
-def _settle(store: Any, prefix: str, settings: str, rank: int, world_size: int) -> bool:
-    store.set(f"{prefix}/{rank}", settings)
-    others = [f"{prefix}/{number}" for number in range(world_size)]
-    try:
-        store.wait(others, _PATIENCE)
-        verdict = _YES if all(store.get(key) == settings.encode() for key in others) else _NO
-    except Exception:  # torch has had several kinds for a store's timeout
-        verdict = _NO
-    # The first decision counts for all: a late rank may have seen a key that another had given up waiting for.
-    return _decide(store, f"{prefix}/decision", verdict)
+def _name(world: _World, group: Any) -> str:
+    """Return the name of a group's meetings, the same on all of its ranks."""
+    import torch.distributed as dist
+
+    if group is None:
+        return f"{world.prefix}/all"
+    if group not in world.names:
+        ranks = array("q", dist.get_process_group_ranks(group))
+        world.names[group] = f"{world.prefix}/{_digest(ranks.tobytes(), 8).hex()}"
+    return world.names[group]
 
 
-def _meet(store: Any, name: str, size: int, number: int) -> bool:
-    meeting = f"{name}/{number}"
-    if store.add(f"{name}/arrivals", 1) == size * number:
-        have_come = _decide(store, meeting, _YES)
-        store.delete_key(f"{name}/{number - 1}")  # everybody has left it: the store does not grow
-        return have_come
-    try:
-        store.wait([meeting], _PATIENCE)
-    except Exception:  # torch has had several kinds for a store's timeout
-        return _decide(store, meeting, _NO)
-    return bool(store.get(meeting) == _YES.encode())
+def _digest(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size).digest()
 
 
-def _decide(store: Any, key: str, verdict: str) -> bool:
-    """Write a verdict unless there is one; return whether the one that counts is yes."""
-    decision: bytes = store.compare_set(key, "", verdict)
-    return decision == _YES.encode()
+def _failure(error: Exception) -> str:
+    if isinstance(error, _Silence):
+        return f"torch.distributed's store has not answered within {_PATIENCE.total_seconds():g} seconds"
+    what = str(error).partition("\n")[0][:200]  # torch adds a stack trace
+    return f"torch.distributed's store does not work: {type(error).__name__}: {what}"

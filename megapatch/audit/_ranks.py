@@ -6,10 +6,11 @@ Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (5
           model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline stages with the same one drop
           the same elements.
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
-          store before each collective. A difference is found within as many steps as lie between two hashes, and
-          named one step later.
-Cost      reads the parameters once in that step, after a meeting in the store, a tenth of a millisecond where
-          that is a server near by; copies at most 128 KiB at a time, and makes no sync between hashes.
+          store in each step that compares. A difference is found within as many steps as lie between two hashes,
+          and named one step later.
+Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
+          two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
+          the meeting, two all-reduces of 8 bytes and a sync are in every step.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Ranks(Part):
         self._participants = Participants()
         self._compared: Notes[list[_Compared]] = Notes("compared")
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
+        self._compare_together: Notes[dict[str, bool]] = Notes("compare_together")
+        """About a model's first chunk: whether all ranks of a kind of group compare it."""
         self._seed: int | None = None
         """The seed that this rank was given last, until it has been compared."""
 
@@ -63,25 +66,42 @@ class Ranks(Part):
     def begin_step(self, step: Step) -> None:
         """Compare ranks, if it is time to, and report the differences that the last comparison found."""
         chunks = step.chunks
-        if not chunks:
+        if not self.audit.models.chunks:
             return
-        before = self._compared.pop(chunks[0], [])
+        before = self._compared.pop(chunks[0], []) if chunks else []
         if not self._participants.all_are_audited(str(self.audit.settings)):
             return
         for earlier in before:
             self._judge(earlier, chunks)
-        if self.audit.settings.raises:
-            self._raise_together(chunks)
-        if not self.audit.is_due():
+        raises, is_due = self.audit.settings.raises, self.audit.is_due()
+        if not (raises or is_due):
             return
-        if self._seed is not None:
-            self._compare_seeds(chunks)
+        # A rank that has nothing to compare comes all the same; one that fails from here on would be waited for.
+        found = list(_replicas(chunks)) if is_due else []
+        if not self._participants.all_have_come():
+            return
+        if raises:
+            self._raise_together()
+        if is_due and self._seed is not None:
+            self._compare_seeds(self._seed)
+        if found:
+            self._compare(found, chunks[0])
+
+    def _compare(self, found: list[_Replicas], chunk: Any) -> None:
+        """Send hashes of a model's parameters on their way, to be judged in its next step."""
         compared: list[_Compared] = []
-        for replicas in _replicas(chunks):
-            if self._participants.all_have_come(replicas.group):
+        for replicas in found:
+            if self._all_compare(replicas, chunk):
                 hashes = _highest(self._hashes([replicas.parameters]), replicas.group)
                 compared.append(_Compared(replicas, hashes))
-        self._compared.set(chunks[0], compared)
+        self._compared.set(chunk, compared)
+
+    def _all_compare(self, replicas: _Replicas, chunk: Any) -> bool:
+        """Return whether all ranks of a group compare these parameters of a model; they meet for it once."""
+        known = self._compare_together.get_or_make(chunk, dict)
+        if replicas.what not in known:
+            known[replicas.what] = self._participants.all_have_come(replicas.group)
+        return known[replicas.what]
 
     @observes
     def forget(self) -> None:
@@ -118,25 +138,26 @@ class Ranks(Part):
             failed = 1
         return torch.nn.functional.pad(numbers, (0, 1), value=failed)
 
-    def _raise_together(self, chunks: list[Any]) -> None:
+    def _raise_together(self) -> None:
         """Raise AuditError on all ranks if one of them has found something. Waits for a GPU in every step."""
         import torch
         import torch.distributed as dist
         from megatron.core import parallel_state
 
         findings = self.ledger.findings()
-        device = next(chunks[0].module.parameters()).device
-        highest = torch.tensor([dist.get_rank() + 1 if findings else 0], device=device)
+        highest = torch.tensor([dist.get_rank() + 1 if findings else 0], device=self._device())
         for group in (
             parallel_state.get_data_parallel_group(with_context_parallel=True),
             parallel_state.get_model_parallel_group(),
         ):
-            if not self._participants.all_have_come(group):
-                return
             dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         if rank := int(highest):
             own = "; ".join(str(finding) for finding in findings)
             raise AuditError(f"the audit has found something: {own or f'see the log of rank {rank - 1}'}")
+
+    def _device(self) -> Any:
+        """Return the device of any model: this step's may have nothing that is trained on this rank."""
+        return next(next(chunk.module.parameters()).device for chunk in self.audit.models.chunks)
 
     # ------------------------------------------------------------------------ seeds
     def watch_seed(self, seed_all: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,16 +172,15 @@ class Ranks(Part):
     def _note_seed(self, seed: Any) -> None:
         self._seed = int(seed)
 
-    def _compare_seeds(self, chunks: list[Any]) -> None:
+    def _compare_seeds(self, seed: int) -> None:
         """Report stages with one seed: once for a seed, as this waits for a GPU."""
         import torch
         from megatron.core import parallel_state
 
-        seed, self._seed = self._seed, None
+        self._seed = None
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1 and self._participants.all_have_come(group):
-            device = next(chunks[0].module.parameters()).device
-            highest = _highest(torch.tensor([[seed, seed, 0]], device=device), group)
+            highest = _highest(torch.tensor([[seed, seed, 0]], device=self._device()), group)
             if not _differ(highest).any():
                 what = f"all {group.size()} pipeline stages were seeded with {seed}"
                 self.ledger.report("stages-differ", "seed", what)

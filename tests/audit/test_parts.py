@@ -41,11 +41,16 @@ class Chunk:
         self.config = SimpleNamespace(**config)
 
 
+def arrive(gradients, chunk):
+    """Run the hook that DistributedDataParallel is given for the chunk's parameter."""
+    gradients.watch_arrivals(lambda chunk, parameter: lambda *unused: None)(chunk, chunk.parameter)()
+
+
 @pytest.mark.parametrize("arrivals", [0, 1, 2])
 def test_a_step_has_used_a_gradient_that_came_once_or_more(watching, arrivals):
     gradients, chunk = part_of(watching, Gradients), Chunk()
     for _ in range(arrivals):
-        gradients.note_arrival(chunk, chunk.bucket, chunk.parameter)
+        arrive(gradients, chunk)
     gradients.end_step(Step(torch.nn.Module(), [chunk]))
     assert gradients.state(chunk.bucket).stepped == (arrivals > 0)
 
@@ -64,7 +69,7 @@ def test_a_parameter_without_a_bucket_is_not_looked_at(watching, caplog):
 @pytest.mark.parametrize("handles", [False, True])
 def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_purpose(watching, handles):
     gradients, chunk = part_of(watching, Gradients), Chunk()
-    gradients.note_arrival(chunk, chunk.bucket, chunk.parameter)
+    arrive(gradients, chunk)
     try:
         raise ValueError
     except ValueError:
