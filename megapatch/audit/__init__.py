@@ -25,6 +25,7 @@ from ._generation import Generation
 from ._gradients import Gradients
 from ._invariants import INVARIANTS, Invariant
 from ._masters import Masters
+from ._microbatches import Microbatches
 from ._modes import Modes
 from ._ranks import Ranks
 from ._scales import Scales
@@ -58,6 +59,7 @@ _PARTS: tuple[type[Part], ...] = (
     Modes,
     Chunks,
     Tokens,
+    Microbatches,
     Checkpoints,
     Generation,
     Weights,

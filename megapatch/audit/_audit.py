@@ -9,12 +9,14 @@ A new rule is one class derived from Part, in a file of its own, and one line in
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from ..patch import Patch, Site
 from ._findings import Ledger
 from ._models import Models, parts_of
 from ._settings import Settings
+
+_P = TypeVar("_P", bound="Part")
 
 
 class Call:
@@ -81,6 +83,11 @@ class Audit:
         self.ledger, self.models, self.events = Ledger(settings.accepted), Models(), Events()
         self.parts = tuple(part(self) for part in parts)
         self.patches = tuple(patch for part in self.parts if (patch := part.patch()) is not None)
+
+    def part(self, kind: type[_P]) -> _P:
+        """Return the part of this class."""
+        (part,) = (part for part in self.parts if isinstance(part, kind))
+        return part
 
     def is_due(self) -> bool:
         """Return whether ranks are compared in this step, in which the audit may wait for a GPU."""

@@ -98,6 +98,16 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "Ranks train different models, whose gradients are averaged all the same.",
             ("megatron.parameters-without-gradients", "nemo_rl.forward-pre-hook-after-split"),
         ),
+        "calls-alike": Invariant(
+            "Data-parallel ranks train on as many microbatches.",
+            "Samples of a rank that has fewer weigh more, where gradients are averaged over ranks.",
+            is_note=True,
+        ),
+        "data-differs": Invariant(
+            "Data-parallel ranks train on different data.",
+            "The batch is as many times smaller as there are ranks, as with a sampler that ignores the rank.",
+            is_note=True,
+        ),
         "every-chunk-steps": Invariant(
             "An optimizer steps all chunks of a model that had gradients in a forward-backward call.",
             "Some layers never learn.",

@@ -24,9 +24,12 @@ from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes
 from ._hashes import hash_of
+from ._microbatches import Microbatches
 from ._notes import Notes
 from ._participants import Participants
 from ._sites import site
+
+_DATA = "data-parallel"
 
 
 class _Replicas(NamedTuple):
@@ -85,16 +88,18 @@ class Ranks(Part):
         if is_due and self._seed is not None:
             self._compare_seeds(self._seed)
         if found:
-            self._compare(found, chunks[0])
+            self._compare(found, chunks)
 
-    def _compare(self, found: list[_Replicas], chunk: Any) -> None:
+    def _compare(self, found: list[_Replicas], chunks: list[Any]) -> None:
         """Send hashes of a model's parameters on their way, to be judged in its next step."""
         compared: list[_Compared] = []
         for replicas in found:
-            if self._all_compare(replicas, chunk):
-                hashes = _highest(self._hashes([replicas.parameters]), replicas.group)
-                compared.append(_Compared(replicas, hashes))
-        self._compared.set(chunk, compared)
+            if self._all_compare(replicas, chunks[0]):
+                hashes = self._hashes([replicas.parameters])
+                if replicas.what == _DATA:
+                    hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
+                compared.append(_Compared(replicas, _highest(hashes, replicas.group)))
+        self._compared.set(chunks[0], compared)
 
     def _all_compare(self, replicas: _Replicas, chunk: Any) -> bool:
         """Return whether all ranks of a group compare these parameters of a model; they meet for it once."""
@@ -111,7 +116,9 @@ class Ranks(Part):
     def _judge(self, earlier: _Compared, chunks: list[Any]) -> None:
         """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
         what, group, parameters = earlier.replicas
-        if not _differ(earlier.hashes).any():
+        if what == _DATA:
+            self.audit.part(Microbatches).judge_ranks(earlier.hashes[:, -1])
+        if not _differ(earlier.hashes[:, :1]).any():
             return
         wrong = parameters
         if self._participants.all_have_come(group):
@@ -196,7 +203,7 @@ def _replicas(chunks: list[Any]) -> Iterator[_Replicas]:
     whole = [parameter for parameter in dense if not getattr(parameter, "tensor_model_parallel", False)]
     tied = [parameter for parameter in dense if getattr(parameter, "shared_embedding", False)]
     found = [
-        _Replicas("data-parallel", parallel_state.get_data_parallel_group(with_context_parallel=True), dense),
+        _Replicas(_DATA, parallel_state.get_data_parallel_group(with_context_parallel=True), dense),
         _Replicas("tensor-parallel", parallel_state.get_tensor_model_parallel_group(), whole),
     ]
     if experts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rigs.megatron.options import UNPATCHED
 from megapatch import audit
 from megapatch.audit._findings import Ledger
 from megapatch.audit._settings import bad_values
-from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing import _data, init_parallel, tiny_gpt
 
 ACCEPT = "MEGAPATCH_AUDIT_ACCEPT"
 
@@ -66,7 +67,25 @@ def schedule_moves_twice(model, step):
     schedule.step(1)
 
 
+def uneven_calls(model, step):
+    model.train_step(step, masked=True, num_microbatches=2 + torch.distributed.get_rank())
+
+
+def same_data(model, step):
+    """A sampler that ignores the rank."""
+
+    def of_the_first_rank(*args, **kwargs):
+        with mock.patch("megatron.core.parallel_state.get_data_parallel_rank", return_value=0):
+            return microbatches(*args, **kwargs)
+
+    microbatches = _data.microbatches
+    with mock.patch.object(_data, "microbatches", of_the_first_rank):
+        model.train_step(step, masked=True, num_microbatches=2)
+
+
 NOTES = {
+    "calls-alike": uneven_calls,
+    "data-differs": same_data,
     "schedule-once": schedule_moves_twice,
     "divided-by-tokens": divided_by_a_constant,
     "training-mode": trained_in_evaluation_mode,
