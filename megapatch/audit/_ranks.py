@@ -45,6 +45,7 @@ class _Compared(NamedTuple):
 
     replicas: _Replicas
     hashes: Any
+    is_reported: bool = False
 
 
 class Ranks(Part):
@@ -107,6 +108,18 @@ class Ranks(Part):
         if replicas.what not in known:
             known[replicas.what] = self._participants.all_have_come(replicas.group)
         return known[replicas.what]
+
+    @observes
+    def judge(self) -> None:
+        """Report differences of the last comparison, which no step has named yet. Makes no collective."""
+        for chunk in list(self.audit.models.chunks):
+            compared = self._compared.get(chunk, [])
+            for earlier in compared:
+                if not earlier.is_reported and _differ(earlier.hashes[:, :1]).any():
+                    what = earlier.replicas.what
+                    self.ledger.report("ranks-agree", what, f"a parameter is not the same on all {what} ranks")
+            # They stay: all ranks ask for names together in the next step.
+            self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
 
     @observes
     def forget(self) -> None:

@@ -288,7 +288,7 @@ if LEARNS:  # before 0.16 an assertion ends both
         {},
         GRADS,
         more_microbatches_than_the_first_step,
-        {"reduced-once": 1},
+        {"reduced-once": 1, "ranks-agree": 3},
     )
 
 

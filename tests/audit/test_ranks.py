@@ -81,6 +81,22 @@ def test_a_rank_that_skips_a_step_meets_no_collective_of_the_audit():
         assert all((parameters[name] == expected[name]).all() for name in parameters)
 
 
+def differing_at_the_end(rank, world_size):
+    """Ranks differ in the last step, and no other comes that would name the parameter."""
+    init_parallel()
+    model = tiny_gpt()
+    model.train_step(0)
+    with torch.no_grad():
+        next(model.chunks[0].parameters()).add_(rank)
+    model.train_step(1)
+    return [(finding.invariant, finding.count) for _ in range(2) for finding in audit.findings()]
+
+
+def test_a_difference_at_the_last_comparison_is_found():
+    ranks = run_ranks(differing_at_the_end, 2, env={**UNPATCHED, **AUDITED})
+    assert ranks == [[("ranks-agree", 1)] * 2] * 2
+
+
 def unable(rank, world_size):
     """One rank has no memory left to hash its parameters."""
     from megapatch.audit import _ranks
