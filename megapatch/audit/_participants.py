@@ -8,12 +8,13 @@ of them makes the collective, and that group of ranks is not compared again.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import weakref
 from collections import Counter
 from datetime import timedelta
 from typing import Any
+
+from .._engine.ranks import default_store, name_of
 
 log = logging.getLogger("megapatch")
 
@@ -50,7 +51,7 @@ class Participants:
         default = distributed_c10d._get_default_group()  # private; torch 2.1 to 2.15
         if self._world is None or self._world.default() is not default:
             self._world = world = _World(default)
-            rank, store = dist.get_rank(), _store()
+            rank, store = dist.get_rank(), default_store()
             # A store may outlive the world that it was made for, with all its keys, and a world outlives an audit.
             world.prefix = f"megapatch.audit/{store.add(f'megapatch.audit/worlds/{rank}', 1)}"
             world.all_are_audited = _settle(store, world.prefix, settings, rank, dist.get_world_size())
@@ -66,11 +67,11 @@ class Participants:
         if world is None:
             return False
         ranks = dist.get_process_group_ranks(group)
-        name = f"{world.prefix}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+        name = f"{world.prefix}/{name_of(ranks)}"
         if name in world.left:
             return False
         world.meetings[name] += 1
-        if not _meet(_store(), name, len(ranks), world.meetings[name]):
+        if not _meet(default_store(), name, len(ranks), world.meetings[name]):
             world.left.add(name)
             log.warning(
                 "audit: ranks %s are not compared any more: one of them has not come to this optimizer step "
@@ -80,12 +81,6 @@ class Participants:
             )
             return False
         return True
-
-
-def _store() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()  # private; torch 2.1 to 2.15
 
 
 def _settle(store: Any, prefix: str, settings: str, rank: int, world_size: int) -> bool:
