@@ -13,6 +13,7 @@ import pytest
 from rigs.needs import missing, reason_to_skip, uses_torch
 from rigs.quick import is_quick
 
+from megapatch._engine.engine import this_process
 from megapatch._versions import here
 
 _numbers = itertools.count()
@@ -110,6 +111,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_configure():
+    this_process().first_sign.hush()
     if ABSENT and os.environ.get("MEGATRON_REQUIRED"):
         raise pytest.UsageError(f"MEGATRON_REQUIRED is set, and its tests {'; '.join(ABSENT.values())}")
     for name, variable in VARIABLES.items():
