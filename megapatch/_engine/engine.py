@@ -279,7 +279,7 @@ class Engine:
         if self._applied and not any(under_way):
             applied, self._applied = self._applied, []
             log.info("%s", what_was_applied(applied))
-            self.first_sign.applied(len({record.patch.name for record in applied}))
+            self.first_sign.applied()
 
     def _warn_of_settings(self) -> None:
         for complaint in (*self.settings.unknown_variables, *self.roster.complaints()):

@@ -31,14 +31,9 @@ class FirstSign:
         """Say nothing from now on: the command line has reports of its own."""
         self._done = True
 
-    def applied(self, number: int) -> None:
-        """Say that the first patches have been applied.
-
-        Args:
-            number: how many patches they are; further ones are not announced.
-        """
-        first = "first patch" if number == 1 else f"first {number} patches"
-        self._say(f"megapatch {__version__} applied its {first}; print(megapatch.report()) lists all")
+    def applied(self) -> None:
+        """Say that patches are applied: not how many, as there will be more."""
+        self._say(f"megapatch {__version__} applies patches; print(megapatch.report()) lists them")
 
     def watch_exit(self) -> None:
         """At exit, say if this process has used torch and no patch was applied in it."""
