@@ -60,6 +60,7 @@ def run(folder, *command, **environment):
             **known,
             "PYTHONPATH": os.pathsep.join(path),
             "PYTHONDONTWRITEBYTECODE": "1",
+            "TORCHINDUCTOR_CACHE_DIR": str(folder.with_name(f"{folder.name} of torch")),
             "HOME": str(folder / "home"),
             "TMPDIR": str(folder / "temporary"),
             **environment,
@@ -72,7 +73,8 @@ def run(folder, *command, **environment):
 
 
 def files(folder):
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    """All files and folders; of a folder not the time, as Python tries where temporary files can be made."""
+    return {path: path.is_file() and path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
 @needs_megatron
