@@ -11,6 +11,7 @@ from pathlib import Path
 from rigs.needs import needs_megatron
 
 from megapatch.testing import run_ranks
+from megapatch.testing._tiny_gpt import _work_without_transformer_engine as work_without_transformer_engine
 
 pytestmark = needs_megatron
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -46,6 +47,7 @@ def test_losses_of_two_stages(tmp_path):
 
 
 def training(rank, world_size, source):
+    work_without_transformer_engine()  # which megatron-core 0.12 needs for the distributed optimizer
     found = {"__name__": "train_loop"}
     exec(source, found)
     return found["train"]()
