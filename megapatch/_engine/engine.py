@@ -152,7 +152,10 @@ class Engine:
                 self.retire()
                 return
             watch.remove(finder)
-            log.warning("megapatch was loaded twice: this copy takes over from the one in %s", home)
+            log.warning(
+                "megapatch was loaded twice: this copy takes over from the one in %s; see docs/troubleshooting.md",
+                home,
+            )
 
     def retire(self) -> None:
         """Restore everything, and stay away for good.
@@ -234,7 +237,7 @@ class Engine:
         except Exception as error:  # of a module that is looked at, which must not break the import of another
             if comes_from_outside(error):
                 raise
-            log.warning("patches could not be considered", exc_info=True)
+            log.warning("patches could not be considered; see docs/troubleshooting.md", exc_info=True)
         finally:  # also where Ctrl-C came between
             _note_looked_for(self.records if wait else new)  # another thread may be about to look for the others
         return found
