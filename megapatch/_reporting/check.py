@@ -31,7 +31,7 @@ def check(*ignored: object, **also_ignored: object) -> None:
     With ``MEGAPATCH_REPORT=FOLDER`` each rank also writes a file, for `megapatch doctor FOLDER` to compare.
 
     Raises:
-        InconsistentError: with MEGAPATCH_STRICT, when ranks differ.
+        InconsistentError: with MEGAPATCH_STRICT, when ranks differ; in any case when one died, or does not come.
     """
     if _done:
         return
