@@ -14,6 +14,7 @@ from rigs.needs import TESTS, missing, reason_to_skip, uses_torch
 from rigs.quick import is_quick
 from rigs.turns import has_its_turn, with_other_releases
 
+from megapatch._engine.engine import this_process
 from megapatch._versions import here
 
 _numbers = itertools.count()
@@ -118,6 +119,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_configure():
+    this_process().first_sign.hush()
     if ABSENT and os.environ.get("MEGATRON_REQUIRED"):
         raise pytest.UsageError(f"MEGATRON_REQUIRED is set, and its tests {'; '.join(ABSENT.values())}")
     for name, variable in VARIABLES.items():

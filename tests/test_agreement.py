@@ -210,6 +210,41 @@ def test_ranks_agree_in_one_collective_or_say_who_differs():
         assert rank["the others of a group"] == (1, None)
 
 
+def dying(rank, world_size, how):
+    import os
+    import signal
+
+    import megapatch
+
+    megapatch.assert_consistent()
+    if rank == 1 and how == "before":
+        agreement.look = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "in the all-reduce":
+        import torch.distributed as dist
+
+        dist.all_reduce = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    megapatch.assert_consistent()
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("before", "rank 1 had not come; look for why it died, or what it waits for"),
+        ("in the all-reduce", "all ranks had come, and one has died since, or cannot be reached"),
+    ],
+)
+def test_where_a_rank_dies_the_others_raise_and_say_who(how, expected):
+    from megapatch.testing import RanksFailed, run_ranks
+
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(dying, 3, how)
+    assert sorted(failed.value.failures) == [0, 1, 2]
+    for rank in (0, 2):
+        assert f"InconsistentError: ranks could not be compared: {expected}" in failed.value.failures[rank]
+    assert "SIGKILL" in failed.value.failures[1]
+
+
 @needs_torch
 def test_without_ranks_it_says_so():
     import megapatch

@@ -72,13 +72,13 @@ def test_strict_is_an_error():
 
 def test_without_ranks_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(module, "_done", [])
-    monkeypatch.setattr(module, "_place", lambda: (0, 8, False))
+    monkeypatch.setattr(module, "place", lambda: (0, 8, False))
     for _ in range(2):  # not done until torch.distributed is there
         megapatch.check()
         assert capsys.readouterr().err.endswith(
             "ranks are not compared, as torch.distributed is not initialized\n"
         )
-    monkeypatch.setattr(module, "_place", lambda: (3, 8, False))
+    monkeypatch.setattr(module, "place", lambda: (3, 8, False))
     megapatch.check()
     assert capsys.readouterr().err == ""
 

@@ -20,6 +20,7 @@ from megapatch._cli import demo, heartbeat
 from megapatch._version import requirement
 from megapatch._versions import find_module
 
+README = Path(__file__).parent.parent / "README.md"
 HAS_CORE = find_module("megatron.core") is not None
 HAS_TRAIN = find_module("megatron.training") is not None
 
@@ -44,6 +45,11 @@ def test_the_repaired_run_equals_the_plain_one():
     assert "NOT APPLIED" not in shown.stdout
     assert "10 to 60 s" in shown.stdout.partition("  running")[0]
     assert max(map(len, shown.stdout.splitlines())) <= 80
+    if HAS_TRAIN:  # otherwise the README shows another story
+        block = README.read_text().partition("```text\nwithout megapatch\n")[2].partition("```")[0]
+        words = [line for line in block.splitlines() if not re.search(r"\d\.\d|^  \.\.\.$", line)]
+        assert len(words) > 10
+        assert [line for line in words if line not in shown.stdout.splitlines()] == []
 
 
 @pytest.fixture

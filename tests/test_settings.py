@@ -70,7 +70,7 @@ def test_only_the_audit_may_be_told_to_raise():
     assert settings.complaints(NAMES) == ["MEGAPATCH_STRICT=raise is neither 1 nor 0; it is taken for 1"]
 
 
-@pytest.mark.parametrize("variable", ["AUDIT", "STRICT", "NO_ENTRY_POINTS"])
+@pytest.mark.parametrize("variable", ["AUDIT", "STRICT", "NO_ENTRY_POINTS", "QUIET"])
 def test_switches(variable):
     for value, on in {
         "": False,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from .._engine.engine import this_process
 from .._printable import first_line_at_the_margin
 from .._reporting import terminal
 from .._version import exact_version
@@ -31,6 +32,7 @@ completion in bash and zsh: pip install argcomplete, then
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    this_process().first_sign.hush()
     try:
         try:
             return _run(arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from types import TracebackType
@@ -19,16 +20,16 @@ def guard_log_handlers(log: logging.Logger) -> None:
         try:
             handle(record)
         except Exception as error:
-            _say(f"megapatch: {_text(record)} (a handler of this message raised {type(error).__name__})")
+            say(f"megapatch: {_text(record)} (a handler of this message raised {type(error).__name__})")
 
     log.handle = guarded_handle  # type: ignore[method-assign]
 
 
-def _say(text: str) -> None:
-    try:
-        print(text, file=sys.stderr)
-    except Exception:
-        return  # there is nowhere else
+def say(text: str) -> None:
+    """Print to standard error; if that takes nothing, there is nowhere else."""
+    if sys.stderr is not None:  # print() would take standard output instead
+        with contextlib.suppress(Exception):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _text(record: logging.LogRecord) -> str:

@@ -22,6 +22,7 @@ from . import holders, strict, watch
 from .edges import comes_from_outside, guard_log_handlers
 from .entry_points import third_parties
 from .families import families
+from .first_sign import FirstSign
 from .install import check_current
 from .record import Record, Unloaded
 from .roster import Roster
@@ -42,6 +43,7 @@ class Engine:
     def __init__(self, patches: Iterable[Patch], settings: Settings, unloaded: Iterable[Unloaded] = ()) -> None:
         self.settings = settings
         self.roster = Roster(patches, settings, unloaded)
+        self.first_sign = FirstSign(log, settings.quiet)
         self._activating = threading.Lock()
         self._active = False
         self._watched: set[str] = set()
@@ -150,7 +152,10 @@ class Engine:
                 self.retire()
                 return
             watch.remove(finder)
-            log.warning("megapatch was loaded twice: this copy takes over from the one in %s", home)
+            log.warning(
+                "megapatch was loaded twice: this copy takes over from the one in %s; see docs/troubleshooting.md",
+                home,
+            )
 
     def retire(self) -> None:
         """Restore everything, and stay away for good.
@@ -232,7 +237,7 @@ class Engine:
         except Exception as error:  # of a module that is looked at, which must not break the import of another
             if comes_from_outside(error):
                 raise
-            log.warning("patches could not be considered", exc_info=True)
+            log.warning("patches could not be considered; see docs/troubleshooting.md", exc_info=True)
         finally:  # also where Ctrl-C came between
             _note_looked_for(self.records if wait else new)  # another thread may be about to look for the others
         return found
@@ -277,6 +282,7 @@ class Engine:
         if self._applied and not any(under_way):
             applied, self._applied = self._applied, []
             log.info("%s", what_was_applied(applied))
+            self.first_sign.applied()
 
     def _warn_of_settings(self) -> None:
         for complaint in (*self.settings.unknown_variables, *self.roster.complaints()):
@@ -318,6 +324,7 @@ def this_process() -> Engine:
     """Return the engine of this process: one, even if `import megapatch` fails at first and is repeated."""
     settings = Settings.from_environment()
     engine = Engine((), settings, (*families(), *third_parties(settings)))
+    engine.first_sign.watch_exit()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=engine.after_fork)
     return engine

@@ -8,6 +8,7 @@ MEGAPATCH_AUDIT_EVERY   optimizer steps between two of its comparisons of ranks
 MEGAPATCH_AUDIT_ACCEPT  comma-separated names of its notes that are meant, and not kept
 MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
 MEGAPATCH_REPORT    a folder: megapatch.check() writes a file for each rank there
+MEGAPATCH_QUIET     1: nothing is said on standard error where logging shows no INFO message
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ EVERY = "MEGAPATCH_AUDIT_EVERY"
 ACCEPT = "MEGAPATCH_AUDIT_ACCEPT"
 NO_ENTRY_POINTS = "MEGAPATCH_NO_ENTRY_POINTS"
 REPORT = "MEGAPATCH_REPORT"
+QUIET = "MEGAPATCH_QUIET"
 
 RUN_TARGETS = "MEGAPATCH_RUN_TARGETS"
 """Set by `megapatch run` for the processes below it."""
@@ -58,7 +60,7 @@ def names_in(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
     prefix = "MEGAPATCH_"
-    variables = (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, ACCEPT, REPORT)
+    variables = (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, ACCEPT, REPORT, QUIET)
     known = [name.removeprefix(prefix) for name in variables]
     unknown = [
         name
@@ -87,6 +89,7 @@ class Settings(NamedTuple):
     strict_value: str = ""
     no_entry_points_value: str = ""
     audit_value: str = ""
+    quiet_value: str = ""
     unknown_variables: tuple[str, ...] = ()
 
     @classmethod
@@ -94,9 +97,15 @@ class Settings(NamedTuple):
         def switch(variable: str) -> str:
             return environment.get(variable, "").strip().lower()
 
-        unknown = tuple(unknown_variables(environment))
-        disable, only = names_in(environment, DISABLE), names_in(environment, ONLY)
-        return cls(disable, only, switch(STRICT), switch(NO_ENTRY_POINTS), switch(AUDIT), unknown)
+        return cls(
+            disable=names_in(environment, DISABLE),
+            only=names_in(environment, ONLY),
+            strict_value=switch(STRICT),
+            no_entry_points_value=switch(NO_ENTRY_POINTS),
+            audit_value=switch(AUDIT),
+            quiet_value=switch(QUIET),
+            unknown_variables=tuple(unknown_variables(environment)),
+        )
 
     @property
     def strict(self) -> bool:
@@ -112,6 +121,11 @@ class Settings(NamedTuple):
     def audit(self) -> bool:
         """Whether the audit watches training. Also true for a value that means nothing."""
         return self.audit_value not in _OFF
+
+    @property
+    def quiet(self) -> bool:
+        """Whether there is no first sign on standard error. Also true for a value that means nothing."""
+        return self.quiet_value not in _OFF
 
     def switched_off(self, name: str) -> str | None:
         """Say why this name is explicitly off, or return None."""
@@ -138,6 +152,7 @@ class Settings(NamedTuple):
             STRICT: self.strict_value,
             NO_ENTRY_POINTS: self.no_entry_points_value,
             AUDIT: self.audit_value,
+            QUIET: self.quiet_value,
         }
         found = [
             f"{variable}={value} is neither 1 nor 0; it is taken for 1"

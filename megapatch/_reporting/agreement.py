@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _versions
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
+from .arrivals import naming_the_missing
 from .facts import LOOK, Facts, difference, look, numbered
 
 if TYPE_CHECKING:
@@ -40,9 +41,10 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
 
     Raises:
         InconsistentError: when ranks differ, or one cannot tell; the message names the first difference and the
-            ranks.
+            ranks. Also where a rank dies before it compares, or never does: with gloo at once, with others after
+            a timeout; the message names it.
         MisuseError: without an initialized torch.distributed, or on a rank that is not in the group.
-        Exception: torch's own, where a rank dies meanwhile: with gloo at once, with others after a timeout.
+        Exception: torch's own, where a rank dies while differences are put into words.
     """
     import torch.distributed as dist
 
@@ -64,7 +66,8 @@ def differing(group: torch.distributed.ProcessGroup | None = None) -> str | None
     here = look()
     device = _device_for(dist.get_backend(group))
     lowest_and_highest = torch.tensor(_table(here), dtype=torch.int64, device=device)
-    dist.all_reduce(lowest_and_highest, op=dist.ReduceOp.MIN, group=group)
+    with naming_the_missing(group):
+        dist.all_reduce(lowest_and_highest, op=dist.ReduceOp.MIN, group=group)
     slots = _differing(lowest_and_highest.tolist())
     for position, slot in enumerate(slots, 1):
         if text := _in_words(_of_slot(here, slot), len(slots) - position, group, device):

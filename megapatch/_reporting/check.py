@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from pathlib import Path
-from typing import Any
 
 from .._engine.engine import this_process
+from .._engine.ranks import place
 from .._engine.settings import REPORT
 from .._version import exact_version
 from ..errors import InconsistentError
@@ -32,11 +31,11 @@ def check(*ignored: object, **also_ignored: object) -> None:
     With ``MEGAPATCH_REPORT=FOLDER`` each rank also writes a file, for `megapatch doctor FOLDER` to compare.
 
     Raises:
-        InconsistentError: with MEGAPATCH_STRICT, when ranks differ.
+        InconsistentError: with MEGAPATCH_STRICT, when ranks differ; in any case when one died, or does not come.
     """
     if _done:
         return
-    rank, size, initialized = _place()
+    rank, size, initialized = place()
     different = None
     if initialized:
         from .agreement import differing
@@ -66,18 +65,6 @@ def _line(report: Report) -> str:
     bad = [patch.patch.name for patch in report.patches if patch.status in NEEDS_ATTENTION]
     lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
     return f"megapatch {exact_version()}, digest {report.digest}: {applied} patches applied{lacking}"
-
-
-def _place() -> tuple[int, int, bool]:
-    """Return this rank, the number of ranks, and whether torch.distributed says so, or else a launcher."""
-    dist: Any = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size(), True
-    return _variable(0, "RANK", "SLURM_PROCID"), _variable(1, "WORLD_SIZE", "SLURM_NTASKS"), False
-
-
-def _variable(otherwise: int, *names: str) -> int:
-    return next((int(text) for name in names if (text := os.environ.get(name, "")).isdecimal()), otherwise)
 
 
 # -------------------------------------------------------------------------------------- a file a rank

@@ -121,7 +121,11 @@ class Ledger:
         """Log the exception that is being handled, the first time that it comes from this function."""
         if look not in self._broken:
             self._broken.add(look)
-            log.warning("audit: %s failed, and finds nothing", look.__qualname__, exc_info=True)
+            log.warning(
+                "audit: %s failed, and finds nothing; see docs/troubleshooting.md",
+                look.__qualname__,
+                exc_info=True,
+            )
 
 
 class _Observer(Protocol):

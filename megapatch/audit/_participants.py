@@ -14,12 +14,13 @@ import hashlib
 import logging
 import threading
 import weakref
-from array import array
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
+
+from .._engine.ranks import default_store, name_of
 
 log = logging.getLogger("megapatch")
 
@@ -62,7 +63,7 @@ class Participants:
         default = distributed_c10d._get_default_group()  # private; torch 2.1 to 2.15
         if self._world is None or self._world.default() is not default:
             self._world = world = _World(default)
-            store, rank, size = _store(), dist.get_rank(), dist.get_world_size()
+            store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
             try:
                 world.prefix, verdict = _in_time(lambda: _settle(store, settings, rank, size))
             except Exception as error:
@@ -87,7 +88,7 @@ class Participants:
         if name in world.left:
             return False
         world.meetings[name] += 1
-        store, size, number = _store(), dist.get_world_size(group), world.meetings[name]
+        store, size, number = default_store(), dist.get_world_size(group), world.meetings[name]
         try:
             have_come = _in_time(lambda: _meet(store, name, size, number))
         except Exception as error:
@@ -127,7 +128,8 @@ def _settle(store: Any, settings: str, rank: int, size: int) -> tuple[str, str]:
     # A store may outlive the world that it was made for, with all its keys, and a world outlives an audit.
     prefix = f"megapatch.audit/{store.add(f'megapatch.audit/worlds/{rank}', 1)}"
     # The counter's low digits show who has come; above them the sum shows whether all settings are these.
-    own = 1 + _RANKS * (int.from_bytes(_digest(settings.encode(), 3), "big") >> 1)
+    digest = hashlib.blake2b(settings.encode(), digest_size=3).digest()
+    own = 1 + _RANKS * (int.from_bytes(digest, "big") >> 1)
     total = store.add(f"{prefix}/settings", own)
     verdict = "not all of them are audited"
     if total % _RANKS == size:
@@ -195,12 +197,6 @@ class _Silence(Exception):
 
 
 # ------------------------------------------------------------------------------------------ names and words
-def _store() -> Any:
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()  # private; torch 2.1 to 2.15
-
-
 def _name(world: _World, group: Any) -> str:
     """Return the name of a group's meetings, the same on all of its ranks."""
     import torch.distributed as dist
@@ -208,13 +204,8 @@ def _name(world: _World, group: Any) -> str:
     if group is None:
         return f"{world.prefix}/all"
     if group not in world.names:
-        ranks = array("q", dist.get_process_group_ranks(group))
-        world.names[group] = f"{world.prefix}/{_digest(ranks.tobytes(), 8).hex()}"
+        world.names[group] = f"{world.prefix}/{name_of(dist.get_process_group_ranks(group))}"
     return world.names[group]
-
-
-def _digest(data: bytes, size: int) -> bytes:
-    return hashlib.blake2b(data, digest_size=size).digest()
 
 
 def _failure(error: Exception) -> str:

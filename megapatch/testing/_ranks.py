@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+from .._engine.settings import QUIET
 from ..errors import MisuseError, RanksFailed, RanksTimedOut
 from . import _main_module, _rank_process
 from ._rank_process import STACK_SIGNAL, Job, Outcome
@@ -122,7 +123,7 @@ def run_jobs(
         if jobs[0].device == "cpu":
             ensure_server()
         for rank in ranks:
-            rank.start(environment)
+            rank.start({QUIET: "1", **environment})
         _listen(ranks, time.monotonic() + timeout, failed_elsewhere)
         waiting = _stacks([rank for rank in ranks if rank.outcome is None])
     finally:

@@ -94,8 +94,8 @@ def test_a_rank_makes_as_many_operations_at_any_size(clients, size):
 
 def steps(rank, world_size):
     """Train with `raise` and a comparison in every step, and count the operations of each."""
-    store = Counting(_participants._store())
-    _participants._store = lambda: store
+    store = Counting(_participants.default_store())
+    _participants.default_store = lambda: store
     init_parallel()
     model, log = tiny_gpt(), Log()
     taken = [(model.train_step(step), store.taken())[1] for step in range(4)]
@@ -191,7 +191,7 @@ def server():
 @pytest.fixture
 def participants(tmp_path, monkeypatch, server):
     store = dist.TCPStore("127.0.0.1", server[1], is_master=False)
-    monkeypatch.setattr(_participants, "_store", lambda: store)
+    monkeypatch.setattr(_participants, "default_store", lambda: store)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/world", rank=0, world_size=1)
     yield Participants()
     server[0].send_signal(signal.SIGCONT)

@@ -124,7 +124,7 @@ def test_a_rank_that_cannot_hash_makes_the_collective_all_the_same():
 def test_a_store_that_outlives_its_world_does_not_count(tmp_path, monkeypatch):
     dist, store = torch.distributed, torch.distributed.HashStore()
     one = _participants.Participants()
-    monkeypatch.setattr(_participants, "_store", lambda: store)
+    monkeypatch.setattr(_participants, "default_store", lambda: store)
     monkeypatch.setattr(_participants, "_PATIENCE", timedelta(seconds=0.1))
     for world, meetings in (("first", 3), ("second", 2)):
         dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{world}", rank=0, world_size=1)

@@ -226,7 +226,7 @@ def test_doctor_does_not_pass_over_a_bad_environment(fake_megatron):
         "MEGAPATCH_STRICT=maybe is neither 1 nor 0",
         "MEGAPATCH_DISABEL is set and means nothing to megapatch; did you mean MEGAPATCH_DISABLE?",
         "MEGAPATCH_XYZ is set and means nothing to megapatch; known are "
-        "MEGAPATCH_{DISABLE,ONLY,STRICT,NO_ENTRY_POINTS,AUDIT,AUDIT_EVERY,AUDIT_ACCEPT,REPORT}",
+        "MEGAPATCH_{DISABLE,ONLY,STRICT,NO_ENTRY_POINTS,AUDIT,AUDIT_EVERY,AUDIT_ACCEPT,REPORT,QUIET}",
         f"disabled on purpose: {family('megatron')} (switched off by MEGAPATCH_DISABLE=megatron.*)",
     ):
         assert sentence in shown.stderr

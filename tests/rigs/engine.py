@@ -45,7 +45,7 @@ def make_patch(
 
 
 def make_engine(*patches, **settings):
-    return Engine(patches, Settings(**settings))
+    return Engine(patches, Settings(**{"quiet_value": "1", **settings}))
 
 
 def status_of(engine, position=0):

@@ -48,10 +48,13 @@ if __name__ == "__main__":
 
 
 def environment(*folders, **more):
-    """Return the environment with `folders` first on PYTHONPATH. An empty part would be the working directory."""
+    """Return the environment with `folders` first on PYTHONPATH. An empty part would be the working directory.
+
+    Without the first sign, so that standard error has only what `megapatch run` says.
+    """
     known = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")}
     path = [*map(str, folders), *filter(None, known.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**known, "PYTHONPATH": os.pathsep.join(path), **more}
+    return {**known, "PYTHONPATH": os.pathsep.join(path), "MEGAPATCH_QUIET": "1", **more}
 
 
 def below(*folders, **more):

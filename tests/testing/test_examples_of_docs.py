@@ -10,16 +10,21 @@ from pathlib import Path
 
 from rigs.needs import needs_megatron
 
+from megapatch.testing import run_ranks
+from megapatch.testing._tiny_gpt import _work_without_transformer_engine as work_without_transformer_engine
+
 pytestmark = needs_megatron
 DOCS = Path(__file__).parent.parent.parent / "docs"
 
 
+def example(page, name):
+    return re.search(rf"<!-- {re.escape(name)} -->\n```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[1]
+
+
 def run_examples(page, names, folder):
     """Write the page's examples of these names into the folder, and run what pytest finds in it."""
-    text = (DOCS / page).read_text()
     for name in names:
-        example = re.search(rf"<!-- {re.escape(name)} -->\n```python\n(.*?)```", text, re.DOTALL)
-        (folder / name).write_text(example[1])
+        (folder / name).write_text(example(page, name))
     shown = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "."],
         cwd=folder,
@@ -39,3 +44,17 @@ def test_a_patch_with_its_test(tmp_path):
 
 def test_losses_of_two_stages(tmp_path):
     run_examples("testing.md", ("test_losses.py",), tmp_path)
+
+
+def training(rank, world_size, source):
+    work_without_transformer_engine()  # which megatron-core 0.12 needs for the distributed optimizer
+    found = {"__name__": "train_loop"}
+    exec(source, found)
+    return found["train"]()
+
+
+def test_a_loop_of_your_own():
+    first, second = run_ranks(training, 2, example("megatron.md", "train_loop.py"))
+    assert len(first) == 8
+    for losses in (first, second):
+        assert losses[-1] < 0.8 * losses[0]

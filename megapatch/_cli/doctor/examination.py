@@ -18,6 +18,7 @@ from ..._engine.settings import (
     EVERY,
     NO_ENTRY_POINTS,
     ONLY,
+    QUIET,
     REPORT,
     STRICT,
     Settings,
@@ -212,6 +213,7 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
         EVERY: "optimizer steps between two comparisons of the ranks by the audit",
         ACCEPT: "notes of the audit that are not kept",
         REPORT: "megapatch.check() writes a file for each rank there; `megapatch doctor FOLDER` compares them",
+        QUIET: f"the first sign on standard error is {'off' if settings.quiet else 'on'}",
         TARGETS: "set by `megapatch run`, which this process is below",
     }
     return [(name, environment[name], effect) for name, effect in effects.items() if name in environment]

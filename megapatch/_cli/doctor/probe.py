@@ -77,6 +77,7 @@ def child(result: str, modules: str) -> None:
 
     sys.argv[1:] = []
     logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report has it
+    this_process().first_sign.hush()
     problem = None
     for name in modules.split(","):
         problem = import_target(name)

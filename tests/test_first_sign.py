@@ -1,0 +1,113 @@
+"""The first sign of life, on standard error: where logging shows none, once in a process, on rank 0."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import types
+
+import pytest
+from rigs.command import run
+from rigs.engine import TARGET, make_engine, make_patch
+from rigs.needs import needs_megatron
+
+from megapatch import _version
+from megapatch._engine import first_sign
+
+DDP = "megatron.core.distributed.distributed_data_parallel"
+PATCHED = f"import megapatch, {DDP}, megatron.core.rerun_state_machine"
+UNPATCHED = "import megapatch, sys, types; sys.modules['torch'] = types.ModuleType('torch')"
+APPLIED = f"megapatch {_version.__version__} applies patches; print(megapatch.report()) lists them"
+NONE = f"megapatch {_version.__version__} applied no patch in this process; `megapatch doctor` says why"
+
+
+def signs(*statements, **environment):
+    shown = run("-c", "\n".join(statements), **environment)
+    assert shown.returncode == 0, shown.stderr
+    return [line for line in shown.stderr.splitlines() if line.startswith("megapatch ")]
+
+
+@needs_megatron
+def test_the_first_patches_are_one_line():
+    (line,) = signs(PATCHED)
+    assert line == APPLIED
+
+
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0"}, {"SLURM_PROCID": "0"}])
+def test_a_process_with_torch_and_without_patches_says_so_at_exit(environment):
+    assert signs(UNPATCHED, **environment) == [NONE]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"MEGAPATCH_QUIET": "1"}, {"RANK": "37"}, {"SLURM_PROCID": "37"}, {"RANK": "37", "SLURM_PROCID": "0"}],
+)
+def test_quiet_processes_and_other_ranks_say_nothing(environment):
+    assert signs(UNPATCHED, **environment) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "logging.basicConfig(level=logging.INFO)",
+        "logging.basicConfig(); logging.getLogger('megapatch').setLevel('DEBUG')",
+    ],
+)
+def test_where_a_handler_takes_info_nothing_is_said(statement):
+    assert signs("import logging", statement, UNPATCHED) == []
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "logging.basicConfig()",  # at WARNING
+        "logging.basicConfig(level=logging.INFO); logging.getLogger('megapatch').propagate = False",
+        "logging.basicConfig(level=logging.INFO); logging.getLogger().handlers[0].setLevel('WARNING')",
+        "import megapatch, logging.config; logging.config.dictConfig({'version': 1, 'root': {'level': 'INFO'}})",
+    ],
+)
+def test_logging_that_shows_no_info_does_not_count(statement):
+    assert signs("import logging", statement, UNPATCHED) == [NONE]
+
+
+def test_who_only_imports_megapatch_sees_nothing():
+    assert signs("import megapatch") == []
+
+
+def test_children_leave_it_to_their_parent():
+    fork = "import os; os.fork() or sys.exit(); os.wait()"
+    spawn = "import multiprocessing; multiprocessing.process._parent_process = object()"
+    assert signs(UNPATCHED, fork) == [NONE]
+    assert signs(UNPATCHED, spawn) == []
+
+
+def test_without_a_standard_error_nothing_breaks_and_standard_output_stays_clean():
+    shown = run("-c", f"{UNPATCHED}; sys.stderr = None")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+
+
+def test_an_engine_says_it_once(modules, capsys):
+    inner, outer = modules.write(TARGET), modules.write(TARGET)
+    engine = make_engine(make_patch(inner), make_patch(outer, name="test.outer"), quiet_value="")
+    engine.activate()
+    assert capsys.readouterr().err == ""
+    for name in (inner, outer):
+        importlib.import_module(name)
+    said = capsys.readouterr().err
+    assert said == f"{APPLIED}\n"
+
+
+def test_the_command_line_has_reports_of_its_own(fake_megatron):
+    with_torch = "import sys, types; sys.modules.setdefault('torch', types.ModuleType('torch'))"
+    assert "applied" not in run("doctor", path=fake_megatron(with_torch)).stderr
+
+
+def test_it_fits_into_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(first_sign, "__version__", "0.10.10+g9c2b1f9.changed")
+    first_sign.FirstSign(logging.getLogger("nobody's"), quiet=False).applied()
+    monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
+    first_sign.FirstSign(logging.getLogger("nobody's"), quiet=False)._none_applied(os.getpid())
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and max(map(len, lines)) <= 100
