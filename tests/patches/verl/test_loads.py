@@ -1,6 +1,7 @@
-"""verl's own checkpoint manager loads weights alone (load_contents: [model]), at 2 ranks.
+"""verl's own checkpoint manager loads weights alone (load_contents: [model]), or the optimizer with its schedule.
 
-Real: MegatronCheckpointManager.load_checkpoint(), Megatron's model and optimizer. What Megatron reads is ours.
+Real: MegatronCheckpointManager.load_checkpoint(), Megatron's model, optimizer and schedule. What Megatron reads is
+ours.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.megatron.options import UNPATCHED
+from rigs.megatron.options import UNPATCHED, linear_schedule
 from rigs.verl.engine import RELEASES, needs_verl
 
 from megapatch.testing import init_parallel, tiny_gpt
@@ -22,28 +23,28 @@ MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
 OPTIONS = {"dtype": "bf16", "optimizer": "adam", "use_distributed_optimizer": True}
 
 
-def load(model, state, folder):
-    """Load a state of the model as verl does for load_contents: [model]."""
+def load(model, read, folder, schedule=None, contents="model"):
+    """Load what is read as verl does for load_contents: [contents]."""
     module = importlib.import_module(MODULE)
     manager = object.__new__(module.MegatronCheckpointManager)
     vars(manager).update(
         model=model.chunks,
         optimizer=model.optimizer,
-        lr_scheduler=None,
+        lr_scheduler=schedule,
         bridge=None,
         config=mock.MagicMock(),
         role="actor",
         peft_cls=None,
         rank=torch.distributed.get_rank(),
-        use_checkpoint_opt_param_scheduler=False,
+        use_checkpoint_opt_param_scheduler=getattr(schedule, "use_checkpoint_opt_param_scheduler", False),
         use_dist_checkpointing=True,
         use_distributed_optimizer=True,
         use_megatron_fsdp=False,
-        checkpoint_load_contents=["model"],
+        checkpoint_load_contents=[contents],
     )
     checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
     with (
-        mock.patch.object(module, "load_dist_checkpointing", return_value={"model": state}),
+        mock.patch.object(module, "load_dist_checkpointing", return_value=read),
         mock.patch.object(checkpointing, "load_content_metadata", return_value={}, create=True),
         mock.patch.object(torch.serialization, "add_safe_globals"),
         mock.patch.dict(sys.modules, transformer_engine=mock.MagicMock()),  # 0.6.1 names its optimizer
@@ -58,11 +59,36 @@ def loads(rank, world_size, folder):
         model.train_step(step)
     saved = model.parameters()
     new = tiny_gpt(**OPTIONS, lr=0.0)
-    load(new, model.chunks[0].module.state_dict(), folder)
+    load(new, {"model": model.chunks[0].module.state_dict()}, folder)
     loaded = new.parameters()
     new.train_step(3)
     found = new.parameters()
     return [all(torch.equal(state[name], saved[name]) for name in saved) for state in (loaded, found)]
+
+
+def schedules(rank, world_size, folder):
+    """Return what a schedule has that was saved in the middle, at 5, by default, and with verl's option.
+
+    Its steps, its rate as a part of its highest, and this, which was 1 when it was saved.
+    """
+    init_parallel()
+    found = []
+    for option in (False, True):
+        model, new = (tiny_gpt(**OPTIONS, lr=rate, optim={"min_lr": 0.0}) for rate in (1.0, 0.5))
+        verls = {"use_checkpoint_opt_param_scheduler": option, "override_opt_param_scheduler": not option}
+        saved, loaded = (
+            linear_schedule(each.optimizer, steps=10, max_lr=rate, **verls)
+            for each, rate in ((model, 1.0), (new, 0.5))
+        )
+        saved.step(5)
+        for each in (model, new):
+            each.train_step(0)
+        with mock.patch.object(new.optimizer, "sharded_state_dict", return_value={}):
+            read = {"optimizer": model.optimizer.state_dict(), "lr_scheduler": saved.state_dict()}
+            load(new, read, folder, loaded, "optimizer")
+        rate = new.optimizer.param_groups[0]["lr"]
+        found.append((loaded.num_steps, rate / loaded.max_lr, loaded.max_lr))
+    return found
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
@@ -70,3 +96,10 @@ def test_a_step_at_rate_zero_leaves_the_loaded_weights(release, tmp_path):
     without, patched = (release.ranks(loads, 2, str(tmp_path), env=env) for env in (UNPATCHED, {}))
     assert without == [[True, False]] * 2
     assert patched == [[True, True]] * 2
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
+def test_a_resumed_run_is_at_its_step_of_the_schedule(release, tmp_path):
+    without, patched = (release.ranks(schedules, 1, str(tmp_path), env=env) for env in (UNPATCHED, {}))
+    assert [steps for steps, _, _ in without[0]] == [0, 5]
+    assert patched == [[(5, 0.5, 0.5), (5, 0.5, 1.0)]]
