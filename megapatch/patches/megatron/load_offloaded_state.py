@@ -13,10 +13,13 @@ Upstream  SkyRL#1403 is a workaround; in 0.12 to 0.19. Main at d98e8a64 has the 
 Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers, whose original now finds
           parameters in fp32 among those that it updates, and of DistributedOptimizer
           _set_main_param_and_optimizer_states, whose original gets what a format leaves out, and the right step,
-          and load_state_dict, after which each parameter has a step tensor of its own, also if it raises. Nothing
-          that SkyRL replaces is replaced here.
+          in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading what is
+          there, and after which each parameter has its step tensor again. Nothing that SkyRL replaces is replaced
+          here, and nothing that another patch replaces.
 Limits    Up to 0.15 buckets cannot be saved: an assertion ends that. In 0.14 and 0.16 torch may refuse to read the
           classes of optimizers in a checkpoint: pass them to torch.serialization.add_safe_globals().
+          Megatron's load_state_dict() without parameter state, which no trainer seen calls alone, leaves torch's
+          AdamW one step tensor for all parameters, as before.
           Offloading was tried on CPU, with parameters that say they are on a GPU.
 Numbers   change after a load in buckets with torch's AdamW, and after one that left the copies as they were: to
           those of a run that continued.
@@ -67,6 +70,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_names(f"{MODULE}:{HYBRID}._update_fp32_params_by_new_state", *RELIED_ON[1:], "master_param"),
         *missing_names(f"{MODULE}:{HYBRID}._init_sub_optimizers", *RELIED_ON[:2]),
         *missing_names(f"{MODULE}:DistributedOptimizer.load_state_dict", "step"),
+        *missing_names(f"{MODULE}:DistributedOptimizer.sharded_state_dict", "load_state_dict"),
     ]
     if missing:
         return lacking(missing)
@@ -173,8 +177,10 @@ def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
         state = {} if parameter is None else self.optimizer.state.get(parameter, {})
         is_offloaded = hasattr(self.optimizer, SYNC)
         if "step" in state:
-            # load_state_dict() has set the right one. Buckets hold the one that was there when loading began,
-            # other formats none, which the original takes for an error.
+            # load_state_dict() has set the right one, in one tensor for all. Buckets hold the one that was there
+            # when loading began, other formats none, which the original takes for an error.
+            if not is_offloaded:
+                state["step"] = state["step"].clone()
             tensors = {**tensors, "step": state["step"]}
         if is_offloaded:  # the original sets all that is in the state
             own = {key: tensors["param"] if key == "master_param" else value for key, value in state.items()}
@@ -196,15 +202,15 @@ def _main_param(optimizer: Any, model_param: Any) -> Any:
     return where and optimizer.optimizer.param_groups[where[0]]["params"][where[1]]
 
 
-def give_each_its_step(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(load_state_dict)
-    def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+def give_each_its_step(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sharded_state_dict)
+    def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return load_state_dict(self, *args, **kwargs)
+            return sharded_state_dict(self, *args, **kwargs)
         finally:
             _give_each_its_step(getattr(self.optimizer, "state", {}))
 
-    return patched_load_state_dict
+    return patched_sharded_state_dict
 
 
 def _give_each_its_step(states: Any) -> None:
@@ -229,7 +235,7 @@ PATCH = Patch(
             replace={
                 f"{HYBRID}.{SYNC}": update_copies_in_fp32,
                 f"DistributedOptimizer.{SET}": set_all_but_the_step,
-                "DistributedOptimizer.load_state_dict": give_each_its_step,
+                "DistributedOptimizer.sharded_state_dict": give_each_its_step,
             },
         ),
     ),

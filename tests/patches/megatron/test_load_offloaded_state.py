@@ -169,7 +169,7 @@ def diagnoses():
     targets = (
         hybrid._sync_hdo_state_to_sub_optimizers,
         optimizer._set_main_param_and_optimizer_states,
-        optimizer.load_state_dict,
+        optimizer.sharded_state_dict,
     )
     update = "_update_fp32_params_by_new_state"
     load = next(name for name in LOAD_BUCKETS if hasattr(optimizer, name))
