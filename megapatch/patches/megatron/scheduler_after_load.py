@@ -8,6 +8,7 @@ Upstream  NovaSky-AI/SkyRL#2214 (open), radixark/miles#2974 (open); in 0.12 to 0
           In Megatron-Bridge, verl, SkyRL and AReaL it is the same class.
 Seam      the class attribute load_state_dict(): num_steps is 0 before the original runs, as in a new scheduler. If
           that raises, the scheduler is put back as it was before the load, and the rates of its optimizer.
+Limits    a load that fails here leaves weights and optimizer state that were loaded before it.
 Numbers   change after such a load, to those of a new scheduler that loads the same.
 Cost      nothing in a step.
 """
