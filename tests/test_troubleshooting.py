@@ -9,7 +9,7 @@ from pathlib import Path
 
 import megapatch
 from megapatch._engine.settings import Settings, unknown_variables
-from megapatch.audit._settings import bad_number
+from megapatch.audit._settings import bad_values
 from megapatch.patch import NEEDS_ATTENTION
 
 PACKAGE = Path(megapatch.__file__).parent
@@ -25,7 +25,7 @@ MADE_ELSEWHERE = {
         *unknown_variables({"MEGAPATCH_DISABLED": "x"}),
         *Settings(strict_value="perhaps").complaints([]),
         *Settings(disable=("xyz",)).complaints(["a.patch"]),
-        bad_number({"MEGAPATCH_AUDIT_EVERY": "x"}),
+        *bad_values({"MEGAPATCH_AUDIT_EVERY": "x", "MEGAPATCH_AUDIT_ACCEPT": "ranks-agree,x"}),
     ],
     "audit: %s": ["audit: FINDING"],
     "%s (after %s)": [],

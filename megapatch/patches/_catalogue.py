@@ -171,6 +171,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "verl.overflow-is-skipped": ("verl.workers.engine.megatron.transformer_impl",),
         "verl.pipeline-seed": ("verl.workers.engine.megatron.utils",),
+        "verl.schedule-after-load": ("verl.utils.checkpoint.megatron_checkpoint_manager",),
         "verl.training-hooks": ("verl.utils.megatron_utils",),
         "verl.weight-sync-resume": ("verl.checkpoint_engine.base",),
     },

@@ -11,6 +11,7 @@ from .._mcore import bucket_groups
 from ..errors import MisuseError
 from . import _open_steps
 from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
+from ._load_guard import refuse_loads
 
 
 class TrainStep:
@@ -105,6 +106,7 @@ class TrainStep:
             None if data_parallel_dims is None else tuple(data_parallel_dims),
         )
         self._backend = _backend_for(model, optimizer, scheduler, options)
+        self._optimizer, self._scheduler = optimizer, scheduler
         self._counts = expected_count is not None
         self._open = self._aside = self._in_call = False
         self._ended = "begin() was not called"
@@ -238,7 +240,7 @@ class TrainStep:
         """
         self._check_open("set_aside()")
         self._backend.set_aside()
-        _open_steps.leave(self._backend.chunks)
+        self._leave_model()
         self._aside = True
 
     def take_up(self) -> None:
@@ -285,13 +287,18 @@ class TrainStep:
 
     def _close(self, how: str) -> None:
         if not self._aside:
-            _open_steps.leave(self._backend.chunks)
+            self._leave_model()
         self._open, self._aside, self._ended = False, False, how
 
     def _take_model(self, call: str) -> None:
         if _open_steps.open_step(self._backend.chunks) is not None:
             raise MisuseError(f"a step of this model is open already; call its finish() or abort() before {call}")
         _open_steps.take(self._backend.chunks, self)
+        self._allow_loads = refuse_loads(self, self._optimizer, self._scheduler)
+
+    def _leave_model(self) -> None:
+        _open_steps.leave(self._backend.chunks)
+        self._allow_loads()
 
 
 def _backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:

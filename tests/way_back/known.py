@@ -41,22 +41,11 @@ class Known(NamedTuple):
         return operation in self.operations and self.layouts(LAYOUTS[layout])
 
 
-def is_half(layout: Layout) -> bool:
-    return layout.options.get("dtype", "fp32") != "fp32"
-
-
 def steps_in_the_state(layout: Layout) -> bool:
-    return layout.saved == "dp_reshardable" and layout.offload is None and is_half(layout)
+    return layout.saved == "dp_reshardable" and layout.offload is None
 
 
 KNOWN = (
-    Known(
-        "5: one step tensor for all parameters",
-        WITH_OPTIMIZER,
-        steps_in_the_state,
-        frozenset({"Adam's step", "weights"}),
-        Sequence("bf16, sharded", ("step", "save", WITHOUT_SCHEDULE)),
-    ),
     Known(
         "10b: without a TrainStep, logged losses stay after an abort",
         aborts(*UNREDUCED, ways=(PLAIN,)),
@@ -77,20 +66,6 @@ KNOWN = (
         lambda layout: layout.is_fp16,
         frozenset({"loss scale"}),
         Sequence("fp16", ("step", "abort in the optimizer")),
-    ),
-    Known(
-        "new: fp32 parameters of the distributed optimizer cannot be loaded: a view of a leaf is written in place",
-        WITH_OPTIMIZER,
-        lambda layout: layout.is_sharded and not is_half(layout),
-        frozenset({RAISES}),
-        Sequence("fp32, sharded", ("step", "save", "load")),
-    ),
-    Known(
-        "new: without Transformer Engine and Apex a fully_reshardable checkpoint cannot be loaded in place",
-        WITH_OPTIMIZER,
-        lambda layout: layout.saved == "fully_reshardable",
-        frozenset({RAISES}),
-        Sequence("bf16, fully_reshardable", ("step", "save", "load")),
     ),
     Known(
         "new: 0.15 cannot offload an optimizer: NameError, logging is not imported",

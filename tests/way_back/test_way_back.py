@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import pytest
 from rigs.megatron.options import UNPATCHED
+from rigs.megatron.save import minor
 
+from way_back.chosen import CHOSEN, chosen_here
 from way_back.known import KNOWN, is_free, report_of
 from way_back.layouts import LAYOUTS, layouts_here
 from way_back.plan import ASYNCHRONOUS, OPERATIONS, Sequence, WeightsOf, plan
 from way_back.search import drawn, run, shrunk
 
-SEQUENCES = 20  # of CI: half a minute on two idle cores
+DRAWN = 20  # of a thorough run: half a minute on two idle cores
 BY_ITSELF = {"1", "2", "5", "9", "10a", "10b", "11"}
 TRIES = 12  # batches of drawn sequences, of this many each
 BATCH = 25
@@ -24,11 +26,22 @@ HERE = [
 ]
 
 
+def differing(sequences):
+    return {sequence: differences for sequence, differences in run(sequences).items() if differences}
+
+
 def test_sequences_leave_what_only_their_steps_and_loads_leave():
-    chosen = drawn(1, SEQUENCES, layouts_here(), is_free)
-    assert len(chosen) == SEQUENCES
-    differing = {sequence: differences for sequence, differences in run(chosen).items() if differences}
-    assert not differing, differing
+    assert not (found := differing(chosen_here())), found
+
+
+@pytest.mark.thorough
+def test_so_do_drawn_ones():
+    assert not (found := differing(drawn(1, DRAWN, layouts_here(), is_free))), found
+
+
+def test_chosen_ones_do_every_operation():
+    assert {operation for sequence in CHOSEN for operation in sequence.operations} == set(OPERATIONS)
+    assert minor() < 16 or chosen_here() == list(CHOSEN)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import tempfile
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -70,6 +74,46 @@ def rates_of_its_own(layout: Layout = DP) -> None:
     expect(rates == {0.5}, f"the learning rate is 0.5, and after a load {rates}")
 
 
+def in_place(layout: Layout = DP) -> float:
+    """Go back to the second step of four with all that is saved, and step on; the reference has made two steps."""
+    layout.set_up()
+    rates = {**ADAM["optim"], "min_lr": 0.0}  # a schedule at another step has another rate
+    options = {**(SHARDED if layout is DP else ADAM), "optim": rates, "dtype": "bf16"}
+    (model, schedule), (reference, its_schedule) = (_with_schedule(layout.model(**options)) for _ in range(2))
+    steps = (_stepper(model, schedule), _stepper(reference, its_schedule))
+    for step in steps:
+        step(0, 1)
+    with tempfile.TemporaryDirectory() as folder, the_defect(KeyError, RuntimeError, says="step|view of a leaf"):
+        file = os.path.join(folder, "parameters")  # of the distributed optimizer, which has them apart
+        saved = copy.deepcopy(
+            [*(chunk.state_dict() for chunk in model.chunks), model.optimizer.state_dict(), schedule.state_dict()]
+        )
+        if layout is DP:
+            model.optimizer.save_parameter_state(file)
+        steps[0](2, 3)
+        for part, state in zip((*model.chunks, model.optimizer, schedule), saved, strict=True):
+            part.load_state_dict(state)
+        if layout is DP:
+            model.optimizer.load_parameter_state(file)
+    for step in steps:
+        step(4, 5)
+    return same(model.parameters(), reference.parameters(), "parameters after a load in place")
+
+
+def _with_schedule(model: Any) -> tuple[Any, Any]:
+    kind = import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    return model, kind(model.optimizer, **{**SCHEDULE, "max_lr": ADAM["lr"]})
+
+
+def _stepper(model: Any, schedule: Any) -> Callable[..., None]:
+    def step(*steps: int) -> None:
+        for each in steps:
+            model.train_step(each)
+            schedule.step(1)
+
+    return step
+
+
 CHECKS = (
     Check("megatron.override-after-load", rates_of_its_own),
     Check(
@@ -79,4 +123,5 @@ CHECKS = (
         layouts=True,
     ),
     Check("megatron.scheduler-after-load", scheduler_goes_back),
+    Check("load-in-place", in_place, "parameters, with those of a run that did not go back", layouts=True),
 )

@@ -1,26 +1,35 @@
-"""Optimizer state that is loaded reaches the copies, and the step count, from which an offloaded optimizer steps.
+"""Optimizer state that is loaded has its own step count, and reaches the copies of an offloaded optimizer.
 
-Symptom   with optimizer_cpu_offload, loading optimizer state ends with a KeyError that shows a parameter or says
-          'step', unless use_precision_aware_optimizer is on, too. Where it loads, as in buckets (dp_reshardable),
-          training continues from weights rounded to the model's precision and from the step count of before,
-          silently: in a new process from step 1, with Adam's averages of many steps.
+Symptom   without Transformer Engine and Apex, where the distributed optimizer has torch's AdamW, loading its state
+          in place in buckets (dp_reshardable) keeps the step count of before, silently, and in one tensor for all
+          parameters, which then counts up once a parameter: 30 instead of 3, for 14 parameters. Other formats
+          raise KeyError: 'step', and parameters in fp32 "a view of a leaf Variable that requires grad".
+          With optimizer_cpu_offload, loading optimizer state ends with a KeyError that shows a parameter or says
+          'step', unless use_precision_aware_optimizer is on, too. Where it loads, as in buckets, training
+          continues from weights rounded to the model's precision and from the step count of before, silently: in
+          a new process from step 1, with Adam's averages of many steps.
 Upstream  SkyRL#1403 is a workaround; in 0.12 to 0.19. Main at d98e8a64 has the first KeyError repaired, and loads
           buckets silently as above.
 Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers, whose original now finds
-          parameters in fp32 among those that it updates, and
-          DistributedOptimizer._set_main_param_and_optimizer_states, whose original gets what a format leaves out,
-          and the right step. Nothing that SkyRL replaces is replaced here.
+          parameters in fp32 among those that it updates, and of DistributedOptimizer
+          _set_main_param_and_optimizer_states, whose original gets what a format leaves out, and the right step,
+          in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading what is
+          there, and after which each parameter has its step tensor again. Nothing that SkyRL replaces is replaced
+          here, and nothing that another patch replaces.
 Limits    Up to 0.15 buckets cannot be saved: an assertion ends that. In 0.14 and 0.16 torch may refuse to read the
           classes of optimizers in a checkpoint: pass them to torch.serialization.add_safe_globals().
-          Tried on CPU, with parameters that say they are on a GPU.
-Numbers   change after a load that left the copies as they were: to those of a run whose optimizer is not
-          offloaded.
-Cost      one more copy of the main parameters while optimizer state is loaded; nothing in a step.
+          Megatron's load_state_dict() without parameter state, which no trainer seen calls alone, leaves torch's
+          AdamW one step tensor for all parameters, as before.
+          Offloading was tried on CPU, with parameters that say they are on a GPU.
+Numbers   change after a load in buckets with torch's AdamW, and after one that left the copies as they were: to
+          those of a run that continued.
+Cost      one more copy of the main parameters while state of an offloaded optimizer is loaded; nothing in a step.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -43,6 +52,8 @@ HYBRID = "HybridDeviceOptimizer"
 SYNC = "_sync_hdo_state_to_sub_optimizers"
 SET = "_set_main_param_and_optimizer_states"
 LOAD_BUCKETS = ("load_parameter_state_from_dp_reshardable", "load_parameter_state_from_fs_bucket_space")
+LOADED_STEP = 2.0
+"""Of a diagnosis."""
 RELIED_ON = ("param_to_inner_param", "param_to_fp32_param", "param_update_in_fp32")
 
 
@@ -59,6 +70,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_names(f"{MODULE}:{HYBRID}._update_fp32_params_by_new_state", *RELIED_ON[1:], "master_param"),
         *missing_names(f"{MODULE}:{HYBRID}._init_sub_optimizers", *RELIED_ON[:2]),
         *missing_names(f"{MODULE}:DistributedOptimizer.load_state_dict", "step"),
+        *missing_names(f"{MODULE}:DistributedOptimizer.sharded_state_dict", "load_state_dict"),
     ]
     if missing:
         return lacking(missing)
@@ -76,7 +88,13 @@ def diagnose(module: ModuleType) -> Verdict:
         return cannot_run(f"{load}()", error)
     if not synchronized:
         return Verdict(NEEDED, f"{load}() does not update the copies, and takes over the step count of before")
-    return Verdict(FIXED, "what is loaded reaches the copies")
+    try:
+        step = _step_after(module, load)
+    except Exception as error:
+        return cannot_run(f"{load}()", error)
+    if step != LOADED_STEP:
+        return Verdict(NEEDED, f"{load}() takes over the step count of before")
+    return Verdict(FIXED, "what is loaded reaches the copies, and the step count is the loaded one")
 
 
 def _copy_after_sync(module: ModuleType) -> bool:
@@ -106,6 +124,28 @@ def _synchronizes(module: ModuleType, load: str) -> bool:
     return bool(calls)
 
 
+def _step_after(module: ModuleType, load: str) -> float:
+    """Return the step count of a parameter that is loaded in buckets, which hold one of before."""
+    tensor, full = module.torch.zeros(1), module.torch.full
+    state = {"step": full((), LOADED_STEP), "exp_avg": full((1,), 1.0)}  # as load_state_dict() leaves it
+    buckets = [[{"param": full((1,), 1.0), **state, "step": full((), 1.0), "padding": False}]]
+    sizes: dict[Any, Any] = {"per_bucket_numel": [], "per_bucket_numel_unpadded": []}
+    optimizer = object.__new__(answering_none(module.DistributedOptimizer))
+    set_tensors = functools.partial(unpatched(getattr(module.DistributedOptimizer, SET)), optimizer)
+    inner: dict[str, Any] = {"state": {tensor: state}, "param_groups": [{"params": [tensor]}], SYNC: lambda: None}
+    vars(optimizer).update({**sizes, SET: set_tensors})
+    vars(optimizer).update(
+        optimizer=StandIn(**inner),
+        model_param_group_index_map={"name": (0, 0)},
+        gbuf_ranges=[{"dtype": [{"param_map": {"name": StandIn(gbuf_local=range(1))}}]}],
+        buffers=[StandIn(buckets=[StandIn(numel_unpadded=1)])],
+        config=StandIn(),
+        ddp_config=StandIn(),
+    )
+    unpatched(getattr(module.DistributedOptimizer, load))(optimizer, {**sizes, 0: {"dtype": buckets}})
+    return float(state["step"].item())
+
+
 def update_copies_in_fp32(sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(sync)
     def patched_sync_hdo_state_to_sub_optimizers(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,24 +173,54 @@ def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
     def patched_set_main_param_and_optimizer_states(
         self: Any, model_param: Any, tensors: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if not hasattr(self.optimizer, SYNC):
-            return set_tensors(self, model_param, tensors, *args, **kwargs)
-        group, index = self.model_param_group_index_map[model_param]
-        parameter = self.optimizer.param_groups[group]["params"][index]
-        # The original sets all that is in the state. Most formats leave out what they can do without; buckets hold
-        # the step count that was there when loading began, and load_state_dict() has set the right one since.
-        own = {
-            key: tensors["param"] if key == "master_param" else value
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-        step = {"step": own["step"]} if "step" in own else {}
-        result = set_tensors(self, model_param, {**own, **tensors, **step}, *args, **kwargs)
-        held = self.optimizer.param_to_inner_param[parameter]
-        if held is not parameter:
-            held.data.copy_(tensors["param"])
+        parameter = _main_param(self, model_param)
+        state = {} if parameter is None else self.optimizer.state.get(parameter, {})
+        is_offloaded = hasattr(self.optimizer, SYNC)
+        if "step" in state:
+            # load_state_dict() has set the right one, in one tensor for all. Buckets hold the one that was there
+            # when loading began, other formats none, which the original takes for an error.
+            if not is_offloaded:
+                state["step"] = state["step"].clone()
+            tensors = {**tensors, "step": state["step"]}
+        if is_offloaded:  # the original sets all that is in the state
+            own = {key: tensors["param"] if key == "master_param" else value for key, value in state.items()}
+            tensors = {**own, **tensors}
+        with sys.modules["torch"].no_grad():  # parameters in fp32 are views of the model's
+            result = set_tensors(self, model_param, tensors, *args, **kwargs)
+        if is_offloaded:
+            held = self.optimizer.param_to_inner_param[parameter]
+            if held is not parameter:
+                held.data.copy_(tensors["param"])
         return result
 
     return patched_set_main_param_and_optimizer_states
+
+
+def _main_param(optimizer: Any, model_param: Any) -> Any:
+    """Return what is stepped for this parameter; None with Megatron-FSDP, whose optimizer has no such map."""
+    where = getattr(optimizer, "model_param_group_index_map", {}).get(model_param)
+    return where and optimizer.optimizer.param_groups[where[0]]["params"][where[1]]
+
+
+def give_each_its_step(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sharded_state_dict)
+    def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return sharded_state_dict(self, *args, **kwargs)
+        finally:
+            _give_each_its_step(getattr(self.optimizer, "state", {}))
+
+    return patched_sharded_state_dict
+
+
+def _give_each_its_step(states: Any) -> None:
+    """Clone what several parameters have as their step: the optimizer counts up in place."""
+    seen: set[int] = set()
+    for state in states.values():
+        step = state.get("step") if isinstance(state, dict) else None
+        if step is not None and id(step) in seen:
+            state["step"] = step.clone()
+        seen.add(id(step))
 
 
 PATCH = Patch(
@@ -165,6 +235,7 @@ PATCH = Patch(
             replace={
                 f"{HYBRID}.{SYNC}": update_copies_in_fp32,
                 f"DistributedOptimizer.{SET}": set_all_but_the_step,
+                "DistributedOptimizer.sharded_state_dict": give_each_its_step,
             },
         ),
     ),

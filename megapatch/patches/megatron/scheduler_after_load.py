@@ -7,8 +7,8 @@ Upstream  NovaSky-AI/SkyRL#2214 (open), radixark/miles#2974 (open); in 0.12 to 0
           OptimizerParamScheduler.load_state_dict() calls step(increment=...), and nothing resets num_steps before.
           In Megatron-Bridge, verl, SkyRL and AReaL it is the same class.
 Seam      the class attribute load_state_dict(): num_steps is 0 before the original runs, as in a new scheduler. If
-          that raises, the scheduler is put back as it was before the load.
-Limits    a failed load leaves the learning rates that the original had set in the optimizer until the next step().
+          that raises, the scheduler is put back as it was before the load, and the rates of its optimizer.
+Limits    a load that fails here leaves weights and optimizer state that were loaded before it.
 Numbers   change after such a load, to those of a new scheduler that loads the same.
 Cost      nothing in a step.
 """
@@ -26,6 +26,8 @@ from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_a
 MODULE = "megatron.core.optimizer_param_scheduler"
 SCHEDULER = "OptimizerParamScheduler"
 STEPS = "num_steps"
+RATES = ("lr", "weight_decay")
+"""What step() sets in the groups of the optimizer."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -49,14 +51,21 @@ def load_from_the_start(load_state_dict: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(load_state_dict)
     def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = dict(vars(self))
+        rates = [(group, {name: group[name] for name in RATES if name in group}) for group in _groups(self)]
         setattr(self, STEPS, 0)
         try:
             return load_state_dict(self, *args, **kwargs)
         except BaseException:
             vars(self).update(before)
+            for group, rate in rates:
+                group.update(rate)
             raise
 
     return patched_load_state_dict
+
+
+def _groups(scheduler: Any) -> Any:
+    return getattr(scheduler.optimizer, "param_groups", ())
 
 
 def _steps_after_a_load(kind: Any) -> list[int]:

@@ -8,6 +8,7 @@ import importlib
 import tempfile
 
 import pytest
+import torch
 from rigs.cells import cells_of
 from rigs.diagnosed_code import GONE, made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
@@ -16,25 +17,27 @@ from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import minor
 
 from megapatch.patch import MARK
-from megapatch.testing import init_parallel
+from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing._model import _gpt_of
 
 AWARE = {"use_precision_aware_optimizer": True}
 CASES = {"half": OFFLOADS["half"], "precision-aware": {**OFFLOADS["half"], **AWARE}}
 STEPS = range(3, 5)
+ADAM = {"lr": 0.05, "use_distributed_optimizer": True, "optim": {"weight_decay": 0.01}}
+# Those that this Megatron saves: before 0.16 no buckets, with a step.
+FORMATS = ("dp_reshardable", "fully_reshardable") if minor() >= 16 else ("fully_sharded_model_space",)
+IN_PLACE = {(kind, dtype): {**ADAM, "dtype": dtype} for kind in FORMATS for dtype in ("bf16", "fp32")}
 
 
-def tree(model, loading):
+def tree(model, loading, kind=FORMATS[0]):
     sharded = gpt(model).sharded_state_dict()
-    kind = (
-        "fully_sharded_model_space" if minor() < 16 else "dp_reshardable"
-    )  # no buckets there: with a step they are not saved
     how = {"metadata": {"distrib_optim_sharding_type": kind}} if minor() > 12 else {"sharding_type": kind}
     optimizer = model.optimizer.sharded_state_dict(sharded, is_loading=loading, **how)
     return {"model": sharded, "optimizer": optimizer}
 
 
 def gpt(model):
-    return model.chunks[0].module.module
+    return _gpt_of(model.chunks[0])
 
 
 def through_checkpoint(saved, template):
@@ -56,7 +59,8 @@ def in_memory(saved, template):
         return {key: in_memory(value, template.get(key)) for key, value in saved.items()}
     if isinstance(template, list):
         return [in_memory(one, other) for one, other in zip(saved, template, strict=True)]
-    return copy.deepcopy(getattr(saved, "data", saved))
+    saved = getattr(saved, "data", saved)
+    return saved.detach().clone() if torch.is_tensor(saved) else copy.deepcopy(saved)
 
 
 def resumed(options):
@@ -68,16 +72,40 @@ def resumed(options):
         for step in range(3):
             model.train_step(step)
         saved = copy.deepcopy(tree(model, loading=False))
-        expected = [model.train_step(step) and model.parameters() for step in STEPS]
 
-        model = build()
-        for parameter, held in inner_parameters(model.optimizer):
+        resumed = build()
+        for parameter, held in inner_parameters(resumed.optimizer):
             parameter.data.add_(1)  # a new process starts from other weights
             held.data.copy_(parameter.data)
-        loaded = through_checkpoint(saved, lambda: tree(model, loading=True))
-        gpt(model).load_state_dict(loaded["model"], strict=False)  # strictly, it asks for Transformer Engine's
-        model.optimizer.load_state_dict(loaded["optimizer"])
-        found = [model.train_step(step) and model.parameters() for step in STEPS]
+        loaded = through_checkpoint(saved, lambda: tree(resumed, loading=True))
+        gpt(resumed).load_state_dict(loaded["model"], strict=False)  # strictly, it asks for Transformer Engine's
+        resumed.optimizer.load_state_dict(loaded["optimizer"])
+        return distances(model, resumed)
+
+
+def back_in_place(kind, options):
+    """Return how far a model that has gone back to its third step is from one that continued, by step."""
+    models = [tiny_gpt(optimizer="adam", **options) for _ in range(2)]
+    for model, steps in zip(models, (3, 5), strict=True):
+        for step in range(steps):
+            model.train_step(step)
+    loaded = through_checkpoint(tree(models[0], False, kind), lambda: tree(models[1], True, kind))
+    gpt(models[1]).load_state_dict(loaded["model"], strict=False)
+    models[1].optimizer.load_state_dict(loaded["optimizer"])
+    return distances(*models)
+
+
+def prepared_for_a_load():
+    """Return how far a model goes astray for which a load was prepared, which then failed, by step."""
+    models = [tiny_gpt(optimizer="adam", **ADAM, dtype="bf16") for _ in range(2)]
+    for model in models:
+        model.train_step(0)
+    tree(models[1], loading=True)
+    return distances(*models)
+
+
+def distances(model, other):
+    expected, found = ([each.train_step(step) and each.parameters() for step in STEPS] for each in (model, other))
     return [
         max((one[name] - other[name]).abs().max().item() for name in one)
         for one, other in zip(expected, found, strict=True)
@@ -94,6 +122,9 @@ def job(rank, world_size):
     quick_writer()
     for name, options in CASES.items():
         yield name, functools.partial(attempt, resumed, options)
+    for (kind, dtype), options in IN_PLACE.items():
+        yield (kind, dtype), functools.partial(attempt, back_in_place, kind, options)
+    yield "prepared", functools.partial(attempt, prepared_for_a_load)
     yield "diagnoses", diagnoses
 
 
@@ -123,17 +154,29 @@ def syncs_at_last(self, state):
     self.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
+def sets_all_and_syncs(self, state):
+    """The copies are repaired, and the step is not."""
+    for buckets in filter(None, (state.get(0),)):
+        self._set_main_param_and_optimizer_states("name", buckets["dtype"][0][0])
+    self.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
 def diagnoses():
     from megapatch.patches.megatron.load_offloaded_state import LOAD_BUCKETS, diagnose
 
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     hybrid, optimizer = module.HybridDeviceOptimizer, module.DistributedOptimizer
-    targets = (hybrid._sync_hdo_state_to_sub_optimizers, optimizer._set_main_param_and_optimizer_states)
+    targets = (
+        hybrid._sync_hdo_state_to_sub_optimizers,
+        optimizer._set_main_param_and_optimizer_states,
+        optimizer.sharded_state_dict,
+    )
     update = "_update_fp32_params_by_new_state"
     load = next(name for name in LOAD_BUCKETS if hasattr(optimizer, name))
     changes = {
         **made_up(hybrid, update, as_on_main, of_all, needs_more, is_another),
         "repaired": [(hybrid, update, of_all), (optimizer, load, syncs_at_last)],
+        "all but the step": [(hybrid, update, of_all), (optimizer, load, sets_all_and_syncs)],
         "no offloading": (module, "HybridDeviceOptimizer", GONE),
     }
     return {"marked": [hasattr(target, MARK) for target in targets], **verdicts_of(diagnose, module, changes)}
@@ -146,6 +189,7 @@ DIAGNOSES = {
     "needs_more": ("unknown", "TypeError"),
     "is_another": ("unknown", "not found: param_to_fp32_param in"),
     "repaired": ("fixed", "reaches the copies"),
+    "all but the step": ("needed", "takes over the step count of before"),
     "no offloading": ("unknown", "HybridDeviceOptimizer"),
 }
 
@@ -166,6 +210,27 @@ def test_without_the_patch_loading_fails_or_training_continues_from_another_step
         assert min(differences) > 1e-3
 
 
+@pytest.mark.parametrize("case", IN_PLACE, ids=" ".join)
+def test_without_the_patch_a_load_in_place_raises_or_keeps_adams_step(unpatched, case):
+    error, found = unpatched[case]
+    if case == ("dp_reshardable", "bf16"):
+        assert error is None and min(found) > 1e-3
+    elif case == ("dp_reshardable", "fp32"):
+        assert (error, "view of a leaf" in found) == ("RuntimeError", True)
+    else:
+        assert (error, found) == ("KeyError", "'step'")
+
+
+def test_without_the_patch_preparing_a_load_spoils_adams_step(unpatched):
+    error, distances = unpatched["prepared"]
+    assert error is None and max(distances) > 1e-3
+
+
+@pytest.mark.parametrize("case", [*IN_PLACE, "prepared"], ids=str)
+def test_a_model_that_goes_back_in_place_equals_one_that_continued(patched, case):
+    assert patched[case] == (None, [0.0] * len(STEPS))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_run_equals_one_that_continued(patched, name):
     assert patched[name] == (None, [0.0] * len(STEPS))
@@ -173,6 +238,6 @@ def test_a_resumed_run_equals_one_that_continued(patched, name):
 
 def test_diagnosis(unpatched, patched):
     before, found = unpatched["diagnoses"], patched["diagnoses"]
-    assert (before.pop("marked"), found.pop("marked")) == ([False, False], [True, True])
+    assert (before.pop("marked"), found.pop("marked")) == ([False] * 3, [True] * 3)
     assert before == found  # a second look, through the patch, gives the same answers
     assert_verdicts(found, DIAGNOSES)

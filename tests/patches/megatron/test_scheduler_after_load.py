@@ -26,8 +26,7 @@ def train(model, scheduler, steps):
     """Return the learning rate and weight decay of each step."""
     found = []
     for step in steps:
-        (group, *_) = model.optimizer.param_groups
-        found.append((group["lr"], group["weight_decay"]))
+        found.append(rates_of(model)[0])
         model.train_step(step)
         scheduler.step(1)
     return found
@@ -64,12 +63,18 @@ def fails(lacking):
     model = tiny_gpt(lr=0.5)
     scheduler = scheduler_of(model.optimizer)
     scheduler.step(SAVED)
-    state = {name: value for name, value in scheduler.state_dict().items() if name != lacking}
-    before = dict(vars(scheduler))
+    state = {**scheduler.state_dict(), "num_steps": SAVED + 4}
+    state = {name: value for name, value in state.items() if name != lacking}
+    before, rates = dict(vars(scheduler)), rates_of(model)
     error = attempt(
         scheduler.load_state_dict, {**state, **({} if lacking else {"max_lr": 7.0, "num_steps": None})}
     )
-    return error[0], [name for name, value in vars(scheduler).items() if value is not before[name]]
+    changed = [name for name, value in vars(scheduler).items() if value is not before[name]]
+    return error[0], changed, rates_of(model) == rates
+
+
+def rates_of(model):
+    return [(group["lr"], group["weight_decay"]) for group in model.optimizer.param_groups]
 
 
 # ------------------------------------------------------------------------------------------ the diagnosis
@@ -141,9 +146,9 @@ def test_training_goes_the_same_way_again(patched):
 @pytest.mark.parametrize("lacking", LACKING)
 def test_a_load_that_fails_raises_as_before_and_changes_nothing(unpatched, patched, lacking):
     for before, found in zip(unpatched, patched, strict=True):
-        error, changed = found[lacking]
-        assert error == before[lacking][0] is not None
-        assert changed == []
+        assert found[lacking] == (before[lacking][0], [], True)
+        assert found[lacking][0] is not None
+        assert before[lacking][2] == (lacking != "end_wd")  # it raises last
 
 
 def test_diagnosis(unpatched, patched):

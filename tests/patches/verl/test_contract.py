@@ -19,7 +19,7 @@ from rigs.verl.engine import (
     needs_verl,
     train,
 )
-from rigs.verl.reads import copy, save, shards
+from rigs.verl.reads import copy, load_schedule, save, shards
 from rigs.verl.runs import register
 from rigs.verl.sync import Plan, blocking, sync
 
@@ -28,6 +28,7 @@ from megapatch.patches.verl import (
     gathered_when_read,
     overflow_is_skipped,
     pipeline_seed,
+    schedule_after_load,
     training_hooks,
     weight_sync_resume,
 )
@@ -65,6 +66,12 @@ def second_stage():
     assert torch.initial_seed() == 142
 
 
+def resumed():
+    engine = engine_of()
+    load_schedule(engine.checkpoint_mananager, steps=5)
+    assert engine.lr_scheduler.num_steps == 5
+
+
 def second_call():
     register(engine_of(overlap=GRADS))
 
@@ -78,6 +85,7 @@ SCENARIOS = {
     gathered_when_read.PATCH: read_after_a_step,
     overflow_is_skipped.PATCH: skipped_step,
     pipeline_seed.PATCH: second_stage,
+    schedule_after_load.PATCH: resumed,
     training_hooks.PATCH: second_call,
     weight_sync_resume.PATCH: failed_sync,
 }

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
-from megapatch.patches.verl import gathered_when_read, overflow_is_skipped, pipeline_seed, weight_sync_resume
+from megapatch.patches.verl import (
+    gathered_when_read,
+    overflow_is_skipped,
+    pipeline_seed,
+    schedule_after_load,
+    weight_sync_resume,
+)
 
 ENGINE = """
 class BaseEngine:
@@ -40,6 +46,14 @@ class MegatronCheckpointManager:
     def save_checkpoint(self, path):
         {body}
 """
+LOAD = """
+class MegatronCheckpointManager:
+    def __init__(self, {option}): self.{option} = {option}
+    def load_checkpoint(self, path):
+        if {condition}: {body}
+"""
+OPTION = "use_checkpoint_opt_param_scheduler"
+LOADS = "self.lr_scheduler.load_state_dict(path)"
 FOR_ALL = "model_parallel_cuda_manual_seed(seed)"
 BY_STAGE = "model_parallel_cuda_manual_seed(seed + 100 * get_pipeline_model_parallel_rank())"
 NO_RESUME = "        await self.transfer()"
@@ -47,6 +61,10 @@ NO_COROUTINE = MANAGER.format(body=RESUME).replace("async def", "def").replace("
 GATHERS = "self.checkpoint_config; self.model.start_param_sync()"
 COMPREHENSION = "        await gather(*[one.resume_generation() for one in self.replicas])"
 FINALLY = f"        try: await self.transfer()\n        finally:\n    {RESUME}"
+
+
+def manager(option=OPTION, condition=f"self.{OPTION}", body=LOADS):
+    return LOAD.format(option=option, condition=condition, body=body)
 
 
 def engine(body, scheduler="lr_scheduler"):
@@ -67,6 +85,13 @@ SOURCES = {
         "seed: one for all": (SEED.format(body=FOR_ALL), "needed", "the same seed"),
         "seed: by stage": (SEED.format(body=BY_STAGE), "fixed", "depends"),
         "seed: another": (SEED.format(body="pass"), "unknown", "manual_seed"),
+    },
+    schedule_after_load.diagnose: {
+        "load: none": (NOTHING, "unknown", "MegatronCheckpointManager"),
+        "load: by option": (manager(), "needed", "begins its schedule again"),
+        "load: always": (manager(condition="self.lr_scheduler"), "unknown", OPTION),
+        "load: never": (manager(body="pass"), "unknown", "load_state_dict"),
+        "load: by another option": (manager(option="another"), "unknown", OPTION),
     },
     weight_sync_resume.diagnose: {
         "sync: none": (NOTHING, "unknown", "CheckpointEngineManager"),

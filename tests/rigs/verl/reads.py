@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import tempfile
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
+
 from megapatch import apply, restore
+from megapatch.patches._temporarily import temporarily_set
 from rigs.megatron.exporters import installed
 from rigs.megatron.gathers import Collectives, whole, wrong
 from rigs.verl.engine import BOTH, ENGINE, GRADS, STEPS, batch_of, engine_of, loss, train
@@ -83,6 +87,23 @@ def save(engine):
     ):
         engine.save_checkpoint(folder)
     return found
+
+
+def load_schedule(manager, steps):
+    """The manager's own load_checkpoint() of an empty optimizer, whose schedule is at this many steps."""
+    module = importlib.import_module("verl.utils.checkpoint.megatron_checkpoint_manager")
+    checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
+    read = {"optimizer": {}, "lr_scheduler": {**manager.lr_scheduler.state_dict(), "num_steps": steps}}
+    optimizer = mock.MagicMock()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        temporarily_set(manager, optimizer=optimizer, checkpoint_load_contents=["optimizer"]),
+        mock.patch.object(module, "load_dist_checkpointing", return_value=read),
+        mock.patch.object(checkpointing, "load_content_metadata", return_value={}, create=True),
+        mock.patch.object(torch.serialization, "add_safe_globals"),
+        mock.patch.dict(sys.modules, transformer_engine=mock.MagicMock()),  # 0.6.1 names its optimizer
+    ):
+        manager.load_checkpoint(folder)
 
 
 def always():

@@ -1,0 +1,95 @@
+"""A sequence for each kind of layout, which together do every operation. Those that every test run does.
+
+Drawn ones take longer: python -m way_back.
+"""
+
+from __future__ import annotations
+
+from .known import is_free
+from .layouts import layouts_here
+from .plan import Sequence, plan
+
+CHOSEN = (
+    Sequence(
+        "bf16",
+        (
+            "step",
+            "save",
+            "step",
+            "load of the weights",
+            "evaluation that raises",
+            "save",
+            "load of the first save",
+        ),
+    ),
+    Sequence(
+        "fp16",
+        (
+            "step",
+            "save",
+            "step that overflows",
+            "TrainStep aborted in the optimizer",
+            "load that raises, then load",
+        ),
+    ),
+    Sequence("pp", ("step", "save", "step", "load of the weights", "swap of a reference", "new model", "load")),
+    Sequence(
+        "tp",
+        (
+            "abort in the forward pass",
+            "abort in the backward pass",
+            "step",
+            "save",
+            "another layout and back",
+            "load of the optimizer, then of the weights",
+        ),
+    ),
+    Sequence(
+        "moe",
+        ("split step", "save", "TrainStep aborted after the reduce", "second model", "load without the schedule"),
+    ),
+    Sequence(
+        "bf16, on disk",
+        (
+            "step",
+            "save",
+            "async save",
+            "log probabilities",
+            "step",
+            "finish the async save",
+            "load of the first save",
+        ),
+    ),
+    Sequence(
+        "bf16, sharded, overlaps",
+        ("step", "abandoned async save", "abort before the reduce", "evaluation", "save", "step", "load"),
+    ),
+    Sequence(
+        "bf16, fully_reshardable",
+        ("step", "save", "step", "save that raises", "offload and onload", "load without the schedule"),
+    ),
+    Sequence("fp32, sharded", ("step", "save", "TrainStep dropped", "step", "load")),
+    Sequence("pp, vpp", ("abort in the optimizer", "abort after the reduce", "step", "save", "step", "load")),
+    Sequence(
+        "ep",
+        (
+            "TrainStep aborted in the forward pass",
+            "TrainStep aborted in the backward pass",
+            "TrainStep aborted before the reduce",
+            "step",
+            "save",
+            "load",
+        ),
+    ),
+    Sequence("offloaded", ("step", "save", "step", "load")),
+)
+
+
+def chosen_here() -> list[Sequence]:
+    """Return them without what this Megatron cannot do, and without what is in known.py."""
+    free = (
+        Sequence(layout, tuple(operation for operation in operations if is_free(operation, layout)))
+        for layout, operations in CHOSEN
+        if layout in layouts_here()
+    )
+    return [plan(sequence).sequence for sequence in free]
