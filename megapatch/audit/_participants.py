@@ -33,6 +33,13 @@ class _World:
         self.left: set[str] = set()
         """Groups of ranks in which somebody did not come."""
 
+    def name_of(self, group: Any) -> str:
+        """Return the name in the store of the ranks of a process group."""
+        import torch.distributed as dist
+
+        ranks = dist.get_process_group_ranks(group)
+        return f"{self.prefix}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+
 
 class Participants:
     """The ranks that take part in an audit's collectives."""
@@ -65,8 +72,7 @@ class Participants:
         world = self._world
         if world is None:
             return False
-        ranks = dist.get_process_group_ranks(group)
-        name = f"{world.prefix}/{hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()}"
+        ranks, name = dist.get_process_group_ranks(group), world.name_of(group)
         if name in world.left:
             return False
         world.meetings[name] += 1
@@ -80,6 +86,15 @@ class Participants:
             )
             return False
         return True
+
+    def number_who_say(self, what: str, group: Any) -> int:
+        """Return how many ranks of a process group say this; 0 if not all have come here as often as this one."""
+        if self._world is None:
+            return 0
+        name = self._world.name_of(group)
+        key, store = f"{name}/{self._world.meetings[name] + 1}: {what}", _store()
+        store.add(key, 1)
+        return int(store.add(key, 0)) if self.all_have_come(group) else 0
 
 
 def _store() -> Any:
