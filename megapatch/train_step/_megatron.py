@@ -255,7 +255,7 @@ class MegatronBackend:
     def abort(self) -> None:
         import torch
 
-        if torch.cuda.is_available():  # a backward pass that was interrupted has joined none of its streams
+        if torch.cuda.is_initialized():  # a backward pass that was interrupted has joined none of its streams
             torch.cuda.synchronize()
         for chunk in self.chunks:
             settle_grad_reduces(chunk)

@@ -49,7 +49,7 @@ class FakeGPU(Operations):
             if schema.name not in MAY_MIX:
                 _check_mixed(schema.name, tensors, on_gpu)
             written = [tensor for tensor in _written(schema, args, kwargs or {}) if memory_of(tensor) is not None]
-        if on_gpu:
+        if on_gpu and not _is_view(schema):
             streams.look(on_gpu, written, schema.name)
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if on_gpu and (any(tensor.ndim for tensor in on_gpu) or len(on_gpu) == len(tensors)):
@@ -89,6 +89,11 @@ def is_of_host(group):
 
 def _is_group(value):
     return isinstance(value, torch.ScriptObject) and value._type().name() == "ProcessGroup"
+
+
+def _is_view(schema):
+    """Return whether an operator touches no memory."""
+    return any(made.alias_info is not None and not made.alias_info.is_write for made in schema.returns)
 
 
 def _check_mixed(name, tensors, on_gpu):
@@ -138,7 +143,7 @@ def give_devices():
     torch.Tensor.is_cuda = property(lambda self: memory_of(self) is not None)
     torch.nn.Module.cuda = _module_to_gpu
     for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "LongTensor", "IntTensor"):
-        setattr(torch.cuda, name, _on_gpu(getattr(torch, name)))
+        setattr(torch.cuda, name, _TensorType(name, (), {"of_host": getattr(torch, name)}))
     torch.cuda.current_device = lambda: 0
     torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
     _give_backend()
@@ -159,6 +164,7 @@ def _give_backend():
         module.new_group = functools.wraps(original)(new_group)
         module.get_backend = lambda group=None: "gloo" if is_of_host(group) else "nccl"
     distributed_c10d._get_object_coll_device = lambda group=None: "cpu" if is_of_host(group) else "cuda"
+    torch.cuda.nccl.version = lambda: (2, 0, 0)  # torch asks for it where a collective raises
     torch.distributed.ProcessGroup._get_backend = lambda self, device: get_backend(self, HOST)
 
 
@@ -170,8 +176,14 @@ def _names_gpu(device):
     return device is not None and _cuda_stubs._names_cuda(device)
 
 
-def _on_gpu(function):
-    return lambda *args, **kwargs: put_on_gpu(function(*args, **kwargs))
+class _TensorType(type):
+    """The metaclass of types such as torch.cuda.FloatTensor."""
+
+    def __call__(cls, *args, **kwargs):
+        return put_on_gpu(cls.of_host(*args, **kwargs))
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, cls.of_host)
 
 
 def _placing(function):
@@ -183,13 +195,19 @@ def _placing(function):
 
     # It is the stub's function, under the stub's name, for torch and pickle.
     return types.FunctionType(
-        placing_function.__code__, placing_function.__globals__, function.__name__, None, placing_function.__closure__
+        placing_function.__code__,
+        placing_function.__globals__,
+        function.__name__,
+        None,
+        placing_function.__closure__,
     )
 
 
 def _to(convert):
     def patched_to(self, *args, **kwargs):
-        devices = [arg for arg in (*args, kwargs.get("device")) if isinstance(arg, (str, torch.device)) or _is_index(arg)]
+        devices = [
+            arg for arg in (*args, kwargs.get("device")) if isinstance(arg, (str, torch.device)) or _is_index(arg)
+        ]
         others = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
         args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
         kept = [arg for arg in args if not any(arg is device for device in devices)]
