@@ -1,7 +1,7 @@
-"""TrainStep, a reader of parameters and the audit on a GPU that is a fake: devices, streams, and waits of the host.
+"""TrainStep, a reader of parameters and the audit on a fake GPU: devices, streams, and waits of the host.
 
-Each layout of two ranks makes steps of several calls, and one that is given up. Nothing mixes devices, nothing uses
-what another stream still writes, no result has NaN, and our code waits for the GPU where docs/benchmarks.md says.
+Each layout of two ranks makes steps of several calls; some are given up. Nothing mixes devices, nothing uses what
+another stream still writes, no result has NaN, and our code waits for the GPU where docs/benchmarks.md says.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def audited(every):
     return dict(waits), [text for text in log.texts if "failed" in text]
 
 
-# ------------------------------------------------------------------------ mutants: each breaks our code in one place
+# ------------------------------------------------------------------------ mutants: each breaks our code in a place
 def settled_without_handles(ddp):
     for group in bucket_groups.bucket_groups(ddp):
         group.grad_reduce_handle = None

@@ -1,4 +1,7 @@
-"""Devices of tensors on the fake GPU. torch keeps all memory on the CPU; a note in each storage says whose it is."""
+"""Devices of tensors on the fake GPU. torch keeps all memory on the CPU; a note in each storage says whose it is.
+
+Like the CUDA stubs, on which this stands, it replaces functions of torch for the whole process.
+"""
 
 from __future__ import annotations
 
@@ -146,6 +149,7 @@ def give_devices():
         setattr(torch.cuda, name, _TensorType(name, (), {"of_host": getattr(torch, name)}))
     torch.cuda.current_device = lambda: 0
     torch.cuda.is_available = torch.cuda.is_initialized = lambda: True
+    torch.accelerator.is_available = lambda: False  # with it torch's optimizers ask the driver
     _give_backend()
 
 
@@ -166,6 +170,10 @@ def _give_backend():
     distributed_c10d._get_object_coll_device = lambda group=None: "cpu" if is_of_host(group) else "cuda"
     torch.cuda.nccl.version = lambda: (2, 0, 0)  # torch asks for it where a collective raises
     torch.distributed.ProcessGroup._get_backend = lambda self, device: get_backend(self, HOST)
+
+
+def _is_device(value):
+    return isinstance(value, (str, torch.device)) or _is_index(value)
 
 
 def _is_index(value):
@@ -194,20 +202,13 @@ def _placing(function):
         return put_on_gpu(made) if _names_gpu(device) else made
 
     # It is the stub's function, under the stub's name, for torch and pickle.
-    return types.FunctionType(
-        placing_function.__code__,
-        placing_function.__globals__,
-        function.__name__,
-        None,
-        placing_function.__closure__,
-    )
+    code, closure = placing_function.__code__, placing_function.__closure__
+    return types.FunctionType(code, globals(), function.__name__, None, closure)
 
 
 def _to(convert):
     def patched_to(self, *args, **kwargs):
-        devices = [
-            arg for arg in (*args, kwargs.get("device")) if isinstance(arg, (str, torch.device)) or _is_index(arg)
-        ]
+        devices = [arg for arg in (*args, kwargs.get("device")) if _is_device(arg)]
         others = [arg.device for arg in args if isinstance(arg, torch.Tensor)]
         args = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args]
         kept = [arg for arg in args if not any(arg is device for device in devices)]
