@@ -41,6 +41,17 @@ TOTAL_COUNT = "return float(count)"
 AGREED = "failed, *values = found.tolist()"
 TWO = {"two instances": (2, TWO_INSTANCES, INSTANCES, MEAN)}
 ON_TWO = {name: case for name, case in {**CASES, **TWO}.items() if case[0] == 2}
+ON_FOUR = {  # a spawn of its own: one for each kind of group that two ranks do not have
+    name: CASES[name]
+    for name in (
+        "pp2 dp2, tied embeddings, both, tokens",
+        "pp2 vpp2 dp2, both, aligned",
+        "tp2 ep2",
+        "cp2 dp2, both, tokens",
+        "dp4, two optimizer instances, both",
+        "ep2 dp2, both, tokens",
+    )
+}
 
 
 @contextlib.contextmanager
@@ -65,16 +76,17 @@ def steps(layout, options, loss, **settings):
     """Make steps of several calls, the last one known or not; return the waits of the last."""
     model = model_of(layout, options)
     step = TrainStep(model.chunks, model.optimizer, **settings)
+    cut = [size * layout.get("vpp", 1) for size in CUT]
     for number in range(3):
         with our_waits() as waits, step:
-            in_pieces(step, model, number, CUT, loss, last=number == 1)
+            in_pieces(step, model, number, cut, loss, last=number == 1)
             step.finish()
     finite(model)
     return dict(waits)
 
 
 def expected_waits(name):
-    _, layout, options, _ = ON_TWO[name]
+    _, layout, options, _ = {**ON_TWO, **ON_FOUR}[name]
     lines = [TOTAL_TOKENS] * bool(options.get("per_token_loss"))
     lines += [AGREED] * bool({"pp", "tp"} & layout.keys())
     return dict(Counter(lines))
@@ -278,14 +290,25 @@ def job(rank, world_size):
                 yield name, compute
 
 
+def on_four(rank, world_size):
+    allow_sequence_parallel()
+    for name, layout, options, loss in in_layouts(ON_FOUR, world_size):
+        yield ("steps", name), partial(steps, layout, options, loss)
+
+
 @pytest.fixture(scope="module")
 def ranks():
     return run_cells(job, 2, setup=install)
 
 
-@pytest.mark.parametrize("name", ON_TWO)
-def test_steps_wait_where_they_have_to_and_mix_and_race_nowhere(ranks, name):
-    for found in ranks:
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_cells(on_four, 4, setup=install)
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_steps_wait_where_they_have_to_and_mix_and_race_nowhere(request, name):
+    for found in request.getfixturevalue("ranks" if name in ON_TWO else "four_ranks"):
         if ("steps", name) not in found:
             pytest.skip(NOT_KNOWN_HERE)
         assert found["steps", name] == expected_waits(name)

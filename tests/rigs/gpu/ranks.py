@@ -134,6 +134,7 @@ def graph_and_eager(rank, world_size):
     with torch.no_grad():
         eager = model(*inputs[:3], labels=inputs[3]).clone()
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             model(*inputs[:3], labels=inputs[3])
         torch.cuda.current_stream().wait_stream(stream)
