@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from ._hashes import hash_of, stored
 from ._notes import Notes
 from ._participants import Participants
 from ._sites import site
+
+log = logging.getLogger("megapatch")
 
 
 class _Replicas(NamedTuple):
@@ -56,6 +59,8 @@ class Ranks(Part):
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
         self._seed: int | None = None
         """The seed that this rank was given last, until it has been compared."""
+        self._unknown: set[str] = set()
+        """Names of classes whose parameters are not compared."""
 
     def sites(self) -> tuple[Site, ...]:
         path = "model_parallel_cuda_manual_seed"
@@ -79,11 +84,20 @@ class Ranks(Part):
         if self._seed is not None:
             self._compare_seeds()
         compared: list[_Compared] = []
-        for replicas in _replicas(chunks):
+        for replicas in _replicas(self._known(chunks)):
             if self._participants.all_have_come(replicas.group):
                 hashes = _highest(self._hashes([replicas.parameters]), replicas.group)
                 compared.append(_Compared(replicas, hashes))
         self._compared.set(chunks[0], compared)
+
+    def _known(self, chunks: list[Any]) -> list[Any]:
+        """Return the parameters whose memory can be hashed; log the classes of others, once each."""
+        parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
+        others = {type(parameter).__name__ for parameter in parameters if not stored(parameter)}
+        for name in sorted(others - self._unknown):
+            log.warning("audit: parameters of the class %s are not compared: their memory is not known", name)
+        self._unknown |= others
+        return [parameter for parameter in parameters if stored(parameter)] if others else parameters
 
     @observes
     def forget(self) -> None:
@@ -165,10 +179,9 @@ class Ranks(Part):
 
 
 # ------------------------------------------------------------------------ parameters and their ranks
-def _replicas(chunks: list[Any]) -> Iterator[_Replicas]:
+def _replicas(parameters: list[Any]) -> Iterator[_Replicas]:
     from megatron.core import parallel_state
 
-    parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters() if stored(parameter)]
     dense = [parameter for parameter in parameters if getattr(parameter, "allreduce", True)]
     experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     whole = [parameter for parameter in dense if not getattr(parameter, "tensor_model_parallel", False)]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from rigs.audit import idle_audit, part_of
 
-from megapatch.audit._hashes import hash_of, stored
+from megapatch.audit._gathers import _memory_of
+from megapatch.audit._hashes import hash_of
+from megapatch.audit._ranks import Ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64])
@@ -64,10 +69,21 @@ def test_fp8_itself_is_hashed_by_its_bytes():
     assert hash_of([plain.view(torch.float8_e4m3fn)]).tolist() != hash_of([plain]).tolist()
 
 
-def test_what_nobody_can_hash_does_not_hide_its_group():
-    unknown = torch.nn.Parameter(Quantized(other=torch.ones(4)))
-    assert stored(unknown) == []
-    assert hash_of([unknown, torch.ones(4)]).tolist() == hash_of([torch.ones(4)]).tolist()
+def test_what_nobody_can_hash_does_not_hide_its_group(caplog):
+    unknown, known = torch.nn.Parameter(Quantized(other=torch.ones(4))), torch.nn.Parameter(torch.ones(4))
+    chunk = mock.Mock()
+    chunk.module.parameters = lambda: [unknown, known]
+    part = part_of(idle_audit(), Ranks)
+    for _ in range(2):
+        assert [id(one) for one in part._known([chunk])] == [id(known)]
+    assert caplog.text.count("of the class Quantized are not compared") == 1
+    assert hash_of([unknown, known]).tolist() == hash_of([known]).tolist()
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_what_is_sent_is_known_by_its_bytes(kind):
+    made = parts(*NAMES[kind])
+    assert made[NAMES[kind][0]].data_ptr() in _memory_of([torch.nn.Parameter(Quantized(**made))])
 
 
 def test_parameters_are_told_apart():
