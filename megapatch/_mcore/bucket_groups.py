@@ -100,9 +100,15 @@ def lines_of(ddp: Any) -> list[Any]:
 def settle_grad_reduces(ddp: Any) -> None:
     """Wait for gradient reduces that an interrupted backward pass left under way, and forget them.
 
-    A later step would take the old handle for its own and never reduce its gradients.
+    A later step would take the old handle for its own and never reduce its gradients. With several instances of
+    the distributed optimizer there is no handle, but a stream in which the reduces are.
     """
-    for group in bucket_groups(ddp):
+    import torch
+
+    groups = bucket_groups(ddp)
+    for stream in {getattr(group, "communication_stream", None) for group in groups} - {None}:
+        torch.cuda.current_stream().wait_stream(stream)
+    for group in groups:
         if group.grad_reduce_handle is not None:
             group.grad_reduce_handle.wait()
             group.grad_reduce_handle = None

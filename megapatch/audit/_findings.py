@@ -66,6 +66,7 @@ class Ledger:
         self._accepted = accepted
         self._found: dict[tuple[str, str], Finding] = {}
         self._broken: set[object] = set()
+        self._captured = False
         self._lock = threading.Lock()
 
     def report(self, invariant: str, kind: str, what: str, where: tuple[str, ...] | None = None) -> None:
@@ -127,6 +128,12 @@ class Ledger:
                 exc_info=True,
             )
 
+    def note_capture(self) -> None:
+        """Log, the first time, that a CUDA graph is captured."""
+        if not self._captured:
+            self._captured = True
+            log.warning("audit: what is captured in a CUDA graph is not watched, nor are its replays")
+
 
 class _Observer(Protocol):
     @property
@@ -141,11 +148,15 @@ _O = TypeVar("_O", bound=_Observer)
 def observes(look: Callable[Concatenate[_O, _P], _R]) -> Callable[Concatenate[_O, _P], _R | None]:
     """Return the method as one that never breaks training: it logs its bugs, once, and returns None.
 
-    AuditError is raised on purpose.
+    AuditError is raised on purpose. While a CUDA graph is captured the method is not called: a wait of the host
+    would end the capture, and operations would be part of every replay.
     """
 
     @functools.wraps(look)
     def guarded(self: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        if _is_capturing():
+            self.ledger.note_capture()
+            return None
         try:
             return look(self, *args, **kwargs)
         except AuditError:
@@ -155,6 +166,12 @@ def observes(look: Callable[Concatenate[_O, _P], _R]) -> Callable[Concatenate[_O
             return None
 
     return guarded
+
+
+def _is_capturing() -> bool:
+    torch = sys.modules.get("torch")
+    # Where CUDA was never used torch may be a build that cannot be asked.
+    return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
 
 
 def _rank() -> int | None:

@@ -21,6 +21,7 @@ from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
 from ._findings import observes
+from ._hashes import stored
 from ._sites import site
 
 _COLLECTIVES = ("all_gather", "all_gather_into_tensor", "broadcast", "gather", "isend", "send")
@@ -157,12 +158,14 @@ class Gathers(Part):
     def _note_sent(self, collective: str, arguments: tuple[Any, ...]) -> None:
         from torch import Tensor
 
-        sent = {each.untyped_storage().data_ptr() for each in arguments if isinstance(each, Tensor)} - {0}
-        if sent and any(
-            parameter.untyped_storage().data_ptr() in sent for group in self.due for parameter in group.params
-        ):
+        sent = _memory_of(each for each in arguments if isinstance(each, Tensor))
+        if sent and sent & _memory_of(parameter for group in self.due for parameter in group.params):
             what = f"{collective}() sends a parameter that waits for its gather"
             self.ledger.report("gathered-when-read", collective, what)
+
+
+def _memory_of(tensors: Iterable[Any]) -> set[int]:
+    return {part.untyped_storage().data_ptr() for tensor in tensors for part in stored(tensor)} - {0}
 
 
 def _parameters(arguments: Iterable[Any]) -> Iterator[Any]:

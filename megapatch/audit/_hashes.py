@@ -10,13 +10,37 @@ _WIDTHS = (1024, 1021)
 _SMALL = 2**16
 """Bytes: a tensor of at most this size is hashed together with others."""
 _ODD = 0x1E3779B97F4A7C15
+_QUANTIZED = ("_data", "_rowwise_data")
+"""Attributes with the bytes of Transformer Engine's fp8 and fp4 weights, which have no memory of their own."""
+_SCALE = "_scale_inv"
+"""That with their scale, if there is one for the whole tensor. Scales by block are left out: they are padded with
+whatever was in memory, and bytes of other weights differ anyhow."""
+
+
+def stored(tensor: Any) -> list[Any]:
+    """Return the tensors whose memory a parameter is in: itself, or what it consists of; none if nobody knows."""
+    import torch
+
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return [tensor]
+    parts = [getattr(tensor, name, None) for name in (*_QUANTIZED, _SCALE)]
+    found = [part for part in parts if isinstance(part, torch.Tensor)]
+    return found or ([tensor] if _has_memory(tensor) else [])
+
+
+def _has_memory(tensor: Any) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):  # a wrapper's storage is not there
+        return False
+    return True
 
 
 def hash_of(parameters: Iterable[Any]) -> Any:
     """Return two numbers, of 16 bytes together, that depend on every bit and its place, and on all shapes."""
     import torch
 
-    listed = [parameter.detach() for parameter in parameters]
+    listed = [part.detach() for parameter in parameters for part in stored(parameter)]
     sums = torch.cat([part for memory in _joined(listed) for part in _sums(memory)])
     places = torch.arange(1, 2 * len(sums), 2, device=sums.device).mul_(_ODD)  # odd, with little in common
     mixed = _mix(sums.add_(places))

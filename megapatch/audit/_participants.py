@@ -89,15 +89,31 @@ class Participants:
             return False
         world.meetings[name] += 1
         store, size, number = default_store(), dist.get_world_size(group), world.meetings[name]
-        try:
-            have_come = _in_time(lambda: _meet(store, name, size, number))
-        except Exception as error:
-            world.is_compared = False
-            log.warning("audit: ranks are not compared any more: %s", _failure(error))
-            return False
-        if not have_come:
+        have_come = _ask(world, lambda: _meet(store, name, size, number))
+        if have_come is False:
             _leave(world, name, group)
-        return have_come
+        return bool(have_come)
+
+    def number_who_say(self, what: str, group: Any) -> int:
+        """Return how many ranks of a process group say this; 0 if not all have come here as often as this one."""
+        world = self._world
+        if world is None or not world.is_compared:
+            return 0
+        name, store = _name(world, group), default_store()
+        key = f"{name}/{world.meetings[name] + 1}: {what}"
+        if _ask(world, lambda: store.add(key, 1)) is None or not self.all_have_come(group):
+            return 0
+        return _ask(world, lambda: int(store.add(key, 0))) or 0
+
+
+def _ask(world: _World, operate: Callable[[], _T]) -> _T | None:
+    """Return the result of operations on the store; None, and compare no more, where it does not answer."""
+    try:
+        return _in_time(operate)
+    except Exception as error:
+        world.is_compared = False
+        log.warning("audit: ranks are not compared any more: %s", _failure(error))
+        return None
 
 
 def _leave(world: _World, name: str, group: Any) -> None:

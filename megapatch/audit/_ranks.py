@@ -7,7 +7,8 @@ Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (5
           the same elements.
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
-          and named one step later.
+          and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
+          blocks; GTP's, by the ranks that have the same part. What a CUDA graph captures is not looked at.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.
@@ -16,6 +17,8 @@ Cost      reads the parameters once in that step, after one meeting of all ranks
 from __future__ import annotations
 
 import functools
+import inspect
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -23,13 +26,15 @@ from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes
-from ._hashes import hash_of
+from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
 from ._notes import Notes
 from ._participants import Participants
 from ._sites import site
 
 _DATA = "data-parallel"
+
+log = logging.getLogger("megapatch")
 
 
 class _Replicas(NamedTuple):
@@ -61,6 +66,8 @@ class Ranks(Part):
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
         self._seed: int | None = None
         """The seed that this rank was given last, until it has been compared."""
+        self._unknown: set[str] = set()
+        """Names of classes whose parameters are not compared."""
 
     def sites(self) -> tuple[Site, ...]:
         path = "model_parallel_cuda_manual_seed"
@@ -81,7 +88,7 @@ class Ranks(Part):
         if not (raises or is_due):
             return
         # A rank that has nothing to compare comes all the same; one that fails from here on would be waited for.
-        found = list(_replicas(chunks)) if is_due else []
+        found = list(_replicas(self._known(chunks))) if is_due else []
         if not self._participants.all_have_come():
             return
         if raises:
@@ -120,6 +127,15 @@ class Ranks(Part):
                     self.ledger.report("ranks-agree", what, f"a parameter is not the same on all {what} ranks")
             # They stay: all ranks ask for names together in the next step.
             self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
+
+    def _known(self, chunks: list[Any]) -> list[Any]:
+        """Return the parameters whose memory can be hashed; log the classes of others, once each."""
+        parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
+        others = {type(parameter).__name__ for parameter in parameters if not stored(parameter)}
+        for name in sorted(others - self._unknown):
+            log.warning("audit: parameters of the class %s are not compared: their memory is not known", name)
+        self._unknown |= others
+        return [parameter for parameter in parameters if stored(parameter)] if others else parameters
 
     @observes
     def forget(self) -> None:
@@ -193,37 +209,45 @@ class Ranks(Part):
         self._seed = int(seed)
 
     def _compare_seeds(self, seed: int) -> None:
-        """Report stages with one seed: once for a seed, as this waits for a GPU."""
-        import torch
+        """Report stages with one seed: once for a seed. Numbers of the host meet in the store, not on a GPU."""
         from megatron.core import parallel_state
 
         self._seed = None
         group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() > 1 and self._participants.all_have_come(group):
-            highest = _highest(torch.tensor([[seed, seed, 0]], device=self._device()), group)
-            if not _differ(highest).any():
-                what = f"all {group.size()} pipeline stages were seeded with {seed}"
-                self.ledger.report("stages-differ", "seed", what)
+        if group.size() > 1 and self._participants.number_who_say(f"seed {seed}", group) == group.size():
+            what = f"all {group.size()} pipeline stages were seeded with {seed}"
+            self.ledger.report("stages-differ", "seed", what)
 
 
 # ------------------------------------------------------------------------ parameters and their ranks
-def _replicas(chunks: list[Any]) -> Iterator[_Replicas]:
+def _replicas(parameters: list[Any]) -> Iterator[_Replicas]:
     from megatron.core import parallel_state
 
-    parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
     dense = [parameter for parameter in parameters if getattr(parameter, "allreduce", True)]
     experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     whole = [parameter for parameter in dense if not getattr(parameter, "tensor_model_parallel", False)]
     tied = [parameter for parameter in dense if getattr(parameter, "shared_embedding", False)]
     found = [
-        _Replicas(_DATA, parallel_state.get_data_parallel_group(with_context_parallel=True), dense),
+        _Replicas(
+            _DATA,
+            _replicating(parallel_state.get_data_parallel_group, with_context_parallel=True),
+            dense,
+        ),
         _Replicas("tensor-parallel", parallel_state.get_tensor_model_parallel_group(), whole),
     ]
     if experts:
-        found.append(_Replicas("expert-data-parallel", parallel_state.get_expert_data_parallel_group(), experts))
+        group = _replicating(parallel_state.get_expert_data_parallel_group)
+        found.append(_Replicas("expert-data-parallel", group, experts))
     if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
         found.append(_Replicas("embedding", parallel_state.get_embedding_group(), tied))
     return (replicas for replicas in found if replicas.parameters and replicas.group.size() > 1)
+
+
+def _replicating(get_group: Callable[..., Any], **options: Any) -> Any:
+    """Return a group of ranks with the same weights: from 0.19 on, without those that GTP shards weights over."""
+    if "with_gtp_remat" in inspect.signature(get_group).parameters:
+        options["with_gtp_remat"] = False
+    return get_group(**options)
 
 
 # ------------------------------------------------------------------------ over the ranks of a group

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
@@ -135,12 +136,15 @@ def failure_of(task: asyncio.Task[Any]) -> BaseException | None:
 class SequentialCalls:
     """Training loop: makes calls one at a time, in the order in which they were requested.
 
-    Plain functions all run in one thread, so a CUDA device that is current there stays current.
+    Plain functions all run in one thread, so a CUDA device that is current there stays current. At first it is the
+    device of the thread that makes this object.
     """
 
     def __init__(self, timer: Timer, watchdog: Watchdog) -> None:
         self._turn = asyncio.Lock()  # which is fair
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="megapatch-trainer")  # ends when this object does
+        self._thread = ThreadPoolExecutor(  # it ends when this object does
+            1, thread_name_prefix="megapatch-trainer", initializer=_device_setter()
+        )
         self._timer, self.watchdog = timer, watchdog
 
     async def __call__(
@@ -162,6 +166,14 @@ class SequentialCalls:
             with self._timer.phase(method):
                 call = getattr(owner, method)
                 return await perform(call, *args, thread=self._thread, watchdog=self.watchdog, data=data, **kwargs)
+
+
+def _device_setter() -> Callable[[], None]:
+    """Return a function that gives its thread the CUDA device of this one; a new thread has the first device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def _raising_no_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -162,8 +162,13 @@ class FSDP2Backend:
             normalizer=normalizer,
         )
 
-    def _clip(self, parameters: list[Any]) -> float:
-        """Clip by the norm of all parameters; those that are tensor parallel have a mesh of their own."""
+    def _clip(self, parameters: list[Any]) -> float | None:
+        """Clip by the norm of all parameters; those that are tensor parallel have a mesh of their own.
+
+        The norm is made for clipping only: it takes a collective, and a wait for the device.
+        """
+        if self.max_grad_norm is None:
+            return None
         import torch
         from torch.nn import utils
 
@@ -175,9 +180,8 @@ class FSDP2Backend:
             for group in on_mesh.values()
         ]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
-        if self.max_grad_norm is not None:
-            for group in on_mesh.values():
-                utils.clip_grads_with_norm_(group, self.max_grad_norm, norm)
+        for group in on_mesh.values():
+            utils.clip_grads_with_norm_(group, self.max_grad_norm, norm)
         return float(norm)
 
     def abort(self) -> None:

@@ -253,6 +253,10 @@ class MegatronBackend:
         return not failed, norm, zeros
 
     def abort(self) -> None:
+        import torch
+
+        if torch.cuda.is_initialized():  # a backward pass that was interrupted has joined none of its streams
+            torch.cuda.synchronize()
         for chunk in self.chunks:
             settle_grad_reduces(chunk)
             forget_interrupted_first_step(chunk)

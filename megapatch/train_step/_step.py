@@ -71,7 +71,9 @@ class TrainStep:
         calls_add_up: whether the caller divides the losses; see "added up" above.
         step_scheduler_on_skip: whether the scheduler steps after a step that was skipped for an overflow.
             Megatron's own train() does not do that; NeMo-RL does.
-        max_grad_norm: with FSDP2, clip gradients to this L2 norm. Megatron's optimizer has its own clip_grad.
+        max_grad_norm: with FSDP2, clip gradients to this L2 norm; ``math.inf`` to get the norm and clip nothing.
+            Without it there is no norm, which takes a collective and a wait for the device. Megatron's optimizer
+            has its own clip_grad.
         data_parallel_dims: with FSDP2, the names of the dimensions of the device mesh over which fully_shard
             shards or replicates, such as ``("data",)``, where the mesh has others, for tensor parallelism. Ranks
             that differ only in those make the same calls with the same data.

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from datetime import timedelta
 
 import pytest
 import torch
-from rigs.audit import running_audit
+from rigs.audit import part_of, running_audit
 from rigs.cells import AUDITED
 from rigs.megatron.options import UNPATCHED, Log
 
 from megapatch import MisuseError, apply, audit
-from megapatch.audit import _participants
+from megapatch._verify.operations import Operations
+from megapatch.audit import _participants, _ranks
 from megapatch.errors import AuditError
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt
 
 
 def impatient():
@@ -182,3 +184,44 @@ def test_a_bad_number_in_the_environment_is_a_warning(monkeypatch, caplog):
     audit.start()
     audit.stop()
     assert "MEGAPATCH_AUDIT_EVERY=often: expected a number of steps, 1 or more; it is taken for 50" in caplog.text
+
+
+def sharded_by_gtp(rank, world_size):
+    from megatron.core import parallel_state
+
+    if "gtp_remat_size" not in inspect.signature(parallel_state.initialize_model_parallel).parameters:
+        return None
+    init_parallel()
+    model = tiny_gpt(hooks=False)
+    destroy_parallel()
+    parallel_state.initialize_model_parallel(gtp_remat_size=world_size)
+    return [replicas.what for replicas in _ranks._replicas(list(model.chunks[0].parameters()))]
+
+
+def test_ranks_that_gtp_shards_weights_over_are_not_compared():
+    found = run_ranks(sharded_by_gtp, 2, env=UNPATCHED)
+    if None in found:
+        pytest.skip("this Megatron has no GTP")
+    assert found == [[], []]
+
+
+def seeded(rank, world_size):
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    init_parallel(pp=2)
+    tiny_gpt(layers=4).train_step()
+    audit.clear()
+    found = []
+    for seed in (1, 1 + rank, 1):
+        model_parallel_cuda_manual_seed(seed)
+        with Operations() as operations:
+            part_of(running_audit(), _ranks.Ranks)._compare_seeds()
+        found.append([finding.invariant for finding in audit.findings()])
+        audit.clear()
+        assert not operations.found, operations.found
+    return found
+
+
+def test_seeds_are_compared_without_a_collective_and_a_wait():
+    one_seed = ["stages-differ"]
+    assert run_ranks(seeded, 2, env={**UNPATCHED, **AUDITED}) == [[one_seed, [], one_seed]] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+from unittest import mock
 
 import pytest
 from rigs.audit import WATCHERS, idle_audit, part_of
@@ -12,6 +13,7 @@ from rigs.audit import WATCHERS, idle_audit, part_of
 from megapatch.audit._audit import Call
 from megapatch.audit._calls import Calls
 from megapatch.audit._gathers import Gathers
+from megapatch.audit._tokens import Tokens
 
 REPLACED = [
     pytest.param(number, site.module, name, id=f"{site.module}:{name}")
@@ -111,3 +113,21 @@ OWN = [site for watcher in WATCHERS for site in watcher.sites if site.module.sta
 @pytest.mark.parametrize("site", OWN, ids=lambda site: site.module)
 def test_what_it_watches_of_megapatch_is_there(site):
     assert site.diagnose(importlib.import_module(site.module)).kind.value == "needed"
+
+
+def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(monkeypatch, caplog):
+    """A wait of the host would end the capture."""
+    import torch
+
+    running, capturing = idle_audit(), [True]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    part = part_of(running, Tokens)
+    part._times_uncounted = mock.MagicMock()
+    for _ in range(2):
+        part.judge()
+    part._times_uncounted.__int__.assert_not_called()
+    assert caplog.text.count("CUDA graph") == 1
+    capturing[0] = False
+    part.judge()
+    assert part._times_uncounted == 0  # it has been read, and begins again

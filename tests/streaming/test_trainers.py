@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import gc
 import subprocess
@@ -10,9 +11,10 @@ import sys
 import threading
 
 import pytest
+import torch
 from rigs.streaming.world import raised
 
-from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
+from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump, _calls
 
 
 class Generation:
@@ -271,3 +273,21 @@ def test_who_imports_megapatch_imports_none_of_it():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split("\n")[:2] == ["set()", "set()"]
+
+
+def test_the_trainers_thread_has_the_device_of_the_one_that_made_the_pump(monkeypatch):
+    devices = collections.defaultdict(int, {threading.get_ident(): 3})  # by thread
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[threading.get_ident()])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: devices.update({threading.get_ident(): device}))
+
+    class Trainer:
+        def device(self):
+            return threading.current_thread().name, torch.cuda.current_device()
+
+    async def main():
+        calls = _calls.SequentialCalls(_calls.Timer(), _calls.Watchdog())
+        return await calls(Trainer(), "device")
+
+    name, device = asyncio.run(main())
+    assert name.startswith("megapatch-trainer") and device == 3

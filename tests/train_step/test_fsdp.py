@@ -4,6 +4,7 @@ FSDP2, of all microbatches at once: gradient norm, gradients and parameters, ove
 from __future__ import annotations
 
 import itertools
+import math
 import subprocess
 import sys
 
@@ -24,6 +25,8 @@ from rigs.train_step.fsdp import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+
+from megapatch._verify.operations import Operations
 
 pytestmark = pytest.mark.thorough  # needs no Megatron at all
 STEPS = range(3)
@@ -133,6 +136,7 @@ def compared(rank, world_size):
     yield "no scheduler", lambda: Sharded(rank, scheduler=False).step(0, UNEVEN).learning_rate
     yield "uneven ranks", lambda: Sharded(rank).step(0, CUTS["uneven ranks"]).num_microbatches
     yield "data of the last step", lambda: first_call_without_data(rank)
+    yield "not clipped", lambda: not_clipped(rank)
     yield "metrics", lambda: metrics_of(rank)
     yield "megatron", lambda: [name for name in sys.modules if name.startswith("megatron.")]
 
@@ -142,6 +146,19 @@ def first_call_without_data(rank):
     sharded.step(0, ((2, 2),))
     sharded.step(1, ((2, 0), (0, 2)))
     return sharded.state(), len(sharded.train_step._backend.drawn)
+
+
+def not_clipped(rank):
+    """Return the norm, and where the host waits to finish a step, without clipping and with a norm to look at."""
+    found = []
+    for limit in (None, math.inf):
+        sharded = Sharded(rank, max_grad_norm=limit)
+        with sharded.train_step:
+            sharded.calls(0, UNEVEN)
+            with Operations() as operations:
+                result = sharded.train_step.finish()
+        found.append((result.grad_norm, len(operations.waits)))
+    return found
 
 
 def metrics_of(rank):
@@ -168,6 +185,13 @@ def test_a_step_in_pieces_is_one_of_the_whole_batch(ranks, case, cut):
     expected = reference(STEPS, CUTS[cut], **CASES[case][1])
     for found in ranks:
         assert_same(found[case, cut], expected)
+
+
+def test_without_clipping_nobody_waits_for_a_norm(ranks):
+    for found in ranks:
+        (norm, waits), (seen, more) = found["not clipped"]
+        assert (norm, waits) == (None, 1)
+        assert seen > 0 and more == 2
 
 
 def test_clipping_is_reached_in_each_step():

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import once, run_cells
+from rigs.fake_gpu.collectives import make_collectives_late
 from rigs.megatron.gathers import pair, wrong
-from rigs.megatron.late import make_collectives_late
 from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, raising_half_way
 from rigs.train_step.layouts import CASES, TOKENS, in_layouts, model_of
 from rigs.train_step.models import in_pieces

@@ -44,7 +44,7 @@ def made_alike():
         Device().watched() as device,
     ):
         megapatch.assert_consistent()
-    return device.found
+    return device.words
 
 
 def plan_compared():
@@ -59,7 +59,7 @@ def plan_compared():
         Device().watched() as device,
     ):
         save_plan_cache._changed_anywhere(mock.Mock(), [], True)
-    return device.found
+    return device.words
 
 
 def step_on_top(layout, options, settings, ours, megatrons):
@@ -77,7 +77,7 @@ def step_on_top(layout, options, settings, ours, megatrons):
             plain.zero_grad()
             called(schedule(), plain, megatrons, batches, model=plain.chunks, forward_only=False)
             plain.optimizer.step()
-    found, usual = Counter(split.found), Counter(single.found)
+    found, usual = Counter(split.words), Counter(single.words)
     return dict(found - usual), dict(usual - found)
 
 
@@ -111,7 +111,7 @@ def audited_on_top(every):
         for number in range(3):
             with Device().watched() as device:
                 model.train_step(number)
-        found.append(Counter(device.found))
+        found.append(Counter(device.words))
     audit.stop()
     return dict(found[1] - found[0])
 

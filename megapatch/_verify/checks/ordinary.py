@@ -11,7 +11,7 @@ STEPS = 3
 
 
 def ordinary_steps(layout: Layout = DP) -> None:
-    """List the collectives, messages and host reads of steps, without patches and with them.
+    """List the collectives, messages and waits of the host of steps, without patches and with them.
 
     Those of the first step may come in another order: megatron.grad-ready-window holds its reduces back.
     """
@@ -31,15 +31,12 @@ def ordinary_steps(layout: Layout = DP) -> None:
 
 
 def _listed(layout: Layout, options: dict[str, object]) -> list[list[str]]:
-    import torch
-
     from ..operations import Operations
 
     model = layout.model(**options)
     found = []
     for step in range(STEPS):
-        # On a GPU a backward pass has a thread of its own otherwise, in which nothing would be seen.
-        with torch.autograd.set_multithreading_enabled(False), Operations() as operations:
+        with Operations() as operations:
             model.train_step(step)
         found.append([repr(operation) for operation in operations.found])
     return found

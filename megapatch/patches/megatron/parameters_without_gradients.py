@@ -118,6 +118,8 @@ class Line:
             self._start(group)
         while self.next < len(self.groups) and self._may_pass(self.groups[self.next]):
             self.next += 1
+        if group in self.waiting:
+            self.waiting[group] = _after_this_stream(start)
 
     def _may_pass(self, group: Any) -> bool:
         if group in self.waiting:
@@ -136,6 +138,21 @@ class Line:
             if group not in self.started:  # it may have waited for one that has started here
                 group.start_grad_sync(**arguments)
         _report(left)
+
+
+def _after_this_stream(start: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a function that starts a reduce after what this stream was given to do, from whichever stream."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return start
+    event = torch.cuda.current_stream().record_event()
+
+    def start_later() -> Any:
+        torch.cuda.current_stream().wait_event(event)
+        return start()
+
+    return start_later
 
 
 def start_in_line(start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:

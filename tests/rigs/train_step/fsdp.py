@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -106,6 +108,7 @@ class Sharded:
         self.optimizer, self.scheduler = optimizers(self.model)
         if counting:
             options["expected_count"] = 10
+        options.setdefault("max_grad_norm", math.inf)  # to see the norm
         self.train_step = TrainStep(self.model, self.optimizer, self.scheduler if scheduler else None, **options)
 
     def pieces(self, step, cut):
