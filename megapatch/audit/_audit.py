@@ -153,6 +153,9 @@ class Part:
     def end_call(self, call: Call) -> None:
         """See that it has ended, or raised."""
 
+    def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
+        """See a microbatch of a call that trains, and its forward_step()'s result: output and number of tokens."""
+
     def begin_step(self, step: Step) -> None:
         """See that an optimizer step begins, and judge the calls that led to it."""
 

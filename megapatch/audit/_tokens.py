@@ -72,13 +72,14 @@ class Tokens(Part):
         ) -> Any:
             result = forward_step(forward_step_func, data_iterator, model, *args, **kwargs)
             if self._training and self._training[-1]:
-                self._note_microbatch(model, result)
+                for part in self.audit.parts:
+                    part.trained_on(model, result)
             return result
 
         return patched_forward_step
 
     @observes
-    def _note_microbatch(self, chunk: Any, result: tuple[Any, Any]) -> None:
+    def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
         output, num_tokens = result
         self._in_call = self._in_call + num_tokens
         for buffer in _buffers(chunk)[:1]:
