@@ -67,13 +67,14 @@ class Microbatches(Part):
             row[1] = hash_of([values])[0] * (values != values[0]).any()
 
     @observes
-    def judge_ranks(self, highest: Any) -> None:
+    def judge_ranks(self, highest: list[int], of_complements: list[int]) -> None:
         """Note what the ranks of a data-parallel group should have alike, or not alike.
 
         Args:
-            highest: the highest of these numbers on any rank, and the highest of their complements.
+            highest: the highest of these numbers on any rank.
+            of_complements: the highest of their complements.
         """
-        (most, losses, _), (least, others, _) = highest.tolist()
+        (most, losses, _), (least, others, _) = highest, of_complements
         if most != ~least:
             what = f"data-parallel ranks have trained on {~least} to {most} microbatches since they were compared"
             self.ledger.report("calls-alike", "data-parallel", what)

@@ -122,7 +122,7 @@ class Ranks(Part):
         for chunk in list(self.audit.models.chunks):
             compared = self._compared.get(chunk, [])
             for earlier in compared:
-                if not earlier.is_reported and _differ(earlier.hashes[:, :1]).any():
+                if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
                     what = earlier.replicas.what
                     self.ledger.report("ranks-agree", what, f"a parameter is not the same on all {what} ranks")
             # They stay: all ranks ask for names together in the next step.
@@ -145,14 +145,15 @@ class Ranks(Part):
     def _judge(self, earlier: _Compared, chunks: list[Any]) -> None:
         """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
         what, group, parameters = earlier.replicas
+        highest = earlier.hashes.tolist()
         if what == _DATA:
-            self.audit.part(Microbatches).judge_ranks(earlier.hashes[:, -1])
-        if not _differ(earlier.hashes[:, :1]).any():
+            self.audit.part(Microbatches).judge_ranks(*(each[-1] for each in highest))
+        if not _differ(highest)[0]:
             return
         wrong = parameters
         if self._participants.all_have_come(group):
             hashes = self._hashes([[parameter] for parameter in parameters])
-            differing = _differ(_highest(hashes, group)).tolist()
+            differing = _differ(_highest(hashes, group).tolist())
             wrong = [parameter for parameter, differs in zip(parameters, differing, strict=True) if differs]
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
         name = describe(wrong or parameters, named)
@@ -261,6 +262,9 @@ def _highest(hashes: Any, group: Any) -> Any:
     return both
 
 
-def _differ(highest: Any) -> Any:
+def _differ(highest: list[list[list[int]]]) -> list[bool]:
     """Return by hash whether the highest is not the lowest, where no rank has failed to make one."""
-    return (highest[0] != ~highest[1]).any(dim=1) & (highest[0, :, 2] == 0)
+    return [
+        not mine[2] and any(one != ~other for one, other in zip(mine, others, strict=True))
+        for mine, others in zip(*highest, strict=True)
+    ]
