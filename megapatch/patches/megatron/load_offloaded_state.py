@@ -179,7 +179,7 @@ def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
         if "step" in state:
             # load_state_dict() has set the right one, in one tensor for all. Buckets hold the one that was there
             # when loading began, other formats none, which the original takes for an error.
-            if not is_offloaded:
+            if not is_offloaded and hasattr(state["step"], "clone"):
                 state["step"] = state["step"].clone()
             tensors = {**tensors, "step": state["step"]}
         if is_offloaded:  # the original sets all that is in the state
@@ -218,7 +218,7 @@ def _give_each_its_step(states: Any) -> None:
     seen: set[int] = set()
     for state in states.values():
         step = state.get("step") if isinstance(state, dict) else None
-        if step is not None and id(step) in seen:
+        if hasattr(step, "clone") and id(step) in seen:  # else a number
             state["step"] = step.clone()
         seen.add(id(step))
 
