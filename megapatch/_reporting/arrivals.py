@@ -24,9 +24,10 @@ def naming_the_missing(group: Any) -> Iterator[None]:
     import torch.distributed as dist
 
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    keys = {rank: f"megapatch.agreement/{name_of(ranks)}/{rank}" for rank in ranks}
-    _calls[name_of(ranks)] += 1
-    number = _calls[name_of(ranks)]  # a collective: every rank counts the same
+    name = name_of(ranks)
+    keys = {rank: f"megapatch.agreement/{name}/{rank}" for rank in ranks}
+    _calls[name] += 1
+    number = _calls[name]  # a collective: every rank counts the same
     with contextlib.suppress(Exception):  # without a store nobody is named; the comparison needs none
         default_store().set(keys[dist.get_rank()], str(number))
     try:
