@@ -13,7 +13,7 @@ from megapatch.audit._settings import bad_values
 from megapatch.patch import NEEDS_ATTENTION
 
 PACKAGE = Path(megapatch.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "troubleshooting.md"
+PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
 LEVELS = ("warning", "error", "exception", "critical")
 # Functions that log what they are called with: the position of the text, and how it goes on in the log.

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from rigs.audit import WATCHERS, idle_audit, part_of
+from rigs.needs import needs_torch
 
 from megapatch.audit._audit import Call
 from megapatch.audit._calls import Calls
@@ -115,6 +116,7 @@ def test_what_it_watches_of_megapatch_is_there(site):
     assert site.diagnose(importlib.import_module(site.module)).kind.value == "needed"
 
 
+@needs_torch
 def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(monkeypatch, caplog):
     """A wait of the host would end the capture."""
     import torch
