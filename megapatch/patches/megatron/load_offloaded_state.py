@@ -218,8 +218,8 @@ def _give_each_its_step(states: Any) -> None:
     seen: set[int] = set()
     for state in states.values():
         step = state.get("step") if isinstance(state, dict) else None
-        if hasattr(step, "clone") and id(step) in seen:  # else a number
-            state["step"] = step.clone()
+        if step is not None and hasattr(step, "clone"):  # else a number
+            state["step"] = step.clone() if id(step) in seen else step
         seen.add(id(step))
 
 
