@@ -48,7 +48,7 @@ class Microbatches(Part):
     def added_to(self, hashes: Any, chunks: list[Any]) -> Any:
         """Return hashes to compare with a row more: the number of microbatches, a hash of their losses, and 0.
 
-        The hash is 0 where there are no losses, or all are alike. A rank that fails here adds zeros.
+        The hash is 0 where losses are all alike, not finite, or not here. A rank that fails here adds zeros.
         """
         import torch
 
@@ -64,7 +64,7 @@ class Microbatches(Part):
         row[0] = trained.count  # of the last chunk; all have as many
         if trained.losses:
             values = torch.stack([*trained.losses]).float()
-            row[1] = hash_of([values])[0] * (values != values[0]).any()
+            row[1] = hash_of([values])[0] * ((values != values[0]).any() & values.isfinite().all())
 
     @observes
     def judge_ranks(self, highest: list[int], of_complements: list[int]) -> None:

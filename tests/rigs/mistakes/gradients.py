@@ -1,0 +1,192 @@
+"""Mistakes with gradients."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from rigs.megatron.grad_ready import BUFFER
+from rigs.megatron.options import ADAM, BOTH, GRADS
+from rigs.mistakes import Table
+
+LEARNS = "golden_per_param_grad_ready_counts" in BUFFER.read_text()  # from 0.16 on
+SHARDED = {"dtype": "bf16", **ADAM, "use_distributed_optimizer": True}
+
+TABLE = Table("gradients")
+
+
+def never_zeroed(model, step):
+    """SkyRL before accumulation, or a worker after an exception."""
+    model.forward_backward(step)
+    model.optimizer.step()
+
+
+TABLE.row("never zeroed", never_zeroed, {"fresh-gradients": 1})
+
+
+def zeroed_in_every_call(model, step):
+    """SkyRL before it accumulated."""
+    for part in range(2):
+        model.zero_grad()
+        model.forward_backward(step + part)
+    model.optimizer.step()
+
+
+TABLE.row("zeroed in every call", zeroed_in_every_call, {"gradients-used": 0})
+TABLE.row("zeroed in every call, with overlap", zeroed_in_every_call, {"gradients-used": 0}, **BOTH)
+
+
+def zeroed_before_the_step(model, step):
+    model.forward_backward(step)
+    model.zero_grad()
+    model.optimizer.step()
+
+
+TABLE.row("zeroed right before the step", zeroed_before_the_step, {"gradients-used": 0})
+TABLE.row("zeroed right before the step, sharded", zeroed_before_the_step, {"gradients-used": 0}, **SHARDED)
+
+
+def stepped_twice(model, step):
+    model.train_step(step)
+    model.optimizer.step()
+
+
+TABLE.row("the optimizer steps twice", stepped_twice, {"stepped-once": 1})
+TABLE.row("the optimizer steps twice, sharded", stepped_twice, {"stepped-once": 1}, **SHARDED)
+
+
+def backward_forgotten_in_an_inner_loop(model, step):
+    model.train_step(step)
+    for _ in range(2):
+        model.optimizer.step()
+
+
+TABLE.row("an inner loop without a backward pass", backward_forgotten_in_an_inner_loop, {"stepped-once": 1})
+
+
+def torchs_optimizer(model, step):
+    """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
+    model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
+    model.torchs.zero_grad()
+    model.forward_backward(step)
+    model.torchs.step()
+
+
+TABLE.row("torch's optimizer on Megatron's DistributedDataParallel", torchs_optimizer, {"reduced-once": 0})
+
+
+def reduced_in_every_call(model, step):
+    """A step of two calls, each of which finishes gradients (NeMo-RL, SkyRL)."""
+    model.zero_grad()
+    model.forward_backward(step)
+    model.forward_backward(step + 1)
+    model.optimizer.step()
+
+
+TABLE.row("reduced in every call", reduced_in_every_call, {"reduced-once": 0})
+
+
+def never_reduced(model, step):
+    model.zero_grad()
+    model.config.finalize_model_grads_func = None
+    model.forward_backward(step)
+    model.optimizer.step()
+
+
+TABLE.row("never reduced", never_reduced, {"reduced-once": 0, "ranks-agree": 2})
+
+
+def more_microbatches_than_the_first_step(model, step):
+    model.config.no_sync_func = contextlib.nullcontext
+    model.train_step(step, num_microbatches=2 + 2 * (step > 0))
+
+
+if LEARNS:  # before 0.16 an assertion ends it
+    TABLE.row(
+        "more microbatches than in the first step, without no_sync",
+        more_microbatches_than_the_first_step,
+        {"reduced-once": 1, "ranks-agree": 3},
+        **GRADS,
+    )
+
+
+def changed_by(change):
+    def change_and_step(model, step):
+        model.zero_grad()
+        model.forward_backward(step)
+        for buffer in model.chunks[0].buffers:
+            change(buffer.grad_data)
+        model.optimizer.step()
+
+    return change_and_step
+
+
+def offloaded_and_lost(grads):
+    grads.untyped_storage().resize_(0)
+    grads.untyped_storage().resize_(grads.numel() * grads.element_size())
+    grads.zero_()
+
+
+TABLE.row(
+    "scaled by hand after they were finished", changed_by(lambda grads: grads.mul_(0.5)), {"gradients-kept": 0}
+)
+TABLE.row(
+    "clipped by this rank's own norm",
+    changed_by(lambda grads: grads.div_(max(1.0, float(grads.norm())))),
+    {"gradients-kept": 0},
+)
+TABLE.row("lost by an offload", changed_by(offloaded_and_lost), {"gradients-kept": 0})
+TABLE.row(
+    "zeroed through .data",
+    changed_by(lambda grads: grads.data.zero_()),
+    {},
+    why="torch does not count changes through .data",
+)
+
+
+def one_chunk_of_two(model, step):
+    """The optimizer of the second chunk is forgotten."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(optimizer="sgd", lr=0.1)
+    model.firsts = getattr(model, "firsts", None) or get_megatron_optimizer(config, model.chunks[:1])
+    model.zero_grad()
+    model.forward_backward(step)
+    model.firsts.step()
+
+
+TABLE.row(
+    "one chunk of two has no optimizer", one_chunk_of_two, {"every-chunk-steps": 1}, layout={"pp": 2, "vpp": 2}
+)
+
+
+def experts_averaged_otherwise(model, step):
+    for buffer in model.chunks[0].expert_parallel_buffers:
+        for bucket in buffer.buckets:
+            bucket.gradient_scaling_factor = 1.0
+    model.train_step(step)
+
+
+TABLE.row(
+    "experts' gradients have a factor set by hand",
+    experts_averaged_otherwise,
+    {"averaged-alike": 0},
+    layout={"ep": 2},
+    experts=2,
+)
+
+
+def frozen_and_forgotten(model, step):
+    for name, parameter in model.chunks[0].module.named_parameters():
+        if "layers.1." in name:
+            parameter.requires_grad = False
+    model.train_step(step)
+
+
+TABLE.row(
+    "layers frozen after they were wrapped",
+    frozen_and_forgotten,
+    {},
+    why="gradients are counted by bucket, not by parameter",
+)

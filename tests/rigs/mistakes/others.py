@@ -1,0 +1,136 @@
+"""Mistakes with the schedule, modes, ranks and hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+
+from megapatch.testing import _data
+from rigs.megatron.options import BOTH, GRADS, linear_schedule
+from rigs.mistakes import Table
+from rigs.mistakes.gradients import LEARNS
+from rigs.mistakes.losses import FP16, losses_times
+from rigs.mistakes.weights import log_probabilities
+
+SCHEDULE, MODES, RANKS, HOOKS = map(Table, ("the schedule", "modes", "ranks", "hooks"))
+DROPOUT = {"config": {"hidden_dropout": 0.1}}
+
+
+def schedule_of(model):
+    model.schedule = getattr(model, "schedule", None) or linear_schedule(model.optimizer, steps=9, max_lr=0.1)
+    return model.schedule
+
+
+def schedule_moves_after_an_overflow(model, step):
+    schedule = schedule_of(model)
+    model.zero_grad()
+    with losses_times(float("inf")):
+        model.forward_backward(step)
+    model.optimizer.step()
+    schedule.step(1)
+
+
+def schedule_moves_twice(model, step):
+    schedule = schedule_of(model)
+    model.train_step(step)
+    schedule.step(1)
+    schedule.step(1)
+
+
+def schedule_never_moves(model, step):
+    schedule_of(model)
+    model.train_step(step)
+
+
+SCHEDULE.row("advances after an overflow", schedule_moves_after_an_overflow, {"learning-rate-moves": 1}, **FP16)
+SCHEDULE.row("advances twice a step", schedule_moves_twice, {"schedule-once": 1})
+SCHEDULE.row("never advances", schedule_never_moves, {}, why="some trainers advance it once for many steps")
+
+
+def trained_in_evaluation_mode(model, step):
+    model.chunks[0].eval()
+    model.train_step(step)
+
+
+def log_probabilities_with_dropout(model, step):
+    log_probabilities(model, step)
+    model.train_step(step)
+
+
+MODES.row("trained in eval(), with dropout", trained_in_evaluation_mode, {"training-mode": 0}, **DROPOUT)
+MODES.row(
+    "trained in eval(), with an auxiliary loss",
+    trained_in_evaluation_mode,
+    {"training-mode": 0},
+    experts=2,
+    config={"moe_aux_loss_coeff": 0.1},
+)
+MODES.row("log-probabilities in train()", log_probabilities_with_dropout, {"evaluation-mode": 0}, **DROPOUT)
+
+
+def uneven_calls(model, step):
+    model.train_step(step, num_microbatches=2 + torch.distributed.get_rank())
+
+
+def same_data(model, step):
+    """A sampler that ignores the rank."""
+
+    def of_the_first_rank(*args, **kwargs):
+        with mock.patch("megatron.core.parallel_state.get_data_parallel_rank", return_value=0):
+            return microbatches(*args, **kwargs)
+
+    microbatches = _data.microbatches
+    with mock.patch.object(_data, "microbatches", of_the_first_rank):
+        model.train_step(step)
+
+
+def forward_without_the_gather(model, step):
+    """NeMo-RL's worker after a split step: hooks stay off."""
+    model.train_step(step)
+    if model.chunks[0].remove_forward_pre_hook_handles:
+        model.chunks[0].disable_forward_pre_hook(param_sync=False)
+
+
+def noise_on_one_rank(model, step):
+    """Exploration noise from generators that are seeded differently."""
+    if step == 1:
+        generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+        for parameter in model.chunks[0].parameters():
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 1e-3)
+    model.train_step(step)
+
+
+def stages_of_one_seed(model, step):
+    """SkyRL, AReaL, verl: all stages are seeded alike."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    if step == 0:
+        model_parallel_cuda_manual_seed(1)
+    model.train_step(step)
+
+
+RANKS.row("a rank has more microbatches", uneven_calls, {"calls-alike": 1})
+RANKS.row("ranks read the same data", same_data, {"data-differs": 1})
+RANKS.row("forward passes without the gather", forward_without_the_gather, {"ranks-agree": 2}, **BOTH)
+RANKS.row("noise of one's own on each rank", noise_on_one_rank, {"ranks-agree": 2})
+RANKS.row("stages have one seed", stages_of_one_seed, {"stages-differ": 0}, layout={"pp": 2})
+
+
+def nested_no_sync(model, step):
+    """The schedule's inner no_sync() ends the outer one, so the first of two calls is reduced (NeMo-RL#3660)."""
+    model.zero_grad()
+    finalize, sync = model.config.finalize_model_grads_func, model.config.grad_sync_func
+    model.config.finalize_model_grads_func = model.config.grad_sync_func = None
+    with contextlib.ExitStack() as outer:
+        for chunk in model.chunks:
+            outer.enter_context(chunk.no_sync())
+        model.forward_backward(step)
+    model.config.finalize_model_grads_func, model.config.grad_sync_func = finalize, sync
+    model.forward_backward(step + 1)
+    model.optimizer.step()
+
+
+if LEARNS:  # before 0.16 an assertion ends it
+    HOOKS.row("no_sync() within no_sync()", nested_no_sync, {"hooks-balanced": 0}, **GRADS)
