@@ -40,7 +40,7 @@ def test_the_patches_are_applied(ranks):
     for found in ranks:
         statuses = found["statuses"]
         statuses.pop("verl.weight-sync-resume")  # of a module that the engine does not import
-        assert len(statuses) == 4
+        assert len(statuses) == 5
         assert set(statuses.values()) == {"applied"}
 
 
