@@ -107,6 +107,7 @@ def soak(rank, world_size):
     return healthy, none, grown(tiny, STEPS, zero=False), [each.count for each in audit.findings()]
 
 
+@pytest.mark.nightly
 def test_nothing_grows_with_the_steps():
     env = {**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT_EVERY": str(EVERY)}
     ranks = run_ranks(soak, 2, env=env, timeout=400.0)  # 40 s on an idle machine

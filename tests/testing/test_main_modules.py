@@ -16,7 +16,7 @@ from rigs.needs import needs_megatron
 from megapatch.errors import MisuseError
 from megapatch.testing import run_ranks
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.nightly]  # each starts a Python of its own, with torch
 
 # The server has nothing to import, and the children do not import torch: each program is run once.
 PROGRAM = """
