@@ -83,6 +83,13 @@ def test_children_leave_it_to_their_parent():
     assert signs(UNPATCHED, spawn) == []
 
 
+@needs_megatron
+def test_a_child_of_multiprocessing_says_it_where_it_is_known_to_be_rank_0():
+    spawn = "import multiprocessing; multiprocessing.process._parent_process = object()"
+    assert signs(spawn, PATCHED) == []
+    assert signs(spawn, PATCHED, RANK="0", WORLD_SIZE="2") == [APPLIED]
+
+
 def test_without_a_standard_error_nothing_breaks_and_standard_output_stays_clean():
     shown = run("-c", f"{UNPATCHED}; sys.stderr = None")
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")

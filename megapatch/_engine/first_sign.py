@@ -47,7 +47,9 @@ class FirstSign:
         if self._done:
             return
         self._done = True
-        if not _takes_info(self._log) and place()[0] == 0:
+        rank, size, _ = place()
+        is_one_of_many = size == 1 and _has_parent()  # whose ranks nobody knows yet
+        if not _takes_info(self._log) and rank == 0 and not is_one_of_many:
             say(text)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import signal
 import subprocess
@@ -43,7 +44,8 @@ def test_it_learns_faster_as_rollouts_arrive_and_on_policy_it_is_synchronous_tra
 def test_ctrl_c_ends_it_cleanly(tmp_path):
     command = [sys.executable, EXAMPLE, "--plot", tmp_path / "plot.png"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes, preexec_fn=heed_ctrl_c) as example:
+    env = {**os.environ, "MEGAPATCH_QUIET": "1"}
+    with subprocess.Popen(command, **pipes, env=env, preexec_fn=heed_ctrl_c) as example:
         while "step  5" not in (line := example.stdout.readline()):
             assert line, example.stderr.read()
         example.send_signal(signal.SIGINT)
