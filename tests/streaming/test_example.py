@@ -20,6 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_rl.py"
 
 @pytest.mark.thorough
 @needs_megatron
+@pytest.mark.nightly
 def test_it_learns_faster_as_rollouts_arrive_and_on_policy_it_is_synchronous_training(tmp_path):
     plot = tmp_path / "plot.png"
     done = subprocess.run([sys.executable, EXAMPLE, "--plot", plot], capture_output=True, text=True, timeout=300)
