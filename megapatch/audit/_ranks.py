@@ -1,7 +1,7 @@
 """ranks-agree and stages-differ: the same parameters on all ranks, and different seeds on all stages.
 
 Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50): a hash of the parameters that
-          are the same in a group, and one all-reduce of 48 bytes a group. A rank that missed a gather, a
+          are the same in a group, and one all-reduce of 48 or 96 bytes a group. A rank that missed a gather, a
           broadcast or a reduce trains another model, whose gradients are averaged with the others' all the same.
           model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline stages with the same one drop
           the same elements.
