@@ -125,6 +125,7 @@ class GivenUp:
             shutil.rmtree(failing.path)
         torch.distributed.barrier()
         attempt(self.write, failing)
+        torch.distributed.barrier()  # else the folder is there before the other has tried
         os.makedirs(failing.path, exist_ok=True)  # rank 0 writes the common state there, and the others wait
         after = self.saved(WIDER)
         return self.finalize(failing), after
