@@ -197,7 +197,7 @@ def _add_verify(commands: Any) -> None:
         metavar="SECONDS",
         help="end a run that takes longer (%(default)g); a check has two",
     )
-    command.add_argument("--processes", type=int, metavar="N", help="how many; one a GPU, or 2 on CPU, by default")
+    command.add_argument("--processes", type=int, metavar="N", help="how many; one a GPU, at least 2, by default")
     command.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there are GPUs, by default")
 
     def run(options: argparse.Namespace) -> int:

@@ -18,7 +18,8 @@ from .results import CANNOT_RUN, Results
 from .world import Device, Launched, Local, World, gpus, is_launched, opened
 
 SECONDS = 180.0
-ON_CPU = 2
+AT_LEAST = 2
+"""Ranks, unless fewer are asked for: most defects need two."""
 EXIT_CODES = """\
 exit codes:
   0    all is repaired, or was switched off on purpose
@@ -46,7 +47,8 @@ def verify(
         names: of patches and checks, or globs; none for all.
         as_json: print JSON instead of text.
         seconds: for each run of a check, of which it has two.
-        processes: number of ranks; None for one a GPU, or 2 on CPU. Under torchrun it is torchrun's.
+        processes: number of ranks; None for one a GPU, and 2 on CPU and where
+            there is only one GPU. Under torchrun it is torchrun's.
         device: None for GPUs where there are any.
     """
     output = terminal.reserve()
@@ -95,12 +97,7 @@ def _world(processes: int | None, device: Device | None) -> World:
             return Launched(device)
         except (RuntimeError, ValueError) as error:
             raise CannotRun(f"the launcher's store (MASTER_ADDR, MASTER_PORT) does not answer: {error}") from error
-    if device == "cuda" and (processes or 1) > there:
-        raise CannotRun(
-            f"--processes {processes}: torch sees {there} GPUs, and two ranks cannot share one over NCCL; "
-            "--device cpu has no such limit"
-        )
-    return Local(processes or (there if device == "cuda" else ON_CPU), device)
+    return Local(processes or max(AT_LEAST, there if device == "cuda" else 0), device)
 
 
 def _chosen(names: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .in_ranks import end_together, quiet
+from .in_ranks import quiet
 
 ROUNDS = 4
 STEPS = 4
@@ -58,7 +58,6 @@ def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
             restore(name)
             without[name].append(min(timed()))
             apply()
-    end_together()
     step = min(min(found) for found in without.values())
     return Costs(step, {name: difference(with_it[name], without[name]) for name in names})
 

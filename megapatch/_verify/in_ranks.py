@@ -121,15 +121,7 @@ def seen(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> 
         except Exception as error:
             raise BrokeOff(f"in the layout {layout.name}: {type(error).__name__}: {error}") from error
     findings = tuple(map(str, audit.findings()))
-    end_together()
     return Seen(differences, findings, time.monotonic() - started)
-
-
-def end_together() -> None:
-    """Wait for the other ranks: one that ends takes its connections with it, which they may still be making."""
-    import torch.distributed
-
-    torch.distributed.barrier()
 
 
 def quiet() -> None:

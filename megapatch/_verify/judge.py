@@ -156,7 +156,10 @@ def _with(check: Check, world: World, timeout: float, row: Row) -> None:
 
 
 def _why(error: RanksFailed) -> str:
-    return last_line(error, BrokeOff.__name__) or next(iter(error.failures.values())).strip().splitlines()[-1]
+    if broke_off := last_line(error, BrokeOff.__name__):
+        return broke_off
+    lines = next(iter(error.failures.values())).strip().splitlines()
+    return lines[-1] if lines[0].startswith("Traceback") else lines[0]  # it died, and its stacks follow
 
 
 def _outcome(row: Row, standing: Standing | None) -> str:

@@ -92,7 +92,7 @@ class Launched:
 
     def run(self, function: Callable[..., Any], *args: Any, env: Mapping[str, str], timeout: float) -> list[Any]:
         from ..testing._rank_process import Job
-        from ..testing._ranks import pickled, results, run_jobs
+        from ..testing._ranks import jobs_done, pickled, results
 
         run = f"{self._job}/{next(self._runs)}"
         with tempfile.TemporaryDirectory(prefix="megapatch-ranks-") as folder:
@@ -105,14 +105,14 @@ class Launched:
                 device=self.device,
                 local_rank=self.local_rank,
             )
-            outcomes, waiting = run_jobs(
+            with jobs_done(
                 [job], {**os.environ, **env}, timeout, lambda: bool(self._store.check([f"{run}/failed"]))
-            )
-        mine = outcomes[self.rank]
-        if mine is not None and mine.failure:
-            self._store.set(f"{run}/failed", b"1")
-        self._store.set(f"{run}/{self.rank}", pickle.dumps((mine, waiting.get(self.rank))))
-        return results(*self._gathered(run, timeout), timeout)
+            ) as (outcomes, waiting):
+                mine = outcomes[self.rank]
+                if mine is not None and mine.failure:
+                    self._store.set(f"{run}/failed", b"1")
+                self._store.set(f"{run}/{self.rank}", pickle.dumps((mine, waiting.get(self.rank))))
+                return results(*self._gathered(run, timeout), timeout)
 
     def close(self) -> None:
         done = [f"{self._job}/done/{rank}" for rank in range(self.size)]

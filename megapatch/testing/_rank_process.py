@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -66,7 +67,11 @@ class Outcome:
 
 
 def run(channel: Connection, **job_fields: Any) -> None:
-    """Do the job, send the outcome, and exit without the interpreter's cleanup, which waits for peers."""
+    """Do the job, and send the outcome.
+
+    After a failure exit, without the interpreter's cleanup, which waits for peers. Otherwise stay until the caller
+    ends this process: peers may still be in their last collective, and NCCL aborts them when this one is gone.
+    """
     gc.freeze()  # the server's imports: collections would go through all of torch, 0.2 s while Megatron loads
     job = Job(**job_fields)
     threading.Thread(target=_end_with_caller, args=(channel,), daemon=True).start()
@@ -79,7 +84,9 @@ def run(channel: Connection, **job_fields: Any) -> None:
         outcome = Outcome(failure=traceback.format_exc(), failed_at=time.monotonic())
     channel.send(outcome)
     _flush(sys.stdout, sys.stderr)
-    os._exit(1 if outcome.failure else 0)
+    if outcome.failure:
+        os._exit(1)
+    threading.Event().wait()
 
 
 def _result(job: Job) -> bytes:
@@ -90,6 +97,7 @@ def _result(job: Job) -> bytes:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # where there is a GPU, it stays out of this
     if sys.platform == "linux" and job.local_rank is None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # needs no resolvable host name
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
     import torch
     import torch.distributed
@@ -130,7 +138,10 @@ def _use_gpu(local_rank: int) -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling its fused functions takes longer than most runs
     if not (there := torch.cuda.device_count()):
         raise MisuseError('device="cuda": torch sees no GPU here; expected one for each rank, or device="cpu"')
-    device = local_rank % there
+    turn, device = divmod(local_rank, there)
+    if turn:
+        # NCCL refuses a GPU that it sees twice on a host; it takes these ranks for those of another one.
+        os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}, {turn + 1} ranks on a GPU")
     torch.cuda.set_device(device)
     whole = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, GPU_MEMORY / whole))

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -62,13 +62,13 @@ def run_ranks(
         timeout: seconds for everything.
         setup: a function at module level, called without arguments.
         env: environment variables of the processes.
-        device: "cpu", or "cuda" for one visible GPU a rank over NCCL. On GPUs nothing of torch.cuda is replaced,
-            and processes are started afresh: a process that was forked may not use CUDA.
-        backend: of torch.distributed; None: gloo on CPU, NCCL on GPUs. Over gloo several ranks can share a GPU,
-            which NCCL refuses; it does not have all collectives for GPUs.
+        device: "cpu", or "cuda" for the visible GPUs over NCCL. Ranks take them in turn; those that share one talk
+            through sockets, as if they were on several machines. On GPUs nothing of torch.cuda is replaced, and
+            processes are started afresh: a process that was forked may not use CUDA.
+        backend: of torch.distributed; None: gloo on CPU, NCCL on GPUs.
 
     Returns:
-        The results, by rank; they must be picklable.
+        The results, by rank; they must be picklable. Tensors come back on the CPU.
 
     Raises:
         MisuseError: a function or argument cannot be sent: it has no file, is local, or cannot be pickled.
@@ -86,8 +86,8 @@ def run_ranks(
             Job(rank, world_size, meeting, f"{directory}/stack-{rank}", *work, device=device, backend=backend)
             for rank in range(world_size)
         ]
-        outcomes, waiting = run_jobs(jobs, {**os.environ, **(env or {})}, timeout)
-    return results(outcomes, waiting, timeout)
+        with jobs_done(jobs, {**os.environ, **(env or {})}, timeout) as done:
+            return results(*done, timeout)
 
 
 def pickled(
@@ -101,13 +101,14 @@ def pickled(
     return *work, files, _main_module.find_main(needed) if needed else None
 
 
-def run_jobs(
+@contextlib.contextmanager
+def jobs_done(
     jobs: list[Job],
     environment: dict[str, str],
     timeout: float,
     failed_elsewhere: Callable[[], bool] | None = None,
-) -> tuple[dict[int, Outcome | None], dict[int, str]]:
-    """Do the jobs of this machine's ranks, each in a new process.
+) -> Iterator[tuple[dict[int, Outcome | None], dict[int, str]]]:
+    """Do the jobs of this machine's ranks, each in a new process. The processes end with the context.
 
     Args:
         jobs: one for each rank; other ranks of the same world may be the business of other callers.
@@ -115,7 +116,7 @@ def run_jobs(
         timeout: seconds for everything.
         failed_elsewhere: asked now and then whether a rank of another caller has failed.
 
-    Returns:
+    Yields:
         By rank, the outcome, or None for a rank that did not finish; and the stacks of those ranks as texts.
     """
     ranks = [_Rank(job) for job in jobs]
@@ -126,10 +127,10 @@ def run_jobs(
             rank.start({QUIET: "1", **environment})
         _listen(ranks, time.monotonic() + timeout, failed_elsewhere)
         waiting = _stacks([rank for rank in ranks if rank.outcome is None])
+        yield {rank.job.rank: rank.outcome for rank in ranks}, waiting
     finally:
         for rank in ranks:
             rank.end()
-    return {rank.job.rank: rank.outcome for rank in ranks}, waiting
 
 
 def results(outcomes: Mapping[int, Outcome | None], waiting: Mapping[int, str], timeout: float) -> list[Any]:
@@ -152,7 +153,7 @@ def results(outcomes: Mapping[int, Outcome | None], waiting: Mapping[int, str], 
 def _load(result: bytes) -> Any:
     import torch
 
-    return torch.load(io.BytesIO(result), weights_only=False)  # our own process wrote it
+    return torch.load(io.BytesIO(result), "cpu", weights_only=False)  # our own process wrote it
 
 
 class _Rank:

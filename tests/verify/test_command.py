@@ -125,8 +125,9 @@ def test_what_it_cannot_do_is_one_sentence(monkeypatch):
     monkeypatch.setattr(command, "gpus", lambda: 2)
     assert command._world(None, None) == Local(2, "cuda")
     assert command._world(3, "cpu") == Local(3, "cpu")
-    with pytest.raises(command.CannotRun, match="two ranks cannot share one over NCCL"):
-        command._world(3, None)
+    assert command._world(3, None) == Local(3, "cuda")
+    monkeypatch.setattr(command, "gpus", lambda: 1)
+    assert command._world(None, None) == Local(2, "cuda")
     monkeypatch.setattr(command, "is_launched", lambda: True)
     with pytest.raises(command.CannotRun, match="that of the launcher"):
         command._world(3, None)
