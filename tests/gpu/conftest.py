@@ -1,21 +1,18 @@
-"""Where these checks run: two ranks on CPU, one rank a visible GPU over NCCL, and two on one GPU over gloo."""
+"""Where these checks run: two ranks on CPU, and at least two over NCCL."""
 
 from __future__ import annotations
 
 import pytest
-from rigs.gpu.places import CPU, NCCL, SHARED, gpus
+from rigs.gpu.places import CPU, gpus
+from rigs.gpu.places import on_gpus as place_on_gpus
 
 NO_GPU = "no GPU is visible"
 
 
-@pytest.fixture(params=["CPU", "NCCL", "SHARED"])
+@pytest.fixture(params=["cpu", "cuda"])
 def place(request):
     """Return a Place to run in."""
-    if request.param == "CPU":
-        return CPU
-    if not gpus():
-        pytest.skip(NO_GPU)
-    return NCCL() if request.param == "NCCL" else SHARED
+    return CPU if request.param == "cpu" else request.getfixturevalue("on_gpus")
 
 
 @pytest.fixture
@@ -23,4 +20,4 @@ def on_gpus():
     """Return the Place of all visible GPUs: there is nothing to see on CPU."""
     if not gpus():
         pytest.skip(f"{NO_GPU}, and the CUDA stubs have no memory, no graphs and no compiler")
-    return NCCL()
+    return place_on_gpus()

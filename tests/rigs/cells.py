@@ -74,6 +74,15 @@ def once(function, *args, **kwargs):
     return functools.cache(functools.partial(function, *args, **kwargs))
 
 
+def _fake_gpu():
+    from rigs.fake_gpu import install
+
+    return {"setup": install}
+
+
+DEVICES = {"cpu": dict, "cuda": lambda: {"device": "cuda"}, "fake": _fake_gpu}
+"""Options of `run_ranks`, by the environment variable CELLS_DEVICE; jobs with a setup of their own keep it."""
+
 AUDITED = {"MEGAPATCH_AUDIT": "1", "MEGAPATCH_AUDIT_EVERY": "1"}
 RAISING = {**AUDITED, "MEGAPATCH_AUDIT": "raise"}
 """For runs that are not made of cells: a finding ends them in the next step."""
@@ -95,6 +104,7 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
     options     of `run_ranks`: setup, env
     """
     error = None
+    options = {**DEVICES[os.environ.get("CELLS_DEVICE", "cpu")](), **options}
     if audited:
         options["env"] = {**options.get("env", {}), **AUDITED}
     with tempfile.TemporaryDirectory(prefix="megapatch-cells-") as folder:
@@ -127,7 +137,7 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
 
 def _forked(options):
     """Return a context in which ranks that need no setup of their own have imported Megatron when they begin."""
-    if options.get("setup") or missing():
+    if options.get("device", "cpu") != "cpu" or options.get("setup") or missing():
         return contextlib.nullcontext()
     return imported.forked_with({**os.environ, **options.get("env", {})})
 
@@ -227,4 +237,4 @@ def _place(error):
 
 def _outcomes(folder, rank):
     paths = sorted(Path(folder).glob(f"{rank}-??????"))
-    return [torch.load(path, weights_only=False) for path in paths]  # our own processes wrote them
+    return [torch.load(path, "cpu", weights_only=False) for path in paths]  # our own processes wrote them

@@ -15,6 +15,7 @@ from rigs.train_step.fsdp import (
     GAMMA,
     LEARNING_RATE,
     Sharded,
+    device_mesh,
     forward_step,
     largest_difference,
     loss_of,
@@ -23,7 +24,6 @@ from rigs.train_step.fsdp import (
     plain_model,
     reference,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from megapatch._verify.operations import Operations
@@ -124,7 +124,7 @@ def compared(rank, world_size):
         for cut in cuts_of(name):
             yield (name, cut), lambda options=options, cut=cut: trained(Sharded(rank, **options), CUTS[cut])
     for shape in ((2, 1), (1, 2)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        mesh = device_mesh(shape, "replicate", "shard")
         yield ("mesh", shape), lambda mesh=mesh: trained(Sharded(rank, mesh=mesh), UNEVEN)
     yield ("by hand", "mean"), lambda: trained(Sharded(rank), UNEVEN, by_hand)
     yield ("by hand", "count"), lambda: trained(Sharded(rank, counting=True), UNEVEN, by_hand)

@@ -11,13 +11,13 @@ from rigs.cells import run_cells
 from rigs.train_step.fsdp import (
     Interrupted,
     Sharded,
+    device_mesh,
     forward_step,
     largest_difference,
     optimizers,
     plain_model,
     reference,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -85,12 +85,14 @@ def all_recovered(rank):
 
 def without_reset_iter_state(rank):
     """As with a torch that has no FSDPModule.reset_iter_state()."""
-    before = FSDPModule.reset_iter_state
-    del FSDPModule.reset_iter_state
+    before = getattr(FSDPModule, "reset_iter_state", None)
+    if before is not None:
+        del FSDPModule.reset_iter_state
     try:
         return all_recovered(rank)
     finally:
-        FSDPModule.reset_iter_state = before
+        if before is not None:
+            FSDPModule.reset_iter_state = before
 
 
 def misuses(sharded):
@@ -152,11 +154,11 @@ def of_construction(rank):
     model = plain_model()
     too_early, _ = optimizers(model)
     fully_shard(model)
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    mesh = device_mesh((1, 2), "data", "tensor")
     tensor_parallel = parallelize_module(plain_model(), mesh["tensor"], {"layers.0": ColwiseParallel()})
     fully_shard(tensor_parallel, mesh=mesh["data"])
     two = plain_model()
-    fully_shard(two.layers[0], mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    fully_shard(two.layers[0], mesh=device_mesh((2, 1), "replicate", "shard"))
     fully_shard(two)
     return {
         "optimizer": attempt(TrainStep, model, too_early),

@@ -9,9 +9,8 @@ import pytest
 import torch
 from rigs.cells import run_cells
 from rigs.megatron.options import attempt
-from rigs.train_step.fsdp import Sharded, largest_difference, optimizers, reference
+from rigs.train_step.fsdp import Sharded, device_mesh, largest_difference, optimizers, reference
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -49,7 +48,7 @@ def parallel(mesh):
 
 
 def computed(rank, world_size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = device_mesh((2, 2), "data", "tensor")
     data = mesh.get_local_rank("data")
     for case, (options, others) in CASES.items():
         for cut, sizes in CUTS.items():

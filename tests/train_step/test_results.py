@@ -176,7 +176,7 @@ def without_data(rank):
 def reference(rank, model, batches):
     """A step of plain autograd on rank 0's data: the norm of the gradient."""
     model.zero_grad()
-    chunk, tokens = model.chunks[0], torch.zeros(())
+    chunk, tokens = model.chunks[0], torch.zeros(()).cuda()
     with chunk.no_sync():
         for batch in batches:
             output, function = forward_step(iter([batch]), chunk, masked=True)

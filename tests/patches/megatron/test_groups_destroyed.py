@@ -33,14 +33,14 @@ def cycles():
     found = []
     for cycle in range(CYCLES):
         state = initialize(tensor_model_parallel_size=1 + cycle % 2)
-        torch.distributed.all_reduce(torch.ones(1), group=state.get_data_parallel_group())
+        torch.distributed.all_reduce(torch.ones(1).cuda(), group=state.get_data_parallel_group())
         found.append(resources())
         state.destroy_model_parallel()
     return found
 
 
 def works(group):
-    ones = torch.ones(1)
+    ones = torch.ones(1).cuda()
     torch.distributed.all_reduce(ones, group=group)
     return ones.item() == group.size()
 
@@ -86,9 +86,10 @@ def other_calls():
 def other_world(rank):
     """The default group is destroyed in between, and all others with it."""
     initialize().destroy_model_parallel()
+    backend = torch.distributed.get_backend()
     torch.distributed.destroy_process_group()
     store = torch.distributed.FileStore(str(Path(os.environ["STORE"])), 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=2)
     state = initialize()
     return works(state.get_data_parallel_group())
 
@@ -112,8 +113,9 @@ def test_a_process_does_not_grow():
 def test_groups_that_nothing_refers_to_are_destroyed(tmp_path):
     for found in run_cells(job, 2, env={"STORE": str(tmp_path / "store")}):
         groups, threads, files = zip(*found["cycles"], strict=True)
-        for counted in (groups, threads, files):
-            assert counted[2:] == counted[:2]  # the layouts take turns
+        assert groups[2:] == groups[:2]  # the layouts take turns
+        for counted in (threads, files):
+            assert max(counted[2:]) <= max(counted[:2])
         own_works, kept_works, more, later = found["kept by one"]
         assert own_works
         assert kept_works

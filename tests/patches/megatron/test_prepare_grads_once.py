@@ -32,8 +32,12 @@ PREPARED = "_megapatch_prepared"
 
 
 def new_model(case, scaling):
-    layout, options = CASES[case]
-    init_parallel(**layout)
+    init_parallel(**CASES[case][0])
+    return another_model(case, scaling)
+
+
+def another_model(case, scaling):
+    options = CASES[case][1]
     options = {**options, "optim": {**options.get("optim", {}), **scaling}}
     return tiny_gpt(**FP16, **options)
 
@@ -227,13 +231,13 @@ ENDINGS = {
 
 def behaviour(case):
     """What preparing again finds, by what has come in between; and what is left of it."""
-    rig, others = Rig(case), new_model(case, NEVER)
+    rig, others = Rig(case), another_model(case, NEVER)
     rig.fill()
     found = {"first": rig.prepare(), "ended": {name: rig.after(ending) for name, ending in ENDINGS.items()}}
 
     rig.fill()
     rig.chain.prepare_grads()
-    rig.chain.get_grad_norm(), rig.chain.state_dict(), rig.chain.scale_loss(torch.ones(1))
+    rig.chain.get_grad_norm(), rig.chain.state_dict(), rig.chain.scale_loss(torch.ones(1).cuda())
     others.optimizer.step()
     others.optimizer.zero_grad()
     found["lasts"] = rig.prepare()

@@ -55,7 +55,7 @@ class FakeGPU(Operations):
         if on_gpu and not _is_view(schema):
             streams.look(on_gpu, written, schema.name)
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        if on_gpu and (any(tensor.ndim for tensor in on_gpu) or len(on_gpu) == len(tensors)):
+        if on_gpu and (schema.name not in MAY_MIX or tensors[0] is on_gpu[0]):
             when = streams.current_stream().tick()
             for made in tree_flatten(result)[0]:
                 if isinstance(made, torch.Tensor) and memory_of(made) is None:

@@ -55,7 +55,7 @@ def wrong(found, expected):
 
 def between_ranks(parameters):
     """Return the fraction of the elements that differ between rank 0 and some other rank. A collective."""
-    mine = torch.cat([parameters[name].flatten() for name in sorted(parameters)])
+    mine = torch.cat([parameters[name].flatten() for name in sorted(parameters)]).cuda()
     first = mine.clone()
     torch.distributed.broadcast(first, 0)
     differing = (mine != first).float()

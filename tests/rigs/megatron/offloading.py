@@ -1,4 +1,4 @@
-"""The real HybridDeviceOptimizer without GPUs: parameters say that they are on one, copies that they are not."""
+"""The real HybridDeviceOptimizer. Without GPUs parameters say that they are on one, copies that they are not."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ OFFLOADS = {
 }
 
 
+class HostAdam(torch.optim.AdamW):
+    """The optimizer of parameters on the host."""
+
+
 class Gpu(TorchFunctionMode):
     """Lets tensors say that they are on a GPU, except what cpu() returns and what is made of that."""
 
@@ -48,7 +52,10 @@ def offloading(options):
     # 0.13 to 0.16 ask for Transformer Engine as soon as the precision-aware optimizer is configured, and all take
     # a HybridDeviceOptimizer's state apart only where there is one.
     there = mock.patch.object(config, "is_te_min_version", return_value=True, create=True)
-    with there, mock.patch.object(distributed, "HAVE_APEX_OR_TE", True), Gpu():
+    # Megatron places loaded state by the class of the optimizer, which with Transformer Engine is another on GPUs.
+    on_host = mock.patch.object(importlib.import_module("megatron.core.optimizer"), "CPUAdam", HostAdam)
+    on_gpu = contextlib.nullcontext() if torch.ones(1).cuda().is_cuda else Gpu()
+    with there, mock.patch.object(distributed, "HAVE_APEX_OR_TE", True), on_host, on_gpu:
         yield
 
 

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -48,7 +49,12 @@ def interrupt(values, where):
 
 def plain_model():
     torch.manual_seed(1)
-    return Tiny().double()
+    return Tiny().double().cuda()
+
+
+def device_mesh(shape, *names):
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # never with the CUDA stubs
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def sharded_model(mesh=None, dtype=torch.float64):
@@ -68,9 +74,9 @@ def microbatches(step, rank, count):
     generator = torch.Generator().manual_seed(100 * step + 10 * rank)
     return [
         (
-            torch.randn(2, 5, generator=generator).double(),
-            torch.randn(2, 3, generator=generator).double(),
-            torch.randint(0, 3, (2, 3), generator=generator),
+            torch.randn(2, 5, generator=generator).double().cuda(),
+            torch.randn(2, 3, generator=generator).double().cuda(),
+            torch.randint(0, 3, (2, 3), generator=generator).cuda(),
         )
         for _ in range(count)
     ]
