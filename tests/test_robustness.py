@@ -15,6 +15,7 @@ import wrapt
 from rigs.engine import TARGET, make_engine, make_patch
 
 from megapatch import RestoreError, _loaded_modules, _versions
+from megapatch._dotted import find
 from megapatch._engine import holders
 from megapatch._reporting.report import make_report
 
@@ -40,10 +41,8 @@ def foreign(kind, below):
 
 
 def at(module, path):
-    parent = module
-    for part in path.split(".")[:-1]:
-        parent = getattr(parent, part)
-    return parent, path.rpartition(".")[2]
+    owners, _, name = path.rpartition(".")
+    return find(module, owners), name
 
 
 class Programs(RuleBasedStateMachine):

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from .._dotted import find
+
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
 """Buffers of a router that are zero between steps: from 0.12 on, from 0.15 on (two), and two of 0.19."""
 BIASES = ("expert_bias", "qb_beta")
@@ -132,10 +134,8 @@ def _copy_into(tensors: list[Any], copy: Any) -> None:
 
 # ---------------------------------------------------------------------------- attributes and their values
 def _found(module: str, path: str) -> Iterator[tuple[Any, str]]:
-    owner: Any = sys.modules.get(module)
-    *owners, name = path.split(".")
-    for part in owners:
-        owner = getattr(owner, part, None)
+    owners, _, name = path.rpartition(".")
+    owner = find(sys.modules.get(module), owners)
     if hasattr(owner, name):
         yield owner, name
 
