@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
+from collections import Counter
 
 import pytest
 from rigs.megatron.edits import HARMLESS, another_body, edited, empty, with_name, without
+from rigs.megatron.line_edits import judged, sites_of
 from rigs.needs import needs_megatron
 
 from megapatch.patch import NEEDED, UNKNOWN
@@ -197,3 +200,13 @@ def test_harmful_edits_are_refused(name):
                 missed.append(f"{path}, {edit.__name__}")
     assert made
     assert not missed
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have qualified names from Python 3.11 on")
+def test_line_edits_are_made_judged_and_taken_back():
+    patch = next(patch for patch in PATCHES if patch.name == "megatron.rerun-transient-fault")
+    if not quietly(sites_of, patch):
+        pytest.skip("this Megatron does not need the patch")
+    found = Counter(what for *_, what, _ in quietly(list, judged(patch)))
+    assert found["refused"] and found["unnoticed"], found
+    assert not found["endless"]
