@@ -58,7 +58,7 @@ def make(name):
 
 
 def original(module):
-    """What is in all places, before anything is patched."""
+    """Return the contents of all places, before anything is patched."""
     return {**vars(module), **vars(module.Greeter), "handler": module.HANDLERS["greet"]}
 
 

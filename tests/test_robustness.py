@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 BASE = "class Base:\n    def greet(self, name):\n        return 'hello ' + name\n"
 SOURCE = TARGET + "\nfrom {base} import Base\nalias = greet\ndef polite(name):\n    return 'hello ' + name\n"
-OWN = ("greet", "Greeter.greet")  # one patch's targets; the other has one that a reload does not make anew
+OWN = ("greet", "Greeter.greet")  # one patch's targets; the other has one that a reload does not replace
 OTHERS = ("Base.greet", "polite")
 FOREIGN = strategies.sampled_from(["plain function", "functools.wraps", "wrapt"])
 AT_ONCE = strategies.permutations(["apply", "activate", "import", "report"])

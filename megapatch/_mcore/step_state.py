@@ -1,4 +1,4 @@
-"""What a step adds up outside of its gradients, and leaves to the next step if it is dropped.
+"""State that a step adds up outside of its gradients, and that a dropped step would leave to the next.
 
 A router counts tokens, and finalize_model_grads() moves its bias. Losses of the model's own add up for the log.
 With fp16 the loss scale moves before the optimizer steps. Routes to be replayed, and the largest attention logits,

@@ -21,7 +21,7 @@ from .._versions import version_of
 from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)
-"""What an assertion raises, and what it raises where a fork has made an ordinary error of it."""
+"""The error of an assertion, and those that a fork may raise in its place."""
 
 
 class AnswersNone:

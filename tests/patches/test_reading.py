@@ -1,4 +1,4 @@
-"""What diagnoses ask of upstream's code, without running it, and what they run it with."""
+"""Helpers by which diagnoses read upstream's code, and stand-ins with which they run it."""
 
 from __future__ import annotations
 

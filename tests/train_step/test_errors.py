@@ -1,4 +1,4 @@
-"""What can go wrong in a step, at 2 ranks: each has a clear message, or is the caller's own exception, and leaves
+"""Failures in a step, at 2 ranks: each has a clear message, or is the caller's own exception, and leaves
 the model's config, its gradients and the rerun state machine as before; the next step is a fresh one."""
 
 from __future__ import annotations

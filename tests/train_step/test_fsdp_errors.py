@@ -1,4 +1,4 @@
-"""What can go wrong in a step on FSDP2, at 2 ranks: after an exception in the middle of a pass the next step is a
+"""Failures in a step on FSDP2, at 2 ranks: after an exception in the middle of a pass the next step is a
 fresh one; wrong use is told, on all ranks."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What TrainStep refuses, at 2 ranks: models and arguments that do not fit, and a second open step."""
+"""Refusals of TrainStep, at 2 ranks: models and arguments that do not fit, and a second open step."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ HARMFUL = {
         (TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", another_body),
     ),
 }
-"""What patches rely on, removed: by patch, (module, path, edit)."""
+"""Edits that remove a thing that a patch relies on: by patch, (module, path, edit)."""
 
 
 def quietly(function, *args):
@@ -180,7 +180,7 @@ def test_harmless_edits_are_not_refused():
                     after = quietly(site.diagnose, module)
                     if after.kind is not before.kind:
                         refused.append(f"{patch.name}, {path}, {edit.__name__}: {after}")
-    print(f"{len(refused)} of {made} refused")
+    print(f"{len(refused)} of {made} refused:", *refused)
     assert made > 100
     assert len(refused) <= 1, "\n".join(refused)
 

@@ -108,7 +108,7 @@ async def steps_of_a_buffer():
 
 
 async def parts_of_a_buffer():
-    """What claims, and so on, do one by one."""
+    """Reserve, commit, claim, give back and clear, one by one; return the results."""
     recorder, buffer = made()
     with buffer.rolling_out("prompt"):
         attempt = buffer.reserve(weight_version=3)
