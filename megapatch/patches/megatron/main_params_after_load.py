@@ -20,7 +20,7 @@ Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers 
 Limits    a load that changes no bf16 number on this rank looks like a swap there and back: the main parameters
           keep their bits. Each rank decides by itself, for all optimizers of a chain together.
           Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, and the
-          optimizer is loaded first, training goes on from the weights.
+          optimizer is loaded first, training continues from the weights.
           Weights that are copied into a model by other means than load_state_dict() are not seen, such as those of
           a Hugging Face model that a bridge loads: call optimizer.reload_model_params() after it. Adam's moments
           stay what they were. Left alone are FP8 parameters, Megatron-FSDP, a step that is replayed from a CUDA
