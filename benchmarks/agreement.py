@@ -1,4 +1,4 @@
-"""What assert_consistent() costs a rank, by the number of ranks, where all agree.
+"""The cost of assert_consistent() on a rank, by the number of ranks, where all agree.
 
     python benchmarks/agreement.py
 

@@ -1,4 +1,4 @@
-"""What the audit adds to a step, relative to the same step without it.
+"""The audit's cost in a step, relative to the same step without it.
 
     python benchmarks/audit.py [--rounds 6]
 

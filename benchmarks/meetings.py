@@ -1,4 +1,4 @@
-"""What the audit's meetings in torch.distributed's store cost, by the number of ranks.
+"""The cost of the audit's meetings in torch.distributed's store, by the number of ranks.
 
     python benchmarks/meetings.py [--clients 32] [--meetings 200]
 

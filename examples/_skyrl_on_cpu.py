@@ -1,4 +1,4 @@
-"""What streaming_skyrl.py needs in place of GPUs, of a checkpoint and of inference engines."""
+"""Stand-ins that streaming_skyrl.py needs for GPUs, for a checkpoint and of inference engines."""
 
 from types import SimpleNamespace
 

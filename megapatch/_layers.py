@@ -59,7 +59,7 @@ def reaches(top: Any, sought: Any, owner: Any) -> bool:
 
 
 class _Search:
-    """What code that was seen so far can name, and what holds something by name."""
+    """The names that the code seen so far uses, and the objects that hold something by name."""
 
     def __init__(self, sought: Any, owner: Any) -> None:
         self._sought, self._names = sought, set[str]()

@@ -47,7 +47,10 @@ def test_a_patch_is_one_file_whose_docstring_tells_all(patch):
         assert f"\n{section} " in patch.doc, section
     reported = patch.upstream is not None
     assert reported is ("\nUpstream  not reported" not in patch.doc)
-    assert not reported or patch.upstream.startswith("https://github.com/")
+    if reported:
+        assert patch.upstream.startswith("https://github.com/")
+        told = patch.doc.partition("\nUpstream  ")[2].partition("\nSeam  ")[0]
+        assert patch.upstream.rpartition("/")[2] in told, f"{patch.upstream} is not in: {told}"
     assert not patch.changes_numbers or "\nNumbers  " in patch.doc
 
 

@@ -14,7 +14,7 @@ import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
 
 from megapatch import _loaded_modules
-from megapatch._engine import engine, holders, install, record, site_record, target
+from megapatch._engine import batch, engine, holders, install, record, site_record, target
 from megapatch.patch import Patch, Site
 
 SOURCE = f"""
@@ -31,7 +31,7 @@ alias = greet
 HANDLERS = {{"greet": greet}}
 actor = Actor(Greeter)
 """
-FILES = {module.__file__ for module in (engine, holders, install, record, site_record, target)}
+FILES = {module.__file__ for module in (batch, engine, holders, install, record, site_record, target)}
 
 
 class Actor:
@@ -58,7 +58,7 @@ def make(name):
 
 
 def original(module):
-    """What is in all places, before anything is patched."""
+    """Return the contents of all places, before anything is patched."""
     return {**vars(module), **vars(module.Greeter), "handler": module.HANDLERS["greet"]}
 
 
@@ -78,7 +78,7 @@ def patched(module):
 class Fault:
     """Raises the error at the k-th event in our code while it is in a function; `met`: where that was."""
 
-    def __init__(self, error, events, k, within=engine.Engine._consider):
+    def __init__(self, error, events, k, within=batch.consider):
         self.error, self.events, self.left, self.inside, self.met = error, events, k, 0, None
         self.within = within.__code__
 

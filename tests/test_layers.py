@@ -1,4 +1,4 @@
-"""What others put on top of a patch: ours is in effect only if a call can come to it; and no report is stopped."""
+"""Wrappers of others on top of a patch: ours is in effect only if a call can come to it; no report is stopped."""
 
 from __future__ import annotations
 

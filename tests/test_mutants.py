@@ -10,7 +10,7 @@ import pytest
 from mutants.__main__ import sample
 from mutants.find import mutations
 from mutants.runs import ROOT, Copy
-from mutants.tables import CHOSEN, Equivalent, chosen_for, equivalents, files_of, outdated
+from mutants.tables import Equivalent, choice, chosen_for, equivalents, files_of, outdated, row_for
 
 pytestmark = pytest.mark.nightly  # README's command runs it, too
 
@@ -91,9 +91,14 @@ def test_every_file_has_tests_or_is_left_out(room):
 
 
 def test_the_chosen_tests_exist():
-    words = {word for line in CHOSEN.read_text().splitlines() if line[:1] != "#" for word in line.split()[1:]}
+    words = {word for chosen in choice().values() for word in chosen.split()}
     tests = Path(__file__).parent
     assert [word for word in sorted(words - {"-"}) if "{" not in word and not list(tests.glob(word))] == []
+
+
+def test_each_row_of_the_chosen_tests_is_some_files():
+    used = {row_for(path) for path in files_of("")}
+    assert [row for row in choice() if row not in used] == []
 
 
 def test_the_equivalents_exist():

@@ -1,4 +1,4 @@
-"""What is installed is what is tested."""
+"""The installed package is the tested one."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def dotted_names(text):
 
 
 def strings(source):
-    """What a program may print: its strings, those in f-strings as well."""
+    """Return the texts that a program may print: its strings, those in f-strings as well."""
     nodes = ast.walk(ast.parse(source))
     return "\n".join(
         node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -1,4 +1,4 @@
-"""What leaves megapatch has no secret, moves no cursor and forges no line, whatever others' text holds."""
+"""Text that leaves megapatch has no secret, moves no cursor and forges no line, whatever others' text holds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def examination(text: str) -> Examination:
 
 
 def printed(found: Examination, monkeypatch) -> dict[str, str]:
-    """What goes out, by the way that it takes."""
+    """Return the text that leaves, by the way that it takes."""
     outputs = {}
     for way, say in {
         "text": lambda: terminal.write(found.text(100)),

@@ -15,6 +15,7 @@ import wrapt
 from rigs.engine import TARGET, make_engine, make_patch
 
 from megapatch import RestoreError, _loaded_modules, _versions
+from megapatch._dotted import find
 from megapatch._engine import holders
 from megapatch._reporting.report import make_report
 
@@ -24,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 BASE = "class Base:\n    def greet(self, name):\n        return 'hello ' + name\n"
 SOURCE = TARGET + "\nfrom {base} import Base\nalias = greet\ndef polite(name):\n    return 'hello ' + name\n"
-OWN = ("greet", "Greeter.greet")  # one patch's targets; the other has one that a reload does not make anew
+OWN = ("greet", "Greeter.greet")  # one patch's targets; the other has one that a reload does not replace
 OTHERS = ("Base.greet", "polite")
 FOREIGN = strategies.sampled_from(["plain function", "functools.wraps", "wrapt"])
 AT_ONCE = strategies.permutations(["apply", "activate", "import", "report"])
@@ -40,10 +41,8 @@ def foreign(kind, below):
 
 
 def at(module, path):
-    parent = module
-    for part in path.split(".")[:-1]:
-        parent = getattr(parent, part)
-    return parent, path.rpartition(".")[2]
+    owners, _, name = path.rpartition(".")
+    return find(module, owners), name
 
 
 class Programs(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""What is read and run, and what is not: nothing lying in the working directory, nothing that was switched off."""
+"""megapatch neither reads nor runs anything in the working directory, or that was switched off."""
 
 from __future__ import annotations
 

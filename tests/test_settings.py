@@ -1,4 +1,4 @@
-"""What users type into the environment."""
+"""Settings as users type them into the environment."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def logged() -> Iterator[str]:
 
 
 def messages() -> set[str]:
-    """What users find in a log; `...` stands for what differs."""
+    """Return the messages that users find in a log; `...` stands for what differs."""
     found = {message for text in logged() for message in MADE_ELSEWHERE.get(text, [text])}
     return {re.sub("%[sdgr]", "...", message) for message in found}
 

@@ -33,7 +33,7 @@ def problems(page=PAGE, patches=JUDGED, all_releases=RELEASES, tox=TOX):
 
 
 def differences(project, name, found, page=PAGE):
-    """What the page says otherwise than was found; in words."""
+    """Return the differences of the page from the findings, in words."""
     said = {site: cells.get(name) for site, cells in table.read(page).items()}
     return [
         f"{patch} at {module}: {project} {name} is {cell.verdict} ({cell.reason}), docs/verdicts.md says "

@@ -198,7 +198,7 @@ class NoPause(NoMethods):
 
 
 class BrokenPause(World):
-    """What is not there has nothing to do with pausing."""
+    """An attribute that is missing has nothing to do with pausing."""
 
     async def pause_generation(self):
         await super().pause_generation()

@@ -1,4 +1,4 @@
-"""Whatever a pause or a resume returns is waited for, or refused as what it is; whoever was paused is resumed."""
+"""Any result of a pause or a resume is waited for, or refused by its kind; a paused engine is resumed."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Outcome:
 
 
 Job = Callable[[int, int], Outcome]
-"""What every rank runs: (rank, world size) to outcome."""
+"""The job of every rank: (rank, world size) to outcome."""
 
 
 # ------------------------------------------------------------------------ the real train(), wheels from 0.17 on

@@ -14,11 +14,11 @@ import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ..errors import StrictError
 from ..patch import NEEDS_ATTENTION, Patch, Status
-from . import holders, strict, watch
+from . import strict, watch
+from .batch import consider
 from .edges import comes_from_outside, guard_log_handlers
 from .entry_points import third_parties
 from .families import families
@@ -29,9 +29,6 @@ from .roster import Roster
 from .settings import Settings
 from .site_record import SiteRecord
 from .wording import not_in_place, what_was_applied
-
-if TYPE_CHECKING:
-    from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
 guard_log_handlers(log)
@@ -232,7 +229,7 @@ class Engine:
                     found.append(unloaded)
                     new += self._load(unloaded)
             # One by one where it waits: no import keeps the sites back that come before its own.
-            self._consider(sites() if wait else list(sites()))
+            self._applied += consider(sites() if wait else list(sites()))
             self._announce(name)
         except Exception as error:  # of a module that is looked at, which must not break the import of another
             if comes_from_outside(error):
@@ -242,33 +239,12 @@ class Engine:
             _note_looked_for(self.records if wait else new)  # another thread may be about to look for the others
         return found
 
-    def _consider(self, sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> None:
-        """Consider these sites, then look once for all other holders of the replaced functions.
-
-        Args:
-            sites: with their modules, and whether to wait where another thread is considering one.
-        """
-        fresh: list[SiteRecord] = []
-        try:
-            for record, module, wait in sites:
-                fresh.append(record)
-                if not record.consider(module, wait):
-                    fresh.pop()
-            seen, places = _search(fresh)
-            self._applied += [record for record, installed in seen if record.rebind(installed, places)]
-        except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with a different function
-            for record in fresh:
-                with contextlib.suppress(BaseException):  # this one again
-                    record.abandon(error)
-            if not fresh or not isinstance(error, Exception) or comes_from_outside(error):
-                raise
-
     def after_fork(self) -> None:
         """In a forked child, finish the work of other threads, which do not exist there."""
         watch.after_fork()
         self._activating = threading.Lock()
         undone = [(record, watch.loaded(record.where)) for record in self.roster.after_fork()]
-        self._consider((record, module, True) for record, module in undone if module is not None)
+        self._applied += consider((record, module, True) for record, module in undone if module is not None)
 
     # ------------------------------------------------------------------------ messages
     def _announce(self, loaded: str | None) -> None:
@@ -307,16 +283,6 @@ def _note_looked_for(records: Iterable[Record]) -> None:
     """From now on, report them as missed if their module is loaded and was not considered."""
     for record in records:
         record.looked_for = True
-
-
-def _search(
-    fresh: list[SiteRecord],
-) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[holders.Holder]]]:
-    """Return the targets installed at these sites, and the holders of their originals."""
-    # In this order: another thread searches for the targets that it installs meanwhile.
-    seen = [(record, record.installed) for record in fresh]
-    originals = [target.original for _, installed in seen for target in installed if target.may_be_held]
-    return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
 
 
 @functools.cache

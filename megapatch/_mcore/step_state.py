@@ -1,4 +1,4 @@
-"""What a step adds up outside of its gradients, and leaves to the next step if it is dropped.
+"""State that a step adds up outside of its gradients, and that a dropped step would leave to the next.
 
 A router counts tokens, and finalize_model_grads() moves its bias. Losses of the model's own add up for the log.
 With fp16 the loss scale moves before the optimizer steps. Routes to be replayed, and the largest attention logits,
@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from .._dotted import find
 
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
 """Buffers of a router that are zero between steps: from 0.12 on, from 0.15 on (two), and two of 0.19."""
@@ -132,10 +134,8 @@ def _copy_into(tensors: list[Any], copy: Any) -> None:
 
 # ---------------------------------------------------------------------------- attributes and their values
 def _found(module: str, path: str) -> Iterator[tuple[Any, str]]:
-    owner: Any = sys.modules.get(module)
-    *owners, name = path.split(".")
-    for part in owners:
-        owner = getattr(owner, part, None)
+    owners, _, name = path.rpartition(".")
+    owner = find(sys.modules.get(module), owners)
     if hasattr(owner, name):
         yield owner, name
 

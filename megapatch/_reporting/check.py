@@ -85,7 +85,7 @@ def compare_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
     """Read the files of all ranks.
 
     Returns:
-        What they have in common, in words; who differs in what; and what could not be read.
+        The facts that they share, in words; the differences, by rank; and the files that could not be read.
     """
     ranks: dict[int, Facts] = {}
     digests: dict[str, list[int]] = {}

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from .._dotted import find
 from .._layers import innermost
 from .._versions import version_of
 from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)
-"""What an assertion raises, and what it raises where a fork has made an ordinary error of it."""
+"""The error of an assertion, and those that a fork may raise in its place."""
 
 
 class AnswersNone:
@@ -170,6 +171,14 @@ def reads_in_order(function: Any, *names: str) -> list[str]:
     return [name for code in codes_of(function) for name in _read_by(code) if name in names]
 
 
+def in_finally(function: Any, *names: str, branches: int = 1) -> bool:
+    """Return whether the function reads one of the names in a `finally`, where it is called in this many branches.
+
+    Its code has a `finally` twice: for the way with an exception, and for the way without.
+    """
+    return len(reads_in_order(function, *names)) > branches
+
+
 def missing_reads(path: str, *names: str) -> list[str]:
     """Return those of the names that the function's code reads neither by `reads_in_order` nor by getattr()."""
     function = resolve(path)
@@ -200,8 +209,4 @@ def _read_by(code: CodeType) -> Iterator[str]:
 def resolve(path: str) -> Any:
     """Return the object at a path, without our replacement; None where there is none."""
     module, _, attributes = path.partition(":")
-    try:
-        found = functools.reduce(getattr, filter(None, attributes.split(".")), sys.modules[module])
-    except (KeyError, AttributeError):
-        return None
-    return unpatched(found)
+    return unpatched(find(sys.modules.get(module), attributes))

@@ -10,7 +10,7 @@ from typing import Any
 from ._temporarily import temporarily_set
 
 OVERFLOW = (False, None, None)
-"""What Megatron's optimizers return when they have found an overflow and not stepped."""
+"""The result of step() of Megatron's optimizers when they have found an overflow and not stepped."""
 
 COUNT = "megapatch_skipped_steps"
 """Attribute of a framework's trainer: the optimizer steps that were skipped so far."""

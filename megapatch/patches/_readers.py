@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from .._dotted import find
 from ..patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ..weight_sync import gathered_parameters
 from ._diagnosis import (
@@ -48,22 +49,16 @@ class Reader(NamedTuple):
     stream: bool = False
     optional: Lacking | None = None
 
-    def find(self, module: ModuleType) -> Any:
-        """Return the function; None where the module lacks it."""
-        found: Any = module
-        for name in self.path.split("."):
-            found = getattr(found, name, None)
-        return found
-
     def diagnose(self, module: ModuleType) -> Verdict:
         """Read the real function: running it takes a model."""
-        if self.find(module) is None:
+        function = find(module, self.path)
+        if function is None:
             return gone(f"{self.path}()", module, self.optional)
         path, name = f"{module.__name__}:{self.path}", self.path.rpartition(".")[2]
         missing = [*self._missing_model(path), *missing_reads(path, *self.reads)]
         if missing:
             return lacking(missing)
-        if reads_in_order(self.find(module), *GATHERS):
+        if reads_in_order(function, *GATHERS):
             return Verdict(FIXED, f"{name}() gathers the parameters that it reads")
         return Verdict(NEEDED, f"with overlap_param_gather {name}() reads parameters that are not gathered")
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
+from .._dotted import find
 from .._engine.engine import Engine
 from .._engine.settings import Settings
 from .._engine.site_record import SiteRecord
@@ -124,11 +125,9 @@ def _contents(record: SiteRecord) -> dict[str, Any]:
     if module is None:
         return {}
     found = {f"{module.__name__}:{name}": value for name, value in vars(module).items()}
-    for path in record.site.paths:
-        owner: Any = module
-        for name in path.split(".")[:-1]:
-            owner = getattr(owner, name, None)
-            found.update({f"{module.__name__}:{path}'s {key}": value for key, value in vars(owner).items()})
+    for path in {path.rpartition(".")[0] for path in record.site.paths} - {""}:
+        owner = vars(find(module, path))
+        found.update({f"{module.__name__}:{path}.{name}": value for name, value in owner.items()})
     return found
 
 

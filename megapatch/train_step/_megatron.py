@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .._dotted import find
 from .._mcore.bucket_groups import (
     begin_lines,
     bucket_groups,
@@ -283,7 +284,7 @@ def _shaped_as_held(scale: Any) -> Any:
     (MoEAuxLossAutoScaler.set_loss_scale in transformer/moe/moe_utils.py, as in 0.16.1 and 0.19.2).
     """
     routers = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    held = getattr(getattr(routers, "MoEAuxLossAutoScaler", None), "main_loss_backward_scale", None)
+    held = find(routers, "MoEAuxLossAutoScaler.main_loss_backward_scale")
     return scale if held is None else scale.reshape(held.shape)
 
 

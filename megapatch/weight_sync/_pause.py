@@ -62,7 +62,7 @@ class paused_generation:
     body is then its `__context__`. Only two things interrupt a resume: the cancellation of all tasks of the event
     loop, as by asyncio.run() at its end, and Ctrl-C in a `with`.
 
-    Whatever `pause` and `resume` return is waited for: an awaitable such as Ray's ObjectRef, a
+    Results of `pause` and `resume` are waited for: an awaitable such as Ray's ObjectRef, a
     `concurrent.futures.Future`, and each of several in a list or another container. A result that stands for work
     that cannot be waited for, such as a generator or a thread, is a MisuseError, as a failure of that call.
 

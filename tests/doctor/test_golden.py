@@ -125,7 +125,7 @@ def machine(tmp_path):
 
 
 def golden(told, folder):
-    """What doctor has told, without what varies by machine, and of the patches a few."""
+    """Return doctor's text with a few of the patches, and without the parts that vary by machine."""
     told["digest"] = re.sub("[0-9a-f]{16}", "(16 digits)", told["digest"])
     told["versions"] |= {name: "(any)" for name in ("megapatch", "wrapt")}
     for one in told["packages"]:

@@ -1,4 +1,4 @@
-"""What others have patched in Megatron and torch, on megapatch's targets or not."""
+"""Patches of others in Megatron and torch, on megapatch's targets or not."""
 
 from __future__ import annotations
 

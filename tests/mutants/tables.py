@@ -25,17 +25,24 @@ def chosen_for(path: str) -> tuple[str, ...] | None:
     """Return what to give pytest, in tests/, for a mutation of the file at `path`; None if the file is left out.
 
     Empty if the table does not say.
-
-    The first line of the table whose pattern matches counts.
     """
+    chosen = choice().get(row_for(path), "")
+    if chosen == "-":
+        return None
     path = path.removeprefix(f"{PACKAGE}/")
-    for line in CHOSEN.read_text().splitlines():
-        pattern, _, chosen = line.partition(":")
-        if not line.startswith("#") and fnmatch.fnmatchcase(path, pattern.strip()):
-            if chosen.strip() == "-":
-                return None
-            return tuple(dict.fromkeys(test for word in chosen.split() for test in _found(word, Path(path))))
-    return ()
+    return tuple(dict.fromkeys(test for word in chosen.split() for test in _found(word, Path(path))))
+
+
+def choice() -> dict[str, str]:
+    """Read the table: what each pattern of files runs."""
+    rows = [line.partition(":") for line in CHOSEN.read_text().splitlines() if line and not line.startswith("#")]
+    return {pattern: chosen.strip() for pattern, _, chosen in rows}
+
+
+def row_for(path: str) -> str | None:
+    """Return the first pattern of the table that the file fits."""
+    path = path.removeprefix(f"{PACKAGE}/")
+    return next((pattern for pattern in choice() if fnmatch.fnmatchcase(path, pattern)), None)
 
 
 def _found(word: str, path: Path) -> list[str]:

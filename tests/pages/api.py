@@ -92,7 +92,7 @@ def detailed_in(known: Definition) -> str | None:
 
 
 def names(module: str) -> list[str]:
-    """What a module promises: its ``__all__``, or what it defines without an underscore."""
+    """Return the names that a module promises: its ``__all__``, or its own without an underscore."""
     defined: list[str] = []
     for node in parsed(module).body:
         for name in _bound(node):

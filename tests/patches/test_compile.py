@@ -12,20 +12,6 @@ from rigs.megatron.options import ADAM, BOTH, GRADS
 from torch._dynamo.testing import CompileCounter
 
 from megapatch.patches import PATCHES
-from megapatch.patches.megatron import (
-    fresh_metadata,
-    gathered_when_read,
-    load_offloaded_state,
-    main_params_after_load,
-    override_after_load,
-    own_save_results,
-    reload_offloaded_params,
-    scheduler_after_load,
-    strict_loads_with_new_torch,
-)
-from megapatch.patches.skyrl import adapters_own_state
-from megapatch.patches.skyrl import gathered_when_read as skyrl_gathered_when_read
-from megapatch.patches.slime import first_sync_pushes_actor
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 STRICT_LOAD = "megatron.core.dist_checkpointing.validation:maybe_report_missing_and_unexpected_keys"
@@ -151,8 +137,10 @@ CALLS = {
 }
 
 
-def targets():
-    return [f"{site.module}:{path}" for patch in PATCHES for site in patch.sites for path in site.paths]
+def targets(*names):
+    """Return the targets of these patches, or of all."""
+    chosen = [patch for patch in PATCHES if patch.name in names or not names]
+    return [f"{site.module}:{path}" for patch in chosen for site in patch.sites for path in site.paths]
 
 
 NOT_COMPILED = {
@@ -185,24 +173,19 @@ NOT_COMPILED = {
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
     # Nor gathers, what reads a whole model for a file or a stream or writes it, and what loads from there.
-    *(
-        f"{site.module}:{path}"
-        for patch in (
-            adapters_own_state,
-            fresh_metadata,
-            first_sync_pushes_actor,
-            gathered_when_read,
-            load_offloaded_state,
-            main_params_after_load,
-            override_after_load,
-            own_save_results,
-            reload_offloaded_params,
-            scheduler_after_load,
-            skyrl_gathered_when_read,
-            strict_loads_with_new_torch,
-        )
-        for site in patch.PATCH.sites
-        for path in site.paths
+    *targets(
+        "megatron.fresh-metadata",
+        "megatron.gathered-when-read",
+        "megatron.load-offloaded-state",
+        "megatron.main-params-after-load",
+        "megatron.override-after-load",
+        "megatron.own-save-results",
+        "megatron.reload-offloaded-params",
+        "megatron.scheduler-after-load",
+        "megatron.strict-loads-with-new-torch",
+        "skyrl.adapters-own-state",
+        "skyrl.gathered-when-read",
+        "slime.first-sync-pushes-actor",
     ),
     # Nor the building of a model, nor seeding, nor coroutines, nor what a worker does for its driver.
     *(

@@ -1,4 +1,4 @@
-"""What a Reader says of functions that read a model, and what it makes of them."""
+"""A Reader's verdicts on functions that read a model, and its replacements of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,11 @@
-"""What diagnoses ask of upstream's code, without running it, and what they run it with."""
+"""Helpers by which diagnoses read upstream's code, and stand-ins with which they run it."""
 
 from __future__ import annotations
 
-from megapatch.patches._diagnosis import StandIn, missing_names, real_imports_but
+import sys
+
+from megapatch._dotted import find
+from megapatch.patches._diagnosis import StandIn, in_finally, missing_names, real_imports_but, resolve
 from megapatch.patches.nemo_rl._workers import takes
 
 
@@ -45,3 +48,41 @@ def prepare(self, keep=True, *buffers, keep_train_buffers=False, **others):
 def test_parameters_are_seen_through_a_decorator_and_locals_are_none():
     found = {name for name in ("keep", "keep_train_buffers", "others", "local") if takes(prepare, name)}
     assert found == {"keep", "keep_train_buffers"}
+
+
+def syncs(client):
+    client.pause()
+    client.resume()
+
+
+def syncs_and_always_resumes(client):
+    client.pause()
+    try:
+        client.sync()
+    finally:
+        client.resume()
+
+
+def syncs_in_branches(client, colocated):
+    if colocated:
+        client.pause()
+        client.resume()
+    else:
+        client.pause()
+        client.resume()
+
+
+def test_a_finally_is_told_from_calls_in_branches():
+    assert in_finally(syncs_and_always_resumes, "resume")
+    assert not in_finally(syncs_and_always_resumes, "pause")
+    assert not in_finally(syncs, "resume")
+    assert not in_finally(syncs_in_branches, "resume", branches=2)
+
+
+def test_a_dotted_path_that_ends_early_is_none():
+    here = sys.modules[__name__]
+    assert find(here, "syncs.__name__") == "syncs"
+    assert find(here, "") is here
+    assert find(here, "syncs.code.co_names") is find(here, "gone.__name__") is find(None, "syncs") is None
+    assert resolve(f"{__name__}:syncs") is syncs
+    assert resolve("a_module.that_is_gone:syncs") is None

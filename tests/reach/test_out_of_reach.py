@@ -1,4 +1,4 @@
-"""What `megapatch run` cannot reach, as seen from command lines, environments and scripts."""
+"""Processes that `megapatch run` cannot reach, as seen from command lines, environments and scripts."""
 
 from __future__ import annotations
 

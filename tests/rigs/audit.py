@@ -29,4 +29,4 @@ def part_of(of, kind):
 
 
 WATCHERS = idle_audit().patches
-"""What an audit installs, for tests that only read it."""
+"""The sites of an audit, for tests that only read them."""

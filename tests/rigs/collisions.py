@@ -11,7 +11,7 @@ NOT_IN_PLACE = {"refused", "failed", "overwritten", "missed"}
 
 
 class Together(NamedTuple):
-    """What becomes of both. `numbers`: what a run computes with megapatch alone, ours first, and theirs first."""
+    """The fate of both. `numbers`: the results of a run with megapatch alone, ours first, and theirs first."""
 
     others: list[tuple[str, str]]
     not_in_place: list[tuple[str, str, str]]

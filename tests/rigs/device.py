@@ -1,7 +1,7 @@
 """A stand-in for a GPU: under the CUDA stubs it lists what would go to one, come back from it, or run on it.
 
-A real device cannot be had on CPU. What is copied is listed above the stubs, before they turn "cuda" into the CPU,
-so it is what a GPU would be asked for.
+A real device cannot be had on CPU. Copies are listed above the stubs, before they turn "cuda" into the CPU, so
+the list is what a GPU would be asked for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What diagnoses say of the real code, and of the same code changed."""
+"""Verdicts on the real code, and on the same code changed."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def orders(longest=3, hook=False):
 
 
 class Expected:
-    """What an order should come to, in terms of who has wrapped the function, from inside to outside."""
+    """Return the expected end of an order, in terms of who has wrapped the function, from inside to outside."""
 
     def __init__(self):
         self.version, self.chain = 0, ""  # of the module that is in sys.modules; ! is megapatch, ? another

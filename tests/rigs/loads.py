@@ -1,4 +1,4 @@
-"""What a framework's load of weights alone leaves: those weights, and a next step that starts from them."""
+"""A framework's load of weights alone leaves those weights, and a next step that starts from them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megapatch.testing import init_parallel, tiny_gpt
 
 OPTIONS = {"dtype": "bf16", "optimizer": "adam", "use_distributed_optimizer": True}
 UNDONE, KEPT = [True, False], [True, True]
-"""What `after_load` returns without a patch, and with it."""
+"""Results of `after_load` without a patch, and with it."""
 
 
 def after_load(load):

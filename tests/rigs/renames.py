@@ -40,7 +40,7 @@ def _unseen_renames(rank, world_size, family):
                 module = sys.modules.get(site.module)
                 if module is None or site.diagnose(module).kind is not NEEDED:
                     continue
-                for change, renamed in _renames(module, _names_in(patch)):
+                for change, renamed in _renames(module, names_in(patch)):
                     with renamed:
                         verdict = _verdict(site, module)
                     tried += 1
@@ -57,7 +57,7 @@ def _verdict(site, module):
         return None  # the engine says `failed`, loudly
 
 
-def _names_in(patch):
+def names_in(patch):
     """Return the identifiers in the code of a patch, and of the modules beside it that it is made of."""
     name = f"megapatch.patches.{patch.family}.{patch.name.partition('.')[2].replace('-', '_')}"
     tree = ast.parse(inspect.getsource(sys.modules[name]))

@@ -59,7 +59,7 @@ def predicted():
 
 
 def held(model):
-    """What the model, its optimizer and the process hold outside of gradients, as plain numbers."""
+    """Return the state of model, optimizer and process outside of gradients, as plain numbers."""
     buffers = {
         f"{index} {name}": buffer.tolist()
         for index, chunk in enumerate(model.chunks)

@@ -1,4 +1,4 @@
-"""What CI tests of what there are many of; each night everything is tested with everything.
+"""The share of many releases and modules that CI tests; each night everything is tested with everything.
 
 With the Megatrons that few frameworks pin, all but 0.16 and the newest, the quick tests and the diagnoses run; the
 other modules take turns: each runs with one of these Megatrons, and in any case with 0.16 and the newest.

@@ -1,4 +1,4 @@
-"""What each policy makes of long rollouts, simulated, as docs/streaming.md has it."""
+"""The bias of each policy against long rollouts, simulated, as docs/streaming.md has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pump must not be given or asked, two pumps on one buffer, and errors that travel between processes."""
+"""Arguments and calls that a pump refuses, two pumps on one buffer, and errors that travel between processes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_many_pumps_train_on_nothing_twice():
 
 @pytest.mark.parametrize("failed", ["clear", "give_back"])
 def test_a_pump_in_place_of_one_that_is_gone(failed):
-    """What that one left claimed comes again, when somebody says that it is gone."""
+    """The groups that the first pump left claimed come again, once somebody says that it is gone."""
 
     async def main():
         world = World({f"before {failed}": "raise"})

@@ -1,4 +1,4 @@
-"""What is called in which order, while nothing fails."""
+"""The order of a pump's calls while nothing fails."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_the_long_tail_comes_later_or_never():
 
 
 def test_strictly_on_policy():
-    """What was sampled from older weights is never trained on, and what is from newer ones waits."""
+    """Samples from older weights are never trained on, and those from newer ones wait."""
 
     async def main():
         world = World()

@@ -1,4 +1,4 @@
-"""What is told of a step, to whom; and that training goes on when it cannot be told."""
+"""The report of a step, to logger and tracker; training continues when either fails."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, cancelled_after, failing_after, raised, run
+from rigs.streaming.world import World, run
 
-from megapatch.streaming import EmptyStepError, RolloutBuffer
+from megapatch.streaming import RolloutBuffer
 from megapatch.streaming._in_flight import Abortable, InFlight, Rollout
 
 
@@ -151,133 +151,6 @@ def test_one_that_waits_to_begin_can_be_cancelled():
         rollouts.begin("d", "e", "f")
         await asyncio.sleep(1)
         assert "".join(rollouts.begun) == "abde"
-
-    run(main())
-
-
-# ------------------------------------------------------------------------------------------ which first
-@pytest.mark.parametrize(
-    ("pick", "trained"),
-    [
-        ("weight_fifo", ["db", "ac", "fe"]),  # a and c have to be in the second step, or never
-        ("in_order", ["ab", "cd", "ef"]),
-        ("ready_first", ["db", "fe"]),
-        ("windowed", ["db", "fe"]),
-    ],
-)
-def test_what_is_slow(pick, trained):
-    async def main():
-        world, pump, rollouts = await begun(groups="abcd", max_staleness=1, pick=pick)
-        training = asyncio.ensure_future(raised(pump.run(3)))
-        await rollouts.end("d")
-        await rollouts.end("b")
-        rollouts.begin("e", "f")
-        await asyncio.sleep(1)
-        if pick != "in_order":
-            await rollouts.end("f")
-        for slow in "eac" if pick == "ready_first" or pick == "windowed" else "ace":
-            await rollouts.end(slow)
-        if pick == "in_order":
-            await rollouts.end("f")
-        world.buffer.close()
-        await training
-        assert ["".join(step) for step in world.trained] == trained
-
-    run(main())
-
-
-def test_a_slow_one_is_not_waited_for_before_it_has_to_be():
-    async def main():
-        world, pump, rollouts = await begun(groups="abcd", max_staleness=1)
-        await rollouts.end("b", "c", "d")
-        await pump.step()
-        assert world.trained == [["b", "c"]]
-        rollouts.begin("e")
-        await asyncio.sleep(1)
-        await rollouts.end("e")
-        stepping = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(100)
-        assert world.called("claim")[-1] == "claim d"  # the other place is kept for a
-        await rollouts.end("a")
-        await stepping
-        assert world.trained[1] == ["d", "a"]
-
-    run(main())
-
-
-@pytest.mark.parametrize("ending", ["fails", "is dropped", "never ends"])
-def test_a_place_is_not_kept_for_one_that_does_not_come(ending):
-    async def main():
-        world, pump, rollouts = await begun(groups="ab")
-        await rollouts.end("b")
-        stepping = asyncio.ensure_future(raised(pump.step()))
-        await asyncio.sleep(1)
-        rollouts.begin("c")
-        await asyncio.sleep(1)
-        if ending == "never ends":
-            rollouts.tasks["a"].cancel()  # its user decides
-        elif ending == "fails":
-            rollouts.ends["a"].set_exception(KeyError())
-        else:
-            await rollouts.end("a", how="dropped")
-        await asyncio.sleep(1)
-        await rollouts.end("c")
-        assert await stepping is None
-        assert world.trained == [["b", "c"]]
-        await asyncio.wait(rollouts.tasks.values())
-        rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
-
-    run(main())
-
-
-def test_a_closed_buffer_keeps_no_place():
-    async def main():
-        world, pump, _ = await begun(groups="a", pick="in_order")
-        await world.put("b")
-        await world.put("c")
-        stepping = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(1)
-        assert not world.called("claim")
-        world.buffer.close()
-        await stepping
-        assert world.trained == [["b", "c"]]
-
-    run(main())
-
-
-def test_a_wait_for_one_in_flight_is_told(caplog):
-    async def main():
-        _, pump, _ = await begun(groups="a", rollout_timeout=700)
-        error = await raised(pump.step())
-        assert isinstance(error, EmptyStepError)
-        assert "1 rollouts in flight, the oldest for 601 s" in caplog.text
-
-    run(main())
-
-
-@pytest.mark.parametrize("place", ["before microbatch", "after claim", "before finish"])
-def test_groups_of_a_failed_step_keep_their_places(place):
-    async def main():
-        world, pump, rollouts = await begun(max_staleness=1)
-        world.plan[place] = failing_after(5)
-        await rollouts.end("a", "b")
-        assert await raised(pump.step())
-        assert "".join(rollouts.begun) == "abcd"
-        world.plan.clear()
-        await pump.step()
-        await asyncio.sleep(1)
-        assert world.trained == [["a", "b"]] and "".join(rollouts.begun) == "abcdef"
-
-    run(main())
-
-
-def test_a_cancelled_step_leaves_rollouts_alone():
-    async def main():
-        world, pump, rollouts = await begun()
-        assert isinstance(await cancelled_after(3, pump.step(), times=1), asyncio.CancelledError)
-        await rollouts.end("a", "b")
-        await pump.step()
-        assert world.trained == [["a", "b"]]
 
     run(main())
 

@@ -144,7 +144,7 @@ def found_by(rank, world_size, release):
 
 
 def aborted(release, kind):
-    """What is left of a call after an abort, made twice: the largest gradient, and what optim_step would do."""
+    """Abort a call twice, and return what is left of it: the largest gradient, and what optim_step would do."""
     worker, state = made(release, kind)
     trainer = DispatchTrainer(dispatch_for(release, worker))
     trainer.begin_train_step()

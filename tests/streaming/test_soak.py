@@ -1,5 +1,5 @@
 """Ten thousand groups, with random delays and faults at every await: no sample is lost, trained on twice, or
-trained on beyond its lag. What is true is written down apart from the pump, where it really happens."""
+trained on beyond its lag. The truth is written down apart from the pump, where it happens."""
 
 from __future__ import annotations
 

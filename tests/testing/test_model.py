@@ -1,4 +1,4 @@
-"""What can be done with a TinyGPT, besides training steps."""
+"""A TinyGPT's methods, besides training steps."""
 
 from __future__ import annotations
 

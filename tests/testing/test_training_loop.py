@@ -60,7 +60,7 @@ def test_one_call_is_the_same_steps_by_hand(trained, case):
 
 
 def call_twice(rank, world_size):
-    """What the second call raises; then what it raises when that is set right by hand, and so on."""
+    """Return the error of the second call; then the next when that is set right by hand, and so on."""
     from megatron.training.global_vars import get_timers
 
     init_parallel()

@@ -1,4 +1,4 @@
-"""What is for frameworks with an optimizer step of their own, at 2 ranks: a gradient that is reduced and left to
+"""TrainStep for frameworks with an optimizer step of their own, at 2 ranks: a gradient that is reduced and left to
 them, calls whose losses are normalized beforehand, and steps of adapters that take turns in one model."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def dropped(model, step, end):
 
 
 def trained(name, end=None, **more):
-    """What is held after each step, and the parameters: of a run in which a step was dropped, or never began."""
+    """Return the state after each step, and the parameters, of a run with a step dropped, or never begun."""
     model = new_model(name, **more)
     step = TrainStep(model.chunks, model.optimizer)
     found = []

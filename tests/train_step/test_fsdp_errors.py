@@ -1,4 +1,4 @@
-"""What can go wrong in a step on FSDP2, at 2 ranks: after an exception in the middle of a pass the next step is a
+"""Failures in a step on FSDP2, at 2 ranks: after an exception in the middle of a pass the next step is a
 fresh one; wrong use is told, on all ranks."""
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 from rigs.cells import run_cells
+from rigs.megatron.options import assert_misuse
 from rigs.train_step.fsdp import (
     Interrupted,
     Sharded,
@@ -217,9 +218,8 @@ MISUSES = {
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_told_on_all_ranks(ranks, name):
     for found in ranks:
-        (error, text), at_rest, norm, state = found["misuses"][name]
-        assert error == "MisuseError"
-        assert MISUSES[name] in text
+        outcome, at_rest, norm, state = found["misuses"][name]
+        assert_misuse(outcome, MISUSES[name])
         assert at_rest
         assert_fresh(norm, state, 1)
 
@@ -238,6 +238,4 @@ CONSTRUCTION = {
 @pytest.mark.parametrize("name", CONSTRUCTION)
 def test_what_a_step_is_made_of(ranks, name):
     for found in ranks:
-        error, text = found["construction"][name]
-        assert error == "MisuseError"
-        assert CONSTRUCTION[name] in text
+        assert_misuse(found["construction"][name], CONSTRUCTION[name])

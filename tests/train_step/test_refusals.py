@@ -1,4 +1,4 @@
-"""What TrainStep refuses, at 2 ranks: models and arguments that do not fit, and a second open step."""
+"""Refusals of TrainStep, at 2 ranks: models and arguments that do not fit, and a second open step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 import torch
-from rigs.megatron.options import GRADS, Interrupted, attempt
+from rigs.megatron.options import GRADS, Interrupted, assert_misuse, attempt
 from rigs.train_step.layouts import NOT_KNOWN_HERE, is_known_here, model_of
 from rigs.train_step.models import MEAN, in_pieces
 
@@ -128,17 +128,14 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_misuse_is_told(ranks, name):
     for found in ranks:
-        error, text = found["others"][name]
-        assert error == "MisuseError"
-        assert OTHERS[name] in text
+        assert_misuse(found["others"][name], OTHERS[name])
 
 
 def test_a_model_has_one_open_step(ranks):
     for found in ranks:
         for name in ("begin twice", "another step"):
-            (error, text), still_open = found["others"][name]
-            assert error == "MisuseError"
-            assert "a step of this model is open already" in text
+            outcome, still_open = found["others"][name]
+            assert_misuse(outcome, "a step of this model is open already")
             assert still_open
         assert found["others"]["nothing to save"] == (None, None)
 
@@ -152,15 +149,12 @@ def test_no_tokens_on_any_rank(ranks):
 
 def test_a_count_with_experts_asks_for_what_their_losses_weigh(ranks):
     for found in ranks:
-        error, text = found["experts"]
-        assert error == "MisuseError"
-        assert "needs expected_microbatches" in text
+        assert_misuse(found["experts"], "needs expected_microbatches")
 
 
 def test_so_does_one_with_a_loss_that_only_the_schedule_knows(ranks):
     for found in ranks:
         if found["indexer"] is None:
             pytest.skip(NOT_KNOWN_HERE)
-        error, text = found["indexer"]
-        assert error == "MisuseError"
-        assert "a loss of the model's own, which its schedule scales, needs expected_microbatches" in text
+        text = "a loss of the model's own, which its schedule scales, needs expected_microbatches"
+        assert_misuse(found["indexer"], text)

@@ -1,4 +1,4 @@
-"""What a step tells, when its scheduler moves, fp16 with a dynamic loss scale, ranks without data; at 2 ranks."""
+"""A step's result, when its scheduler moves, fp16 with a dynamic loss scale, ranks without data; at 2 ranks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from .releases import project_of
 
 ABSENT = ("absent", "no such module")
 DOES_WITHOUT = {"skyrl": ("cloudpickle",), "skyrl-train": ("cloudpickle",)}
-"""What a project imports if it is there, and without which it fails later, on something that does not name it."""
+"""Modules that a project imports if they are there, and without which it fails later, on something else."""
 
 
 def look(project):

@@ -32,7 +32,7 @@ Each release was loaded with:
 
 
 class Cell(NamedTuple):
-    """What a diagnosis says of one release, and why."""
+    """A diagnosis's verdict on one release, and why."""
 
     verdict: str
     reason: str
@@ -67,7 +67,7 @@ def write(verdicts: Verdicts, patches: Iterable[Patch], releases: list[Release])
 
 
 def read(text: str) -> Verdicts:
-    """What `write` has written. Raises ValueError for what it cannot have written."""
+    """Read a page that `write` has written. Raises ValueError for any other."""
     found: Verdicts = {}
     sections = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     for section in sections:
@@ -90,7 +90,7 @@ def read(text: str) -> Verdicts:
 
 
 def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_ini: str) -> list[str]:
-    """What is wrong with the page as it is, without looking at any release; in words."""
+    """Return the faults of the page as it is, without looking at any release, in words."""
     found = []
     patches = tuple(patches)
     try:

@@ -1,4 +1,4 @@
-"""What megapatch asks of a GPU, on a stand-in for one: copies, reads that the host waits for, and collectives.
+"""Megapatch's requests to a GPU, on a stand-in for one: copies, reads that the host waits for, and collectives.
 
 docs/benchmarks.md has the list. Where Megatron's own code runs as well, what counts is what comes on top of it.
 """

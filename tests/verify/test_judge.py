@@ -1,4 +1,4 @@
-"""What verify makes of the ways in which a check's two runs can end, without running anything."""
+"""verify's judgement of the ways in which a check's two runs can end, without running anything."""
 
 from __future__ import annotations
 

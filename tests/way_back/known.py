@@ -1,4 +1,4 @@
-"""What differs today. To be removed row by row: a row whose difference no longer occurs fails its test.
+"""Differences that are known. To be removed row by row: a row whose difference no longer occurs fails its test.
 
 A row keeps its operations out of the sequences that are drawn for its layouts, so that they find other defects.
 """
@@ -30,11 +30,11 @@ class Known(NamedTuple):
     """A row of KNOWN."""
 
     report: str
-    """What it is; a number where the project has one."""
+    """The difference; a number where the project has one."""
     operations: tuple[str, ...]
     layouts: Callable[[Layout], bool]
     kinds: frozenset[str]
-    """What differs after `shows`, at least."""
+    """The kinds of values that differ after `shows`, at least."""
     shows: Sequence
 
     def covers(self, operation: str, layout: str) -> bool:

@@ -29,11 +29,11 @@ class WeightsOf(NamedTuple):
 
 
 Program = tuple["Step | WeightsOf", ...]
-"""What counts, in order, from a fresh model on."""
+"""The operations that count, in order, from a fresh model on."""
 
 
 class Then(NamedTuple):
-    """What counts of the operations so far, and what the next ones depend on."""
+    """The operations so far that count, and the state that the next ones depend on."""
 
     program: Program = ()
     steps: int = 0  # of the schedule

@@ -18,7 +18,7 @@ KINDS = (STEPS, STEPS, SAVES, LOADS, LOADS, NEUTRAL, NEUTRAL, MODELS)
 BEGINNINGS = ((), ("step",), ("step", "save"), ("step", "save", "step"))
 
 Differences = dict[str, str]
-"""What differs after a sequence, by kind, in words."""
+"""Differences after a sequence, by kind, in words."""
 
 
 def drawn(

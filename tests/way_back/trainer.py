@@ -35,7 +35,7 @@ def overflowing(data, model):
 
 
 class Trainer:
-    """What a trainer keeps of one model, in a layout that is set up."""
+    """A trainer's state of one model, in a layout that is set up."""
 
     def __init__(self, layout, rank, folder):
         self.layout, self.rank, self.folder = layout, rank, folder

@@ -26,7 +26,7 @@ from ..._pausing.blocking import attempt_and_block
 from ..._pausing.cancellation import tell_besides
 from ..._pausing.generation import log_failed_sync
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import lacking, missing_attributes, missing_names, reads_in_order
+from .._diagnosis import in_finally, lacking, missing_attributes, missing_names, reads_in_order, resolve
 from .._temporarily import temporarily_set
 
 MODULE = "areal.engine.megatron_engine"
@@ -46,10 +46,10 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    found = [reads_in_order(getattr(getattr(module, ENGINE), name), PAUSE, CONTINUE) for name in UPDATES]
-    if all(names == [PAUSE, CONTINUE] for names in found):
+    updates = [resolve(f"{path}.{name}") for name in UPDATES]
+    if all(reads_in_order(update, PAUSE, CONTINUE) == [PAUSE, CONTINUE] for update in updates):
         return Verdict(NEEDED, "after an exception in a weight update generation does not continue")
-    if all(names.count(CONTINUE) > 1 for names in found):  # a `finally` has the call twice
+    if all(in_finally(update, CONTINUE) for update in updates):
         return Verdict(FIXED, "generation continues even after a failed weight update")
     return Verdict(UNKNOWN, f"expected {' and '.join(UPDATES)} to use {PAUSE}, then {CONTINUE}")
 

@@ -20,13 +20,13 @@ Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers 
 Limits    a load that changes no bf16 number on this rank looks like a swap there and back: the main parameters
           keep their bits. Each rank decides by itself, for all optimizers of a chain together.
           Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, and the
-          optimizer is loaded first, training goes on from the weights.
+          optimizer is loaded first, training continues from the weights.
           Weights that are copied into a model by other means than load_state_dict() are not seen, such as those of
           a Hugging Face model that a bridge loads: call optimizer.reload_model_params() after it. Adam's moments
           stay what they were. Left alone are FP8 parameters, Megatron-FSDP, a step that is replayed from a CUDA
           graph, and, with use_precision_aware_optimizer, main parameters that are not in fp32
-          (store_param_remainders keeps less than half a bf16 step of the old ones). What needs that optimizer, and
-          an offloaded one, is not tested.
+          (store_param_remainders keeps less than half a bf16 step of the old ones). The parts for that optimizer,
+          and for an offloaded one, are not tested.
 Numbers   change after a load of weights alone, to those of a new process that loads the same.
 Cost      about 0.1 us in each optimizer step; after a load one comparison of what was loaded, in the next step.
 """
@@ -62,7 +62,7 @@ FLOAT16 = "optimizer.Float16OptimizerWithFloat16Params"
 DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 GRADS = "_copy_model_grads_to_main_grads"
-"""What an optimizer with main parameters begins a step with, in prepare_grads()."""
+"""The first call of a step in an optimizer with main parameters, in prepare_grads()."""
 INNER = "param_to_inner_param"
 """The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
 

@@ -36,9 +36,9 @@ FP32 = "optimizer.FP32Optimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 GROUPS = "param_groups"
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
-"""What a group may have in place of its scheduler's."""
+"""Settings that a group may have in place of its scheduler's."""
 TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
-"""What tells groups apart, besides their rates; NeMo's names begin with `pre_`."""
+"""Settings by which groups differ, besides their rates; NeMo's names begin with `pre_`."""
 
 OVERRIDES = "_megapatch_overrides"
 """Attribute of an optimizer whose scheduler overrides what a checkpoint says."""

@@ -14,8 +14,8 @@ Seam      start_grad_sync() of bucket groups: a group that is ready waits until 
           again in the next step. Starting the group at the end is not enough: the groups after it would have
           started before it on this rank, and after it on a rank that had all gradients.
           ROLL fills in the missing counts before Megatron asserts, which may stay.
-          What a step that was given up has left is dropped there with its gradients: a reduce under way, which the
-          next step would take for its own and fail, and the tokens that routers have counted, which would silently
+          Leftovers of an abandoned step are dropped there with its gradients: a reduce under way, which the next
+          step would take for its own and fail, and the tokens that routers have counted, which would silently
           go into the next step's expert bias and global auxiliary loss.
 Limits    all ranks still have to call finish_grad_sync() in the same steps. A group that waits holds up the
           overlap of those after it: set requires_grad to False, alike on all ranks, for what is never trained.

@@ -36,7 +36,7 @@ from ._offloaded_copies import hybrid_with_copy
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 HYBRID = "HybridDeviceOptimizer"
 INNER = "param_to_inner_param"
-"""What a HybridDeviceOptimizer steps, by its own parameters: the same, or a copy on the CPU or in fp32."""
+"""The parameters that a HybridDeviceOptimizer steps, by its own: the same, or a copy on the CPU or in fp32."""
 FSDP = ("use_megatron_fsdp", "use_custom_fsdp")
 
 

@@ -34,6 +34,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._dotted import find
 from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
@@ -170,7 +171,7 @@ def _missing_fields(module: ModuleType) -> list[str]:
         f"field {name} of {kind}"
         for kind, names in fields.items()
         for name in names
-        if name not in getattr(getattr(module, kind, None), "__dataclass_fields__", ())
+        if name not in (find(module, f"{kind}.__dataclass_fields__") or ())
     ]
 
 

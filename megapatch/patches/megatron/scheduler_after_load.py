@@ -27,7 +27,7 @@ MODULE = "megatron.core.optimizer_param_scheduler"
 SCHEDULER = "OptimizerParamScheduler"
 STEPS = "num_steps"
 RATES = ("lr", "weight_decay")
-"""What step() sets in the groups of the optimizer."""
+"""The settings of the optimizer's groups that step() writes."""
 
 
 def diagnose(module: ModuleType) -> Verdict:

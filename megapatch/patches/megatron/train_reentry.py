@@ -44,6 +44,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import find
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import asserted, gone, lacking, missing_attributes, missing_names, missing_parameters
@@ -125,7 +126,7 @@ def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str
             f"train() starts again at iteration {start} although the last call ended at {ended_at}: Megatron "
             "reads args.iteration at entry and never writes it, so set it between calls",
         )
-    graphs = getattr(getattr(training, "FullCudaGraphWrapper", None), "cuda_graph", None) or {}
+    graphs = find(training, "FullCudaGraphWrapper.cuda_graph") or {}
     if graphs.get("training") is not None:
         warn("graph", "train() replays the full-iteration CUDA graph that an earlier call has captured")
 

@@ -3,7 +3,8 @@
 Symptom   a microbatch whose loss mask is all zeros (a filtered rollout, a slice of padding) makes the gradient of
           the whole step NaN: check_for_nan_in_grad raises, with fp16 the step is skipped as an overflow, and in
           bf16 without the check all parameters become NaN.
-Upstream  the schedules divide the loss by its number of tokens; up to 0.14. From 0.15 on by 1 at least.
+Upstream  the schedules divide the loss by its number of tokens; up to 0.14. From 0.15 on by 1 at
+          least (NVIDIA/Megatron-LM@1aef9f8eff).
 Seam      schedules.forward_step, whose forward step function returns the loss function that is wrapped: of what
           that returns, a number of tokens of 0 becomes 1.
 Limits    with calculate_per_token_loss nothing is changed: Megatron divides by the step's number of tokens there,

@@ -1,4 +1,4 @@
-"""ms-swift skips the step of an fp16 overflow, as Megatron does, and trains on.
+"""ms-swift skips the step of an fp16 overflow, as Megatron does, and continues.
 
 Symptom   with fp16 training ends in its first step with "found NaN in local grad norm for bucket #0 in backward
           pass" (or "found Inf"): the loss scale begins at 2**32, gradients overflow until it is small enough, and

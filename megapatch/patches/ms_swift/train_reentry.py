@@ -11,7 +11,7 @@ Seam      the class attribute setup_model_training(), which train() and the Ray 
           trainer was set up before, reduces left under way are waited for, and parameters not gathered since the
           last step are gathered. megatron.forward-pre-hook makes switching the forward pre-hooks safe; this patch
           needs it.
-Limits    train() goes on until args.train_iters, which counts the steps of all calls: raise it before the next
+Limits    train() continues until args.train_iters, which counts the steps of all calls: raise it before the next
           one. In releases up to 4.2 train() does all this itself: there the patch is unsupported.
           Under python -O, which removes the assertion, no_sync_func is replaced as without megapatch.
 Cost      once a call.

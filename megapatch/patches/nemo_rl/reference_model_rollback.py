@@ -1,7 +1,7 @@
 """After an exception in use_reference_model() the policy has its own weights again.
 
 Symptom   an exception under `with worker.use_reference_model():`, such as one in get_reference_policy_logprobs(),
-          leaves the reference's weights in the policy, silently: if the caller goes on, it trains the reference.
+          leaves the reference's weights in the policy, silently: if the caller continues, it trains the reference.
           Also left: the sampling parameters without top-k and top-p, forward pre-hooks off (Megatron with
           overlap_param_gather), and on main's first DTensor worker a running timer, which makes the next call
           raise.

@@ -5,7 +5,7 @@ Symptom   an exception in train() of a Megatron worker (a loss that raises, out 
           machine takes its first pass for the end of the interrupted step; with overlap_grad_reduce, the rest of
           the interrupted reduce. On main also "Timer 'train' is already running", for good: train(),
           get_logprobs() and, on DTensor's first worker, more methods start and stop a timer without `finally`.
-Upstream  NeMo-RL v0.6.0 and v0.7.0 (the step), main at 7ea279abf (both); no issue is known.
+Upstream  not reported; in NeMo-RL v0.6.0 and v0.7.0 (the step), main at 7ea279abf (both).
 Seam      megatron_forward_backward(), through which every pass of the Megatron policy and value workers goes:
           after an exception, unfinished reduces are waited for and forgotten, and the rerun machine is rewound to
           its state before the step. If the pass was one with gradients, a router's counts are zeroed, and its
@@ -108,7 +108,7 @@ def also_when_running(start: Callable[..., Any]) -> Callable[..., Any]:
 PATCH = Patch(
     name="nemo_rl.train-after-exception",
     doc=__doc__,
-    upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
+    upstream=None,
     sites=(
         Site(module=TRAIN, diagnose=diagnose, replace={FORWARD_BACKWARD: with_a_clean_end}),
         Site(module=TIMER, diagnose=diagnose_timer, replace={"Timer.start": also_when_running}),

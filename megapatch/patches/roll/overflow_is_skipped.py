@@ -1,4 +1,4 @@
-"""ROLL skips the step of an fp16 overflow, as Megatron does, and trains on.
+"""ROLL skips the step of an fp16 overflow, as Megatron does, and continues.
 
 Symptom   with fp16, "NotImplementedError: megatron optimizer step failed!" ends the job at the first gradient
           that overflows; before that the check for NaN in gradients, which ROLL leaves on, does. Megatron's

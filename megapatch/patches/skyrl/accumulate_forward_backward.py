@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..._dotted import find
 from ...errors import MisuseError
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_names, missing_parameters
@@ -78,7 +79,7 @@ def diagnose(module: ModuleType) -> Verdict:
 # ---------------------------------------------------------------------------- the step of a worker
 def _current_adapter(worker: Any) -> Any:
     """Return the adapter whose gradients are in the buffers; None where there are no adapters to swap."""
-    return getattr(getattr(worker, "adapter_store", None), "current_id", None)
+    return find(worker, "adapter_store.current_id")
 
 
 def _step_of(worker: Any) -> TrainStep | None:

@@ -3,7 +3,8 @@
 Symptom   with overlap_param_gather (SkyRL passes it on to Megatron), a checkpoint saved after a step is a mixture
           of new and old parameters, silently: a data-parallel rank writes what it holds, its own shard beside
           those of others, which are one step old.
-Upstream  in all releases of skyrl-train and skyrl, and on main. Megatron's own train() gathers before a save.
+Upstream  not reported for SkyRL; in all releases of skyrl-train and skyrl, and on main. Megatron's own train()
+          gathers before a save.
 Seam      MegatronStrategy.save_checkpoint(), which all ranks call, gathers before it begins. It asks the unwrapped
           model for its state; save_hf_model() and weight syncs read through Megatron-Bridge's exporter (mbridge's
           in skyrl-train 0.2.0), which gathers by megatron.gathered-when-read.
@@ -26,7 +27,7 @@ SAVE = Reader(f"{STRATEGY}.save_checkpoint", "model.actor_module", reads=("shard
 PATCH = Patch(
     name="skyrl.gathered-when-read",
     doc=__doc__,
-    upstream="https://github.com/NVIDIA-NeMo/RL/pull/4086",
+    upstream=None,
     sites=tuple(reading(module, SAVE) for module in MODULES),
     changes_numbers=True,
 )

@@ -23,10 +23,11 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import find
 from ..._pausing.generation import PAUSE, RESUME
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import paused_generation
-from .._diagnosis import gone, lacking, missing_names, reads_in_order
+from .._diagnosis import gone, in_finally, lacking, missing_names, reads_in_order
 
 MODULES = (
     "skyrl_train.workers.worker_dispatch",
@@ -38,7 +39,7 @@ SAVE = "save_weights_for_sampler"
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real coroutine: running it needs actors and engines."""
-    save = getattr(getattr(module, DISPATCH, None), SAVE, None)
+    save = find(module, f"{DISPATCH}.{SAVE}")
     if save is None:
         return gone(f"{DISPATCH}.{SAVE}", module)
     calls = reads_in_order(save, PAUSE, RESUME)
@@ -50,7 +51,7 @@ def diagnose(module: ModuleType) -> Verdict:
             "broadcast_to_inference_engines",
         )
         return lacking(missing) if missing else Verdict(NEEDED, "weights are synced while engines serve requests")
-    if calls.count(RESUME) > calls.count(PAUSE):  # a `finally` has the call twice: with an exception, and without
+    if in_finally(save, RESUME, branches=calls.count(PAUSE)):
         return Verdict(FIXED, f"{SAVE}() pauses generation, and resumes it even after a failure")
     return Verdict(
         UNKNOWN,

@@ -4,7 +4,7 @@ Symptom   with overlap_param_gather (verl passes it on to Megatron, in override_
           override_optimizer_config), a checkpoint, an export of shards (delta weight syncs) or a copy in the CPU's
           memory that is made after a step is a mixture of new and old parameters, silently: a data-parallel rank
           reads what it holds, its own shard beside those of others, which are one step old.
-Upstream  in 0.7.1 to 0.9.1 and on main. Megatron's own train() gathers before a save.
+Upstream  not reported for verl; in 0.7.1 to 0.9.1 and on main. Megatron's own train() gathers before a save.
 Seam      MegatronCheckpointManager.save_checkpoint(), copy_megatron_model_to_cpu() and
           MegatronEngine.get_per_tensor_param_shard() read unwrapped models and buffers. The first two gather
           before they begin; the last returns a generator, which gathers at its first `next`. All ranks call each.
@@ -27,7 +27,7 @@ from .._readers import Reader, reading
 PATCH = Patch(
     name="verl.gathered-when-read",
     doc=__doc__,
-    upstream="https://github.com/NVIDIA-NeMo/RL/pull/4086",
+    upstream=None,
     sites=(
         reading(
             "verl.utils.checkpoint.megatron_checkpoint_manager",

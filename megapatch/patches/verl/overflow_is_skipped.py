@@ -1,4 +1,4 @@
-"""verl skips the step of an fp16 overflow, as Megatron does, and trains on.
+"""verl skips the step of an fp16 overflow, as Megatron does, and continues.
 
 Symptom   with fp16, "NotImplementedError: Megatron optimizer step failed. This should not happen" ends the job at
           the first gradient that overflows, at a loss scale of 32768 to begin with. Megatron's optimizer has

@@ -19,16 +19,16 @@ Cost      nothing that could be measured beside a weight sync.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from types import CodeType, ModuleType
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+from ..._dotted import find
 from ..._pausing.generation import resumed_on_failure
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import gone, missing_attributes
+from .._diagnosis import gone, in_finally, missing_attributes, reads_in_order
 from ._replica_calls import ReplicaCalls
 
 MODULE = "verl.checkpoint_engine.base"
@@ -39,27 +39,17 @@ LAST = ("resume_generation", "resume_generation_replicas")
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real coroutine: running it needs Ray and engines."""
-    update = getattr(getattr(module, MANAGER, None), UPDATE, None)
+    update = find(module, f"{MANAGER}.{UPDATE}")
     if update is None:
         return gone(f"{MANAGER}.{UPDATE}", module)
     coroutine = inspect.unwrap(unpatched(update))
     if not inspect.iscoroutinefunction(coroutine) or missing_attributes(f"{module.__name__}:", "auto_await"):
         return Verdict(UNKNOWN, f"expected {UPDATE}() to be a coroutine behind @auto_await")
-    resumes = sum(map(LAST.__contains__, _names(coroutine.__code__)))
-    if resumes == 1:
-        return Verdict(NEEDED, f"after an exception {UPDATE}() does not resume the replicas")
-    if resumes > 1:  # a `finally` has the call twice: with an exception, and without
+    if in_finally(coroutine, *LAST):
         return Verdict(FIXED, f"{UPDATE}() resumes the replicas even after a failure")
+    if reads_in_order(coroutine, *LAST):
+        return Verdict(NEEDED, f"after an exception {UPDATE}() does not resume the replicas")
     return Verdict(UNKNOWN, f"expected {UPDATE}() to resume the replicas' generation; found no such call")
-
-
-def _names(code: CodeType) -> Iterator[Any]:
-    """Yield what the instructions name, of comprehensions too, which Python up to 3.11 makes functions of."""
-    for instruction in dis.get_instructions(code):
-        if isinstance(instruction.argval, CodeType):
-            yield from _names(instruction.argval)
-        else:
-            yield instruction.argval
 
 
 def resume_after_failure(update_weights: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What the patches say of code that is like AReaL's and yet another."""
+"""Verdicts on code that is like AReaL's and yet another."""
 
 from __future__ import annotations
 

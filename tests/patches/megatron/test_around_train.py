@@ -1,4 +1,4 @@
-"""What megatron.train-reentry does around a train(), without megatron.training: each part on real megatron.core.
+"""Parts of megatron.train-reentry around a train(), without megatron.training: each on real megatron.core.
 
 Before 0.17 no wheel has a train(). A framework's copy of it may run on any Megatron.
 """

@@ -1,4 +1,4 @@
-"""What the diagnoses say of the real code, of repaired code, and of code that they do not know."""
+"""Verdicts on the real code, of repaired code, and of code that they do not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the two diagnoses of megatron.rerun-state-dict say of the real code, and of code made up."""
+"""Verdicts of the two diagnoses of megatron.rerun-state-dict on the real code, and of code made up."""
 
 from __future__ import annotations
 

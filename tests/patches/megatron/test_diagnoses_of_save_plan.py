@@ -1,4 +1,4 @@
-"""What the two diagnoses of megatron.save-plan-cache say of the real code, and of code made up."""
+"""Verdicts of the two diagnoses of megatron.save-plan-cache on the real code, and of code made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What megatron.grad-ready-window's diagnosis says of the real code, of repaired and of unknown code."""
+"""Verdicts of megatron.grad-ready-window's diagnosis on the real code, on repaired and of unknown code."""
 
 from __future__ import annotations
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
+from collections import Counter
 
 import pytest
 from rigs.megatron.edits import HARMLESS, another_body, edited, empty, with_name, without
+from rigs.megatron.line_edits import judged, sites_of
 from rigs.needs import needs_megatron
 
 from megapatch.patch import NEEDED, UNKNOWN
@@ -140,7 +143,7 @@ HARMFUL = {
         (TORCH, "TorchDistLoadShardedStrategy.load_sharded_metadata", another_body),
     ),
 }
-"""What patches rely on, removed: by patch, (module, path, edit)."""
+"""Edits that remove a thing that a patch relies on: by patch, (module, path, edit)."""
 
 
 def quietly(function, *args):
@@ -177,7 +180,7 @@ def test_harmless_edits_are_not_refused():
                     after = quietly(site.diagnose, module)
                     if after.kind is not before.kind:
                         refused.append(f"{patch.name}, {path}, {edit.__name__}: {after}")
-    print(f"{len(refused)} of {made} refused")
+    print(f"{len(refused)} of {made} refused:", *refused)
     assert made > 100
     assert len(refused) <= 1, "\n".join(refused)
 
@@ -197,3 +200,13 @@ def test_harmful_edits_are_refused(name):
                 missed.append(f"{path}, {edit.__name__}")
     assert made
     assert not missed
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have qualified names from Python 3.11 on")
+def test_line_edits_are_made_judged_and_taken_back():
+    patch = next(patch for patch in PATCHES if patch.name == "megatron.rerun-transient-fault")
+    if not quietly(sites_of, patch):
+        pytest.skip("this Megatron does not need the patch")
+    found = Counter(what for *_, what, _ in quietly(list, judged(patch)))
+    assert found["refused"] and found["unnoticed"], found
+    assert not found["endless"]

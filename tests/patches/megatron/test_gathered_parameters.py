@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 from rigs.cells import cells_of
 from rigs.megatron.gathers import Collectives, between_ranks, no_collective, pair, state_of, unwrapped, wrong
-from rigs.megatron.options import UNPATCHED, attempt, buckets
+from rigs.megatron.options import UNPATCHED, assert_misuse, attempt, buckets
 
 from megapatch import MisuseError
 from megapatch.testing import init_parallel, tiny_gpt
@@ -185,10 +185,7 @@ def test_what_cannot_be_gathered_is_refused_before_any_collective(ranks, name, w
     for found in ranks:
         if name not in found["refusals"]:
             pytest.skip("this Megatron has no such option (0.12)")
-        error, text = found["refusals"][name]
-        assert error == "MisuseError"
-        assert "the last optimizer step are not gathered yet" in text
-        assert words in text
+        assert_misuse(found["refusals"][name], "the last optimizer step are not gathered yet", words)
         assert not any(dispatched for _, dispatched in found["refusals"]["nothing begun"])
 
 

@@ -60,7 +60,7 @@ def read_state(model, ckpt_format="torch_dist"):
 
 
 def read_by_inference(model):
-    """What a separate model for inference gets from Megatron's own refit, over gloo."""
+    """Return the parameters that a separate model for inference gets from Megatron's own refit, over gloo."""
     refit = importlib.import_module(RESHARDING)
     target = unwrapped(tiny_gpt().chunks[0])
     refit.swap_model_weights(model.chunks, target, refit.GlooCopyService())
@@ -114,7 +114,7 @@ def gathers(reads, between=0, first=0, **options):
 
 
 def switch_hooks(ddp):
-    """What frameworks do around a save."""
+    """Switch the hooks off and on, as frameworks do around a save."""
     ddp.disable_forward_pre_hook()
     ddp.enable_forward_pre_hook()
 
@@ -160,7 +160,7 @@ def orphan():
 
 
 def alike():
-    """What each rank takes to be done and pending, after each of many kinds of calls."""
+    """Return what each rank takes to be done and pending, after each of many kinds of calls."""
     _, model = pair()
     found = [state_of(model)]
     for step in range(2):

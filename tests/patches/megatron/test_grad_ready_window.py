@@ -55,7 +55,7 @@ IN_PIPELINE = {
 
 
 def references(cases, **more):
-    """What each case has to come to, by key: who finishes when does not matter without overlap."""
+    """Return the expected result of each case, by key: who finishes when does not matter without overlap."""
     found = {}
     for kind, cuts, options, *_ in cases:
         aligned = {**options, "align_grad_reduce": True}

@@ -33,7 +33,7 @@ def found_by(rank, world_size):
 
 
 def changed_ways(options):
-    """A caller that has finished in each call leaves it to later, after two; then it begins that step anew."""
+    """A caller that has finished in each call leaves it to later, after two; then it begins that step again."""
     steps = [(2,), (2,), (1, 1), (1, 1)]
     model = tiny_gpt(**options, **GRADS)
     found = [one_step(model, step, "last", steps[step]) for step in range(2)]

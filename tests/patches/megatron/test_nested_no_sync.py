@@ -89,7 +89,7 @@ def without_patch(rank, world_size):
 
 
 def cut_without(cuts):
-    """What each step comes to, up to one that fails."""
+    """Return the result of each step, up to the first that fails."""
     init_parallel()
     model, found = tiny_gpt(**GRADS), []
     for step, pieces in enumerate(cuts):

@@ -177,7 +177,7 @@ class Rig:
         return found
 
     def after(self, ending):
-        """What preparing new gradients finds if after preparing others, which overflow or not, `ending` came."""
+        """Prepare gradients that overflow or not, call `ending`; return the result of preparing new ones."""
         found = []
         for number in (1.0, math.inf):
             self.fill(number)
@@ -225,12 +225,12 @@ ENDINGS = {
     "zero_grad": lambda rig: rig.chain.zero_grad(),
     "load_state_dict": of_each(lambda child: child.load_state_dict(child.state_dict())),
     "zero_grad_buffer": lambda rig: rig.chunk.zero_grad_buffer(),
-    "installed anew": install_anew,
+    "installed again": install_anew,
 }
 
 
 def behaviour(case):
-    """What preparing again finds, by what has come in between; and what is left of it."""
+    """Return what preparing again finds, by what has come in between; and what is left of it."""
     rig, others = Rig(case), another_model(case, NEVER)
     rig.fill()
     found = {"first": rig.prepare(), "ended": {name: rig.after(ending) for name, ending in ENDINGS.items()}}

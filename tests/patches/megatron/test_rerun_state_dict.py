@@ -22,7 +22,7 @@ def structure(state):
 
 
 def given(rank, world_size):
-    """What state_dict() gives in each mode, state and format; None where it always gives the state."""
+    """Return the result of state_dict() in each mode, state and format; None where it always gives the state."""
     if not hasattr(new_machine(), "validate_state_dict"):
         return None
     found, raw = {}, iter(range(4))
@@ -58,7 +58,7 @@ def given(rank, world_size):
 
 
 def checked():
-    """What Megatron's check of keys says at each strictness, of checkpoints with keys that a load omits."""
+    """Return Megatron's answers at each strictness for checkpoints with keys that a load omits."""
     from megatron.core.dist_checkpointing.validation import StrictHandling, validate_integrity_and_strict_load
 
     def check(strict, *omitted):
@@ -78,7 +78,7 @@ def both(rank, world_size):
 
 @pytest.fixture(scope="module")
 def runs():
-    """What each rank found, without the patch and with it."""
+    """Each rank's findings, without the patch and with it."""
     return run_ranks(both, 2, env=UNPATCHED), run_ranks(both, 2)
 
 

@@ -68,7 +68,7 @@ def load(path, rank, world_size, strict, template=None, tensors=("weights", "bia
 
 
 class Warnings(logging.Handler):
-    """What the code that checks a load's keys says."""
+    """Return the answers of the code that checks a load's keys."""
 
     text = ""
 
@@ -156,7 +156,7 @@ def allow_enums():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What each rank found, without the patch and with it."""
+    """Each rank's findings, without the patch and with it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     unpatched = run_ranks(checkpoints, 2, f"{folder}/unpatched", None, env={"MEGAPATCH_ONLY": NEW_TORCH})
     with_it = {"MEGAPATCH_ONLY": f"{PATCH},{NEW_TORCH}"}

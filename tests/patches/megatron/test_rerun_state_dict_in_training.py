@@ -13,7 +13,7 @@ from megapatch.testing import MegatronLoop, init_parallel, run_ranks, tiny_gpt
 pytestmark = needs_training
 
 KEY = "rerun_state_machine_state"
-# train() is called again in either; and a plan that is made anew would save what this patch is about, too.
+# train() is called again in either; and a new plan would save what this patch is about, too.
 WITH = {"MEGAPATCH_DISABLE": "megatron.save-plan-cache"}
 WITHOUT = {"MEGAPATCH_DISABLE": "megatron.save-plan-cache,megatron.rerun-state-dict"}
 STRICTNESSES = ("assume_ok_unexpected", "raise_all")
@@ -77,7 +77,7 @@ def load(folder, iteration, strict):
 
 
 def payload(machine):
-    """What a machine has noted of a fault, as text, so that NaN equals NaN."""
+    """Return a machine's notes of a fault, as text, so that NaN equals NaN."""
     return repr(machine.state_dict(None, "torch_dist", force=True)["sharded"].data)
 
 
@@ -128,7 +128,7 @@ def resumed(rank, older, folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What each rank found, without the patch and with it."""
+    """Each rank's findings, without the patch and with it."""
     folder = tmp_path_factory.mktemp("checkpoints")
     without = run_ranks(trained, 2, f"{folder}/unpatched", None, env=WITHOUT)
     return without, run_ranks(trained, 2, f"{folder}/patched", f"{folder}/unpatched", env=WITH)

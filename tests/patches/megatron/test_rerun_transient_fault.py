@@ -60,8 +60,8 @@ def verdicts():
 
 
 def machine_after(rank, mode, faulty_runs):
-    """What a machine says after a step that is NaN on rank 1 in so many of its runs; and the error of another
-    machine that goes on with what a checkpoint would hold then."""
+    """Return a machine's answer after a step that is NaN on rank 1 in this many runs; and the error of another
+    machine that continues with what a checkpoint would hold then."""
     machine, data = new_machine(mode), rerun_data(rank)
     iterate(machine, data)  # nothing is validated in the first one
     runs = 0
@@ -128,7 +128,7 @@ def trained(rank, folder):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What each rank found, without the patch and with it."""
+    """Each rank's findings, without the patch and with it."""
     folders = [str(tmp_path_factory.mktemp("checkpoints")) for _ in range(2)]
     return [
         run_cells(found_by_rank, 2, folder, env=env) for folder, env in zip(folders, (WITHOUT, {}), strict=True)

@@ -67,7 +67,7 @@ def repaired(rank, world_size, folder):
 
 @pytest.fixture(scope="module")
 def unpatched(folder):
-    """What each rank found, and how the last of it ended."""
+    """Return each rank's findings, and how the last of it ended."""
     (folder / "unpatched").mkdir()
     with pytest.raises(RanksFailed) as failed:
         run_ranks(defects, 2, f"{folder}/unpatched", env=UNPATCHED)

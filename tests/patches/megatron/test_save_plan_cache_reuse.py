@@ -116,7 +116,7 @@ def one_anew(rank, folder):
 
 
 def nvrx(rank, folder):
-    """What becomes of NVRx's cache (a made-up one) when nothing changes, when something does, and of one that is
+    """Return the state of NVRx's cache (a made-up one) when nothing changes, when something does, and if one is
     there although no save is known."""
     saves, late = Saves(rank, folder), Saves(rank, folder)
     if not hasattr(saves.base, "_metadata_cache"):

@@ -99,7 +99,7 @@ def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_
 
 
 def only_cleared_by_hand(rank, world_size):
-    """What a fix that only removes the asserts would do: clear away what they look at, and go on."""
+    """Act as a fix that only removes the asserts: clear away what they look at, and continue."""
     init_parallel()
     model = tiny_gpt(layers=4, hooks=False, **BOTH)
     loop = MegatronLoop(model)

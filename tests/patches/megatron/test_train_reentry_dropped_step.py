@@ -38,7 +38,7 @@ def failing_in_the_second_step(model, place):
 
 
 def two_steps(name, place=None):
-    """What is held after one step in train(), and after the next, between which one was interrupted, or not."""
+    """Return the state after one step in train() and after the next, with an interrupted one between, or none."""
     model = new_model(name, hooks=False)
     loop = MegatronLoop(model)
     if place is None:

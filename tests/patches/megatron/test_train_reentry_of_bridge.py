@@ -107,7 +107,7 @@ def plain_runs(rank, world_size):
 
 @pytest.fixture(scope="module")
 def runs():
-    """What every rank found with train() called again and no other patch, and in the run to compare with."""
+    """Every rank's findings with train() called again and no other patch, and in the run to compare with."""
     alone = {"MEGAPATCH_ONLY": "megatron.train-reentry"}
     again = run_cells(called_three_times, 2, setup=find_bridge, env=alone)
     return again, run_cells(plain_runs, 2, env=UNPATCHED)

@@ -101,7 +101,7 @@ def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_
 
 
 def with_another_global_state(rank, world_size):
-    """The caller sets everything up anew around the same model after an exception, timers included."""
+    """The caller sets everything up again around the same model after an exception, timers included."""
     loop = new_loop(BOTH)
     loop.interrupted_train(Fault("data", 4))
     loop.model.config.no_sync_func = None  # Bridge's setup insists on it

@@ -1,4 +1,4 @@
-"""What the patches of NeMo-RL's Megatron worker say of modules that are not like those that they know."""
+"""Verdicts of the patches of NeMo-RL's Megatron worker on modules that they do not know."""
 
 from __future__ import annotations
 

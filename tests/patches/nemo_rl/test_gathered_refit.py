@@ -1,5 +1,5 @@
-"""What NeMo-RL's own refits and the swap of its reference model read right after a step, through Megatron-Bridge's
-own exporter: with megatron.gathered-when-read the parameters of that step, without it half of them old."""
+"""Right after a step NeMo-RL's own refits, by Megatron-Bridge's exporter, and the swap of its reference model read
+that step's parameters with megatron.gathered-when-read, and half of them old without."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def find_nemo_rl_and_exporter():
 
 
 class Bridge:
-    """What the worker calls of Bridge's AutoBridge, which would ask Hugging Face for the model's kind."""
+    """The part of Bridge's AutoBridge that the worker calls; the real one would ask Hugging Face for a model."""
 
     def export_hf_weights(self, model, show_progress, conversion_tasks):
         module = importlib.import_module("megatron.bridge.models.conversion.model_bridge")
@@ -58,7 +58,7 @@ def worker_of(options):
 
 
 def refit(worker):
-    """What generation gets: streams, collective refits and checkpoint engines all read through this method."""
+    """Return generation's parameters: streams, refits and checkpoint engines all read by this method."""
     return {name: tensor.clone() for name, tensor in worker._iter_params_with_optional_kv_scales()}
 
 

@@ -99,7 +99,7 @@ def test_without_the_patch_gradients_of_earlier_slices_are_lost_silently(shape):
 
 
 def between_steps(rank, world_size):
-    """What is refused in an open step works without one, gradients being freed, and the next step is right."""
+    """Calls that an open step refuses work without one, gradients being freed, and the next step is right."""
     with contextlib.redirect_stdout(None):
         init_parallel()
         model = tiny_gpt(**GPT)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from rigs.cells import once, run_cells
 from rigs.megatron.grad_ready import Reduces
-from rigs.megatron.options import attempt, buckets
+from rigs.megatron.options import assert_misuse, attempt, buckets
 from rigs.nemo_rl.steps import LAYOUTS, SIZE, SLICES, differences, in_slices, samples, trained_gpt, whole
 from rigs.nemo_rl.worker import GPT, SHAPES, batch, find_nemo_rl, has_own_split_step, nll_loss, worker_for
 
@@ -104,6 +104,4 @@ def test_a_step_in_which_nothing_counts_is_dropped(ranks):
 
 def test_nothing_comes_after_the_last_data(ranks):
     for found in ranks:
-        error, text = found["one more"]
-        assert error == "MisuseError"
-        assert "the last call of this step was made" in text
+        assert_misuse(found["one more"], "the last call of this step was made")

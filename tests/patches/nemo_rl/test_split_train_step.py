@@ -98,7 +98,7 @@ def overflowing():
 
 
 def after_inference():
-    """What inference leaves in a model, as it is once a step is open."""
+    """Open and abort a step after inference, and return what is left of that in the model."""
     worker, resets = worker_for(tiny_gpt(**GPT)), []
     _, *modules = worker.model.modules()
     worker.model.inference_params = modules[0]._inference_key_value_memory = "much memory"

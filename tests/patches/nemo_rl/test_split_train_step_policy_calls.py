@@ -80,7 +80,7 @@ def all_answers(policy):
 
 
 def given(policy):
-    """What the workers get of a batch, whole and as one slice. (None can train on packed sequences on a CPU.)"""
+    """Return the workers' parts of a batch, whole and as one slice. (No CPU can train on packed sequences.)"""
     data, worker = samples(policy, 0, SIZE), policy.worker_group.mine
     told = {"global_loss": 0.0, "grad_norm": 0.0, "all_mb_metrics": {}, "gpu_name": "", "model_dtype": ""}
     worker.train = worker.train_presharded = lambda **ignored: told
@@ -92,7 +92,7 @@ def given(policy):
 
 
 def told_last(policy):
-    """What the workers get besides data, of two slices."""
+    """Return the workers' other arguments, for two slices."""
     told, worker = [], policy.worker_group.mine
     worker.train_microbatch = lambda data, **more: told.append(more)
     first, second = sliced(policy, samples(policy, 0, SIZE), (4, 4))

@@ -1,4 +1,4 @@
-"""What is asked of each release."""
+"""Fixtures that run once for each release."""
 
 import pytest
 from rigs.skyrl.releases import RELEASES

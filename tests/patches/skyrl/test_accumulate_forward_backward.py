@@ -67,7 +67,7 @@ def forward_only(worker, batch):
 
 
 def last_alone(release, options):
-    """What the defect leaves of a step in the pieces "uneven"."""
+    """Return the part of a step in the pieces "uneven" that the defect leaves."""
     model = tiny_gpt(**GPT, **options)
     worker = worker_for(release, model)
     worker.forward_backward(samples(release, 0, SAMPLES)[1:])

@@ -1,4 +1,4 @@
-"""What the patches around weight syncs say of code that is like SkyRL's and yet another."""
+"""Verdicts of the patches around weight syncs on code that is like SkyRL's and yet another."""
 
 from __future__ import annotations
 

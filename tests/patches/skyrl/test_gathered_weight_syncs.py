@@ -1,5 +1,5 @@
-"""What SkyRL's own extractors, or its broadcast, read for a weight sync right after a step, through
-Megatron-Bridge's own exporter, at two data-parallel ranks, compared with that without overlap_param_gather."""
+"""SkyRL's own extractors, or its broadcast, read for a weight sync right after a step, by Megatron-Bridge's own
+exporter, at two data-parallel ranks: the same as without overlap_param_gather."""
 
 from __future__ import annotations
 

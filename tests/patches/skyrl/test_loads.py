@@ -1,7 +1,7 @@
 """SkyRL's own load_checkpoint() of weights alone, and into a worker that has trained on, at 2 ranks.
 
-Real: SkyRL's MegatronStrategy, Megatron's checkpoints on disk, optimizer and scheduler. What SkyRL asks of Ray, of
-Hugging Face and of a cloud has stand-ins.
+Real: SkyRL's MegatronStrategy, Megatron's checkpoints on disk, optimizer and scheduler. Ray, Hugging Face and the
+cloud are stand-ins.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def new_strategy(release, pp=1):
 
 
 def seeds():
-    """What Python, NumPy and torch were seeded with, and Megatron's tracker for CUDA, by a made-up CUDA."""
+    """Return the seeds of Python, NumPy and torch, and Megatron's tracker for CUDA, by a made-up CUDA."""
     state, python = random.getstate(), None
     for seed in range(SEED, SEED + 1001):
         random.seed(seed)
@@ -57,7 +57,7 @@ def prepare():
 
     @functools.wraps(initialize)
     def accepting(*args, pipeline_model_parallel_split_rank=None, **kwargs):
-        """What skyrl-train 0.2.0 passes was there up to megatron-core 0.13."""
+        """Take the argument of skyrl-train 0.2.0, which megatron-core had up to 0.13."""
         initialize(*args, **kwargs)
 
     parallel_state.initialize_model_parallel = accepting

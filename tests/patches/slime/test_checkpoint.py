@@ -1,4 +1,4 @@
-"""What slime's save() writes with Megatron's own save_checkpoint() between rollouts is what was trained."""
+"""slime's save(), with Megatron's own save_checkpoint(), writes the trained parameters between rollouts."""
 
 from __future__ import annotations
 

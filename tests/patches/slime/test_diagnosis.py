@@ -1,4 +1,4 @@
-"""What slime.train-reentry says of slime's modules, as they are and changed."""
+"""Verdicts of slime.train-reentry on slime's modules, as they are and changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """verl's own checkpoint manager loads weights alone (load_contents: [model]), or the optimizer with its schedule.
 
-Real: MegatronCheckpointManager.load_checkpoint(), Megatron's model, optimizer and schedule. What Megatron reads is
-ours.
+Real: MegatronCheckpointManager.load_checkpoint(), Megatron's model, optimizer and schedule. The
+checkpoint is ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What AReaL's engine does without megapatch's patches and with them, as cells of one run of two ranks."""
+"""Runs of AReaL's engine without megapatch's patches and with them, as cells of one run of two ranks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def connect(engine, servers):
 
 @contextlib.contextmanager
 def broadcasts(servers):
-    """What the engine broadcasts to the servers arrives at them."""
+    """Let the tensors that the engine broadcasts arrive at the servers."""
 
     def broadcast(tensor, source, group=None, async_op=False):
         servers.loaded[servers.names[len(servers.loaded)]] = tensor.detach().clone()

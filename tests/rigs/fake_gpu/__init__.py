@@ -8,7 +8,7 @@ streams       work on the GPU is in streams; an operation on memory that another
 collectives   asynchronous ones, whose outputs are NaN until somebody waits for them
 waits         of the host, by line
 
-What it is not: it has one device, no allocator that reuses memory, no graphs, and a backward pass runs in the
+Unlike a GPU it has one device, no allocator that reuses memory, no graphs, and a backward pass runs in the
 stream and the thread that begin it. FSDP2 is not known to it.
 """
 

@@ -1,4 +1,4 @@
-"""What the fake GPU knows of each memory: that it is the GPU's, and who may still be writing to it."""
+"""The fake GPU's notes on each memory: that it is the GPU's, and which streams may still write to it."""
 
 from __future__ import annotations
 

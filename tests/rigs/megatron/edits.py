@@ -13,6 +13,8 @@ import textwrap
 import types
 from unittest import mock
 
+from megapatch._dotted import find
+
 
 # ------------------------------------------------------------------------------------------ harmless edits
 def attribute(function):
@@ -184,11 +186,9 @@ def another_body(function):
 @contextlib.contextmanager
 def edited(module, path, edit):
     """Put what the edit makes of the function at the path in its place; yields whether it changed anything."""
-    names = path.split(".")
-    owner = module
-    for name in names[:-1]:
-        owner = getattr(owner, name)
-    found = inspect.getattr_static(owner, names[-1])
+    owners, _, name = path.rpartition(".")
+    owner = find(module, owners)
+    found = inspect.getattr_static(owner, name)
     function = inspect.unwrap(found)
     made = None
     if isinstance(function, types.FunctionType):
@@ -197,7 +197,7 @@ def edited(module, path, edit):
     if made is None:
         yield False
         return
-    with mock.patch.object(owner, names[-1], made):
+    with mock.patch.object(owner, name, made):
         yield True
 
 

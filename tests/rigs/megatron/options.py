@@ -160,6 +160,14 @@ def attempt(function, *args, **kwargs):
         return type(error).__name__, str(error)
 
 
+def assert_misuse(outcome, *texts):
+    """Check what `attempt` returned of a call that is refused, for a reason with these texts."""
+    error, found = outcome
+    assert error == "MisuseError"
+    for text in texts:
+        assert text in found
+
+
 def step_that_raises(optimizer, function, *args):
     """Call a function whose optimizer step raises; return the error, and whether the step is what it was."""
 

@@ -30,7 +30,7 @@ STRICTNESSES = (
 )
 """How strictly a checkpoint is loaded, by --dist-ckpt-strictness; the first is the default."""
 CALLS = Counter()
-"""What has been called, of what `prepare` counts."""
+"""The calls so far, of the functions that `prepare` counts."""
 
 # What is saved, by the names of its parts; `tree` says what these are.
 BASE = {"weights": {}, "shared": {"replicated": True}, "state": {"object": True}}

@@ -1,4 +1,4 @@
-"""What the rig of ms-swift makes in place of its arguments and of a model of Hugging Face's, with LoRA."""
+"""Stand-ins for ms-swift's arguments and for a model of Hugging Face's, with LoRA."""
 
 from __future__ import annotations
 

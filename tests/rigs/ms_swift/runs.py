@@ -1,4 +1,4 @@
-"""What ms-swift's trainer does without megapatch's patches and with them, as cells of one run of two ranks."""
+"""Runs of ms-swift's trainer without megapatch's patches and with them, as cells of one run of two ranks."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def stand_in(module, name):
 
 
 def _of_mcore_bridge(name):
-    """What mcore-bridge's own __init__, which patches Transformer Engine's classes, gives lazily."""
+    """Give lazily the names of mcore-bridge's own __init__, which patches Transformer Engine's classes."""
     if name.startswith("__"):
         raise AttributeError(name)
     places = {"LoraParallelLinear": "tuners.lora", "GPTBridge": "bridge.gpt_bridge"}

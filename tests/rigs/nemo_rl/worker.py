@@ -50,7 +50,7 @@ STAND_INS = (
     "zmq",
 )
 SHAPES = ("checkout",) if CHECKOUT else ("release", "main")
-"""What a test is run with: the value of NEMO_RL_SHAPE, which our imitation reads."""
+"""The shape of a test's run: the value of NEMO_RL_SHAPE, which our imitation reads."""
 VOCABULARY, LENGTH = 64, 12
 # For tiny_gpt: what NeMo-RL forces, and no hooks, which its setup makes.
 GPT = {

@@ -1,4 +1,4 @@
-"""What ROLL's strategy does without megapatch's patches and with them, as cells of one run of two ranks."""
+"""Runs of ROLL's strategy without megapatch's patches and with them, as cells of one run of two ranks."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def overflow(checked=True):
 
 
 def raising():
-    """What a step that raises leaves of the optimizer's step and the schedule's."""
+    """Return what is left of the optimizer's step and the schedule's after a step that raises."""
     strategy = strategy_of()
     set_scale(strategy, 1.0)
     found = step_that_raises(strategy.optimizer, train, strategy, 0)

@@ -70,7 +70,7 @@ OURS = {
 
 
 class Models:
-    """What ROLL uses of mcore_adapter's models."""
+    """The part of mcore_adapter's models that ROLL uses."""
 
     def __init__(self, dtype, **more):
         self.config = config_of(dtype, **more)
@@ -91,7 +91,7 @@ class Models:
 
 
 class Batch:
-    """What ROLL uses of its DataProto."""
+    """The part of its DataProto that ROLL uses here."""
 
     def __init__(self, tokens):
         self.batch = _Tensors(input_ids=tokens, attention_mask=None)

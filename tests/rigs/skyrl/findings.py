@@ -1,4 +1,4 @@
-"""What a rank finds of each release of SkyRL, computed once for all tests of a module."""
+"""A rank's findings on each release of SkyRL, computed once for all tests of a module."""
 
 from __future__ import annotations
 

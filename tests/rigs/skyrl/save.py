@@ -12,7 +12,7 @@ from megapatch.patches.skyrl.pipeline_seed import MODULES
 
 
 class Saves:
-    """SkyRL's MegatronStrategy. What would be written, and where to, is ours."""
+    """SkyRL's MegatronStrategy, with our own state to write, and our own place."""
 
     def __init__(self, release):
         self.module = release.module_of(MODULES)

@@ -30,7 +30,7 @@ def find_skyrl_and_exporter():
 
 
 class Bridge:
-    """What SkyRL calls of Bridge's AutoBridge, which would ask Hugging Face for the model's kind."""
+    """The part of Bridge's AutoBridge that SkyRL calls; the real one would ask Hugging Face for a model."""
 
     hf_pretrained = SimpleNamespace()
 

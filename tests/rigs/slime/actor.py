@@ -17,7 +17,7 @@ import torch
 from rigs.slime.train import CHECKOUT, UTILS, SlimeLoop
 
 REFERENCE = 0.25
-"""What every parameter of the reference model is."""
+"""The value of every parameter of the reference model."""
 
 
 class Actor:

@@ -1,1 +1,1 @@
-"""What TrainPump is tested with: trainers, buffers, rollouts, simulated and killed runs."""
+"""Stand-ins and tools for tests of TrainPump: trainers, buffers, rollouts, simulated and killed runs."""

@@ -3,7 +3,7 @@
 python -m rigs.streaming.killed_runs FOLDER KILLS
 
 A life is a process of its own, forked, that kills itself with SIGKILL at a random await or amid a save. Samples
-are files in a store; the buffer and its state have their paths. What was done is written to a log as it happens,
+are files in a store; the buffer and its state have their paths. Each deed is written to a log as it happens,
 apart from the pump, and is judged here when the last life has ended.
 """
 

@@ -1,4 +1,4 @@
-"""What each policy trains on, simulated: log-normal rollouts, a trainer, and a pump, on virtual time.
+"""The samples that each policy trains on, simulated: log-normal rollouts, a trainer, and a pump, on virtual time.
 
 python -m rigs.streaming.rollout_bias    prints the table of docs/streaming.md, which bias_picture draws
 """
@@ -43,7 +43,7 @@ class Outcome:
 
 
 class World:
-    """A trainer and generation. What they did is written down here, apart from the pump."""
+    """A trainer and generation, which note their own deeds, apart from the pump."""
 
     def __init__(self):
         self.version = 0

@@ -1,1 +1,1 @@
-"""What TrainStep is tested with: models, layouts, FSDP2, timelines."""
+"""Tools for tests of TrainStep: models, layouts, FSDP2, timelines."""

@@ -1,4 +1,4 @@
-"""What a profiler saw of a forward-backward call: the reduces that begin in it, and a picture."""
+"""A profiler's view of a forward-backward call: the reduces that begin in it, and a picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verl uses of Megatron-Bridge, which makes our tiny GPT instead of a model of Hugging Face's."""
+"""The part of Megatron-Bridge that verl uses, which makes our tiny GPT instead of a model of Hugging Face's."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _ddp_config(**fields):
 
 
 def _new_ddp_config(overrides=None, use_distributed_optimizer=True, **ignored):
-    """What newer ones of verl call in place of the former."""
+    """Newer releases of verl call it in place of the former."""
     return _ddp_config(use_distributed_optimizer=use_distributed_optimizer, **(overrides or {}))
 
 
 class Provider(SimpleNamespace):
-    """What verl uses of Bridge's model providers: takes fields of TransformerConfig, and makes the model."""
+    """The part of Bridge's model providers that verl uses: takes fields of TransformerConfig, makes the model."""
 
     def apply_overrides_and_finalize(self, dtype, overrides):
         vars(self).update(overrides, **_precision(dtype))
@@ -92,7 +92,7 @@ def _precision(dtype):
 
 
 class AutoBridge:
-    """What verl uses of Bridge's AutoBridge, which would ask Hugging Face for the model's kind."""
+    """The part of Bridge's AutoBridge that verl uses; the real one would ask Hugging Face for the model's kind."""
 
     @classmethod
     def from_hf_pretrained(cls, *ignored, **also_ignored):

@@ -1,4 +1,4 @@
-"""What reads a model of verl's engine after a step: exports, copies and checkpoints."""
+"""Readers of a model of verl's engine after a step: exports, copies and checkpoints."""
 
 from __future__ import annotations
 

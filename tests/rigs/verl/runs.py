@@ -1,4 +1,4 @@
-"""What verl's engine does without megapatch's patches for verl and with them, as cells of one run of two ranks."""
+"""Runs of verl's engine without megapatch's patches for verl and with them, as cells of one run of two ranks."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ def raising_step():
 
 # ------------------------------------------------------------------------------------------ seeds
 def seeds():
-    """What Python, NumPy, torch and Megatron's tracker are seeded with by the engine of each stage; what it draws
-    in the first dropout of a step; and the seed of a second engine in the same process."""
+    """Return the seeds of each stage's engine for Python, NumPy, torch and Megatron's tracker; its draws in the
+    first dropout of a step; and the seed of a second engine in the same process."""
     engine, masks = engine_of(pp=2, model={"hidden_dropout": 0.5}), []
     found = {
         "torch": torch.initial_seed(),

@@ -134,7 +134,7 @@ def failed_call():
 
 
 class Generation:
-    """What generates and is given the weights; and the logger. Notes what is asked of it."""
+    """The generating engine, which is given the weights, and the logger. Notes its calls."""
 
     def __init__(self, engine):
         self.engine, self.calls, self.norms, self.weights = engine, [], [], None

@@ -149,7 +149,7 @@ CALLS = {"awaited": awaited, "blocking": blocking, "from a callback": from_a_cal
 
 
 def found_by(rank, world_size):
-    """What happens in every place, without the patch and with it, by each way of calling."""
+    """Return each sync's events, by the place that fails and the way of calling, without the patch and with it."""
     log, found = Log(), {}
     module = importlib.import_module("verl.checkpoint_engine.base")
     restore()

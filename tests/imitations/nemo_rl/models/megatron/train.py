@@ -38,7 +38,7 @@ def megatron_forward_backward(
     enable_hidden_capture=False,
     use_linear_ce_fusion_loss=False,
 ):
-    """What post_processing_fn made of each microbatch, on the last stage."""
+    """Return the results that post_processing_fn made of each microbatch, on the last stage."""
 
     def forward_step(iterator, model):
         data = next(iterator)

@@ -76,7 +76,7 @@ class MegatronTrainStrategy:
         return {**found, f"{self.worker_config.name}/grad_norm": grad_norm}
 
     def _count_parameters_without_gradients(self, model):
-        """What keeps the first step's count, where some parameter got no gradient, from failing an assertion."""
+        """Keep the first step's count, where some parameter got no gradient, from failing an assertion."""
         for group in model.bucket_groups + model.expert_parallel_bucket_groups:
             counts = getattr(group, "per_param_grad_ready_counts", {})
             if counts and group.is_first_batch:

@@ -1,7 +1,7 @@
 """An imitation of slime's module of this name: it holds train() and save() by name, and its actor loads several
 models into one and pushes what is there.
 
-What the test rig puts into the real module, it puts in here: initialize_model_and_optimizer, load_checkpoint
+The test rig puts in here, as into the real module: initialize_model_and_optimizer, load_checkpoint
 and get_data_iterator.
 """
 

@@ -1,6 +1,6 @@
 """An imitation of slime's module of this name: the same functions around the same pieces of the real Megatron.
 
-What the test rig puts into the real module, it puts in here: get_args, get_batch, loss_function,
+The test rig puts in here, as into the real module: get_args, get_batch, loss_function,
 save_checkpoint and logging_utils.log.
 """
 

@@ -1,7 +1,7 @@
 """An imitation of NeMo-RL's module of this name: the worker around a model that FSDP2 has sharded.
 
-What it does not have: several global batches in a train(), evaluation, attention (so that samples of a bin need no
-packing), and an __init__ (the rig makes workers).
+Its train() takes one global batch. It lacks evaluation, attention (so that samples of a bin need no packing), and
+an __init__ (the rig makes workers).
 """
 
 from __future__ import annotations

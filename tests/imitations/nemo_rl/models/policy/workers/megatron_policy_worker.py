@@ -1,6 +1,6 @@
 """An imitation of NeMo-RL's module of this name: the worker around pieces of the real Megatron.
 
-What it does not have: several global batches in a train(), evaluation, and an __init__ (the rig makes workers).
+Its train() takes one global batch. It lacks evaluation and an __init__ (the rig makes workers).
 """
 
 from __future__ import annotations
