@@ -153,7 +153,25 @@ def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch)
     engine = make_engine(make_patch(target.__name__), make_patch(other.__name__, name="test.other"))
     engine.activate()
     assert [len(originals) for originals in sweeps] == [2]
-    assert sys.modules[other.__name__].greet("you") == "hello you!"
+    assert other.greet("you") == other.alias("you") == "hello you!"
+    engine.restore()
+    assert [len(sought) for sought in sweeps if sought] == [2, 2]
+    assert other.greet("you") == other.alias("you") == "hello you"
+
+
+def test_a_name_for_the_topmost_of_several_patches_gets_the_original_back(modules, target):
+    original = target.greet
+    engine = make_engine(make_patch(target.__name__), make_patch(target.__name__, name="test.on-top"))
+    engine.activate()
+    assert target.greet("you") == "hello you!!"
+    user = importlib.import_module(modules.write(f"from {target.__name__} import greet\n", stem="holder"))
+    assert user.greet is target.greet
+    engine.restore("test.on-top")
+    assert user.greet is target.greet and user.greet("you") == "hello you!"
+    engine.apply()
+    assert user.greet is target.greet and user.greet("you") == "hello you!!"
+    engine.restore()
+    assert user.greet is target.greet is target.also_greet is original
 
 
 @pytest.mark.parametrize("paths", [("greet",), ("Greeter.greet",)])

@@ -235,7 +235,7 @@ def test_a_site_is_not_restored_under_what_others_have_put_on_top(modules):
     engine.activate()
     ours, target.greet = target.Greeter.greet, print
     with pytest.raises(RestoreError, match="greet cannot be restored"):
-        engine.records[0].restore()
+        engine.records[0].restore({})
     assert (target.greet, target.Greeter.greet) == (print, ours)
 
 

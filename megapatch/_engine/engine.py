@@ -111,8 +111,10 @@ class Engine:
                 locks.enter_context(record.lock)
             going = [target for record in chosen for target in record.installed]
             check_current(going, going)
+            declared = [path for record in self.roster.sites if record in chosen for path in record.site.holders]
+            found = holders.find([target.replacement for target in going], declared)  # one sweep for all
             for record in sorted(chosen, key=lambda record: record.installation, reverse=True):
-                record.restore()
+                record.restore(found)
 
     def put_beneath(self, patches: Collection[Patch]) -> None:
         """Install these patches beneath all others, whatever the settings, in place of those put there before.

@@ -65,12 +65,13 @@ def _revert_holders(target: ReplacedTarget, replacement: Any, places: Iterable[h
         holder.swap(replacement, target.after_revert)
 
 
-def uninstall(targets: tuple[ReplacedTarget, ...], site: Site) -> None:
+def uninstall(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Holder]]) -> None:
     """Put the identical originals back at the targets (see `check_current`) and where the replacements were
-    imported by name since; all or none.
+    imported by name since, as `holders.find` found them for a whole batch; all or none.
+
+    Those go to `found` as holders of what they have now: it may be the replacement of another patch of the batch.
     """
     replaced = [(target, target.replacement) for target in targets]
-    found = holders.find([replacement for _, replacement in replaced], site.holders)
     with contextlib.ExitStack() as on_error:
         for target, replacement in replaced:
             if target.is_ours:
@@ -80,7 +81,8 @@ def uninstall(targets: tuple[ReplacedTarget, ...], site: Site) -> None:
             if target.after_revert is not None:  # of an added function nothing is left
                 for holder in found.get(id(replacement), ()):
                     on_error.callback(holder.swap, target.after_revert, replacement)
-                    holder.swap(replacement, target.after_revert)
+                    if holder.swap(replacement, target.after_revert):
+                        found.setdefault(id(target.after_revert), []).append(holder)
         on_error.pop_all()
 
 

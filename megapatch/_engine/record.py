@@ -16,6 +16,7 @@ from . import watch
 from .edges import comes_from_outside
 
 if TYPE_CHECKING:
+    from .holders import Holder
     from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
@@ -81,8 +82,15 @@ class Record:
         """Record an exception that is being handled, with its traceback."""
         self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
 
-    def restore(self) -> None:
-        """Stay away until `allow_again()`."""
+    def restore(self, found: dict[int, list[Holder]]) -> None:
+        """Put back what was there before, and stay away until `allow_again()`; here nothing was replaced.
+
+        Args:
+            found: the holders of all replacements that go, as `holders.find` found them.
+        """
+        self._stay_away()
+
+    def _stay_away(self) -> None:
         with self.lock:
             if not self.off:
                 self.set(Status.DISABLED, Off.RESTORED.value)

@@ -12,6 +12,7 @@ from types import ModuleType
 
 from .. import _versions
 from ..patch import Patch, PatchInfo, Site, Status, Verdict, VerdictKind
+from . import holders
 from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
@@ -169,7 +170,7 @@ class SiteRecord(Record):
         return tuple(target for target in self.installed if target.is_ours)
 
     # ------------------------------------------------------------------------ restore
-    def restore(self) -> None:
+    def restore(self, found: dict[int, list[Holder]]) -> None:
         """Put back the originals, and stay away until `allow_again()`.
 
         Raises:
@@ -179,7 +180,7 @@ class SiteRecord(Record):
             check_current(self.installed)
             try:
                 self._uninstall_earlier()
-                uninstall(self.installed, self.site)
+                uninstall(self.installed, found)
                 self._note_restored()
             except BaseException as error:
                 self._note_not_restored(error)
@@ -187,7 +188,7 @@ class SiteRecord(Record):
 
     def _note_restored(self) -> None:
         self.installed, self.phase = (), Phase.IDLE
-        super().restore()
+        self._stay_away()
 
     def _note_not_restored(self, error: BaseException) -> None:
         """Note the targets that a restore has left when it raised: as a rule all, none after Ctrl-C at its end."""
@@ -199,7 +200,8 @@ class SiteRecord(Record):
             self.fail(error)
 
     def _uninstall_earlier(self) -> None:
-        uninstall(self._earlier, self.site)  # still known afterwards: others who patched on top may put one back
+        found = holders.find([target.replacement for target in self._earlier], self.site.holders)
+        uninstall(self._earlier, found)  # still known afterwards: others who patched on top may put one back
 
     # ------------------------------------------------------------------------ changes from outside
     def refresh(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rigs.audit import part_of, running_audit
 from rigs.cells import AUDITED
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, Log
 
 from megapatch import MisuseError, apply, audit
@@ -56,7 +57,7 @@ def interrupted(rank, world_size):
 
 
 def test_with_raise_a_finding_of_one_rank_is_an_error_on_all():
-    other, own = run_ranks(interrupted, 2, env={**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": "raise"})
+    other, own = run_with_megatron(interrupted, 2, env={**UNPATCHED, **AUDITED, "MEGAPATCH_AUDIT": "raise"})
     assert "see the log of rank 1" in other
     assert "hooks-balanced (after 1 optimizer step on rank 1): something happened" in own
 
@@ -76,7 +77,7 @@ def skipping(rank, world_size):
 
 @pytest.mark.thorough
 def test_a_rank_that_skips_a_step_meets_no_collective_of_the_audit():
-    plain = run_ranks(skipping, 2, env=UNPATCHED)
+    plain = run_with_megatron(skipping, 2, env=UNPATCHED)
     audited = run_ranks(skipping, 2, setup=impatient, env={**UNPATCHED, **AUDITED})
     for (_, expected), (said, parameters) in zip(plain, audited, strict=True):
         assert "one of them has not come to this optimizer step" in said[0] and len(said) == 1
@@ -95,7 +96,7 @@ def differing_at_the_end(rank, world_size):
 
 
 def test_a_difference_at_the_last_comparison_is_found():
-    ranks = run_ranks(differing_at_the_end, 2, env={**UNPATCHED, **AUDITED})
+    ranks = run_with_megatron(differing_at_the_end, 2, env={**UNPATCHED, **AUDITED})
     assert ranks == [[("ranks-agree", 1)] * 2] * 2
 
 
@@ -120,7 +121,7 @@ def unable(rank, world_size):
 
 @pytest.mark.thorough
 def test_a_rank_that_cannot_hash_makes_the_collective_all_the_same():
-    assert run_ranks(unable, 2, env={**UNPATCHED, **AUDITED}) == [[("ranks-agree", 3)]] * 2
+    assert run_with_megatron(unable, 2, env={**UNPATCHED, **AUDITED}) == [[("ranks-agree", 3)]] * 2
 
 
 def test_a_store_that_outlives_its_world_does_not_count(tmp_path, monkeypatch):
@@ -156,7 +157,7 @@ def started_late(rank, world_size):
 
 
 def test_it_can_be_started_where_patches_are_in_place():
-    assert run_ranks(started_late, 2) == [["fresh-gradients"]] * 2
+    assert run_with_megatron(started_late, 2) == [["fresh-gradients"]] * 2
 
 
 def released(rank, world_size):
@@ -171,7 +172,7 @@ def released(rank, world_size):
 
 @pytest.mark.parametrize("env", [{}, AUDITED], ids=["plain", "audited"])
 def test_a_model_that_is_gone_is_not_kept_alive(env):
-    assert run_ranks(released, 2, env={**UNPATCHED, **env}) == [(True, True)] * 2
+    assert run_with_megatron(released, 2, env={**UNPATCHED, **env}) == [(True, True)] * 2
 
 
 def test_a_bad_number_of_steps_is_refused():
@@ -199,7 +200,7 @@ def sharded_by_gtp(rank, world_size):
 
 
 def test_ranks_that_gtp_shards_weights_over_are_not_compared():
-    found = run_ranks(sharded_by_gtp, 2, env=UNPATCHED)
+    found = run_with_megatron(sharded_by_gtp, 2, env=UNPATCHED)
     if None in found:
         pytest.skip("this Megatron has no GTP")
     assert found == [[], []]
@@ -224,4 +225,4 @@ def seeded(rank, world_size):
 
 def test_seeds_are_compared_without_a_collective_and_a_wait():
     one_seed = ["stages-differ"]
-    assert run_ranks(seeded, 2, env={**UNPATCHED, **AUDITED}) == [[one_seed, [], one_seed]] * 2
+    assert run_with_megatron(seeded, 2, env={**UNPATCHED, **AUDITED}) == [[one_seed, [], one_seed]] * 2

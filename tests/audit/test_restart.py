@@ -6,10 +6,11 @@ import ast
 from pathlib import Path
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import BOTH, UNPATCHED
 
 from megapatch import audit
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 FILES = sorted(Path(audit.__file__).parent.glob("*.py"))
 
@@ -67,7 +68,7 @@ def job(rank, world_size):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(job, 2, env=UNPATCHED)
+    return run_with_megatron(job, 2, env=UNPATCHED)
 
 
 @pytest.mark.parametrize("name", DEFECTS)

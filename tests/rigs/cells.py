@@ -13,7 +13,6 @@ ranks[0][layout, case]                      # what rank 0 computed, or that cell
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import tempfile
@@ -26,8 +25,7 @@ import pytest
 import torch
 
 from megapatch.testing import RanksFailed, RanksTimedOut, run_ranks
-from rigs import imported
-from rigs.needs import missing
+from rigs.imported import run_with_megatron
 
 FOREVER = timedelta(days=1)  # until the run's own timeout
 
@@ -100,7 +98,8 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
     timeout     seconds for all cells; a busy machine takes several times as long as an idle one
     audited     whether megapatch.audit watches all cells; one in which it finds anything fails, unless its name
                 says that it is without a patch
-    megatron    whether ranks may have imported Megatron when they begin, which saves each of them half a second
+    megatron    whether ranks may have imported Megatron when they begin, which saves each of them time; those with
+                a setup have not
     options     of `run_ranks`: setup, env
     """
     error = None
@@ -109,8 +108,8 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
         options["env"] = {**options.get("env", {}), **AUDITED}
     with tempfile.TemporaryDirectory(prefix="megapatch-cells-") as folder:
         try:
-            with _forked(options) if megatron else contextlib.nullcontext():
-                run_ranks(_run, world_size, job, args, folder, patience, audited, timeout=timeout, **options)
+            run = run_with_megatron if megatron else run_ranks
+            run(_run, world_size, job, args, folder, patience, audited, timeout=timeout, **options)
         except (RanksFailed, RanksTimedOut) as raised:
             error = raised
         ranks = [_outcomes(folder, rank) for rank in range(world_size)]
@@ -133,13 +132,6 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
         )
         for outcomes in ranks
     ]
-
-
-def _forked(options):
-    """Return a context in which ranks that need no setup of their own have imported Megatron when they begin."""
-    if options.get("device", "cpu") != "cpu" or options.get("setup") or missing():
-        return contextlib.nullcontext()
-    return imported.forked_with({**os.environ, **options.get("env", {})})
 
 
 def cells_of(job, world_size, *, folder=None, **options):

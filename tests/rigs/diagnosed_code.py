@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
-from megapatch.testing import run_ranks
 from rigs.diagnosed_sources import words
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 
 GONE = object()
@@ -36,6 +36,6 @@ def verdicts_of(diagnose, module, changes):
 
 def of_a_rank(verdicts, **options):
     """Return what a rank finds. A second look, through megapatch's patches, gives the same answers."""
-    (unpatched,), (patched,) = (run_ranks(verdicts, 1, env=env, **options) for env in (UNPATCHED, {}))
+    (unpatched,), (patched,) = (run_with_megatron(verdicts, 1, env=env, **options) for env in (UNPATCHED, {}))
     assert patched == unpatched
     return patched

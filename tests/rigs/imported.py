@@ -16,7 +16,9 @@ import socket
 from multiprocessing import connection, forkserver
 from unittest import mock
 
+from megapatch.testing import run_ranks
 from megapatch.testing._server import ensure_server, no_main_module
+from rigs.needs import missing
 
 MOST = 4  # servers that are kept
 MODULES = (  # what init_parallel() and tiny_gpt() import
@@ -71,6 +73,18 @@ class Server(forkserver.ForkServer):
         self.process.join()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._forkserver_address)
+
+
+def run_with_megatron(function, world_size, *args, **options):
+    """`run_ranks` in ranks that have imported Megatron when they begin; not so with a `setup`, which comes before.
+
+    Tests of imports, and of what a program does from its first line, call `run_ranks` itself; so do runs that are
+    the only ones with their MEGAPATCH_*, for which a server would not pay.
+    """
+    if options.get("setup") or options.get("device", "cpu") != "cpu" or missing():
+        return run_ranks(function, world_size, *args, **options)
+    with forked_with({**os.environ, **(options.get("env") or {})}):
+        return run_ranks(function, world_size, *args, **options)
 
 
 def forked_with(environment):

@@ -6,9 +6,10 @@ import asyncio
 from functools import partial
 
 import pytest
+from rigs.imported import run_with_megatron
 
 from megapatch.streaming import RolloutBuffer, StepTrainer, StreamingConfig, TrainPump
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 GROUPS = 10
 
@@ -90,7 +91,7 @@ def by_two_calls_and_by_one(rank, world_size):
 
 @pytest.mark.thorough
 def test_groups_of_one_sample_on_two_ranks():
-    (several, at_once), other = run_ranks(by_two_calls_and_by_one, 2)
+    (several, at_once), other = run_with_megatron(by_two_calls_and_by_one, 2)
     assert several[1] == other[0][1] == [2, 3] and at_once[1] == [5]
     assert several[0] == other[0][0]
     for name, values in several[0].items():

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import BOTH, GRADS, Interrupted, assert_same_parameters, raising_half_way
 from rigs.train_step.models import MEAN
 
 from megapatch import MegapatchError
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
 
@@ -144,4 +145,4 @@ def in_any_order(rank, world_size, options):
 
 @pytest.mark.parametrize("options", [pytest.param(GRADS, id="grads"), pytest.param(BOTH, id="both")])
 def test_any_order(options):
-    run_ranks(in_any_order, 2, options)
+    run_with_megatron(in_any_order, 2, options)

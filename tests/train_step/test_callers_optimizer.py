@@ -7,10 +7,11 @@ import gc
 
 import pytest
 import torch
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import BOTH, GRADS, assert_same_parameters, attempt
 from rigs.train_step.models import MEAN, MOE, in_pieces, sum_forward_step
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep, open_step
 
@@ -172,7 +173,7 @@ def found_by(rank, world_size):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(found_by, 2)
+    return run_with_megatron(found_by, 2)
 
 
 def test_what_is_asserted_on_the_ranks(ranks):

@@ -6,10 +6,11 @@ import copy
 
 import pytest
 import torch
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import GRADS, attempt, linear_schedule
 from rigs.train_step.models import MEAN, in_pieces
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.train_step import TrainStep
 
 OPTIONS = {"optimizer": "adam", "dtype": "bf16", "use_distributed_optimizer": True, "lr": 0.05}
@@ -62,7 +63,7 @@ def same(one, other):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(found_by, 2)
+    return run_with_megatron(found_by, 2)
 
 
 def test_loads_into_an_open_step_are_refused_and_change_nothing(ranks):

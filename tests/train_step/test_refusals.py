@@ -6,12 +6,13 @@ import contextlib
 
 import pytest
 import torch
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import GRADS, Interrupted, assert_misuse, attempt
 from rigs.train_step.layouts import NOT_KNOWN_HERE, is_known_here, model_of
 from rigs.train_step.models import MEAN, in_pieces
 
 from megapatch.errors import MisuseError
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep, refuse_while_open
 
@@ -108,7 +109,7 @@ def found_by(rank, world_size):
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(found_by, 2)
+    return run_with_megatron(found_by, 2)
 
 
 OTHERS = {

@@ -7,10 +7,10 @@ import importlib
 
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts, words
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, needs_training
 
 from megapatch.patch import MARK, unpatched
-from megapatch.testing import run_ranks
 
 
 def hook_verdicts(rank, world_size):
@@ -48,8 +48,8 @@ def hook_verdicts(rank, world_size):
 
 
 def test_forward_pre_hook():
-    unpatched = run_ranks(hook_verdicts, 1, env=UNPATCHED)[0]
-    patched = run_ranks(hook_verdicts, 1)[0]
+    unpatched = run_with_megatron(hook_verdicts, 1, env=UNPATCHED)[0]
+    patched = run_with_megatron(hook_verdicts, 1)[0]
     assert (unpatched.pop("marked"), patched.pop("marked")) == (False, True)
     assert patched == unpatched  # a second look, through the patch, gives the same answers
     expected = {
@@ -163,7 +163,7 @@ def prepare_verdicts(rank, world_size):
 
 
 def test_prepare_grads_once():
-    (found,) = run_ranks(prepare_verdicts, 1)
+    (found,) = run_with_megatron(prepare_verdicts, 1)
     methods = "MixedPrecisionOptimizer.prepare_grads, MixedPrecisionOptimizer.step, ChainedOptimizer.step"
     assert_verdicts(
         found,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
+from rigs.imported import run_with_megatron
 from rigs.needs import needs_megatron
 
 from megapatch.patch import MARK
-from megapatch.testing import run_ranks
 
 
 def save_state_dict_async_plan(*args, **kwargs): ...  # the diagnoses replace these in the functions below
@@ -131,7 +131,7 @@ def missing_names(module, owner):
 
 @pytest.fixture(scope="module")
 def found():
-    (found,) = run_ranks(verdicts, 1)
+    (found,) = run_with_megatron(verdicts, 1)
     return found
 
 

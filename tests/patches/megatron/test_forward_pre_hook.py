@@ -7,9 +7,10 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import ADAM, BOTH, UNPATCHED, Gathers, assert_same_parameters, buckets
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 
 def raised(function, *args, **kwargs):
@@ -33,7 +34,7 @@ def defect(rank, world_size):
 
 
 def test_without_the_patch_a_repeated_call_fails():
-    assert run_ranks(defect, 2, env=UNPATCHED) == [{"enable": "AssertionError", "disable": "KeyError"}] * 2
+    assert run_with_megatron(defect, 2, env=UNPATCHED) == [{"enable": "AssertionError", "disable": "KeyError"}] * 2
 
 
 def behaviour(rank, world_size):
@@ -83,7 +84,7 @@ def behaviour(rank, world_size):
 
 @pytest.fixture(scope="module")
 def found():
-    first, second = run_ranks(behaviour, 2)
+    first, second = run_with_megatron(behaviour, 2)
     assert first == second
     return first
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, attempt, iterate, new_machine, rerun_data
 from rigs.megatron.save import STRICTNESSES
-
-from megapatch.testing import run_ranks
 
 KEY = "rerun_state_machine_state"
 FORMAT = "torch_dist"
@@ -79,7 +78,7 @@ def both(rank, world_size):
 @pytest.fixture(scope="module")
 def runs():
     """Each rank's findings, without the patch and with it."""
-    return run_ranks(both, 2, env=UNPATCHED), run_ranks(both, 2)
+    return run_with_megatron(both, 2, env=UNPATCHED), run_with_megatron(both, 2)
 
 
 @pytest.fixture(scope="module")

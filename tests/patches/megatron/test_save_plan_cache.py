@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs.cells import cells_of
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import (
     BASE,
@@ -20,7 +21,7 @@ from rigs.megatron.save import (
     prepare,
 )
 
-from megapatch.testing import RanksFailed, run_ranks
+from megapatch.testing import RanksFailed
 
 # What is saved, by the names of its parts: first and until the plan is validated, and then.
 CHANGES = {
@@ -70,7 +71,7 @@ def unpatched(folder):
     """Return each rank's findings, and how the last of it ended."""
     (folder / "unpatched").mkdir()
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(defects, 2, f"{folder}/unpatched", env=UNPATCHED)
+        run_with_megatron(defects, 2, f"{folder}/unpatched", env=UNPATCHED)
     return [torch.load(folder / f"unpatched/found-{rank}") for rank in range(2)], failed.value
 
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 from rigs.cells import run_cells
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import (
     ADAM,
     BOTH,
@@ -26,14 +27,16 @@ from rigs.megatron.options import (
 
 from megapatch import apply, report, restore
 from megapatch._cli.demo import train_without
-from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import Fault, MegatronLoop, init_parallel, tiny_gpt
 
 pytestmark = needs_training
 
 
 # ------------------------------------------------------------------------------------------ the defect
 def test_without_the_patch_a_second_call_fails_three_times_over():
-    outcome = run_ranks(train_without, 2, env=UNPATCHED)[0]  # each failure cleared away by hand before the next
+    outcome = run_with_megatron(train_without, 2, env=UNPATCHED)[
+        0
+    ]  # each failure cleared away by hand before the next
     first, second, third = (text for _, text in outcome.errors)
     assert "config.no_sync_func must be None" in first
     assert "timer has already been started" in second
@@ -112,7 +115,7 @@ def users_hooks(rank, world_size):
 
 
 def test_hooks_that_a_user_set_stay_and_meet_megatrons_own_assertion():
-    found = run_ranks(users_hooks, 2)[0]
+    found = run_with_megatron(users_hooks, 2)[0]
     for name in ("function", "list"):
         text, kept = found[name]
         assert "a custom no_sync_func is not supported" in text
@@ -156,8 +159,8 @@ def _wrap_no_sync():
 
 
 def test_activation_between_two_calls():
-    got = run_ranks(activated_between_calls, 2)
-    reference = run_ranks(plain_steps, 2, {}, ADAM, 6, env=UNPATCHED)
+    got = run_with_megatron(activated_between_calls, 2)
+    reference = run_with_megatron(plain_steps, 2, {}, ADAM, 6, env=UNPATCHED)
     assert_same([(losses, parameters) for losses, parameters, _, _ in got], reference)
     for _, _, told, rebound in got:
         assert rebound
@@ -181,11 +184,11 @@ def gathers(rank, world_size, calls_and_steps):
 
 
 def test_no_gather_more_than_once_a_step_and_bucket():
-    found = run_ranks(gathers, 2, CALLS_AND_STEPS)
+    found = run_with_megatron(gathers, 2, CALLS_AND_STEPS)
     for count, needed in found[0] + found[1]:
         assert count == needed
     # The first call of a process gathers no more than it does without megapatch.
-    assert run_ranks(gathers, 2, CALLS_AND_STEPS[:1], env=UNPATCHED) == [each[:1] for each in found]
+    assert run_with_megatron(gathers, 2, CALLS_AND_STEPS[:1], env=UNPATCHED) == [each[:1] for each in found]
 
 
 def what_stays_the_callers(rank, world_size):
@@ -209,7 +212,7 @@ def what_stays_the_callers(rank, world_size):
 
 
 def test_what_stays_the_callers_is_warned_of_once():
-    first, second = run_ranks(what_stays_the_callers, 2)[0]
+    first, second = run_with_megatron(what_stays_the_callers, 2)[0]
     assert second == []
     assert len(first) == 3
     for text in (

@@ -6,6 +6,7 @@ import contextlib
 import sys
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import (
     ADAM,
     BOTH,
@@ -20,7 +21,7 @@ from rigs.megatron.options import (
 )
 
 from megapatch import MegapatchError, apply, restore
-from megapatch.testing import Fault, MegatronLoop, init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import Fault, MegatronLoop, init_parallel, tiny_gpt
 
 pytestmark = needs_training
 
@@ -40,7 +41,7 @@ LONGEST = 2 + 2 + 3  # steps: of a healthy call, before the exception, after it
 
 @pytest.fixture(scope="module")
 def reference():
-    return run_ranks(plain_steps, 2, {}, ADAM, LONGEST, timeout=400, env=UNPATCHED)
+    return run_with_megatron(plain_steps, 2, {}, ADAM, LONGEST, timeout=400, env=UNPATCHED)
 
 
 def interrupt(loop, place, microbatch, steps=4):
@@ -91,7 +92,7 @@ def interrupted_everywhere(rank, world_size, options, rerun_mode):
     ],
 )
 def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_mode):
-    by_rank = run_ranks(interrupted_everywhere, 2, options, rerun_mode, timeout=400)
+    by_rank = run_with_megatron(interrupted_everywhere, 2, options, rerun_mode, timeout=400)
     for place in by_rank[0]:
         for left, *_ in (found[place] for found in by_rank):
             assert left == {"state": "NOT_RUNNING_YET", "mode": rerun_mode, "timer": False, "hooks": True}, place
@@ -113,7 +114,7 @@ def only_cleared_by_hand(rank, world_size):
 
 
 def test_clearing_away_the_asserts_alone_trains_from_old_parameters_silently(reference):
-    losses = run_ranks(only_cleared_by_hand, 2, env=UNPATCHED)[0]
+    losses = run_with_megatron(only_cleared_by_hand, 2, env=UNPATCHED)[0]
     assert losses != pytest.approx([loss for loss, _ in reference[0][2:4]], rel=1e-4)
 
 
@@ -130,7 +131,7 @@ def activated_after_an_interruption(rank, world_size):
 
 
 def test_an_activation_after_an_interrupted_call_comes_in_time(reference):
-    by_rank = run_ranks(activated_after_an_interruption, 2)
+    by_rank = run_with_megatron(activated_after_an_interruption, 2)
     for left, *_ in by_rank:
         assert left == {"state": "INITIAL_RUN", "mode": "validate_results", "timer": True}
     assert_same([found for _, *found in by_rank], reference)
@@ -153,7 +154,7 @@ def interrupted_in_evaluation(rank, world_size):
 
 
 def test_an_exception_in_evaluation_leaves_the_rerun_state_machine_in_its_mode(reference):
-    by_rank = run_ranks(interrupted_in_evaluation, 2)
+    by_rank = run_with_megatron(interrupted_in_evaluation, 2)
     for text, left, *_ in by_rank:
         assert "NoneType" in text
         assert left == {"state": "NOT_RUNNING_YET", "mode": "validate_results", "timer": False}
@@ -175,6 +176,6 @@ def mxfp8_after_an_exception(rank, world_size):
 
 
 def test_parameters_that_cannot_be_gathered_any_more_are_an_error_rather_than_other_numbers():
-    for text in run_ranks(mxfp8_after_an_exception, 2):
+    for text in run_with_megatron(mxfp8_after_an_exception, 2):
         assert "reuse_grad_buf_for_mxfp8_param_ag" in text
         assert "checkpoint" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import ADAM, BOTH, UNPATCHED, assert_same_parameters, plain_steps, quick_writer
 from rigs.slime.train import CHECKOUT, SlimeLoop, find_slime
 
@@ -35,7 +36,7 @@ def saved_and_loaded(rank, world_size, folder):
 
 def test_a_checkpoint_holds_what_was_trained(tmp_path):
     by_rank = run_ranks(saved_and_loaded, 2, str(tmp_path), setup=find_slime)
-    reference = run_ranks(plain_steps, 2, {}, ADAM, 3, env=UNPATCHED)
+    reference = run_with_megatron(plain_steps, 2, {}, ADAM, 3, env=UNPATCHED)
     for found, steps in zip(by_rank, reference, strict=True):
         for step, parameters in found.items():
             assert_same_parameters(parameters, steps[step - 1][1])

@@ -20,6 +20,7 @@ import torch.distributed
 from megapatch._versions import find_module
 from megapatch.testing import TinyGPT, init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import ADAM, BOTH, UNPATCHED, Interrupted, plain_steps
 from rigs.stand_ins import BRIDGE, BarePackages, StandIns
 
@@ -52,7 +53,7 @@ def reference_of(steps):
 
     @pytest.fixture(scope="module")
     def reference():
-        return run_ranks(plain_steps, 2, {}, ADAM, steps, env=UNPATCHED)
+        return run_with_megatron(plain_steps, 2, {}, ADAM, steps, env=UNPATCHED)
 
     return reference
 
