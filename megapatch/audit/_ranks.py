@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._findings import describe, observes
+from ._findings import describe, observes, user_code
 from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
 from ._notes import Notes
@@ -64,14 +64,19 @@ class Ranks(Part):
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
         self._compare_together: Notes[dict[str, bool]] = Notes("compare_together")
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
-        self._seed: int | None = None
-        """The seed that this rank was given last, until it has been compared."""
+        self._seed: tuple[int, tuple[str, ...]] | None = None
+        """The seed that this rank was given last, and where, until it has been compared."""
         self._unknown: set[str] = set()
         """Names of classes whose parameters are not compared."""
 
     def sites(self) -> tuple[Site, ...]:
         path = "model_parallel_cuda_manual_seed"
         return (site("megatron.core.tensor_parallel.random", {path: self.watch_seed}, expected={path: ("seed",)}),)
+
+    @property
+    def compares(self) -> bool:
+        """Whether all ranks have come to all comparisons until now."""
+        return self._participants.are_known
 
     @observes
     def begin_step(self, step: Step) -> None:
@@ -94,7 +99,7 @@ class Ranks(Part):
         if raises:
             self._raise_together()
         if is_due and self._seed is not None:
-            self._compare_seeds(self._seed)
+            self._compare_seeds(*self._seed)
         if found:
             self._compare(found, chunks)
 
@@ -207,9 +212,9 @@ class Ranks(Part):
 
     @observes
     def _note_seed(self, seed: Any) -> None:
-        self._seed = int(seed)
+        self._seed = int(seed), user_code()
 
-    def _compare_seeds(self, seed: int) -> None:
+    def _compare_seeds(self, seed: int, where: tuple[str, ...]) -> None:
         """Report stages with one seed: once for a seed. Numbers of the host meet in the store, not on a GPU."""
         from megatron.core import parallel_state
 
@@ -217,7 +222,7 @@ class Ranks(Part):
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1 and self._participants.number_who_say(f"seed {seed}", group) == group.size():
             what = f"all {group.size()} pipeline stages were seeded with {seed}"
-            self.ledger.report("stages-differ", "seed", what)
+            self.ledger.report("stages-differ", "seed", what, where)
 
 
 # ------------------------------------------------------------------------ parameters and their ranks

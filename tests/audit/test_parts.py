@@ -10,7 +10,7 @@ import torch
 from rigs.audit import idle_audit, part_of
 
 import megapatch
-from megapatch.audit import _findings, _scales
+from megapatch.audit import _findings, _places, _scales
 from megapatch.audit._audit import Call, Part, Step
 from megapatch.audit._checkpoints import Checkpoints
 from megapatch.audit._gradients import Gradients
@@ -174,4 +174,4 @@ def test_a_bug_of_the_audit_is_told_once(watching, caplog):
     ],
 )
 def test_whose_code_a_finding_names(file, is_machinery):
-    assert _findings._is_machinery(file) == is_machinery
+    assert _places.is_machinery(file) == is_machinery
