@@ -227,8 +227,8 @@ def steps(count: int) -> str:
 
 
 def describe(parameters: list[Any], named: Any) -> str:
-    """Name some parameters for a sentence: the first, and how many more."""
-    names = {id(parameter): name for name, parameter in named}
-    first = names.get(id(parameters[0]), "a parameter")
+    """Name some parameters for a sentence: the first in the order of `named`, and how many more."""
+    described = {id(parameter) for parameter in parameters}  # of a bucket in any order, another on each rank
+    first = next((name for name, parameter in named if id(parameter) in described), "a parameter")
     more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
     return f"{first}{more}"

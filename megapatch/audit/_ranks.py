@@ -22,6 +22,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .._reporting.facts import numbered
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
@@ -129,7 +130,8 @@ class Ranks(Part):
             for earlier in compared:
                 if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
                     what = earlier.replicas.what
-                    self.ledger.report("ranks-agree", what, f"a parameter is not the same on all {what} ranks")
+                    where = _ranks_of(earlier.replicas)
+                    self.ledger.report("ranks-agree", what, f"a parameter is not the same on {where}")
             # They stay: all ranks ask for names together in the next step.
             self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
 
@@ -162,7 +164,7 @@ class Ranks(Part):
             wrong = [parameter for parameter, differs in zip(parameters, differing, strict=True) if differs]
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
         name = describe(wrong or parameters, named)
-        self.ledger.report("ranks-agree", what, f"{name} is not the same on all {what} ranks")
+        self.ledger.report("ranks-agree", what, f"{name} is not the same on {_ranks_of(earlier.replicas)}")
 
     def _hashes(self, parts: list[list[Any]]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.
@@ -247,6 +249,12 @@ def _replicas(parameters: list[Any]) -> Iterator[_Replicas]:
     if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
         found.append(_Replicas("embedding", parallel_state.get_embedding_group(), tied))
     return (replicas for replicas in found if replicas.parameters and replicas.group.size() > 1)
+
+
+def _ranks_of(replicas: _Replicas) -> str:
+    import torch.distributed as dist
+
+    return f"all {replicas.what} ranks ({numbered('rank', dist.get_process_group_ranks(replicas.group))})"
 
 
 def _replicating(get_group: Callable[..., Any], **options: Any) -> Any:

@@ -11,7 +11,7 @@ from .._engine.ranks import place
 from .._printable import clean_data
 from .._reporting.report import make_report
 from .._version import exact_version
-from ._causes import CAUSES
+from ._causes import causes_of
 from ._findings import Finding, Ledger
 from ._invariants import INVARIANTS
 from ._rules import Rule
@@ -30,7 +30,8 @@ class AuditReport(NamedTuple):
         size: how many ranks there are.
         settings: of the audit; None where none was started.
         steps: how many optimizer steps it has seen.
-        seconds: since it began.
+        began: when it began, in seconds since 1970.
+        seconds: since then.
         ended: whether the process has come to its end, or the audit was stopped.
         rules: each with what became of it.
         findings: as `megapatch.audit.findings` returns them.
@@ -45,6 +46,7 @@ class AuditReport(NamedTuple):
     size: int
     settings: Settings | None
     steps: int
+    began: float
     seconds: float
     ended: bool
     rules: tuple[Rule, ...]
@@ -84,6 +86,7 @@ def make(ledger: Ledger, settings: Settings | None, rules: tuple[Rule, ...], end
         size=size,
         settings=settings,
         steps=ledger.step,
+        began=round(ledger.timeline.began, 3),
         seconds=ledger.timeline.seconds(),
         ended=ended,
         rules=rules,
@@ -110,6 +113,8 @@ def _described(finding: Finding) -> dict[str, Any]:
         "last_step": finding.last_step,
         "count": finding.count,
         "where": list(finding.where),
-        "causes": [cause._asdict() for cause in CAUSES.get(finding.invariant, ())],
+        "causes": [
+            {"cause": cause.cause, "check": cause.check} for cause in causes_of(finding.invariant, finding.what)
+        ],
         "patches": [repair._asdict() for repair in finding.repairs],
     }

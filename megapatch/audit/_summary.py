@@ -86,7 +86,7 @@ class Summary(NamedTuple):
     Attributes:
         ranks: those whose report this has.
         size: how many ranks the run has.
-        values: by name (version, digest, steps, settings, ended) the ranks of each value, in words.
+        values: by name (version, digest, size, steps, settings, ended) the ranks of each value, in words.
         steps: the most that a rank has made.
         found: findings, then notes.
         rules: by status, then by rule: the ranks; where a rule is not watched the name is followed by the reason.
@@ -137,7 +137,7 @@ def summarize(reports: Sequence[Mapping[str, Any]]) -> Summary:
     rules: dict[str, dict[str, list[int]]] = {}
     for report in reports:
         rank = int(report["rank"])
-        for name in ("version", "digest", "steps", "settings", "ended"):
+        for name in ("version", "digest", "size", "steps", "settings", "ended"):
             values.setdefault(name, {}).setdefault(_in_words(report[name]), []).append(rank)
         for rule in report["rules"]:
             reason = f" ({rule['reason']})" if rule["reason"] else ""

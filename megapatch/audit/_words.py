@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MappingProxyType
 
 from .._engine.settings import ACCEPT
 from .._reporting.facts import numbered
@@ -10,7 +11,18 @@ from .._reporting.terminal import width, wrapped
 from ._findings import steps
 from ._summary import Events, Found, Summary
 
-_KEPT = "kept"
+_NAMES = MappingProxyType(
+    {
+        "version": "megapatch",
+        "digest": "digest",
+        "size": "number of ranks",
+        "steps": "optimizer steps",
+        "settings": "ranks compared",
+    }
+)
+"""Of a summary's values, in words."""
+_LINES = 3
+"""Of the user's code, the innermost."""
 
 
 def text(summary: Summary, columns: int | None = None) -> str:
@@ -38,17 +50,15 @@ def headline(summary: Summary) -> str:
 
 
 def values(summary: Summary) -> Iterator[str]:
-    """Yield what ranks are, and who differs: version, digest, steps, settings."""
-    for name, by_value in summary.values.items():
-        if name == "ended":
-            if not_ended := by_value.get("False"):
-                yield f"written before the end of the process: {numbered('rank', not_ended)}"
-        elif len(by_value) == 1:
-            yield f"{name} {next(iter(by_value))}"
-        else:
-            yield f"{name} " + "; ".join(
-                f"{value} on {numbered('rank', ranks)}" for value, ranks in by_value.items()
-            )
+    """Yield what ranks have, and who differs: version, digest, size, steps, settings."""
+    of_all = {_NAMES[name]: by_value for name, by_value in summary.values.items() if name in _NAMES}
+    yield ", ".join(f"{name} {next(iter(by_value))}" for name, by_value in of_all.items() if len(by_value) == 1)
+    for name, by_value in of_all.items():
+        if len(by_value) > 1:
+            differing = "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in by_value.items())
+            yield f"{name} {differing}"
+    if not_ended := summary.values.get("ended", {}).get("False"):
+        yield f"written before the end of the process: {numbered('rank', not_ended)}"
 
 
 def when(found: Found) -> str:
@@ -95,12 +105,13 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
         yield f"{found.rule}{' (a note)' if found.is_note else ''}: {when(found)}", "", "  "
         for line in (*sentences(found), found.means):
             yield line, "  ", "    "
-        for line in reversed(found.where):
+        for line in found.where[: -_LINES - 1 : -1]:
             yield f"at {line}", "  ", "    "
         if found.causes:
             yield "likely causes, in order, and what shows each:", "  ", "    "
         for number, cause in enumerate(found.causes, 1):
-            yield f"{number}. {cause['cause']}: {cause['check']}", "    ", "       "
+            yield f"{number}. {cause['cause']}", "    ", "       "
+            yield cause["check"], "       - ", "         "
         for line in advice(found):
             yield line, "  ", "    "
     if summary.events:
@@ -108,11 +119,12 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
     for events in summary.events:
         yield happened(events), "", "  "
     yield "", "", ""
+    broken = {found.rule for found in summary.found}
     for status, by_rule in summary.rules.items():
-        if status in ("broken", "noted"):
-            continue
         names = [
-            name if status == _KEPT or len(ranks) == len(summary.ranks) else f"{name} on {numbered('rank', ranks)}"
+            name if len(ranks) == len(summary.ranks) else f"{name} on {numbered('rank', ranks)}"
             for name, ranks in by_rule.items()
+            if name not in broken
         ]
-        yield f"{status}: {', '.join(names)}", "", "  "
+        if names:
+            yield f"{status}: {', '.join(names)}", "", "  "
