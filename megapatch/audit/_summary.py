@@ -14,8 +14,8 @@ SCHEMA = 1
 KIND = "audit"
 """What the names of the ranks' files begin with."""
 
-_SENTENCES = 8
-"""Different sentences of a finding that are kept: each pipeline stage names its own parameters."""
+_MOST = 8
+"""Different sentences and spans of a finding: each pipeline stage names its own parameters."""
 
 
 class Sentence(NamedTuple):
@@ -30,6 +30,20 @@ class Sentence(NamedTuple):
     ranks: list[int]
 
 
+class Span(NamedTuple):
+    """The steps in which some ranks have seen something.
+
+    Attributes:
+        step: how many optimizer steps they had made when they saw it first.
+        last_step: when they saw it last.
+        ranks: that have seen it in these.
+    """
+
+    step: int
+    last_step: int
+    ranks: list[int]
+
+
 class Found(NamedTuple):
     """A rule that was broken at one line of the user's code.
 
@@ -40,8 +54,7 @@ class Found(NamedTuple):
         ranks: that have seen it.
         sentences: what they have seen: the first of them, if there are many.
         others: how many more there are.
-        step: the first step in which it was seen, on any rank.
-        last_step: the last one.
+        spans: the steps in which ranks have seen it, the first ones first.
         times: how often the rank that has seen it most has.
         where: the user's code, outermost line first.
         causes: the likely ones in order, each with ``cause`` and ``check``.
@@ -54,8 +67,7 @@ class Found(NamedTuple):
     ranks: list[int]
     sentences: list[Sentence]
     others: int
-    step: int
-    last_step: int
+    spans: list[Span]
     times: int
     where: list[str]
     causes: list[dict[str, str]]
@@ -117,7 +129,11 @@ class Summary(NamedTuple):
             "schema": SCHEMA,
             **self._asdict(),
             "found": [
-                {**found._asdict(), "sentences": [sentence._asdict() for sentence in found.sentences]}
+                {
+                    **found._asdict(),
+                    "sentences": [sentence._asdict() for sentence in found.sentences],
+                    "spans": [span._asdict() for span in found.spans],
+                }
                 for found in self.found
             ],
             "events": [events._asdict() for events in self.events],
@@ -181,17 +197,29 @@ def _found(seen: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], is_note:
                 means=first["means"],
                 is_note=is_note,
                 ranks=list(dict.fromkeys(rank for rank, _ in members)),
-                sentences=[Sentence(*sentence) for sentence in list(sentences.items())[:_SENTENCES]],
-                others=max(0, len(sentences) - _SENTENCES),
-                step=min(int(finding["step"]) for _, finding in members),
-                last_step=max(int(finding["last_step"]) for _, finding in members),
+                sentences=[Sentence(*sentence) for sentence in list(sentences.items())[:_MOST]],
+                others=max(0, len(sentences) - _MOST),
+                spans=_spans([(rank, int(each["step"]), int(each["last_step"])) for rank, each in members]),
                 times=max(int(finding["count"]) for _, finding in members),
                 where=list(first["where"]),
                 causes=[dict(cause) for cause in first["causes"]],
                 patches=list(patches.values()),
             )
         )
-    return sorted(found, key=lambda each: each.step)
+    return sorted(found, key=lambda each: each.spans[0].step)
+
+
+def _spans(seen: list[tuple[int, int, int]]) -> list[Span]:
+    """Return the spans of (rank, first step, last step): the last has the rest, if there are many."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for rank, step, last_step in seen:
+        alike.setdefault((step, last_step), []).append(rank)
+    spans = sorted(Span(*steps, ranks) for steps, ranks in alike.items())
+    kept, others = spans[: _MOST - 1], spans[_MOST - 1 :]
+    if others:
+        ranks = sorted(rank for span in others for rank in span.ranks)
+        kept.append(Span(others[0].step, max(span.last_step for span in others), ranks))
+    return kept
 
 
 def _events(reports: Iterable[Mapping[str, Any]]) -> list[Events]:

@@ -63,8 +63,10 @@ def values(summary: Summary) -> Iterator[str]:
 
 def when(found: Found) -> str:
     """Say on which ranks and in which steps it was seen."""
-    times = f", {found.times} times until step {found.last_step}" if found.times > 1 else ""
-    return f"{numbered('rank', found.ranks)}, after {steps(found.step)}{times}"
+    first, last_step = found.spans[0], max(span.last_step for span in found.spans)
+    at_first = f" (first on {numbered('rank', first.ranks)})" if len(found.spans) > 1 else ""
+    times = f", {found.times} times until step {last_step}" if found.times > 1 else ""
+    return f"{numbered('rank', found.ranks)}, after {steps(first.step)}{at_first}{times}"
 
 
 def sentences(found: Found) -> Iterator[str]:

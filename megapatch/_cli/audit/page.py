@@ -25,7 +25,7 @@ h2 small { font-weight: normal; }
 p, ul, pre { margin: 6px 0; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; margin: 8px 0; }
 td, th { border: 1px solid var(--line); padding: 4px 8px; text-align: left; vertical-align: top; }
-figure { margin: 16px 0; overflow-x: auto; }"""
+figure { margin: 16px 0; overflow-x: auto; } svg { max-width: 100%; height: auto; }"""
 
 
 def page(summary: Summary, unreadable: Iterable[str]) -> str:

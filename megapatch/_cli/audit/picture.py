@@ -57,21 +57,18 @@ def picture(summary: Summary) -> str:
     if left_out > 0:
         drawn.append(_text(_LEFT - 12, bottom + 34, f"and {left_out} more rows", "end"))
     size = f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="timeline" class="timeline">'
-    background = '<rect class="back" width="100%" height="100%"/>'
+    look = 'class="timeline" font-family="sans-serif" font-size="13" role="img" aria-label="timeline"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {look}>'
+    background = '<rect class="back" width="100%" height="100%" fill="#fff"/>'
     return "\n".join([head, f"<style>{_style()}</style>", background, *drawn, "</svg>", ""])
 
 
 def _style() -> str:
-    light = "".join(f".timeline .{kind}{{fill:{color}}}" for kind, (color, _) in _COLORS.items())
+    """Return the colours of dark surroundings; those of light ones are attributes, which every viewer knows."""
     dark = "".join(f".timeline .{kind}{{fill:{color}}}" for kind, (_, color) in _COLORS.items())
     return (
-        ".timeline{font:13px sans-serif;max-width:100%;height:auto}"
-        ".timeline text{fill:#222}.timeline .back{fill:#fff}.timeline line{stroke:#ddd}"
-        f"{light}"
         "@media(prefers-color-scheme:dark){"
-        ".timeline text{fill:#ddd}.timeline .back{fill:#16181c}.timeline line{stroke:#3a3d44}"
-        f"{dark}}}"
+        f".timeline text{{fill:#ddd}}.timeline .back{{fill:#16181c}}.timeline line{{stroke:#3a3d44}}{dark}}}"
     )
 
 
@@ -79,8 +76,9 @@ def _rows(summary: Summary) -> Iterator[_Row]:
     for found in summary.found:
         kind = "note" if found.is_note else "finding"
         title = f"{found.rule}: {when(found)}. {' '.join(sentences(found))}"
-        label = f"{found.rule}, {numbered('rank', found.ranks)}"
-        yield _Row(kind, label, title, [found.step, found.last_step], True)
+        for span in found.spans:
+            label = f"{found.rule}{' (note)' * found.is_note}, {numbered('rank', span.ranks)}"
+            yield _Row(kind, label, title, [span.step, span.last_step], True)
     for events in summary.events:
         label = f"{events.kind}, {numbered('rank', events.ranks)}"
         yield _Row(events.kind, label, happened(events), events.steps, False)
@@ -94,22 +92,21 @@ def _axis(steps: int, bottom: int) -> Iterator[str]:
     yield _text(_LEFT - 12, _TOP - 14, "optimizer steps", "end")
     for step in _ticks(steps):
         x = _x(step, steps)
-        yield f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}"/>'
+        yield f'<line x1="{x}" y1="{_TOP - 6}" x2="{x}" y2="{bottom}" stroke="#ddd"/>'
         yield _text(x, _TOP - 14, f"{step:,}")
 
 
 def _ticks(steps: int) -> list[int]:
     """Return up to ten round numbers of steps, from 0 on."""
-    distance = 1
-    while steps // distance > 10:
-        distance *= 5 if str(distance)[0] == "2" else 2
-        distance = {4: 5}.get(distance, distance) if distance < 10 else distance
+    sizes = (digit * 10**power for power in range(12) for digit in (1, 2, 5))
+    distance = next(size for size in sizes if steps // size <= 10)
     return list(range(0, steps + 1, distance))
 
 
 def _draw(row: _Row, y: int, steps: int) -> Iterator[str]:
     # A kind that this megapatch does not know has the colour of a model.
     kind = row.kind if row.kind in _COLORS else "model"
+    look = f'class="{kind}" fill="{_COLORS[kind][0]}"'
     label = one_line(row.label)
     short = label if len(label) <= _MOST_LETTERS else f"{label[: _MOST_LETTERS - 1]}…"
     yield f"<g><title>{escape(one_line(row.title))}</title>"
@@ -117,12 +114,12 @@ def _draw(row: _Row, y: int, steps: int) -> Iterator[str]:
     first, last = _x(min(row.steps, default=0), steps), _x(max(row.steps, default=0), steps)
     if row.is_span:
         place = f'x="{round(first - 4, 1)}" y="{y - 7}" width="{round(last - first + 8, 1)}" height="14"'
-        yield f'<rect class="{kind}" {place} rx="3"/>'
+        yield f'<rect {look} {place} rx="3"/>'
     else:
         for step in dict.fromkeys(row.steps):
-            yield f'<circle class="{kind}" cx="{_x(step, steps)}" cy="{y}" r="5"/>'
+            yield f'<circle {look} cx="{_x(step, steps)}" cy="{y}" r="5"/>'
     yield "</g>"
 
 
 def _text(x: float, y: float, words: str, anchor: str = "middle") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="#222">{escape(words)}</text>'
