@@ -17,7 +17,7 @@ _NAMES = MappingProxyType(
         "digest": "digest",
         "size": "number of ranks",
         "steps": "optimizer steps",
-        "settings": "ranks compared",
+        "settings": "settings",
     }
 )
 """Of a summary's values, in words."""
@@ -90,11 +90,10 @@ def advice(found: Found) -> Iterator[str]:
 
 def happened(events: Events) -> str:
     """Say how often something has happened, in which steps, and on which ranks."""
-    numbers = [str(step) for step in dict.fromkeys(events.steps)]
-    after = ", ".join(numbers if len(numbers) <= 6 else [*numbers[:3], "...", *numbers[-3:]])
     whats = f" ({', '.join(events.whats[:4])})" if events.whats else ""
     times = "once" if events.times == 1 else f"{events.times} times"
-    return f"{events.kind}{whats}: {times}, after step {after}, on {numbered('rank', events.ranks)}"
+    after = numbered("step", list(dict.fromkeys(events.steps)))
+    return f"{events.kind}{whats}: {times}, after {after}, on {numbered('rank', events.ranks)}"
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
