@@ -175,7 +175,9 @@ def summarize(reports: Sequence[Mapping[str, Any]]) -> Summary:
 def _in_words(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_in_words(item)}" for name, item in value.items())
-    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else str(value)
 
 
 def _found(seen: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], is_note: bool) -> list[Found]:
