@@ -135,7 +135,8 @@ def stop() -> None:
     audit = _PROCESS.audit
     if audit is None:
         return
-    _PROCESS.rules = rules(audit.ledger, audit)
+    _judge()
+    _PROCESS.rules = rules(audit.ledger, audit)  # while its patches are in place
     this_process().put_beneath(())
     _PROCESS.audit = None
     atexit.unregister(_summarize)
