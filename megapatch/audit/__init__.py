@@ -2,6 +2,7 @@
 
     MEGAPATCH_AUDIT=1 python train.py        # or megapatch.audit.start() before the model is wrapped
     megapatch.audit.findings()               # the findings in this process
+    print(megapatch.audit.report())          # with their likely causes, and what else happened
 
 Patches repair known defects. The audit watches the rules that such defects break: each bucket is reduced once a
 step, the loss is multiplied by the scale that its gradients are divided by, parameters are the same on all ranks.
@@ -30,6 +31,7 @@ from ._masters import Masters
 from ._microbatches import Microbatches
 from ._modes import Modes
 from ._ranks import Ranks
+from ._repairs import Repair
 from ._report import AuditReport, make
 from ._rules import Rule, rules
 from ._scales import Scales
@@ -43,6 +45,8 @@ __all__ = [
     "AuditReport",
     "Finding",
     "Invariant",
+    "Repair",
+    "Rule",
     "clear",
     "compare_weights",
     "findings",

@@ -154,7 +154,7 @@ class Ranks(Part):
         what, group, parameters = earlier.replicas
         highest = earlier.hashes.tolist()
         if what == _DATA:
-            self.audit.part(Microbatches).judge_ranks(*(each[-1] for each in highest))
+            self.audit.part(Microbatches).judge_ranks(_ranks_of(earlier.replicas), *(each[-1] for each in highest))
         if not _differ(highest)[0]:
             return
         wrong = parameters
