@@ -14,7 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from .._engine.settings import ACCEPT
 from ..errors import AuditError
 from ._invariants import INVARIANTS
-from ._places import Stack, in_words, user_stack
+from ._places import Line, in_words, user_lines
 from ._repairs import Repair, repairs
 from ._timeline import Timeline
 
@@ -77,7 +77,7 @@ class Ledger:
         self.accepted = accepted
         self.step = 0
         self.timeline = Timeline()
-        self.during: Stack = ()
+        self.during: tuple[Line, ...] = ()
         self.place: tuple[int, int, bool] | None = None
         self.changed: Callable[[], None] = lambda: None
         self._looks_back = False
@@ -112,7 +112,7 @@ class Ledger:
 
     def _where(self) -> tuple[str, ...]:
         """Return the user's code now; of the latest call or step where there is none, as in autograd's threads."""
-        return in_words((() if self._looks_back else user_stack()) or self.during)
+        return in_words((() if self._looks_back else user_lines()) or self.during)
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
@@ -219,7 +219,7 @@ def _rank() -> int | None:
 
 def user_code() -> tuple[str, ...]:
     """Return the frames that are neither Megatron's, torch's nor ours; in a backward pass there may be none."""
-    return in_words(user_stack())
+    return in_words(user_lines())
 
 
 def steps(count: int) -> str:

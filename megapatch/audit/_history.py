@@ -14,7 +14,7 @@ from typing import Any
 from .._engine.ranks import place
 from ._audit import Call, Part, Step
 from ._findings import observes
-from ._places import user_stack
+from ._places import user_lines
 
 
 class History(Part):
@@ -23,18 +23,19 @@ class History(Part):
 
     @observes
     def joined(self, chunk: Any) -> None:
-        count = sum(parameter.numel() for parameter in chunk.module.parameters())
+        module = getattr(chunk, "module", None)
+        count = sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
         self.ledger.happened("model", f"{count:,} parameters")
 
     @observes
     def begin_call(self, call: Call) -> None:
         """Remember where the call is made: in autograd's threads there is no code of the user."""
-        self.ledger.during = user_stack()
+        self.ledger.during = user_lines()
 
     @observes
     def begin_step(self, step: Step) -> None:
         """Remember where the step is made, and by which rank: at the end of a process nobody may know it."""
-        self.ledger.during = user_stack()
+        self.ledger.during = user_lines()
         if self.ledger.place is None:
             self.ledger.place = place()
 

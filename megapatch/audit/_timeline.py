@@ -8,7 +8,7 @@ from collections import deque
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ._places import in_words, user_stack
+from ._places import user_lines
 
 KINDS = MappingProxyType(
     {
@@ -78,8 +78,8 @@ class Timeline:
             kind: of `KINDS`.
             step: how many optimizer steps were made by now.
         """
-        where = in_words(user_stack()[:1])
-        event = Event(step, self.seconds(), what, where[0] if where else "")
+        where = "".join(map(str, user_lines()[:1]))
+        event = Event(step, self.seconds(), what, where)
         with self._lock:
             self._kinds.setdefault(kind, _Kind()).add(event)
 
