@@ -245,12 +245,14 @@ def test_each_rule_is_looked_at_by_a_part():
 
 
 def test_without_an_audit_there_is_a_report():
-    report = audit.report()
-    assert (report.settings, report.steps, report.ended) == (None, 0, True)
-    assert {rule.status for rule in report.rules} == {"not watched"}
-    assert json.dumps(report.to_dict()) and str(report).startswith(
-        "nothing found in 0 optimizer steps on rank 0\n"
+    code = (
+        "import json; from megapatch.audit import report; print(json.dumps(report().to_dict())); print(report())"
     )
+    data, text, *_ = run("-c", code).stdout.splitlines()
+    report = json.loads(data)
+    assert (report["settings"], report["steps"], report["ended"]) == (None, 0, True)
+    assert {rule["status"] for rule in report["rules"]} == {"not watched"}
+    assert text == "nothing found in 0 optimizer steps on rank 0"
 
 
 def test_what_became_of_the_rules(ranks):
