@@ -17,7 +17,7 @@ from types import ModuleType
 
 from ..errors import StrictError
 from ..patch import NEEDS_ATTENTION, Patch, Status
-from . import strict, watch
+from . import holders, strict, watch
 from .batch import consider
 from .edges import comes_from_outside, guard_log_handlers
 from .entry_points import third_parties

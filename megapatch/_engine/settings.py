@@ -7,7 +7,7 @@ MEGAPATCH_AUDIT     1: megapatch.audit watches from the start; raise: a finding 
 MEGAPATCH_AUDIT_EVERY   optimizer steps between two of its comparisons of ranks
 MEGAPATCH_AUDIT_ACCEPT  comma-separated names of its notes that are meant, and not kept
 MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
-MEGAPATCH_REPORT    a folder: megapatch.check() writes a file for each rank there
+MEGAPATCH_REPORT    a folder: megapatch.check() and the audit write a file for each rank there
 MEGAPATCH_QUIET     1: nothing is said on standard error where logging shows no INFO message
 """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -13,12 +12,15 @@ from .._engine.settings import REPORT
 from .._version import exact_version
 from ..errors import InconsistentError
 from ..patch import NEEDS_ATTENTION, Status
-from . import terminal
+from . import files, terminal
 from .facts import Facts, differences, look, numbered
 from .report import Report, make_report
 
 SCHEMA = 1
 """Version of the layout of a rank's file. It grows when a key is removed or changes its meaning."""
+
+_KIND = "rank"
+"""What the names of these files begin with."""
 
 _done: list[str] = []
 
@@ -72,11 +74,7 @@ def write_file(folder: Path, report: Report, rank: int, size: int) -> None:
     """Write a rank's findings; where that fails, a note says so, and training goes on."""
     data = {"schema": SCHEMA, "rank": rank, "size": size, "host": platform.node(), "pid": os.getpid()}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank-{rank:05}.json"
-        part = path.with_suffix(f".{os.getpid()}.part")  # a reader finds a whole file, or none
-        part.write_text(terminal.as_json({**data, "facts": look(), "report": report.to_dict()}), encoding="utf-8")
-        part.replace(path)
+        files.write(files.path_of(folder, _KIND, rank), {**data, "facts": look(), "report": report.to_dict()})
     except OSError as error:
         terminal.note(f"megapatch: {REPORT}={folder}: rank {rank} cannot write there: {error.strerror}")
 
@@ -89,19 +87,18 @@ def compare_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
     """
     ranks: dict[int, Facts] = {}
     digests: dict[str, list[int]] = {}
-    unreadable, largest = [], 0
-    for path in sorted(folder.glob("rank-*.json")):
+    unreadable: list[str] = []
+    largest = 0
+    for path, data in files.read(folder, _KIND, unreadable):
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
             size = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
             ranks[int(data["rank"])] = size | {name: (value, why) for name, (value, why) in data["facts"].items()}
             largest = max(largest, int(data["size"]))
             digests.setdefault(str(data["report"]["digest"]), []).append(int(data["rank"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            unreadable.append(f"{path} cannot be read: {type(error).__name__}: {error}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            unreadable.append(files.cannot_be_read(path, error))
     numbers = sorted(ranks)
-    if missing := sorted(set(range(largest)) - set(numbers)):
-        unreadable.append(f"{numbered('rank', missing)} left no file in {folder}")
+    unreadable += files.without_a_file(folder, numbers, largest)
     common = [f"digest {digest} on {numbered('rank', members)}" for digest, members in digests.items()]
     found = differences(
         [ranks[number] for number in numbers],

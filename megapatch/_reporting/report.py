@@ -232,13 +232,18 @@ class Report(NamedTuple):
         return "\n".join([*head, *self.table(columns), *notes, f"digest {self.digest}"])
 
 
-def make_report(records: Iterable[Record]) -> Report:
-    """Return the report of these sites as they are now."""
+def make_report(records: Iterable[Record], searching: bool = True) -> Report:
+    """Return the report of these sites as they are now.
+
+    Args:
+        searching: whether to look for holders out of reach and others' patches, which takes a tenth of a second
+            and more. The digest does not depend on them.
+    """
     records = list(records)
     ours = {id(target.replacement) for record in records for target in record.installed}
     for record in records:
         record.refresh()
-    held = left_behind(tuple(target for record in records for target in record.installed))
+    held = left_behind(tuple(target for record in records for target in record.installed)) if searching else {}
     by_patch: dict[str, tuple[PatchInfo, list[SiteReport]]] = {}
     for record in records:
         paths = record.site.paths if isinstance(record, SiteRecord) else ()
@@ -251,7 +256,7 @@ def make_report(records: Iterable[Record]) -> Report:
                 targets=tuple(target.target for target in record.installed if target.is_in_effect),
                 rebound=tuple(name for target in record.installed for name in target.rebound),
                 out_of_reach=tuple(text for target in record.installed for text in held.get(target.target, ())),
-                foreign=tuple(foreign.patchers(module, paths, record.installed, ours)),
+                foreign=tuple(foreign.patchers(module, paths, record.installed, ours)) if searching else (),
                 traceback=record.traceback,
             )
             by_patch.setdefault(patch.name, (patch, []))[1].append(site)

@@ -2,6 +2,7 @@
 
     MEGAPATCH_AUDIT=1 python train.py        # or megapatch.audit.start() before the model is wrapped
     megapatch.audit.findings()               # the findings in this process
+    print(megapatch.audit.report())          # with their likely causes, and what else happened
 
 Patches repair known defects. The audit watches the rules that such defects break: each bucket is reduced once a
 step, the loss is multiplied by the scale that its gradients are divided by, parameters are the same on all ranks.
@@ -23,25 +24,34 @@ from ._finished import Finished
 from ._gathers import Gathers
 from ._generation import Generation
 from ._gradients import Gradients
+from ._history import History
 from ._invariants import INVARIANTS, Invariant
+from ._leaving import Leaving
 from ._masters import Masters
 from ._microbatches import Microbatches
 from ._modes import Modes
 from ._ranks import Ranks
+from ._repairs import Repair
+from ._report import AuditReport, make
+from ._rules import Rule, rules
 from ._scales import Scales
-from ._settings import settings_for
+from ._settings import Settings, settings_for
 from ._steps import Steps
 from ._tokens import Tokens
 from ._weights import Weights, are_equal, weights_digest
 
 __all__ = [
     "INVARIANTS",
+    "AuditReport",
     "Finding",
     "Invariant",
+    "Repair",
+    "Rule",
     "clear",
     "compare_weights",
     "findings",
     "notes",
+    "report",
     "start",
     "stop",
     "weights_digest",
@@ -63,16 +73,30 @@ _PARTS: tuple[type[Part], ...] = (
     Checkpoints,
     Generation,
     Weights,
+    History,
 )
 """The parts of an audit, in the order in which they see each event."""
 
 
 class _Process:
-    """The audit that watches this process, if there is one, and the findings of the latest."""
+    """The audit that watches this process, if there is one, and what is known of the latest."""
 
     def __init__(self) -> None:
         self.audit: Audit | None = None
         self.ledger = Ledger()
+        self.settings: Settings | None = None
+        self.rules: tuple[Rule, ...] = ()  # when it ended
+        self.leaving = Leaving()
+
+    def report(self, ended: bool = False) -> AuditReport:
+        """Return the report as it is now, without judging what waits for it."""
+        found = rules(self.ledger, self.audit) if self.audit or not self.rules else self.rules
+        return make(self.ledger, self.settings, found, ended or self.audit is None)
+
+    def leave(self, ended: bool = False) -> None:
+        """Leave the report of a process that trains for `megapatch audit`."""
+        if self.ledger.step or self.ledger.findings() or self.ledger.notes():
+            self.leaving.leave(lambda: self.report(ended))
 
 
 _PROCESS = _Process()
@@ -97,11 +121,12 @@ def start(every: int | None = None, raises: bool = False) -> None:
     """
     settings = settings_for(every, raises)
     if _PROCESS.audit is not None:
-        _PROCESS.audit.settings = settings
+        _PROCESS.audit.settings = _PROCESS.settings = settings
         return
     audit = Audit(_PARTS, settings)
     this_process().put_beneath(audit.patches)
-    _PROCESS.audit, _PROCESS.ledger = audit, audit.ledger
+    _PROCESS.audit, _PROCESS.ledger, _PROCESS.settings = audit, audit.ledger, settings
+    audit.ledger.changed = _PROCESS.leave
     atexit.register(_summarize)
 
 
@@ -114,10 +139,13 @@ def stop() -> None:
     audit = _PROCESS.audit
     if audit is None:
         return
+    _judge()
+    _PROCESS.rules = rules(audit.ledger, audit)  # while its patches are in place
     this_process().put_beneath(())
     _PROCESS.audit = None
     atexit.unregister(_summarize)
     audit.end()
+    _PROCESS.leave(ended=True)
 
 
 def findings() -> list[Finding]:
@@ -133,6 +161,16 @@ def notes() -> list[Finding]:
     """
     _judge()
     return _PROCESS.ledger.notes()
+
+
+def report() -> AuditReport:
+    """Report what the audit has watched and found here. `print` it for people; its `to_dict` is for programs.
+
+    It names, for each finding, the user's code and the likely causes. With MEGAPATCH_REPORT=FOLDER each rank
+    leaves it there, for ``megapatch audit FOLDER``: after its first step, when something is found, and at its end.
+    """
+    _judge()
+    return _PROCESS.report()
 
 
 def clear() -> None:
@@ -159,9 +197,11 @@ def compare_weights(trained: str, received: str | Iterable[str], version: int | 
 
 def _judge() -> None:
     if _PROCESS.audit is not None:
-        _PROCESS.audit.judge()
+        with _PROCESS.ledger.looking_back():
+            _PROCESS.audit.judge()
 
 
 def _summarize() -> None:
     _judge()
     _PROCESS.ledger.summarize()
+    _PROCESS.leave(ended=True)

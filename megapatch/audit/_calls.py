@@ -22,7 +22,7 @@ from .._mcore.bucket_groups import bucket_groups, chunks_of
 from .._mcore.rerun_machine import BEFORE_STEP, MODULE, machine_of_this_process
 from ..patch import Site
 from ._audit import Audit, Call, Part
-from ._findings import observes
+from ._findings import observes, user_code
 from ._notes import Notes
 from ._sites import site
 
@@ -41,8 +41,8 @@ class Calls(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._left: Notes[dict[str, Any]] = Notes("left")
-        """About a model's first chunk: by name, the changes that a call that raised has left behind."""
+        self._left: Notes[tuple[dict[str, Any], tuple[str, ...]]] = Notes("left")
+        """About a model's first chunk: by name, the changes that a call that raised has left behind, and where."""
         self.interrupted_machines: weakref.WeakSet[Any] = weakref.WeakSet()
         """Rerun machines that were inside a step when a call raised."""
 
@@ -90,8 +90,8 @@ class Calls(Part):
     def _look(self, chunks: list[Any]) -> dict[str, Any]:
         """Return the state as a call begins; report changes of a call that raised, if they are still there."""
         found = _snapshot(chunks)
-        left = self._left.pop(chunks[0], {})
-        self._report([name for name, value in left.items() if found.get(name, _NOTHING) == value])
+        left, where = self._left.pop(chunks[0], ({}, ()))
+        self._report([name for name, value in left.items() if found.get(name, _NOTHING) == value], where)
         return found
 
     @observes
@@ -103,15 +103,15 @@ class Calls(Part):
         if call.has_returned:
             self._report(list(changed))
             return
-        self._left.set(call.chunks[0], changed)
+        self._left.set(call.chunks[0], (changed, user_code()))
         machine = machine_of_this_process()
         if machine is not None and machine.state.name in BEFORE_STEP:
             self.interrupted_machines.add(machine)
 
-    def _report(self, changed: list[str]) -> None:
+    def _report(self, changed: list[str], where: tuple[str, ...] | None = None) -> None:
         if changed:
             what = f"a forward-backward call did not put back {', '.join(changed)}"
-            self.ledger.report("hooks-balanced", "call", what)
+            self.ledger.report("hooks-balanced", "call", what, where)
 
     # ------------------------------------------------------------------------ the rerun machine
     def watch_machine(self, should_run: Callable[..., Any]) -> Callable[..., Any]:

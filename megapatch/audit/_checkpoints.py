@@ -66,6 +66,7 @@ class Checkpoints(Part):
     @observes
     def _note_parameters(self, tree: Any) -> None:
         self.audit.events.may_have_broken = True
+        self.ledger.happened("save")
         # The distributed optimizer's shards of an fp32 model are views of its parameters.
         models = [leaf for leaf in leaves(tree) if "optimizer" not in getattr(leaf, "key", "")]
         saved = {_address(getattr(leaf, "data", None)) for leaf in models}

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Collection
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from .._engine.settings import ACCEPT
 from ..errors import AuditError
 from ._invariants import INVARIANTS
+from ._places import Line, in_words, user_lines
+from ._repairs import Repair, repairs
+from ._timeline import Timeline
 
 log = logging.getLogger("megapatch")
-
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
-_FRAMES = 6  # of user code, innermost last
 
 
 @dataclasses.dataclass
@@ -34,6 +32,8 @@ class Finding:
         step: how many optimizer steps this process had made by then.
         where: lines ``file:line in function`` of the user's code then, outermost first.
         count: how often it was seen.
+        last_step: how many optimizer steps this process had made when it was seen last.
+        repairs: patches that would repair a known cause, and are not in place in this process.
     """
 
     invariant: str
@@ -42,30 +42,47 @@ class Finding:
     step: int
     where: tuple[str, ...]
     count: int = 1
+    last_step: int = 0
+    repairs: tuple[Repair, ...] = ()
 
     def __str__(self) -> str:
         invariant = INVARIANTS[self.invariant]
         times = f", {self.count} times in all" if self.count > 1 else ""
         at = f" At {self.where[-1]}." if self.where else ""
         rank = "" if self.rank is None else f" on rank {self.rank}"
-        repairs = f" Patches for known causes: {', '.join(invariant.repairs)}." if invariant.repairs else ""
+        lacking = ", ".join(map(str, self.repairs))
+        repairs = f" Patches for known causes that are not in place here: {lacking}." if lacking else ""
         accept = f" If that is meant: {ACCEPT}={self.invariant}." if invariant.is_note else ""
         when = f"after {steps(self.step)}{rank}{times}"
         return f"{self.invariant} ({when}): {self.what}. {invariant.means}{at}{repairs}{accept}"
 
 
 class Ledger:
-    """The findings and notes of an audit, and the number of optimizer steps that it has seen.
+    """The findings and notes of an audit, the number of optimizer steps that it has seen, and other events.
 
     Args:
         accepted: names of notes that are not kept.
+
+    Attributes:
+        accepted: as given.
+        step: the number of optimizer steps.
+        timeline: the other events.
+        broken: functions of the audit that have raised, and find nothing.
+        during: the user's code at the beginning of the latest call or step.
+        place: this rank, how many there are, and whether torch.distributed says so, when last asked.
+        changed: called where the report is worth leaving: after a first finding or note of its kind.
     """
 
     def __init__(self, accepted: Collection[str] = ()) -> None:
+        self.accepted = accepted
         self.step = 0
-        self._accepted = accepted
+        self.timeline = Timeline()
+        self.during: tuple[Line, ...] = ()
+        self.place: tuple[int, int, bool] | None = None
+        self.changed: Callable[[], None] = lambda: None
+        self._looks_back = False
         self._found: dict[tuple[str, str], Finding] = {}
-        self._broken: set[object] = set()
+        self.broken: set[Callable[..., object]] = set()
         self._captured = False
         self._lock = threading.Lock()
 
@@ -76,20 +93,39 @@ class Ledger:
             kind: tells ways of breaking the same invariant apart.
             where: as `user_code` returned it when it happened, for a later finding; None for now.
         """
-        if invariant in self._accepted:
+        if invariant in self.accepted:
             return
         with self._lock:
             known = self._found.get((invariant, kind))
             if known is not None:
-                known.count += 1
+                known.count, known.last_step = known.count + 1, self.step
                 return
-            where = user_code() if where is None else where
-            finding = Finding(invariant, what, _rank(), self.step, where)
+            where = self._where() if where is None else where
+            known_repairs = repairs(INVARIANTS[invariant].repairs)
+            finding = Finding(invariant, what, _rank(), self.step, where, 1, self.step, known_repairs)
             self._found[invariant, kind] = finding
         if INVARIANTS[invariant].is_note:
             log.info("audit: note: %s", finding)
         else:
             log.warning("audit: %s", finding)
+        self.changed()
+
+    def _where(self) -> tuple[str, ...]:
+        """Return the user's code now; of the latest call or step where there is none, as in autograd's threads."""
+        return in_words((() if self._looks_back else user_lines()) or self.during)
+
+    @contextlib.contextmanager
+    def looking_back(self) -> Iterator[None]:
+        """What is reported in here has happened in the latest call or step, and not where somebody asks for it."""
+        self._looks_back = True
+        try:
+            yield
+        finally:
+            self._looks_back = False
+
+    def happened(self, kind: str, what: str = "") -> None:
+        """Put an event on the timeline, see `_timeline.KINDS`."""
+        self.timeline.add(kind, self.step, what)
 
     def findings(self) -> list[Finding]:
         """Return copies of the findings, without the notes."""
@@ -120,8 +156,8 @@ class Ledger:
 
     def note_bug(self, look: Callable[..., object]) -> None:
         """Log the exception that is being handled, the first time that it comes from this function."""
-        if look not in self._broken:
-            self._broken.add(look)
+        if look not in self.broken:
+            self.broken.add(look)
             log.warning(
                 "audit: %s failed, and finds nothing; see docs/troubleshooting.md",
                 look.__qualname__,
@@ -183,18 +219,7 @@ def _rank() -> int | None:
 
 def user_code() -> tuple[str, ...]:
     """Return the frames that are neither Megatron's, torch's nor ours; in a backward pass there may be none."""
-    frames = traceback.extract_stack(sys._getframe(2))
-    own = [frame for frame in frames if not _is_machinery(frame.filename)]
-    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in own[-_FRAMES:])
-
-
-def _is_machinery(filename: str) -> bool:
-    parts = Path(filename).parts
-    return (
-        filename.startswith((_PACKAGE + os.sep, "<"))
-        or "torch" in parts
-        or ("megatron" in parts and "core" in parts)
-    )
+    return in_words(user_lines())
 
 
 def steps(count: int) -> str:
@@ -202,8 +227,8 @@ def steps(count: int) -> str:
 
 
 def describe(parameters: list[Any], named: Any) -> str:
-    """Name some parameters for a sentence: the first, and how many more."""
-    names = {id(parameter): name for name, parameter in named}
-    first = names.get(id(parameters[0]), "a parameter")
+    """Name some parameters for a sentence: the first in the order of `named`, and how many more."""
+    described = {id(parameter) for parameter in parameters}  # of a bucket in any order, another on each rank
+    first = next((name for name, parameter in named if id(parameter) in described), "a parameter")
     more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
     return f"{first}{more}"

@@ -20,7 +20,7 @@ from .._mcore.bucket_groups import bucket_groups
 from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
-from ._findings import observes
+from ._findings import describe, observes
 from ._hashes import stored
 from ._sites import site
 
@@ -149,19 +149,25 @@ class Gathers(Part):
     @observes
     def _note_read(self, reader: str, parameters: Iterable[Any]) -> None:
         waiting = {id(parameter) for group in self.due for parameter in group.params}
-        count = sum(id(parameter) in waiting for parameter in parameters)
-        if count:
-            what = f"{reader} reads {count} parameters that wait for their gather"
+        read = [parameter for parameter in parameters if id(parameter) in waiting]
+        if read:
+            what = f"{reader} reads {self._name(read)} before the gather"
             self.ledger.report("gathered-when-read", reader, what)
 
     @observes
     def _note_sent(self, collective: str, arguments: tuple[Any, ...]) -> None:
         from torch import Tensor
 
-        sent = _memory_of(each for each in arguments if isinstance(each, Tensor))
-        if sent and sent & _memory_of(parameter for group in self.due for parameter in group.params):
-            what = f"{collective}() sends a parameter that waits for its gather"
+        memory = _memory_of(each for each in arguments if isinstance(each, Tensor))
+        waiting = (parameter for group in self.due for parameter in group.params)
+        sent = [parameter for parameter in waiting if memory & _memory_of([parameter])] if memory else []
+        if sent:
+            what = f"{collective}() sends {self._name(sent)} before the gather"
             self.ledger.report("gathered-when-read", collective, what)
+
+    def _name(self, parameters: list[Any]) -> str:
+        named = (pair for chunk in self.audit.models.chunks for pair in chunk.module.named_parameters())
+        return describe(parameters, named)
 
 
 def _memory_of(tensors: Iterable[Any]) -> set[int]:

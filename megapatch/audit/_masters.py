@@ -57,10 +57,15 @@ class Masters(Part):
     def watch_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
         def patched_load(*args: Any, **kwargs: Any) -> Any:
-            self.audit.events.may_have_broken = True
+            self._note_load()
             return load(*args, **kwargs)
 
         return patched_load
+
+    @observes
+    def _note_load(self) -> None:
+        self.audit.events.may_have_broken = True
+        self.ledger.happened("load")
 
     def watch_take(self, take: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(take)

@@ -67,16 +67,17 @@ class Microbatches(Part):
             row[1] = hash_of([values])[0] * ((values != values[0]).any() & values.isfinite().all())
 
     @observes
-    def judge_ranks(self, highest: list[int], of_complements: list[int]) -> None:
+    def judge_ranks(self, ranks: str, highest: list[int], of_complements: list[int]) -> None:
         """Note what the ranks of a data-parallel group should have alike, or not alike.
 
         Args:
+            ranks: the group, in words.
             highest: the highest of these numbers on any rank.
             of_complements: the highest of their complements.
         """
         (most, losses, _), (least, others, _) = highest, of_complements
         if most != ~least:
-            what = f"data-parallel ranks have trained on {~least} to {most} microbatches since they were compared"
+            what = f"{ranks} have trained on {~least} to {most} microbatches since they were compared"
             self.ledger.report("calls-alike", "data-parallel", what)
         elif losses and losses == ~others:
-            self.ledger.report("data-differs", "data-parallel", "all data-parallel ranks have had the same losses")
+            self.ledger.report("data-differs", "data-parallel", f"{ranks} have had the same losses")

@@ -53,6 +53,11 @@ class Participants:
     def __init__(self) -> None:
         self._world: _World | None = None
 
+    @property
+    def are_known(self) -> bool:
+        """Whether they are known to be all audited, and all of them have always come so far."""
+        return self._world is not None and self._world.is_compared
+
     def all_are_audited(self, settings: str) -> bool:
         """Return whether all ranks are, with these settings; waits, the first time, for those that are late."""
         import torch.distributed as dist

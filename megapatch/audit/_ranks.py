@@ -22,10 +22,11 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .._reporting.facts import numbered
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._findings import describe, observes
+from ._findings import describe, observes, user_code
 from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
 from ._notes import Notes
@@ -64,14 +65,19 @@ class Ranks(Part):
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
         self._compare_together: Notes[dict[str, bool]] = Notes("compare_together")
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
-        self._seed: int | None = None
-        """The seed that this rank was given last, until it has been compared."""
+        self._seed: tuple[int, tuple[str, ...]] | None = None
+        """The seed that this rank was given last, and where, until it has been compared."""
         self._unknown: set[str] = set()
         """Names of classes whose parameters are not compared."""
 
     def sites(self) -> tuple[Site, ...]:
         path = "model_parallel_cuda_manual_seed"
         return (site("megatron.core.tensor_parallel.random", {path: self.watch_seed}, expected={path: ("seed",)}),)
+
+    @property
+    def compares(self) -> bool:
+        """Whether all ranks have come to all comparisons until now."""
+        return self._participants.are_known
 
     @observes
     def begin_step(self, step: Step) -> None:
@@ -94,7 +100,7 @@ class Ranks(Part):
         if raises:
             self._raise_together()
         if is_due and self._seed is not None:
-            self._compare_seeds(self._seed)
+            self._compare_seeds(*self._seed)
         if found:
             self._compare(found, chunks)
 
@@ -124,7 +130,8 @@ class Ranks(Part):
             for earlier in compared:
                 if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
                     what = earlier.replicas.what
-                    self.ledger.report("ranks-agree", what, f"a parameter is not the same on all {what} ranks")
+                    where = _ranks_of(earlier.replicas)
+                    self.ledger.report("ranks-agree", what, f"a parameter is not the same on {where}")
             # They stay: all ranks ask for names together in the next step.
             self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
 
@@ -147,7 +154,7 @@ class Ranks(Part):
         what, group, parameters = earlier.replicas
         highest = earlier.hashes.tolist()
         if what == _DATA:
-            self.audit.part(Microbatches).judge_ranks(*(each[-1] for each in highest))
+            self.audit.part(Microbatches).judge_ranks(_ranks_of(earlier.replicas), *(each[-1] for each in highest))
         if not _differ(highest)[0]:
             return
         wrong = parameters
@@ -157,7 +164,7 @@ class Ranks(Part):
             wrong = [parameter for parameter, differs in zip(parameters, differing, strict=True) if differs]
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
         name = describe(wrong or parameters, named)
-        self.ledger.report("ranks-agree", what, f"{name} is not the same on all {what} ranks")
+        self.ledger.report("ranks-agree", what, f"{name} is not the same on {_ranks_of(earlier.replicas)}")
 
     def _hashes(self, parts: list[list[Any]]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.
@@ -207,9 +214,9 @@ class Ranks(Part):
 
     @observes
     def _note_seed(self, seed: Any) -> None:
-        self._seed = int(seed)
+        self._seed = int(seed), user_code()
 
-    def _compare_seeds(self, seed: int) -> None:
+    def _compare_seeds(self, seed: int, where: tuple[str, ...]) -> None:
         """Report stages with one seed: once for a seed. Numbers of the host meet in the store, not on a GPU."""
         from megatron.core import parallel_state
 
@@ -217,7 +224,7 @@ class Ranks(Part):
         group = parallel_state.get_pipeline_model_parallel_group()
         if group.size() > 1 and self._participants.number_who_say(f"seed {seed}", group) == group.size():
             what = f"all {group.size()} pipeline stages were seeded with {seed}"
-            self.ledger.report("stages-differ", "seed", what)
+            self.ledger.report("stages-differ", "seed", what, where)
 
 
 # ------------------------------------------------------------------------ parameters and their ranks
@@ -242,6 +249,12 @@ def _replicas(parameters: list[Any]) -> Iterator[_Replicas]:
     if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
         found.append(_Replicas("embedding", parallel_state.get_embedding_group(), tied))
     return (replicas for replicas in found if replicas.parameters and replicas.group.size() > 1)
+
+
+def _ranks_of(replicas: _Replicas) -> str:
+    import torch.distributed as dist
+
+    return f"all {replicas.what} ranks ({numbered('rank', dist.get_process_group_ranks(replicas.group))})"
 
 
 def _replicating(get_group: Callable[..., Any], **options: Any) -> Any:

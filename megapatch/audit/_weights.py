@@ -105,6 +105,7 @@ class Weights(Part):
     @observes
     def _compare_with_copy(self, actor: Any) -> None:
         """Compare the weights that are sent with the copy of the actor's, where another model was loaded last."""
+        self.ledger.happened("sync", type(actor).__name__)
         # Before there is a model, and where the copy itself is sent or loaded first, there is nothing to compare.
         loaded = getattr(actor, "_active_model_tag", "actor")
         if loaded == "actor" or actor.args.offload_train or actor.args.colocate:

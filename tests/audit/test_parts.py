@@ -10,7 +10,7 @@ import torch
 from rigs.audit import idle_audit, part_of
 
 import megapatch
-from megapatch.audit import _findings, _scales
+from megapatch.audit import _findings, _places, _scales
 from megapatch.audit._audit import Call, Part, Step
 from megapatch.audit._checkpoints import Checkpoints
 from megapatch.audit._gradients import Gradients
@@ -174,4 +174,13 @@ def test_a_bug_of_the_audit_is_told_once(watching, caplog):
     ],
 )
 def test_whose_code_a_finding_names(file, is_machinery):
-    assert _findings._is_machinery(file) == is_machinery
+    assert _places.is_machinery(file) == is_machinery
+
+
+def test_parameters_are_named_in_the_models_order():
+    """A bucket has a set of them, in another order on each rank."""
+    named = [(name, torch.nn.Parameter(torch.ones(1))) for name in "abc"]
+    parameters = [parameter for _, parameter in named]
+    assert _findings.describe(parameters[:0:-1], named) == "b and 1 more"
+    assert _findings.describe(parameters[2:], named) == "c"
+    assert _findings.describe(parameters, []) == "a parameter and 2 more"

@@ -216,7 +216,7 @@ def seeded(rank, world_size):
     for seed in (1, 1 + rank, 1):
         model_parallel_cuda_manual_seed(seed)
         with Operations() as operations:
-            part_of(running_audit(), _ranks.Ranks)._compare_seeds(seed)
+            part_of(running_audit(), _ranks.Ranks)._compare_seeds(seed, ())
         found.append([finding.invariant for finding in audit.findings()])
         audit.clear()
         assert not operations.found, operations.found

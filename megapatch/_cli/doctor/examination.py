@@ -212,7 +212,8 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
         AUDIT: "training is watched" if settings.audit else "off: training is not watched",
         EVERY: "optimizer steps between two comparisons of the ranks by the audit",
         ACCEPT: "notes of the audit that are not kept",
-        REPORT: "megapatch.check() writes a file for each rank there; `megapatch doctor FOLDER` compares them",
+        REPORT: "ranks write files there: megapatch.check(), for `megapatch doctor FOLDER`, and the audit, for "
+        "`megapatch audit FOLDER`",
         QUIET: f"the first sign on standard error is {'off' if settings.quiet else 'on'}",
         TARGETS: "set by `megapatch run`, which this process is below",
     }

@@ -1,0 +1,62 @@
+"""The files that the ranks of a run leave in a folder, one each: written whole, and read as far as they can be."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from .facts import numbered
+from .terminal import as_json
+
+
+def path_of(folder: Path, kind: str, rank: int) -> Path:
+    """Return the path of a rank's file.
+
+    Args:
+        kind: what the file's name begins with.
+    """
+    return folder / f"{kind}-{rank:05}.json"
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write a file, in a folder that is made if it is not there: a reader finds a whole file, or none.
+
+    Raises:
+        OSError: where that is not possible.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(as_json(data), encoding="utf-8")
+    part.replace(path)
+
+
+def read(folder: Path, kind: str, unreadable: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the files of all ranks; add a sentence for each that is not a JSON object to `unreadable`."""
+    for path in sorted(folder.glob(f"{kind}-*.json")):
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(data, dict):
+                raise ValueError(f"expected an object, found {type(data).__name__}")
+        except (OSError, ValueError, RecursionError) as error:
+            unreadable.append(cannot_be_read(path, error))
+        else:
+            yield path, data
+
+
+def cannot_be_read(path: Path, error: Exception) -> str:
+    """Say that a file cannot be read."""
+    return f"{path} cannot be read: {type(error).__name__}: {error}"
+
+
+def without_a_file(folder: Path, ranks: Collection[int], size: int) -> list[str]:
+    """Return a sentence about the ranks of a run that have left no file that can be read, if there are any.
+
+    Args:
+        ranks: those that have.
+        size: how many there are.
+    """
+    missing = sorted(set(range(size)) - set(ranks))
+    return [f"{numbered('rank', missing)} left no file in {folder}"] if missing else []

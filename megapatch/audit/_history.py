@@ -1,0 +1,51 @@
+"""What the report says besides findings: models and exceptions on its timeline, and the latest call's line.
+
+Watches   calls, steps and models as the other parts show them. Loads, saves and weight syncs are put on the
+          timeline by the parts that watch them.
+Limits    offloads are not seen: each framework makes them in its own way.
+Cost      some microseconds a call and a step.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from .._engine.ranks import place
+from ._audit import Call, Part, Step
+from ._findings import observes
+from ._places import user_lines
+
+
+class History(Part):
+    name = "history"
+    doc = __doc__
+
+    @observes
+    def joined(self, chunk: Any) -> None:
+        module = getattr(chunk, "module", None)
+        count = sum(parameter.numel() for parameter in module.parameters()) if module is not None else 0
+        self.ledger.happened("model", f"{count:,} parameters")
+
+    @observes
+    def begin_call(self, call: Call) -> None:
+        """Remember where the call is made: in autograd's threads there is no code of the user."""
+        self.ledger.during = user_lines()
+
+    @observes
+    def begin_step(self, step: Step) -> None:
+        """Remember where the step is made, and by which rank: at the end of a process nobody may know it."""
+        self.ledger.during = user_lines()
+        if self.ledger.place is None:
+            self.ledger.place = place()
+
+    @observes
+    def end_step(self, step: Step) -> None:
+        """Leave a report after the first step: it says that this rank is watched, even if the job is killed."""
+        if self.ledger.step == 1:
+            self.ledger.changed()
+
+    @observes
+    def interrupted(self, chunks: list[Any]) -> None:
+        error = sys.exc_info()[0]
+        self.ledger.happened("exception", error.__name__ if error else "")

@@ -1,0 +1,120 @@
+"""The audit's report of this process: what was watched, and what was found, as text and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any, NamedTuple
+
+from .._engine.engine import this_process
+from .._engine.ranks import place
+from .._printable import clean_data
+from .._reporting.report import make_report
+from .._version import exact_version
+from ._causes import causes_of
+from ._findings import Finding, Ledger
+from ._invariants import INVARIANTS
+from ._rules import Rule
+from ._settings import Settings
+from ._summary import SCHEMA, summarize
+from ._words import text
+
+
+class AuditReport(NamedTuple):
+    """What the audit has watched and found in this process. `print` it for people, `to_dict` is for programs.
+
+    Attributes:
+        version: of megapatch.
+        digest: of the patches in this process, as `megapatch.report` has it.
+        rank: of torch.distributed, or as the launcher says.
+        size: how many ranks there are.
+        settings: of the audit; None where none was started.
+        steps: how many optimizer steps it has seen.
+        began: when it began, in seconds since 1970.
+        seconds: since then.
+        ended: whether the process has come to its end, or the audit was stopped.
+        rules: each with what became of it.
+        findings: as `megapatch.audit.findings` returns them.
+        notes: as `megapatch.audit.notes` returns them.
+        events: by kind (model, load, save, sync, exception) ``count``, and the ``first`` and ``last`` of them,
+            each with ``step``, ``seconds``, ``what`` and ``where``.
+    """
+
+    version: str
+    digest: str
+    rank: int
+    size: int
+    settings: Settings | None
+    steps: int
+    began: float
+    seconds: float
+    ended: bool
+    rules: tuple[Rule, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[Finding, ...]
+    events: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary, without secrets; docs/audit.md has its keys."""
+        settings = self.settings._asdict() if self.settings else None
+        data: dict[str, Any] = clean_data(
+            {
+                "schema": SCHEMA,
+                **self._asdict(),
+                "host": platform.node(),
+                "pid": os.getpid(),
+                "settings": settings,
+                "rules": [rule._asdict() for rule in self.rules],
+                "findings": [_described(finding) for finding in self.findings],
+                "notes": [_described(note) for note in self.notes],
+            }
+        )
+        return data
+
+    def __str__(self) -> str:
+        return text(summarize([self.to_dict()]))
+
+
+def make(ledger: Ledger, settings: Settings | None, rules: tuple[Rule, ...], ended: bool) -> AuditReport:
+    """Return the report of what a ledger has by now."""
+    rank, size, _ = ledger.place = _place(ledger)
+    this_process().load_families()
+    return AuditReport(
+        version=exact_version(),
+        digest=make_report(this_process().records, searching=False).digest,
+        rank=rank,
+        size=size,
+        settings=settings,
+        steps=ledger.step,
+        began=round(ledger.timeline.began, 3),
+        seconds=ledger.timeline.seconds(),
+        ended=ended,
+        rules=rules,
+        findings=tuple(ledger.findings()),
+        notes=tuple(ledger.notes()),
+        events=ledger.timeline.to_dict(),
+    )
+
+
+def _place(ledger: Ledger) -> tuple[int, int, bool]:
+    """Return this rank; the last that torch.distributed named, as it may be gone when the process ends."""
+    now = place()
+    return now if now[2] or ledger.place is None else ledger.place
+
+
+def _described(finding: Finding) -> dict[str, Any]:
+    """Return a finding with all that is known of its rule: its reader may have another version of megapatch."""
+    return {
+        "rule": finding.invariant,
+        "what": finding.what,
+        "means": INVARIANTS[finding.invariant].means,
+        "rank": finding.rank,
+        "step": finding.step,
+        "last_step": finding.last_step,
+        "count": finding.count,
+        "where": list(finding.where),
+        "causes": [
+            {"cause": cause.cause, "check": cause.check} for cause in causes_of(finding.invariant, finding.what)
+        ],
+        "patches": [repair._asdict() for repair in finding.repairs],
+    }

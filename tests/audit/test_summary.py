@@ -1,0 +1,229 @@
+"""The reports of ranks in one: what several have found is there once, whatever their number and their version."""
+
+from __future__ import annotations
+
+import json
+import time
+from html.parser import HTMLParser
+
+import pytest
+from rigs.command import run
+
+from megapatch._cli.audit.command import read
+from megapatch._cli.audit.page import page
+from megapatch._cli.audit.picture import _ticks, picture
+from megapatch.audit._summary import summarize
+from megapatch.audit._words import text
+
+LINE = "/job/train.py:12 in train"
+
+
+def found(rule="stepped-once", what="the optimizer steps again", **changes):
+    data = {"rule": rule, "what": what, "means": "Damage.", "rank": 0, "step": 3, "last_step": 7, "count": 4}
+    causes = [{"cause": "a loop", "check": "it turns"}]
+    patches = [{"name": "a.patch", "reason": "switched off"}]
+    return {**data, "where": ["/job/main.py:1 in main", LINE], "causes": causes, "patches": patches, **changes}
+
+
+def report(rank, size=8, findings=(), notes=(), events=None, **changes):
+    broken = {each["rule"] for each in findings}
+    rules = [{"name": name, "status": "broken", "reason": ""} for name in broken]
+    data = {"schema": 1, "version": "0.1.0", "digest": "d", "rank": rank, "size": size, "host": "h", "pid": 1}
+    data |= {"settings": {"every": 50, "raises": False, "accepted": []}, "steps": 10, "seconds": 1.0}
+    data |= {"began": 0.0, "ended": True, "events": events or {}, "findings": list(findings), "notes": list(notes)}
+    return {**data, "rules": [*rules, {"name": "resumed", "status": "kept", "reason": ""}], **changes}
+
+
+def saves(*steps, count=None):
+    first = [{"step": step, "seconds": 0.5, "what": "", "where": LINE} for step in steps]
+    return {"save": {"count": count or len(steps), "first": first, "last": []}}
+
+
+def write(folder, *reports):
+    for each in reports:
+        (folder / f"audit-{each['rank']:05}.json").write_text(json.dumps(each))
+
+
+# ------------------------------------------------------------------------ merging
+def test_the_same_finding_on_all_ranks_is_there_once():
+    summary = summarize([report(rank, findings=[found()]) for rank in range(8)])
+    (once,) = summary.found
+    assert once.ranks == list(range(8)) and [tuple(each) for each in once.sentences] == [
+        ("the optimizer steps again", list(range(8)))
+    ]
+    assert text(summary, 100).count("stepped-once") == 1
+    assert "stepped-once: ranks 0-7, after 3 optimizer steps, 4 times until step 7\n" in text(summary, 100)
+
+
+def test_ranks_that_name_other_parameters_share_a_finding():
+    stages = [report(rank, findings=[found(what=f"stage {rank // 4} has stepped")]) for rank in range(8)]
+    (once,) = summarize(stages).found
+    assert [tuple(each) for each in once.sentences] == [
+        ("stage 0 has stepped", [0, 1, 2, 3]),
+        ("stage 1 has stepped", [4, 5, 6, 7]),
+    ]
+    many = summarize([report(rank, 99, [found(what=f"rank {rank}")]) for rank in range(99)])
+    assert len(many.found[0].sentences) == 8 and many.found[0].others == 91
+    assert "    and 91 more\n" in text(many, 100) or "  and 91 more\n" in text(many, 100)
+
+
+def test_another_line_or_rule_is_another_finding():
+    elsewhere = found(where=["/job/train.py:99 in evaluate"])
+    summary = summarize([report(0, findings=[found(), elsewhere, found("resumed", "generation is paused")])])
+    assert len(summary.found) == 3
+    assert summarize([report(0, findings=[found(where=[])])]).found[0].where == []
+
+
+def test_ranks_that_see_it_in_other_steps_have_spans():
+    late = found(step=5, last_step=9)
+    summary = summarize([report(0, findings=[late]), report(1, findings=[found()]), report(2, findings=[late])])
+    assert [tuple(span) for span in summary.found[0].spans] == [(3, 7, [1]), (5, 9, [0, 2])]
+    assert "ranks 0-2, after 3 optimizer steps (first on rank 1), 4 times until step 9\n" in text(summary, 100)
+    many = summarize([report(rank, 99, [found(step=rank)]) for rank in range(99)])
+    assert len(many.found[0].spans) == 8 and sum(len(span.ranks) for span in many.found[0].spans) == 99
+
+
+def test_events_and_values_that_differ_are_of_their_ranks():
+    reports = [report(rank, 4, events=saves(2, 4), digest="e" if rank == 3 else "d") for rank in range(4)]
+    reports[2]["events"] = saves(2)
+    summary = summarize(reports)
+    assert [(each.kind, each.ranks, each.steps) for each in summary.events] == [
+        ("save", [0, 1, 3], [2, 4]),
+        ("save", [2], [2]),
+    ]
+    shown = text(summary, 100)
+    assert "\ndigest d on ranks 0-2; e on rank 3\n" in shown
+    assert "\nsave: 2 times, after steps 2, 4, on ranks 0-1, 3\n" in shown
+
+
+def test_notes_are_no_findings():
+    summary = summarize([report(0, notes=[found("schedule-once")])])
+    assert summary.findings == [] and len(summary.notes) == 1
+    assert "if that is meant: MEGAPATCH_AUDIT_ACCEPT=schedule-once" in text(summary, 100)
+
+
+# ------------------------------------------------------------------------ the command
+def test_exit_codes(tmp_path):
+    shown = run("audit", str(tmp_path))
+    assert (shown.returncode, shown.stdout) == (2, "") and "holds no audit-*.json" in shown.stderr
+    assert run("audit", str(tmp_path / "missing")).returncode == 2
+    write(tmp_path, report(0, 2, notes=[found("schedule-once")]), report(1, 2))
+    assert run("audit", str(tmp_path)).returncode == 0
+    write(tmp_path, report(0, 3))
+    shown = run("audit", str(tmp_path))
+    assert shown.returncode == 2 and f"rank 2 left no file in {tmp_path}" in shown.stderr
+    write(tmp_path, report(0, 3, findings=[found()]))
+    shown = run("audit", "--json", str(tmp_path))
+    data = json.loads(shown.stdout)
+    assert shown.returncode == data["exit_code"] == 1
+    assert [each["rule"] for each in data["found"]] == ["stepped-once"] and len(data["unreadable"]) == 1
+    shown = run("audit", str(tmp_path), "--html", str(tmp_path / "no folder" / "page.html"))
+    assert shown.returncode == 2 and "cannot be written: No such file or directory" in shown.stderr
+
+
+BAD = {
+    "truncated": json.dumps(report(1, 2, [found()]))[:200],
+    "empty": "",
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "not text": b"\xff\xfe\x00",
+    "another layout": json.dumps({**report(1, 2), "schema": 2}),
+    "without findings": json.dumps({key: value for key, value in report(1, 2).items() if key != "findings"}),
+    "a finding that is none": json.dumps(report(1, 2) | {"findings": ["x"]}),
+    "steps in words": json.dumps(report(1, 2) | {"steps": "many"}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_named_and_the_others_count(tmp_path, name):
+    write(tmp_path, report(0, 2, findings=[found()]))
+    bad = BAD[name]
+    (tmp_path / "audit-00001.json").write_bytes(bad if isinstance(bad, bytes) else bad.encode())
+    summary, unreadable = read(tmp_path)
+    assert summary.ranks == [0] and len(summary.findings) == 1
+    assert f"{tmp_path}/audit-00001.json cannot be read: " in unreadable[0]
+
+
+def test_rules_and_keys_of_another_version_are_shown(tmp_path):
+    newer = report(1, 2, [found("a-new-rule", new_key=1)], version="0.9.0", new_key=[])
+    write(tmp_path, report(0, 2, events={"offload": saves(1)["save"]}), newer)
+    shown = run("audit", str(tmp_path))
+    assert shown.returncode == 1
+    assert "megapatch 0.1.0 on rank 0; 0.9.0 on rank 1" in shown.stdout and "a-new-rule: rank 1" in shown.stdout
+    assert "offload" in picture(read(tmp_path)[0])
+
+
+def test_a_thousand_ranks(tmp_path):
+    write(tmp_path, *(report(rank, 1000, [found()], events=saves(*range(16))) for rank in range(1000)))
+    started = time.monotonic()
+    summary, unreadable = read(tmp_path)
+    assert (len(summary.found), len(summary.events), unreadable) == (1, 1, [])
+    assert "stepped-once: ranks 0-999" in text(summary, 100)
+    assert time.monotonic() - started < 10
+
+
+# ------------------------------------------------------------------------ the page
+class Parsed(HTMLParser):
+    """What a page consists of."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.attributes, self.open, self.words = [], [], [], []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag not in ("meta", "rect", "circle", "line"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+NASTY = '<script>alert("x")</script><img src=http://evil/> & \x1b[31m\u202e "quoted\''
+
+
+def test_the_page_needs_nothing_and_escapes_everything():
+    nasty = found(
+        NASTY,
+        NASTY,
+        means=NASTY,
+        where=[NASTY],
+        causes=[{"cause": NASTY, "check": NASTY}],
+        patches=[{"name": NASTY, "reason": NASTY}],
+    )
+    events = {NASTY: {"count": 1, "first": [{"step": 1, "seconds": 0, "what": NASTY, "where": NASTY}], "last": []}}
+    rules = [{"name": NASTY, "status": NASTY, "reason": NASTY}]
+    data = report(0, 2, [nasty], events=events, version=NASTY, digest=NASTY, rules=rules)
+    html = page(summarize([data]), [NASTY])
+    parsed = Parsed(html)
+    assert parsed.open == [] and not {"script", "img", "link", "iframe", "object"} & set(parsed.tags)
+    assert not {"src", "href", "onload", "onclick"} & {name for name, _ in parsed.attributes}
+    assert "url(" not in html and "@import" not in html and "\x1b" not in html and "\u202e" not in html
+    assert sum("<script>" in words for words in parsed.words) > 10  # as text
+    assert "prefers-color-scheme: dark" in html
+
+
+@pytest.mark.parametrize(
+    ("steps", "ticks"), [(0, [0]), (3, [0, 1, 2, 3]), (24, [0, 5, 10, 15, 20]), (10_000, range(0, 10_001, 1000))]
+)
+def test_ticks_are_round_and_few(steps, ticks):
+    assert _ticks(steps) == list(ticks)
+
+
+def test_a_picture_of_many_rows_says_how_many_are_left_out():
+    summary = summarize([report(0, findings=[found(where=[f"/train.py:{n} in f"]) for n in range(100)])])
+    assert "and 40 more rows" in picture(summary)
+
+
+def test_a_picture_of_nothing():
+    summary = summarize([report(0, 1, steps=0)])
+    assert picture(summary).count("<g>") == 0 and Parsed(page(summary, [])).open == []
