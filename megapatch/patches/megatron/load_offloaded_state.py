@@ -20,7 +20,9 @@ Limits    Up to 0.15 buckets cannot be saved: an assertion ends that. In 0.14 an
           classes of optimizers in a checkpoint: pass them to torch.serialization.add_safe_globals().
           Megatron's load_state_dict() without parameter state, which no trainer seen calls alone, leaves torch's
           AdamW one step tensor for all parameters, as before.
-          Offloading was tried on CPU, with parameters that say they are on a GPU.
+          Without Transformer Engine and Apex the optimizers of both devices have one class, and Megatron moves the
+          loaded state of both to the CPU: the next step raises where only a part is offloaded.
+          CI has parameters that say they are on a GPU; it was tried on a GPU with 0.16.1, half of them offloaded.
 Numbers   change after a load in buckets with torch's AdamW, and after one that left the copies as they were: to
           those of a run that continued.
 Cost      one more copy of the main parameters while state of an offloaded optimizer is loaded; nothing in a step.

@@ -15,7 +15,7 @@ Limits    the caller has to call optimizer.reload_model_params() after loading, 
           parameters, as before.
           Adam's state stays what it was. Without the distributed optimizer nothing is repaired: with
           Float16OptimizerWithFloat16Params the first step ends with a KeyError (#4046).
-          Tried on CPU, with parameters that say they are on a GPU.
+          CI has parameters that say they are on a GPU; it was tried on a GPU with 0.16.1.
 Numbers   change after a load that left the copies as they were: to those of a run whose optimizer is not
           offloaded.
 Cost      one copy of each parameter for each call of reload_model_params(); nothing in a step.
