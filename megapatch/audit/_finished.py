@@ -9,13 +9,14 @@ Cost      some microseconds a step; no sync.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from .._mcore.bucket_groups import chunks_of
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import observes
+from ._models import grad_buffers
 from ._notes import Notes
 from ._sites import site
 
@@ -51,7 +52,7 @@ class Finished(Part):
 
     @observes
     def _note_finished(self, model: Any) -> None:
-        for buffer in _buffers(chunks_of(model) or []):
+        for buffer in grad_buffers(chunks_of(model) or []):
             self._finished.set(buffer, _state(buffer))
 
     def watch_preparation(self, prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +73,7 @@ class Finished(Part):
         self._compare(step.chunks)
 
     def _compare(self, chunks: list[Any]) -> None:
-        for buffer in _buffers(chunks):
+        for buffer in grad_buffers(chunks):
             before = self._finished.pop(buffer, None)  # the step itself may change them
             if before is not None and before != _state(buffer):
                 what = "gradients were changed between finalize_model_grads() and the optimizer step"
@@ -81,12 +82,6 @@ class Finished(Part):
     @observes
     def zeroed(self, buffer: Any) -> None:
         self._finished.pop(buffer, None)
-
-
-def _buffers(chunks: list[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        yield from getattr(chunk, "buffers", ())
-        yield from getattr(chunk, "expert_parallel_buffers", ())
 
 
 def _state(buffer: Any) -> tuple[int, int]:

@@ -60,6 +60,19 @@ def parts_of(optimizer: Any) -> list[Any]:
     return [optimizer] if inner is None else [part for below in inner for part in parts_of(below)]
 
 
+def grad_buffers(chunks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the gradient buffers of chunks, those of experts last."""
+    for chunk in chunks:
+        yield from getattr(chunk, "buffers", ())
+        yield from getattr(chunk, "expert_parallel_buffers", ())
+
+
+def has_router_losses(config: Any) -> bool:
+    """Return whether routers of a model have losses of their own, which they add in train() only."""
+    coefficients = [getattr(config, f"moe_{loss}_loss_coeff", None) for loss in ("aux", "z")]
+    return bool(getattr(config, "num_moe_experts", None)) and any(coefficients)
+
+
 def _model_parameters(optimizer: Any) -> Iterator[Any]:
     for name in ("float16_groups", "fp32_from_fp32_groups"):
         for group in getattr(optimizer, name, ()):
