@@ -14,21 +14,26 @@ import atexit
 from collections.abc import Iterable
 
 from .._engine.engine import this_process
+from ._arrivals import Arrivals
 from ._audit import Audit, Part
 from ._calls import Calls
 from ._checkpoints import Checkpoints
 from ._chunks import Chunks
+from ._counts import Counts
 from ._findings import Finding, Ledger
 from ._finished import Finished
 from ._gathers import Gathers
 from ._generation import Generation
 from ._gradients import Gradients
 from ._invariants import INVARIANTS, Invariant
+from ._kept import Kept
+from ._loads import Loads
 from ._masters import Masters
 from ._microbatches import Microbatches
 from ._modes import Modes
 from ._ranks import Ranks
 from ._scales import Scales
+from ._schedules import Schedules
 from ._settings import settings_for
 from ._steps import Steps
 from ._tokens import Tokens
@@ -49,15 +54,20 @@ __all__ = [
 
 _PARTS: tuple[type[Part], ...] = (
     Gradients,  # first: the others ask a step whether it has gradients
+    Arrivals,
     Scales,
     Ranks,  # may raise; then the step leaves nothing to be gathered
     Gathers,
     Finished,
     Masters,
+    Kept,
+    Loads,  # asks schedules what was loaded
+    Schedules,
     Steps,
     Calls,
     Modes,
     Chunks,
+    Counts,
     Tokens,
     Microbatches,
     Checkpoints,

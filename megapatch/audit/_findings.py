@@ -59,6 +59,10 @@ class Ledger:
 
     Args:
         accepted: names of notes that are not kept.
+
+    Attributes:
+        step: that number.
+        has_captured: whether a CUDA graph was captured, in which nothing is watched.
     """
 
     def __init__(self, accepted: Collection[str] = ()) -> None:
@@ -66,7 +70,7 @@ class Ledger:
         self._accepted = accepted
         self._found: dict[tuple[str, str], Finding] = {}
         self._broken: set[object] = set()
-        self._captured = False
+        self.has_captured = False
         self._lock = threading.Lock()
 
     def report(self, invariant: str, kind: str, what: str, where: tuple[str, ...] | None = None) -> None:
@@ -130,8 +134,8 @@ class Ledger:
 
     def note_capture(self) -> None:
         """Log, the first time, that a CUDA graph is captured."""
-        if not self._captured:
-            self._captured = True
+        if not self.has_captured:
+            self.has_captured = True
             log.warning("audit: what is captured in a CUDA graph is not watched, nor are its replays")
 
 

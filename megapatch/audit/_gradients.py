@@ -139,6 +139,7 @@ class Gradients(Part):
         for bucket in buffer.buckets:
             state = state_of(bucket)
             if state.arrivals and not state.stepped:
+                self.events.may_have_broken = True
                 state.dropped += not (on_purpose or state.excused)
                 state.excused = False
             state.reset()

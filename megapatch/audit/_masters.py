@@ -3,8 +3,7 @@
 Watches   the optimizers with main parameters in fp32, as they take the gradients of a step, thus after all that
           patches put right as a step begins: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load,
           a save, an exception, a forward-only call, and the making of a model. This rank's part of each parameter
-          is compared with its main parameter, rounded. DistributedDataParallel.load_state_dict() and
-          dist_checkpointing.load() show loads. In all releases.
+          is compared with its main parameter, rounded. In all releases.
 Limits    parameters in fp32, of which there is one copy. FP8 parameters, main parameters on another device, and
           those that a precision-aware optimizer does not keep in fp32 are not compared.
 Cost      reads this rank's parameters and main parameters once in such a step, and the result at its end.
@@ -47,20 +46,7 @@ class Masters(Part):
         return (
             site(f"{package}.optimizer", {f"Float16OptimizerWithFloat16Params.{_TAKE}": self.watch_take}),
             site(f"{package}.distrib_optimizer", {f"DistributedOptimizer.{_TAKE}": self.watch_take}),
-            site(
-                "megatron.core.distributed.data_parallel_base",
-                {"_BaseDataParallel.load_state_dict": self.watch_load},
-            ),
-            site("megatron.core.dist_checkpointing.serialization", {"load": self.watch_load}),
         )
-
-    def watch_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def patched_load(*args: Any, **kwargs: Any) -> Any:
-            self.audit.events.may_have_broken = True
-            return load(*args, **kwargs)
-
-        return patched_load
 
     def watch_take(self, take: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(take)
