@@ -19,6 +19,7 @@ from ._audit import Audit, Part
 from ._calls import Calls
 from ._checkpoints import Checkpoints
 from ._chunks import Chunks
+from ._contents import Contents
 from ._counts import Counts
 from ._findings import Finding, Ledger
 from ._finished import Finished
@@ -71,6 +72,7 @@ _PARTS: tuple[type[Part], ...] = (
     Tokens,
     Microbatches,
     Checkpoints,
+    Contents,
     Generation,
     Weights,
 )

@@ -1,8 +1,8 @@
 """gradients-arrive: what is trained has gradients in every step, parameter by parameter.
 
-Watches   the hooks that DistributedDataParallel gives to its parameters, as Gradients counts them. As a step begins
-          that any gradient has arrived for, a parameter without one has either had gradients in earlier steps,
-          which is noted at once, or never, which is noted in the steps in which ranks are compared.
+Watches   the hooks that DistributedDataParallel gives to its parameters. As a step begins for which gradients have
+          arrived, a parameter without one has either had gradients in earlier steps, which is noted at once, or
+          never, which is noted in the steps in which ranks are compared.
 Limits    experts, which have no gradient where they had no tokens, and models that were wrapped before any audit
           began. A process that has captured a CUDA graph is not judged: replays run no hook. A gradient that is
           zero has arrived.
@@ -45,11 +45,8 @@ class Arrivals(Part):
             found = [parameter for parameter, had in lacking if had == had_some]
             if found and (had_some or self.audit.is_due()):
                 frozen = " (requires_grad is False now)" if not any(each.requires_grad for each in found) else ""
-                self.ledger.report(
-                    "gradients-arrive",
-                    kind,
-                    f"{describe(found, named)}{frozen} {what} in this step, as others had",
-                )
+                text = f"{describe(found, named)}{frozen} {what} in this step, in which others have"
+                self.ledger.report("gradients-arrive", kind, text)
 
     def _without_gradient(self, bucket: Any) -> Iterator[tuple[Any, bool]]:
         """Yield the parameters that have no gradient in this step, and whether they have had any before."""

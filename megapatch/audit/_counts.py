@@ -1,8 +1,8 @@
 """fresh-counts: the token counts of routers are zero as a step's first call begins.
 
-Watches   calls that train, in the steps that are looked at closely, among them those after an exception, an abort, or
-          gradients that were zeroed unused: the counts for the expert bias (from 0.12 on) and of the global
-          auxiliary loss (from 0.15 on). finalize_model_grads() zeroes them, and nobody else does.
+Watches   calls that train, in the steps that are looked at closely, among them those after an exception, an abort,
+          or gradients that were zeroed unused: the counts for the expert bias (from 0.12 on) and of the global
+          auxiliary loss (from 0.15 on), which finalize_model_grads() zeroes.
 Limits    a call is a step's first if no gradient has arrived since they were zeroed. Models that were wrapped
           before any audit began are not judged, nor is a model's first step.
 Cost      a small operation a router in such a call; the result is read as the step ends.
@@ -40,9 +40,8 @@ class Counts(Part):
         if not call.trains or not self.audit.looks():
             return
         states = [state for chunk in call.chunks for state in states_of(chunk)]
-        if any(state.arrivals and not state.stepped for state in states) or not any(
-            state.ever for state in states
-        ):
+        is_under_way = any(state.arrivals and not state.stepped for state in states)
+        if is_under_way or not any(state.ever for state in states):
             return
         counts = [count for chunk in call.chunks for count in counts_in(chunk)]
         if counts:

@@ -191,6 +191,11 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "The checkpoint lacks something that the next load needs.",
             ("megatron.rerun-state-dict", "megatron.save-plan-cache"),
         ),
+        "saved-is-trained": Invariant(
+            "A checkpoint has the weights that the optimizer steps, as they are when it is written.",
+            "The run continues from another model: a reference, an average, or the weights of an earlier step.",
+            is_note=True,
+        ),
         "weights-synced": Invariant(
             "Generation has received the weights that were trained, version by version.",
             "Rollouts come from another model than the one that is trained on them.",

@@ -60,7 +60,7 @@ class Kept(Part):
                 self._compared.append(_Compared(what, differences(left.samples[what], now), user_code()))
 
     def has_changed(self, optimizer: Any) -> bool:
-        """Return whether weights in fp32 are not what the last step has left, nor loaded since. Waits for a GPU."""
+        """Return whether weights in fp32 were changed since the last step, and not loaded. Waits for a GPU."""
         left = self._left.get(optimizer)
         if left is None or left.loads != self.audit.events.loads:
             return False

@@ -1,10 +1,11 @@
 """loaded-is-there, resumed-together: an optimizer and its schedule have what was loaded, and all of it.
 
 Watches   load_state_dict() of Megatron's optimizers and load_parameter_state() of the distributed one, in all
-          releases; and then their next step, as it begins. Loads of weights, by torch's Module.load_state_dict() or
-          dist_checkpointing.load(), and reload_model_params() are events for the other parts.
-Limits    of moments it is known whether any were loaded, and are there; not which. An optimizer without step counts,
-          as SGD, is not judged, nor are Megatron-FSDP's.
+          releases; and then their next step, as it begins. Loads of weights, by torch's
+          Module.load_state_dict() or dist_checkpointing.load(), and reload_model_params() are events for the
+          other parts.
+Limits    of moments it is known whether any were loaded, and are there; not which. An optimizer without step
+          counts, as SGD, is not judged, nor are Megatron-FSDP's.
 Cost      reads moments once after a load; nothing in other steps.
 """
 
@@ -90,10 +91,8 @@ class Loads(Part):
         return patched_load_state_dict
 
     @observes
-    def _look(self, state_dict: Any) -> _Loaded | None:
-        inner = state_dict.get("optimizer")
-        if inner is None:
-            return None
+    def _look(self, state_dict: Any) -> _Loaded:
+        inner = state_dict.get("optimizer", state_dict)  # an optimizer in fp32 saves torch's own state
         moments = list(_named_moments([inner.get("state", {}), state_dict.get(_STATE) or {}]))
         has_moments = any(bool(moment.any()) for moment in moments)
         return _Loaded(_steps_in(inner), None if _STATE in state_dict and not moments else has_moments)
@@ -162,7 +161,7 @@ def _named_moments(tree: Any) -> Iterator[Any]:
     for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, (dict, list)):
             yield from _named_moments(value)
-        elif name in _MOMENTS and isinstance(value, torch.Tensor):
+        elif name in _MOMENTS and type(value) is torch.Tensor:
             yield value
 
 

@@ -59,20 +59,9 @@ class Masters(Part):
 
     @observes
     def _compare(self, optimizer: Any) -> None:
-        import torch
-
-        comparable = [
-            (parameter, part, main)
-            for parameter, part, main in pairs(optimizer)
-            if main is not None and main.device == part.device and has_memory(main) and has_memory(part)
-        ]
-        if comparable:
-            bits = torch.int16
-            differ = [
-                (part.view(bits) != main.detach().to(part.dtype).view(bits)).any() for _, part, main in comparable
-            ]
-            parameters = [parameter for parameter, _, _ in comparable]
-            self._compared.append(_Compared(parameters, torch.stack(differ), user_code()))
+        parameters, differ = compared_with_mains(optimizer)
+        if parameters:
+            self._compared.append(_Compared(parameters, differ, user_code()))
 
     @observes
     def end_step(self, step: Step) -> None:
@@ -90,3 +79,17 @@ class Masters(Part):
     @observes
     def forget(self) -> None:
         self._compared.clear()
+
+
+def compared_with_mains(optimizer: Any) -> tuple[list[Any], Any]:
+    """Return the parameters that have a main parameter, and a tensor: whether this rank's part of each differs."""
+    import torch
+
+    comparable = [
+        (parameter, part, main)
+        for parameter, part, main in pairs(optimizer)
+        if main is not None and main.device == part.device and has_memory(main) and has_memory(part)
+    ]
+    bits = torch.int16
+    differ = [(part.view(bits) != main.detach().to(part.dtype).view(bits)).any() for _, part, main in comparable]
+    return [parameter for parameter, _, _ in comparable], torch.stack(differ) if differ else None

@@ -37,6 +37,15 @@ class Models:
         self._stepped_by[optimizer] = [weakref.ref(chunk) for chunk in found]
         return found
 
+    def optimizers_of(self, chunk: Any) -> list[Any]:
+        """Return the optimizers that are known to step a chunk, of those that others consist of."""
+        return [
+            part
+            for optimizer, chunks in list(self._stepped_by.items())
+            if any(reference() is chunk for reference in chunks)
+            for part in parts_of(optimizer)
+        ]
+
     def _find(self, optimizer: Any) -> list[Any]:
         parts = parts_of(optimizer)
         ddp_class = getattr(sys.modules.get(MODULE), "DistributedDataParallel", None)
