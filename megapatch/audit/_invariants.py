@@ -65,7 +65,7 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
         "loaded-is-there": Invariant(
             "After a load, moments, step counts and the schedule are what was loaded.",
             "Training continues as another run: with moments of zero, or at another learning rate.",
-            ("areal.load-optimizer-state", "megatron.load-offloaded-state", "megatron.scheduler-after-load"),
+            ("areal.load-optimizer-state", "megatron.scheduler-after-load"),
         ),
         "resumed-together": Invariant(
             "An optimizer and its schedule are loaded together.",
