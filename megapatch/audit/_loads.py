@@ -121,6 +121,10 @@ class Loads(Part):
     @observes
     def begin_step(self, step: Step) -> None:
         """Report what is not there."""
+        schedules = self.audit.part(Schedules)
+        known = schedules.of(step.optimizer)
+        if not any(part in self._loaded for part in step.parts) and not any(map(schedules.was_loaded, known)):
+            return  # step counts may be on a GPU
         was_loaded, made = False, 0
         for optimizer in step.parts:
             loaded = self._loaded.pop(optimizer, None)
@@ -128,11 +132,11 @@ class Loads(Part):
             if loaded is not None and any(loaded.steps):
                 was_loaded = True
                 self._judge(optimizer, loaded)
-        for schedule in self.audit.part(Schedules).of(step.optimizer):
+        for schedule in known:
             if was_loaded and made and not schedule.num_steps:
                 what = f"the optimizer was loaded after {made} steps, and its schedule is at its beginning"
                 self.ledger.report("resumed-together", "schedule", what)
-            elif self.audit.part(Schedules).was_loaded(schedule) and schedule.num_steps and not was_loaded:
+            elif schedules.was_loaded(schedule) and schedule.num_steps and not was_loaded:
                 self._judge_beginning(schedule, made, step)
 
     def _judge_beginning(self, schedule: Any, made: int, step: Step) -> None:
