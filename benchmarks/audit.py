@@ -6,8 +6,8 @@ Two ranks on CPU. Three kinds of step take turns in the same processes: without 
 a comparison of the ranks. Two models of one size do each kind, and make way for new ones after some rounds, as
 equal models already differ by some percent: the median over all of them counts. Prints by how much a step takes
 longer with a comparison in 50 steps, and with one in every step, and what is added to the hook that puts a
-parameter's gradient into its bucket. A model of 20,000 small parameters in 2,000 buckets, of whose step hooks are a
-large part, makes steps with the audit and without it. Exits with 1 if anything is more than is promised. Needs
+parameter's gradient into its bucket. A model of 20,000 small parameters in 2,000 buckets, of whose step hooks are
+a large part, makes steps with the audit and without it. Exits with 1 if anything is more than is promised. Needs
 megapatch, torch and megatron-core.
 """
 

@@ -10,6 +10,7 @@ import types
 import pytest
 from rigs.needs import needs_megatron, needs_torch
 
+from megapatch._engine.ranks import numbered
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
 from megapatch._version import exact_version
@@ -19,7 +20,7 @@ RERUN = "megatron.core.rerun_state_machine"
 
 
 def ranks(members):
-    return facts.numbered("rank", members)
+    return numbered("rank", members)
 
 
 def test_those_that_agree_differ_in_nothing():

@@ -8,6 +8,9 @@ import sys
 from array import array
 from typing import Any
 
+_MOST_RUNS = 16
+"""Of numbers: every other one of 131,072 ranks would be 468,737 characters."""
+
 
 def place() -> tuple[int, int, bool]:
     """Return this rank, the number of ranks, and whether torch.distributed says so, or else a launcher."""
@@ -32,3 +35,17 @@ def name_of(ranks: list[int]) -> str:
     """Return a short name of a process group for keys in the store, the same on all of its ranks."""
     # As an array: text takes twice as long, 6 ms for 131,072 ranks.
     return hashlib.blake2b(array("q", ranks).tobytes(), digest_size=8).hexdigest()
+
+
+def numbered(noun: str, numbers: list[int]) -> str:
+    """Return numbers in words: ``rank 3``, or ``ranks 0-2, 5``; of many runs the first, and how many more."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RUNS])
+    others = sum(last - first + 1 for first, last in runs[_MOST_RUNS:])
+    more = f" and {others} more" if others else ""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {words}{more}"

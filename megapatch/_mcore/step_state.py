@@ -38,10 +38,15 @@ MODULES = "_megapatch_modules_with_step_state"
 
 def forget_counts(chunk: Any) -> None:
     """Zero what the routers of a chunk have counted, as finalize_model_grads() does. No wait for the device."""
-    if counts := list(_buffers(chunk, COUNTS)):
+    if counts := list(counts_in(chunk)):
         import torch
 
         torch._foreach_zero_(counts)
+
+
+def counts_in(chunk: Any) -> Iterator[Any]:
+    """Yield what the routers of a chunk have counted since it was zeroed."""
+    return _buffers(chunk, COUNTS)
 
 
 class StepState:

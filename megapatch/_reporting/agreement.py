@@ -12,10 +12,11 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from .. import _versions
+from .._engine.ranks import numbered
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
 from .arrivals import naming_the_missing
-from .facts import LOOK, Facts, difference, look, numbered
+from .facts import LOOK, Facts, difference, look
 
 if TYPE_CHECKING:
     import torch

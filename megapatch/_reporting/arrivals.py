@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from .._engine.ranks import default_store, name_of
+from .._engine.ranks import default_store, name_of, numbered
 from ..errors import InconsistentError
-from .facts import numbered
 
 _calls: Counter[str] = Counter()
 

@@ -7,13 +7,13 @@ import platform
 from pathlib import Path
 
 from .._engine.engine import this_process
-from .._engine.ranks import place
+from .._engine.ranks import numbered, place
 from .._engine.settings import REPORT
 from .._version import exact_version
 from ..errors import InconsistentError
 from ..patch import NEEDS_ATTENTION, Status
 from . import files, terminal
-from .facts import Facts, differences, look, numbered
+from .facts import Facts, differences, look
 from .report import Report, make_report
 
 SCHEMA = 1

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from .facts import numbered
+from .._engine.ranks import numbered
 from .terminal import as_json
 
 

@@ -15,10 +15,13 @@ import atexit
 from collections.abc import Iterable
 
 from .._engine.engine import this_process
+from ._arrivals import Arrivals
 from ._audit import Audit, Part
 from ._calls import Calls
 from ._checkpoints import Checkpoints
 from ._chunks import Chunks
+from ._contents import Contents
+from ._counts import Counts
 from ._findings import Finding, Ledger
 from ._finished import Finished
 from ._gathers import Gathers
@@ -26,7 +29,9 @@ from ._generation import Generation
 from ._gradients import Gradients
 from ._history import History
 from ._invariants import INVARIANTS, Invariant
+from ._kept import Kept
 from ._leaving import Leaving
+from ._loads import Loads
 from ._masters import Masters
 from ._microbatches import Microbatches
 from ._modes import Modes
@@ -35,6 +40,7 @@ from ._repairs import Repair
 from ._report import AuditReport, make
 from ._rules import Rule, rules
 from ._scales import Scales
+from ._schedules import Schedules
 from ._settings import Settings, settings_for
 from ._steps import Steps
 from ._tokens import Tokens
@@ -59,18 +65,24 @@ __all__ = [
 
 _PARTS: tuple[type[Part], ...] = (
     Gradients,  # first: the others ask a step whether it has gradients
+    Arrivals,
     Scales,
     Ranks,  # may raise; then the step leaves nothing to be gathered
     Gathers,
     Finished,
     Masters,
+    Kept,
+    Loads,  # asks schedules what was loaded
+    Schedules,
     Steps,
     Calls,
     Modes,
     Chunks,
+    Counts,
     Tokens,
     Microbatches,
     Checkpoints,
+    Contents,
     Generation,
     Weights,
     History,

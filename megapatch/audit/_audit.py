@@ -52,14 +52,14 @@ class Events:
     """How often things have happened since the audit began.
 
     Attributes:
-        arrivals: of gradients in their buckets.
         resets: of buffers, which zero their gradients.
+        loads: of weights, or of an optimizer's state.
         may_have_broken: whether, since the last step, something has happened that often breaks a model: a load, a
             save, an exception, a forward-only call as of a reference, or that it is new.
     """
 
     def __init__(self) -> None:
-        self.arrivals = self.resets = 0
+        self.resets = self.loads = 0
         self.may_have_broken = True
 
 

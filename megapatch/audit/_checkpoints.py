@@ -5,7 +5,7 @@ Watches   dist_checkpointing.save(), which shows the parameters that are saved: 
           show whether a plan is kept for another structure, so that anything that a rank has had since the first
           save is not saved. In all releases.
 Limits    torch_dist checkpoints. Of parameters that are copied before they are saved, as quantized ones are,
-          nothing is known; contents are not compared.
+          nothing is known here.
 Cost      a look through the state dict in each save.
 """
 
@@ -15,10 +15,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._mcore.main_params import has_memory
-from .._mcore.sharded_leaves import FLAG, NVRX, PLANS, leaves, structure
+from .._mcore.sharded_leaves import FLAG, NVRX, PLANS, structure
 from ..patch import Site
 from ._audit import Audit, Part
+from ._contents import address_of, trained_of, weights_in
 from ._findings import describe, observes
 from ._notes import Notes
 from ._sites import site
@@ -67,17 +67,10 @@ class Checkpoints(Part):
     def _note_parameters(self, tree: Any) -> None:
         self.audit.events.may_have_broken = True
         self.ledger.happened("save")
-        # The distributed optimizer's shards of an fp32 model are views of its parameters.
-        models = [leaf for leaf in leaves(tree) if "optimizer" not in getattr(leaf, "key", "")]
-        saved = {_address(getattr(leaf, "data", None)) for leaf in models}
+        saved = {address_of(tensor) for tensor in weights_in(tree)}
         for chunk in self.audit.models.chunks:
-            trained = [
-                parameter
-                for parameter in chunk.module.parameters()
-                if parameter.requires_grad and not getattr(parameter, "shared_embedding", False)
-                if has_memory(parameter)  # else offloaded: another model is saved
-            ]
-            missing = [parameter for parameter in trained if _address(parameter) not in saved]
+            trained = trained_of(chunk)
+            missing = [parameter for parameter in trained if address_of(parameter) not in saved]
             if missing and len(missing) < len(trained):
                 name = describe(missing, chunk.module.named_parameters())
                 self.ledger.report("saved-what-is", "parameters", f"the checkpoint does not have {name}")
@@ -123,10 +116,6 @@ class Checkpoints(Part):
             what = f"a plan is kept for what was saved before: {_difference(before, now)}"
             self.ledger.report("saved-what-is", "structure", what)
         return now
-
-
-def _address(value: Any) -> int:
-    return int(value.data_ptr()) if hasattr(value, "data_ptr") else 0
 
 
 def _difference(before: list[Any], now: list[Any]) -> str:

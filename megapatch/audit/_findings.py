@@ -66,6 +66,7 @@ class Ledger:
     Attributes:
         accepted: as given.
         step: the number of optimizer steps.
+        has_captured: whether a CUDA graph was captured, in which nothing is watched.
         timeline: the other events.
         broken: functions of the audit that have raised, and find nothing.
         during: the user's code at the beginning of the latest call or step.
@@ -83,7 +84,7 @@ class Ledger:
         self._looks_back = False
         self._found: dict[tuple[str, str], Finding] = {}
         self.broken: set[Callable[..., object]] = set()
-        self._captured = False
+        self.has_captured = False
         self._lock = threading.Lock()
 
     def report(self, invariant: str, kind: str, what: str, where: tuple[str, ...] | None = None) -> None:
@@ -166,8 +167,8 @@ class Ledger:
 
     def note_capture(self) -> None:
         """Log, the first time, that a CUDA graph is captured."""
-        if not self._captured:
-            self._captured = True
+        if not self.has_captured:
+            self.has_captured = True
             log.warning("audit: what is captured in a CUDA graph is not watched, nor are its replays")
 
 

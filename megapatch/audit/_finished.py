@@ -1,22 +1,26 @@
 """gradients-kept: an optimizer step uses the gradients that finalize_model_grads() has finished.
 
 Watches   finalize_model_grads(), and then the next step of the optimizer, or its prepare_grads(): torch counts the
-          changes of a buffer in between. In all releases.
-Limits    changes through .data are not counted, nor those of an extension.
-Cost      some microseconds a step; no sync.
+          changes of a buffer in between. In all releases. Changes through .data are not counted: in the steps
+          that are looked at closely 128 elements of a buffer, or more, are compared.
+Limits    changes of other elements through .data, or by an extension.
+Cost      some microseconds a step; no sync: what is compared is read as the step ends.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from .._mcore.bucket_groups import chunks_of
+from .._mcore.main_params import has_memory
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import observes
+from ._models import grad_buffers
 from ._notes import Notes
+from ._samples import differs, spread_over
 from ._sites import site
 
 
@@ -26,8 +30,10 @@ class Finished(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._finished: Notes[tuple[int, int]] = Notes("finished")
+        self._finished: Notes[_State] = Notes("finished")
         """About a buffer: its state as its gradients were finished."""
+        self._differ: list[Any] = []
+        """Whether elements have changed uncounted in the step that is under way, as tensors."""
 
     def sites(self) -> tuple[Site, ...]:
         path = "MixedPrecisionOptimizer.prepare_grads"
@@ -51,8 +57,9 @@ class Finished(Part):
 
     @observes
     def _note_finished(self, model: Any) -> None:
-        for buffer in _buffers(chunks_of(model) or []):
-            self._finished.set(buffer, _state(buffer))
+        for buffer in grad_buffers(chunks_of(model) or []):
+            sample = spread_over(buffer.grad_data) if self.audit.looks() and has_memory(buffer.grad_data) else None
+            self._finished.set(buffer, _State(_counts(buffer), sample))
 
     def watch_preparation(self, prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(prepare_grads)
@@ -72,23 +79,38 @@ class Finished(Part):
         self._compare(step.chunks)
 
     def _compare(self, chunks: list[Any]) -> None:
-        for buffer in _buffers(chunks):
+        for buffer in grad_buffers(chunks):
             before = self._finished.pop(buffer, None)  # the step itself may change them
-            if before is not None and before != _state(buffer):
-                what = "gradients were changed between finalize_model_grads() and the optimizer step"
-                self.ledger.report("gradients-kept", "changed", what)
+            if before is None:
+                continue
+            if before.counts != _counts(buffer):
+                self._report()
+            elif before.sample is not None:
+                self._differ.append(differs(before.sample, spread_over(buffer.grad_data)))
+
+    def _report(self) -> None:
+        what = "gradients were changed between finalize_model_grads() and the optimizer step"
+        self.ledger.report("gradients-kept", "changed", what)
+
+    @observes
+    def end_step(self, step: Step) -> None:
+        """Note changes that torch has not counted; Megatron's step has waited for the GPU by now."""
+        differ, self._differ = self._differ, []
+        if any(map(bool, differ)):
+            self._report()
 
     @observes
     def zeroed(self, buffer: Any) -> None:
         self._finished.pop(buffer, None)
 
 
-def _buffers(chunks: list[Any]) -> Iterator[Any]:
-    for chunk in chunks:
-        yield from getattr(chunk, "buffers", ())
-        yield from getattr(chunk, "expert_parallel_buffers", ())
+class _State(NamedTuple):
+    """A buffer's counts, and some of its elements, if it is looked at closely."""
+
+    counts: tuple[int, int]
+    sample: Any
 
 
-def _state(buffer: Any) -> tuple[int, int]:
+def _counts(buffer: Any) -> tuple[int, int]:
     """Return two numbers, one of which changes when a buffer is changed in place or gets other memory."""
     return buffer.grad_data._version, int(buffer.grad_data.untyped_storage().nbytes())

@@ -22,37 +22,13 @@ from .._mcore.bucket_groups import bucket_groups
 from .._mcore.rerun_machine import is_rerunning
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
+from ._buckets import is_zero, ranks_of, state_of, states_of
 from ._findings import describe, observes
 from ._sites import site
 
 _WATCHER = "_megapatch_audit_gradients"
 """Attribute of a chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
-_STATE = "_megapatch_audit_bucket"
-"""Attribute of a bucket: its BucketState."""
 _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
-
-
-class BucketState:
-    """The history of a bucket's gradients since they were zeroed."""
-
-    __slots__ = ("arrivals", "before", "dropped", "excused", "reduces", "stepped", "watcher")
-
-    def __init__(self) -> None:
-        self.begin(None)
-
-    def begin(self, watcher: Gradients | None) -> None:
-        """Forget everything, and be watched by another audit, or by none."""
-        self.watcher = watcher
-        self.arrivals = 0
-        self.before = 0  # arrivals that were zeroed
-        self.reduces = 0
-        self.stepped = False  # whether an optimizer step has used them
-        self.dropped = 0  # how often they were zeroed unused since the last step
-        self.excused = False  # whether a call was interrupted, so that they may be dropped
-
-    def reset(self) -> None:
-        self.before += self.arrivals
-        self.arrivals, self.reduces, self.stepped = 0, 0, False
 
 
 class Gradients(Part):
@@ -88,16 +64,6 @@ class Gradients(Part):
             ),
         )
 
-    def state(self, bucket: Any) -> BucketState:
-        """Return the history of a bucket: one object for all audits, as hooks keep it."""
-        known: BucketState | None = vars(bucket).get(_STATE)
-        if known is None:
-            vars(bucket)[_STATE] = known = BucketState()
-        return known
-
-    def _states_of(self, chunk: Any) -> list[BucketState]:
-        return [self.state(bucket) for group in bucket_groups(chunk) for bucket in group.buckets]
-
     # ------------------------------------------------------------------------ events
     def watch_arrivals(self, make_hook: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make_hook)
@@ -106,7 +72,8 @@ class Gradients(Part):
             hook, bucket = make_hook(ddp, param), self._bucket_of(ddp, param)
             if bucket is None:
                 return hook
-            state = self.state(bucket)
+            state = state_of(bucket)
+            note_arrival, number = state.arrived.add, id(param)
 
             def audited_hook(*unused: Any) -> Any:
                 # It runs for each parameter in each backward pass: nothing is looked up here.
@@ -115,7 +82,7 @@ class Gradients(Part):
                     if state.reduces or state.stepped:
                         watcher.note_late(ddp, bucket, param)
                     state.arrivals += 1
-                    watcher.events.arrivals += 1
+                    note_arrival(number)
                 return hook(*unused)
 
             return audited_hook
@@ -134,7 +101,7 @@ class Gradients(Part):
             vars(chunk)[_WATCHER] = self
             self.audit.models.add([chunk])
             self.events.may_have_broken = True
-            for state in self._states_of(chunk):
+            for state in states_of(chunk):
                 state.begin(self)
             for part in self.audit.parts:
                 part.joined(chunk)
@@ -142,9 +109,9 @@ class Gradients(Part):
     @observes
     def note_late(self, ddp: Any, bucket: Any, param: Any) -> None:
         """Report a gradient that is in a bucket that has been reduced, or that an optimizer step has used."""
-        state = self.state(bucket)
+        state = state_of(bucket)
         if state.stepped:
-            if not _is_zero(bucket, param):  # else zeroed by hand
+            if not is_zero(bucket, param):  # else zeroed by hand
                 what = f"the gradient of {_name(ddp, [param])} is added to those that the last optimizer step used"
                 self.ledger.report("fresh-gradients", "after-step", what)
             state.reset()  # a finding once a step and bucket
@@ -170,8 +137,9 @@ class Gradients(Part):
     def zeroed(self, buffer: Any) -> None:
         on_purpose = bool(self._aborting) or sys.exc_info()[0] is not None or is_rerunning()
         for bucket in buffer.buckets:
-            state = self.state(bucket)
+            state = state_of(bucket)
             if state.arrivals and not state.stepped:
+                self.events.may_have_broken = True
                 state.dropped += not (on_purpose or state.excused)
                 state.excused = False
             state.reset()
@@ -190,7 +158,7 @@ class Gradients(Part):
     @observes
     def interrupted(self, chunks: list[Any]) -> None:
         for chunk in chunks:
-            for state in self._states_of(chunk):
+            for state in states_of(chunk):
                 state.excused = True
 
     def watch_reduces(self, start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,7 +176,7 @@ class Gradients(Part):
     @observes
     def _note_reduce(self, group: Any) -> None:
         for bucket in group.buckets:
-            self.state(bucket).reduces += 1
+            state_of(bucket).reduces += 1
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -219,7 +187,7 @@ class Gradients(Part):
     def end(self) -> None:
         for chunk in list(self.audit.models.chunks):
             vars(chunk).pop(_WATCHER, None)
-            for state in self._states_of(chunk):
+            for state in states_of(chunk):
                 state.begin(None)
 
     # ------------------------------------------------------------------------ judged in the step
@@ -233,7 +201,7 @@ class Gradients(Part):
             self.ledger.report("stepped-once", "again", what)
 
     def _arrived(self, step: Step) -> list[int]:
-        return [state.before + state.arrivals for chunk in step.chunks for state in self._states_of(chunk)]
+        return [state.ever for chunk in step.chunks for state in states_of(chunk)]
 
     def _judge(self, chunk: Any) -> bool:
         """Report the buckets of one chunk. Return whether any gradient has arrived there."""
@@ -244,11 +212,11 @@ class Gradients(Part):
         times, any_arrived = 0, False
         for group in bucket_groups(chunk):
             for bucket in group.buckets:
-                state = self.state(bucket)
+                state = state_of(bucket)
                 any_arrived |= state.arrivals > 0
                 if state.dropped:
                     (unused if state.arrivals else gone).extend(bucket.params)
-                if not state.arrivals or state.stepped or _ranks(group) == 1:
+                if not state.arrivals or state.stepped or ranks_of(group) == 1:
                     continue
                 if state.reduces == 0:
                     unreduced += list(bucket.params)
@@ -274,28 +242,11 @@ class Gradients(Part):
     def end_step(self, step: Step) -> None:
         """Note that the step has used the gradients."""
         for chunk in step.chunks:
-            for state in self._states_of(chunk):
+            for state in states_of(chunk):
                 state.stepped = state.stepped or state.arrivals > 0
                 state.dropped, state.excused = 0, False
+                state.arrived.clear()
         self._used[step.optimizer] = self._arrived(step)
-
-
-def _is_zero(bucket: Any, param: Any) -> bool:
-    """Return whether a bucket holds nothing: asked only where it should not hold anything, as it waits for a GPU.
-
-    A fused backward pass has added the parameter's own gradient by now.
-    """
-    own = getattr(param, "grad_added_to_main_grad", False)
-    grads = [other.main_grad for other in bucket.params if not (own and other is param)]
-    return bool(grads) and not any(bool(grad.any()) for grad in grads)
-
-
-def _ranks(group: Any) -> int:
-    """Return the number of ranks over which a bucket group is reduced."""
-    size = getattr(group, "intra_distributed_optimizer_instance_size", None)
-    ranks = int(group.data_parallel_group.size() if size is None else size)
-    others = getattr(group, "inter_distributed_optimizer_instance_group", None)
-    return ranks if others is None else ranks * int(others.size())
 
 
 def _name(chunk: Any, parameters: list[Any]) -> str:

@@ -47,10 +47,31 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "A step of several calls trains on the last of them only, or on nothing.",
             ("skyrl.accumulate-forward-backward",),
         ),
+        "gradients-arrive": Invariant(
+            "Each parameter that is trained has a gradient in a step, if others have.",
+            "It stays as it is: it was frozen after the model was wrapped, or is under no_grad().",
+            is_note=True,
+        ),
         "main-params-agree": Invariant(
             "In half precision an optimizer step begins from the parameters that the model has.",
             "The step undoes what was put into the model: a load, or weights that were swapped in or out.",
             ("megatron.main-params-after-load",),
+        ),
+        "kept-between-steps": Invariant(
+            "Moments, and weights in fp32, are at a step's beginning what the last step has left, or were loaded.",
+            "The step is made from other weights or moments: swapped, lost in an offload, or of an older copy.",
+            is_note=True,
+        ),
+        "loaded-is-there": Invariant(
+            "After a load, moments, step counts and the schedule are what was loaded.",
+            "Training continues as another run: with moments of zero, or at another learning rate.",
+            ("areal.load-optimizer-state", "megatron.scheduler-after-load"),
+        ),
+        "resumed-together": Invariant(
+            "An optimizer and its schedule are loaded together.",
+            "The learning rate begins from the start, or moments do.",
+            ("verl.schedule-after-load",),
+            is_note=True,
         ),
         "stepped-once": Invariant(
             "An optimizer steps once on the same gradients.",
@@ -87,6 +108,10 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "The gradients of a step are divided by the tokens of all its calls, and no loss is NaN.",
             "Gradients are too large, by as much as the step has calls; or parameters become NaN.",
             ("megatron.zero-tokens",),
+        ),
+        "fresh-counts": Invariant(
+            "The token counts of routers are zero as a step's first call begins.",
+            "The expert bias and auxiliary losses count the tokens of a step that was dropped.",
         ),
         "divided-by-tokens": Invariant(
             "With calculate_per_token_loss, gradients are divided by the number of their tokens.",
@@ -155,11 +180,21 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "Warm-up and decay are over too soon.",
             is_note=True,
         ),
+        "schedule-moves": Invariant(
+            "The learning rate's schedule advances, unless its rates are constant.",
+            "All steps are made at the first learning rate, which is 0 where there is a warm-up.",
+            is_note=True,
+        ),
         "saved-what-is": Invariant(
             "A checkpoint that has a model has all that is trained of it, and is not saved by the plan of "
             "another.",
             "The checkpoint lacks something that the next load needs.",
             ("megatron.rerun-state-dict", "megatron.save-plan-cache"),
+        ),
+        "saved-is-trained": Invariant(
+            "A checkpoint has the weights that the optimizer steps, as they are when it is written.",
+            "The run continues from another model: a reference, an average, or the weights of an earlier step.",
+            is_note=True,
         ),
         "weights-synced": Invariant(
             "Generation has received the weights that were trained, version by version.",

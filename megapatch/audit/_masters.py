@@ -3,8 +3,7 @@
 Watches   the optimizers with main parameters in fp32, as they take the gradients of a step, thus after all that
           patches put right as a step begins: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load,
           a save, an exception, a forward-only call, and the making of a model. This rank's part of each parameter
-          is compared with its main parameter, rounded. DistributedDataParallel.load_state_dict() and
-          dist_checkpointing.load() show loads. In all releases.
+          is compared with its main parameter, rounded. In all releases.
 Limits    parameters in fp32, of which there is one copy. FP8 parameters, main parameters on another device, and
           those that a precision-aware optimizer does not keep in fp32 are not compared.
 Cost      reads this rank's parameters and main parameters once in such a step, and the result at its end.
@@ -47,25 +46,7 @@ class Masters(Part):
         return (
             site(f"{package}.optimizer", {f"Float16OptimizerWithFloat16Params.{_TAKE}": self.watch_take}),
             site(f"{package}.distrib_optimizer", {f"DistributedOptimizer.{_TAKE}": self.watch_take}),
-            site(
-                "megatron.core.distributed.data_parallel_base",
-                {"_BaseDataParallel.load_state_dict": self.watch_load},
-            ),
-            site("megatron.core.dist_checkpointing.serialization", {"load": self.watch_load}),
         )
-
-    def watch_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def patched_load(*args: Any, **kwargs: Any) -> Any:
-            self._note_load()
-            return load(*args, **kwargs)
-
-        return patched_load
-
-    @observes
-    def _note_load(self) -> None:
-        self.audit.events.may_have_broken = True
-        self.ledger.happened("load")
 
     def watch_take(self, take: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(take)
@@ -78,20 +59,9 @@ class Masters(Part):
 
     @observes
     def _compare(self, optimizer: Any) -> None:
-        import torch
-
-        comparable = [
-            (parameter, part, main)
-            for parameter, part, main in pairs(optimizer)
-            if main is not None and main.device == part.device and has_memory(main) and has_memory(part)
-        ]
-        if comparable:
-            bits = torch.int16
-            differ = [
-                (part.view(bits) != main.detach().to(part.dtype).view(bits)).any() for _, part, main in comparable
-            ]
-            parameters = [parameter for parameter, _, _ in comparable]
-            self._compared.append(_Compared(parameters, torch.stack(differ), user_code()))
+        parameters, differ = compared_with_mains(optimizer)
+        if parameters:
+            self._compared.append(_Compared(parameters, differ, user_code()))
 
     @observes
     def end_step(self, step: Step) -> None:
@@ -109,3 +79,17 @@ class Masters(Part):
     @observes
     def forget(self) -> None:
         self._compared.clear()
+
+
+def compared_with_mains(optimizer: Any) -> tuple[list[Any], Any]:
+    """Return the parameters that have a main parameter, and a tensor: whether this rank's part of each differs."""
+    import torch
+
+    comparable = [
+        (parameter, part, main)
+        for parameter, part, main in pairs(optimizer)
+        if main is not None and main.device == part.device and has_memory(main) and has_memory(part)
+    ]
+    bits = torch.int16
+    differ = [(part.view(bits) != main.detach().to(part.dtype).view(bits)).any() for _, part, main in comparable]
+    return [parameter for parameter, _, _ in comparable], torch.stack(differ) if differ else None

@@ -37,6 +37,15 @@ class Models:
         self._stepped_by[optimizer] = [weakref.ref(chunk) for chunk in found]
         return found
 
+    def optimizers_of(self, chunk: Any) -> list[Any]:
+        """Return the optimizers that are known to step a chunk, of those that others consist of."""
+        return [
+            part
+            for optimizer, chunks in list(self._stepped_by.items())
+            if any(reference() is chunk for reference in chunks)
+            for part in parts_of(optimizer)
+        ]
+
     def _find(self, optimizer: Any) -> list[Any]:
         parts = parts_of(optimizer)
         ddp_class = getattr(sys.modules.get(MODULE), "DistributedDataParallel", None)
@@ -58,6 +67,19 @@ def parts_of(optimizer: Any) -> list[Any]:
     """Return the optimizers that an optimizer consists of: itself, if it contains no others."""
     inner = getattr(optimizer, "chained_optimizers", None)
     return [optimizer] if inner is None else [part for below in inner for part in parts_of(below)]
+
+
+def grad_buffers(chunks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the gradient buffers of chunks, those of experts last."""
+    for chunk in chunks:
+        yield from getattr(chunk, "buffers", ())
+        yield from getattr(chunk, "expert_parallel_buffers", ())
+
+
+def has_router_losses(config: Any) -> bool:
+    """Return whether routers of a model have losses of their own, which they add in train() only."""
+    coefficients = [getattr(config, f"moe_{loss}_loss_coeff", None) for loss in ("aux", "z")]
+    return bool(getattr(config, "num_moe_experts", None)) and any(coefficients)
 
 
 def _model_parameters(optimizer: Any) -> Iterator[Any]:

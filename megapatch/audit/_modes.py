@@ -14,6 +14,7 @@ from typing import Any
 
 from ._audit import Audit, Call, Part
 from ._findings import observes
+from ._models import has_router_losses
 from ._notes import Notes
 
 
@@ -32,7 +33,9 @@ class Modes(Part):
         chunks = [chunk for chunk in call.chunks if hasattr(chunk, "module")]
         training = [chunk for chunk in chunks if chunk.module.training]
         if call.trains and len(training) < len(chunks):
-            if any(self._drops(chunk) or _has_auxiliary_loss(chunk) for chunk in chunks if chunk not in training):
+            if any(
+                self._drops(chunk) or has_router_losses(chunk.config) for chunk in chunks if chunk not in training
+            ):
                 what = "a forward-backward call trains a model in eval(), without its dropout and auxiliary losses"
                 self.ledger.report("training-mode", "eval", what)
         elif not call.trains and any(self._drops(chunk) for chunk in training):
@@ -49,8 +52,3 @@ def _rates(chunk: Any) -> Iterator[float]:
 
     yield from (getattr(chunk.config, f"{place}_dropout", 0.0) for place in ("hidden", "attention"))
     yield from (module.p for module in chunk.module.modules() if isinstance(module, torch.nn.Dropout))
-
-
-def _has_auxiliary_loss(chunk: Any) -> bool:
-    coefficient = getattr(chunk.config, "moe_aux_loss_coeff", 0.0)
-    return bool(getattr(chunk.config, "num_moe_experts", None) and coefficient)

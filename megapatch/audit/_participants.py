@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .._engine.ranks import default_store, name_of
+from .._engine.ranks import default_store, name_of, numbered
 
 log = logging.getLogger("megapatch")
 
@@ -137,8 +137,8 @@ def _leave(world: _World, name: str, group: Any) -> None:
     world.left.add(name)
     ranks = dist.get_process_group_ranks(group)
     log.warning(
-        "audit: ranks %s are not compared any more: one of them has not made this comparison within %g seconds",
-        ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else ""),
+        "audit: %s are not compared any more: one of them has not made this comparison within %g seconds",
+        numbered("rank", ranks),
         seconds,
     )
 

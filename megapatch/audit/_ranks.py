@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .._reporting.facts import numbered
+from .._engine.ranks import numbered
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
+from ._buckets import states_of
 from ._findings import observes
+from ._models import grad_buffers, has_router_losses
 from ._sites import site
 
 
@@ -93,13 +95,13 @@ class Scales(Part):
 
     def _gradients_now(self, optimizer: Any) -> tuple[int, ...]:
         """Return numbers that change whenever a gradient arrives, or a buffer is changed in place."""
-        events = self.audit.events
-        versions = (buffer.grad_data._version for buffer in self._buffers(optimizer))
-        return (events.arrivals, events.resets, *versions)
-
-    def _buffers(self, optimizer: Any) -> list[Any]:
         chunks = self.audit.models.stepped_by(optimizer)
-        return [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+        arrivals = sum(state.ever for chunk in chunks for state in states_of(chunk))
+        versions = (buffer.grad_data._version for buffer in grad_buffers(chunks))
+        return (arrivals, self.audit.events.resets, *versions)
+
+    def _buffers(self, optimizer: Any) -> Iterator[Any]:
+        return grad_buffers(self.audit.models.stepped_by(optimizer))
 
     def _compare_scales(self, optimizer: Any) -> None:
         """Report a scale that changed after the loss was multiplied by it. (It changes by being replaced.)"""
@@ -122,7 +124,7 @@ class Scales(Part):
     def begin_call(self, call: Call) -> None:
         """Note a call that will not multiply auxiliary losses by any scale."""
         config = call.chunks[0].config
-        if call.trains and config.grad_scale_func is None and _has_auxiliary_losses(config):
+        if call.trains and config.grad_scale_func is None and _has_unscaled_losses(config):
             self._unscaled_losses.update(call.chunks)
 
     # ------------------------------------------------------------------------ judged in the step
@@ -150,11 +152,10 @@ class Scales(Part):
         self._unscaled_losses.difference_update(step.chunks)
 
 
-def _has_auxiliary_losses(config: Any) -> bool:
-    routers = getattr(config, "num_moe_experts", None) and not getattr(config, "moe_grad_scale_func", None)
-    coefficients = [getattr(config, "moe_aux_loss_coeff", 0), getattr(config, "moe_z_loss_coeff", None)]
+def _has_unscaled_losses(config: Any) -> bool:
+    routers = has_router_losses(config) and not getattr(config, "moe_grad_scale_func", None)
     predictions = getattr(config, "mtp_num_layers", None) and not getattr(config, "mtp_grad_scale_func", None)
-    return bool(routers and any(coefficients)) or bool(predictions)
+    return routers or bool(predictions)
 
 
 def _scale(optimizer: Any) -> float:

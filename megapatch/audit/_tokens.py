@@ -13,12 +13,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 from .._mcore.bucket_groups import chunks_of
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._findings import observes
+from ._models import grad_buffers
 from ._notes import Notes
 from ._sites import site
 
@@ -82,7 +84,7 @@ class Tokens(Part):
     def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
         output, num_tokens = result
         self._in_call = self._in_call + num_tokens
-        for buffer in _buffers(chunk)[:1]:
+        for buffer in islice(grad_buffers([chunk]), 1):
             self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)
         loss = output[0] if isinstance(output, list) else output
         if getattr(loss, "ndim", None) == 0:
@@ -99,7 +101,7 @@ class Tokens(Part):
 
     @observes
     def _note_normalizer(self, chunks: list[Any], num_tokens: Any) -> None:
-        first_buffers = [buffer for chunk in chunks for buffer in _buffers(chunk)[:1]]
+        first_buffers = [buffer for chunk in chunks for buffer in islice(grad_buffers([chunk]), 1)]
         counted = sum(self._counted.get(buffer, 0) for buffer in first_buffers)
         is_last_calls = (self._in_call == num_tokens) & (counted != num_tokens)
         self._times_uncounted = self._times_uncounted + is_last_calls
@@ -118,7 +120,7 @@ class Tokens(Part):
             not_finite = self._not_finite.pop(chunk, 0)
             if step.succeeded:
                 self._losses_not_finite = self._losses_not_finite + not_finite
-            for buffer in _buffers(chunk)[:1]:
+            for buffer in islice(grad_buffers([chunk]), 1):
                 self._counted.pop(buffer, None)
         if self.audit.is_due():
             self.judge()
@@ -138,7 +140,3 @@ class Tokens(Part):
         if not_finite:
             what = f"the optimizer has stepped on {not_finite} microbatches whose loss is NaN or infinite"
             self.ledger.report("tokens-counted", "loss", what)
-
-
-def _buffers(chunk: Any) -> list[Any]:
-    return [*getattr(chunk, "buffers", ()), *getattr(chunk, "expert_parallel_buffers", ())]

@@ -8,40 +8,16 @@ from pathlib import Path
 import pytest
 from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
-from rigs.megatron.options import BOTH, UNPATCHED
-from rigs.mistakes import Mistake
-from rigs.mistakes.losses import FP16, times
+from rigs.megatron.options import UNPATCHED
+from rigs.mistakes.correct import CORRECT
 from rigs.mistakes.table import MISTAKES, as_markdown
-from rigs.mistakes.weights import SHARDED, log_probabilities, put, reference_in
 
 from megapatch import audit
 from megapatch.testing import init_parallel, tiny_gpt
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
 STEPS = 3
-MOST_MISSED = 0.2  # of all mistakes; those that cannot be seen in Megatron's objects are among them
-
-
-# ------------------------------------------------------------------------ without a mistake
-def as_megatron_does(model, step):
-    model.train_step(step)
-
-
-def swapped_there_and_back(model, step):
-    with reference_in(model) as policy:
-        log_probabilities(model, step)
-    put(model, policy)
-    model.train_step(step)
-
-
-CORRECT = {
-    mistake.name: mistake
-    for mistake in (
-        Mistake("as Megatron does", "", as_megatron_does, {}, {}, BOTH),
-        Mistake("one loss is NaN, and the step skipped", "", times(float("nan")), {}, {}, FP16),
-        Mistake("a reference is swapped in and out", "", swapped_there_and_back, {}, {}, SHARDED),
-    )
-}
+MOST_MISSED = 0.1  # of all mistakes; those that cannot be seen in Megatron's objects are among them
 
 
 def found(mistake):
@@ -76,7 +52,7 @@ def test_it_is_found_where_it_first_acts(ranks, name):
 
 def test_most_are_found():
     missed = [mistake.name for mistake in MISTAKES.values() if not mistake.finds]
-    assert len(MISTAKES) >= 60 and len(missed) <= MOST_MISSED * len(MISTAKES)
+    assert len(MISTAKES) >= 76 and len(missed) <= MOST_MISSED * len(MISTAKES)
 
 
 def test_the_page_has_them():

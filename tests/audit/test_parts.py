@@ -12,6 +12,7 @@ from rigs.audit import idle_audit, part_of
 import megapatch
 from megapatch.audit import _findings, _places, _scales
 from megapatch.audit._audit import Call, Part, Step
+from megapatch.audit._buckets import state_of
 from megapatch.audit._checkpoints import Checkpoints
 from megapatch.audit._gradients import Gradients
 from megapatch.audit._scales import Scales
@@ -52,7 +53,7 @@ def test_a_step_has_used_a_gradient_that_came_once_or_more(watching, arrivals):
     for _ in range(arrivals):
         arrive(gradients, chunk)
     gradients.end_step(Step(torch.nn.Module(), [chunk]))
-    assert gradients.state(chunk.bucket).stepped == (arrivals > 0)
+    assert state_of(chunk.bucket).stepped == (arrivals > 0)
 
 
 def test_a_parameter_without_a_bucket_is_not_looked_at(watching, caplog):
@@ -77,7 +78,7 @@ def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_
             gradients.zeroed(chunk.buffer)
     if not handles:
         gradients.zeroed(chunk.buffer)
-    assert gradients.state(chunk.bucket).dropped == (not handles)
+    assert state_of(chunk.bucket).dropped == (not handles)
 
 
 # ------------------------------------------------------------------------ scales
@@ -95,7 +96,7 @@ def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_
     ],
 )
 def test_which_models_have_losses_of_their_own_that_nobody_scales(config, has):
-    assert _scales._has_auxiliary_losses(SimpleNamespace(**config)) == has
+    assert _scales._has_unscaled_losses(SimpleNamespace(**config)) == has
 
 
 @pytest.mark.parametrize("trains", [True, False])

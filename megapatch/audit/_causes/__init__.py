@@ -7,9 +7,10 @@ from types import MappingProxyType
 
 from .cause import Cause
 from .runs import RUNS
+from .state import STATE
 from .steps import STEPS
 
-CAUSES: Mapping[str, tuple[Cause, ...]] = MappingProxyType({**STEPS, **RUNS})
+CAUSES: Mapping[str, tuple[Cause, ...]] = MappingProxyType({**STEPS, **STATE, **RUNS})
 """By rule."""
 
 

@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from rigs.megatron.grad_ready import BUFFER
-from rigs.megatron.options import ADAM, BOTH, GRADS
+from rigs.megatron.options import ADAM, BOTH, GRADS, Interrupted, raising_half_way
 from rigs.mistakes import Table
 
 LEARNS = "golden_per_param_grad_ready_counts" in BUFFER.read_text()  # from 0.16 on
@@ -140,8 +140,7 @@ TABLE.row("lost by an offload", changed_by(offloaded_and_lost), {"gradients-kept
 TABLE.row(
     "zeroed through .data",
     changed_by(lambda grads: grads.data.zero_()),
-    {},
-    why="torch does not count changes through .data",
+    {"gradients-kept": 1},
 )
 
 
@@ -184,9 +183,67 @@ def frozen_and_forgotten(model, step):
     model.train_step(step)
 
 
+def frozen_after_some_steps(model, step):
+    (frozen_and_forgotten if step else type(model).train_step)(model, step)
+
+
+def without_gradients_from_step_1(model, step):
+    """A layer is run under no_grad(), as one of a reference."""
+    layer = model.chunks[0].module.decoder.layers[1].mlp
+    if step == 1:
+        forward = layer.forward
+
+        def without(*args, **kwargs):
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+
+        layer.forward = without
+    model.train_step(step)
+
+
+TABLE.row("layers frozen after they were wrapped", frozen_and_forgotten, {"gradients-arrive": 0})
+TABLE.row("layers frozen after some steps", frozen_after_some_steps, {"gradients-arrive": 1})
+TABLE.row("layers under no_grad() after some steps", without_gradients_from_step_1, {"gradients-arrive": 1})
+
+
+# ------------------------------------------------------------------------ counts of routers
+COUNTING = {
+    "experts": 2,
+    "config": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"},
+}
+
+
+def tokens_of_an_aborted_call(model, step):
+    """A call that raises, as for want of memory, and is made again with fresh gradients."""
+    if step == 1:
+        model.zero_grad()
+        with contextlib.suppress(Interrupted), raising_half_way(model, 1):
+            model.forward_backward(step)
+    model.train_step(step)
+
+
+def tokens_of_a_dropped_call(model, step):
+    """Gradients of a batch are dropped before they are finished."""
+    if step == 1:
+        model.zero_grad()
+        finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
+        model.forward_backward(step)
+        model.config.finalize_model_grads_func = finalize
+    model.train_step(step)
+
+
+def tokens_of_log_probabilities(model, step):
+    """They are computed without no_grad()."""
+    if step == 1:
+        model.forward_backward(step, forward_only=True)
+    model.train_step(step)
+
+
+TABLE.row("tokens of an aborted call stay counted", tokens_of_an_aborted_call, {"fresh-counts": 2}, **COUNTING)
 TABLE.row(
-    "layers frozen after they were wrapped",
-    frozen_and_forgotten,
-    {},
-    why="gradients are counted by bucket, not by parameter",
+    "tokens of a dropped call stay counted",
+    tokens_of_a_dropped_call,
+    {"fresh-counts": 2, "gradients-used": 1},
+    **COUNTING,
 )
+TABLE.row("tokens of log-probabilities are counted", tokens_of_log_probabilities, {"fresh-counts": 2}, **COUNTING)

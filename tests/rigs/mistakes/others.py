@@ -1,4 +1,4 @@
-"""Mistakes with the schedule, modes, ranks and hooks."""
+"""Mistakes with modes, ranks and hooks."""
 
 from __future__ import annotations
 
@@ -8,45 +8,13 @@ from unittest import mock
 import torch
 
 from megapatch.testing import _data
-from rigs.megatron.options import BOTH, GRADS, linear_schedule
+from rigs.megatron.options import BOTH, GRADS
 from rigs.mistakes import Table
 from rigs.mistakes.gradients import LEARNS
-from rigs.mistakes.losses import FP16, losses_times
 from rigs.mistakes.weights import log_probabilities
 
-SCHEDULE, MODES, RANKS, HOOKS = map(Table, ("the schedule", "modes", "ranks", "hooks"))
+MODES, RANKS, HOOKS = map(Table, ("modes", "ranks", "hooks"))
 DROPOUT = {"config": {"hidden_dropout": 0.1}}
-
-
-def schedule_of(model):
-    model.schedule = getattr(model, "schedule", None) or linear_schedule(model.optimizer, steps=9, max_lr=0.1)
-    return model.schedule
-
-
-def schedule_moves_after_an_overflow(model, step):
-    schedule = schedule_of(model)
-    model.zero_grad()
-    with losses_times(float("inf")):
-        model.forward_backward(step)
-    model.optimizer.step()
-    schedule.step(1)
-
-
-def schedule_moves_twice(model, step):
-    schedule = schedule_of(model)
-    model.train_step(step)
-    schedule.step(1)
-    schedule.step(1)
-
-
-def schedule_never_moves(model, step):
-    schedule_of(model)
-    model.train_step(step)
-
-
-SCHEDULE.row("advances after an overflow", schedule_moves_after_an_overflow, {"learning-rate-moves": 1}, **FP16)
-SCHEDULE.row("advances twice a step", schedule_moves_twice, {"schedule-once": 1})
-SCHEDULE.row("never advances", schedule_never_moves, {}, why="some trainers advance it once for many steps")
 
 
 def trained_in_evaluation_mode(model, step):
@@ -102,6 +70,13 @@ def noise_on_one_rank(model, step):
     model.train_step(step)
 
 
+def dropout_of_ones_own(model, step):
+    """Tensor-parallel ranks are seeded differently outside of what is split."""
+    if step == 0:
+        torch.manual_seed(torch.distributed.get_rank())
+    model.train_step(step)
+
+
 def stages_of_one_seed(model, step):
     """SkyRL, AReaL, verl: all stages are seeded alike."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -114,7 +89,14 @@ def stages_of_one_seed(model, step):
 RANKS.row("a rank has more microbatches", uneven_calls, {"calls-alike": 1})
 RANKS.row("ranks read the same data", same_data, {"data-differs": 1})
 RANKS.row("forward passes without the gather", forward_without_the_gather, {"ranks-agree": 2}, **BOTH)
-RANKS.row("noise of one's own on each rank", noise_on_one_rank, {"ranks-agree": 2})
+RANKS.row("noise of one's own on each rank", noise_on_one_rank, {"kept-between-steps": 2, "ranks-agree": 2})
+RANKS.row(
+    "tensor-parallel ranks drop other elements",
+    dropout_of_ones_own,
+    {"ranks-agree": 2},
+    layout={"tp": 2},
+    **DROPOUT,
+)
 RANKS.row("stages have one seed", stages_of_one_seed, {"stages-differ": 0}, layout={"pp": 2})
 
 

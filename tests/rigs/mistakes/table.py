@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rigs.mistakes import KINDS, gradients, losses, others, weights
+from rigs.mistakes import KINDS, checkpoints, gradients, losses, others, schedules, weights
 
 TABLES = (
     gradients.TABLE,
     losses.TABLE,
     weights.SWAPS,
-    weights.LOADS,
-    others.SCHEDULE,
+    checkpoints.LOADS,
+    schedules.SCHEDULE,
     others.MODES,
     others.RANKS,
     others.HOOKS,

@@ -1,4 +1,4 @@
-"""Mistakes with weights that are swapped, offloaded, loaded, saved and exported."""
+"""Mistakes with weights and moments that are swapped and offloaded."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import contextlib
 
 import torch
 
-from rigs.megatron.options import ADAM, BOTH, Interrupted
+from rigs.megatron.options import ADAM, Interrupted
 from rigs.mistakes import Table
 
 BF16 = {"dtype": "bf16"}
 SHARDED = {**BF16, **ADAM, "use_distributed_optimizer": True}
 
-NOT_WATCHED = "the state of optimizers is not watched"
-
 SWAPS = Table("swaps and offloads of weights")
-LOADS = Table("loads, saves and exports")
 
 
 def parameters_of(model):
@@ -115,19 +112,28 @@ for name, take_step in {
     SWAPS.row(name, take_step, {"main-params-agree": 2}, **BF16)
     SWAPS.row(f"{name}, sharded", take_step, {"main-params-agree": 2}, **SHARDED)
 SWAPS.row("swapped on one rank only", swapped_on_one_rank, {"main-params-agree": 2, "ranks-agree": 2}, **BF16)
-SWAPS.row(
-    "the reference stays in the model, in fp32",
-    reference_left_in,
-    {},
-    why="in fp32 model and optimizer have one copy of the weights",
-)
+
+FP32 = {**ADAM, "use_distributed_optimizer": True}
+for name, take_step in {
+    "the reference stays in the model, in fp32": reference_left_in,
+    "the policy is swapped in by halves, in fp32": half_swapped_out,
+    "the policy that is swapped in is one step old, in fp32": swapped_for_older_weights,
+    "an exception leaves the reference in the model, in fp32": left_in_by_an_exception,
+    "an adapter stays merged after an export, in fp32": adapter_merged_for_good,
+}.items():
+    SWAPS.row(name, take_step, {"kept-between-steps": 2})
+    SWAPS.row(f"{name}, sharded", take_step, {"kept-between-steps": 2}, **FP32)
+
+
+def parts_of(optimizer):
+    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def stale_main_parameters(model, step):
     """The optimizer is onloaded from a copy of the step before."""
     mains = [
         main.data
-        for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer])
+        for part in parts_of(model.optimizer)
         for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
         for group in getattr(part, name, ())
         for main in group
@@ -136,15 +142,6 @@ def stale_main_parameters(model, step):
         for main, older in zip(mains, model.older, strict=True):
             main.copy_(older)
     model.older = [main.clone() for main in mains]
-    model.train_step(step)
-
-
-def moments_lost(model, step):
-    """The optimizer's moments are zero after an onload."""
-    for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]) if step == 1 else ():
-        for state in part.optimizer.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name].zero_()
     model.train_step(step)
 
 
@@ -157,69 +154,45 @@ SWAPS.row(
     {"main-params-agree": 3},
     **SHARDED,
 )
-SWAPS.row("moments are lost in an offload", moments_lost, {}, why=NOT_WATCHED, **SHARDED)
 
 
-# ------------------------------------------------------------------------ loads
-def loaded_without_the_optimizer(model, step):
-    """A load of weights alone (SkyRL, verl, AReaL), in the last step."""
-    if step == 2:
-        model.chunks[0].load_state_dict(model.saved)
-    model.saved = {
-        name: tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
-        for name, tensor in model.chunks[0].state_dict().items()
-    }
+def moments_of(model):
+    return [
+        state[name]
+        for part in parts_of(model.optimizer)
+        for state in part.optimizer.state.values()
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+
+
+def moments_lost(model, step):
+    """They are zero after an onload."""
+    for moment in moments_of(model) if step == 1 else ():
+        moment.data.zero_()
     model.train_step(step)
 
 
-def loaded_on_one_rank(model, step):
-    """A rank that missed a broadcast."""
+def stale_moments(model, step):
+    """They are onloaded from a copy of the step before."""
+    for moment, older in zip(moments_of(model), model.older, strict=True) if step == 2 else ():
+        moment.copy_(older)
+    model.older = [moment.clone() for moment in moments_of(model)]
     model.train_step(step)
-    if step == 0 and torch.distributed.get_rank() == 1:
-        for name, parameter in model.chunks[0].module.named_parameters():
-            if name.endswith("final_layernorm.weight"):
-                parameter.data[3] += 1e-3
 
 
-LOADS.row(
-    "weights are loaded without the optimizer", loaded_without_the_optimizer, {"main-params-agree": 3}, **BF16
+def one_moment_lost(model, step):
+    if step == 1:
+        moments_of(model)[2].zero_()
+    model.train_step(step)
+
+
+SWAPS.row("moments are lost in an offload", moments_lost, {"kept-between-steps": 2}, **ADAM)
+SWAPS.row("moments are lost in an offload, sharded", moments_lost, {"kept-between-steps": 2}, **SHARDED)
+SWAPS.row("moments are onloaded from an older copy", stale_moments, {"kept-between-steps": 3}, **SHARDED)
+SWAPS.row(
+    "the moments of one parameter are lost",
+    one_moment_lost,
+    {},
+    why="some parameters of each optimizer are looked at",
+    **ADAM,
 )
-LOADS.row("weights are loaded on one rank only", loaded_on_one_rank, {"ranks-agree": 2})
-LOADS.row(
-    "weights are loaded on one rank of tensor parallelism",
-    loaded_on_one_rank,
-    {"ranks-agree": 2},
-    layout={"tp": 2},
-)
-LOADS.row("moments are not loaded", moments_lost, {}, why=NOT_WATCHED, **ADAM)
-
-
-# ------------------------------------------------------------------------ saves and exports
-def read_before_the_gather(read):
-    def step_and_read(model, step):
-        model.train_step(step)
-        read(model.chunks[0])
-
-    return step_and_read
-
-
-for name, read in {
-    "saved before the gather": lambda ddp: ddp.sharded_state_dict(),
-    "exported before the gather": lambda ddp: ddp.module.state_dict(),
-    "sent before the gather": lambda ddp: torch.distributed.broadcast(next(ddp.parameters()).data, 0),
-}.items():
-    LOADS.row(name, read_before_the_gather(read), {"gathered-when-read": 1}, **BOTH)
-
-
-def saved_without_layers(model, step):
-    from megatron.core.dist_checkpointing.serialization import save
-
-    model.train_step(step)
-    part = model.chunks[0].sharded_state_dict()
-    for name in [name for name in part if name.endswith("input_layernorm.weight")]:
-        del part[name]
-    with contextlib.suppress(Exception):  # the folder is not there: only what is asked for counts
-        save({"model": part}, "")
-
-
-LOADS.row("a checkpoint lacks parameters", saved_without_layers, {"saved-what-is": 1})

@@ -1,0 +1,111 @@
+"""kept-between-steps: what an optimizer steps stays as it is until its next step, but for loads.
+
+Watches   the optimizer step: some elements of its moments, and of the weights of which there is one copy (those in
+          fp32; the others have main parameters, which main-params-agree compares), as a step has ended, and as the
+          next one begins that is looked at closely. Loads show themselves to Loads.
+Limits    up to 16 parameters of each optimizer are looked at, 8 elements of each. FSDP's are not.
+Cost      copies some elements in each step; no sync: the result is read as the step ends.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+from ._audit import Audit, Part, Step
+from ._findings import observes, user_code
+from ._samples import differences, evenly, sample_of
+
+
+class _Left(NamedTuple):
+    """What a step has left, by what it is, and how many loads there had been."""
+
+    samples: dict[str, dict[Any, Any]]
+    loads: int
+
+
+class _Compared(NamedTuple):
+    """Whether something has changed, as tensors, and the user's code then."""
+
+    what: str
+    differ: list[Any]
+    where: tuple[str, ...]
+
+
+class Kept(Part):
+    name = "kept"
+    doc = __doc__
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
+        """By optimizer, of those that others consist of."""
+        self._compared: list[_Compared] = []
+        """In the step that is under way."""
+
+    @observes
+    def begin_step(self, step: Step) -> None:
+        """Compare what the last step has left with what is there, without waiting for it."""
+        self._compared.clear()
+        for optimizer in step.parts:
+            left = self._left.pop(optimizer, None)
+            if left is not None and self.audit.looks():
+                self._compare(optimizer, left)
+
+    def _compare(self, optimizer: Any, left: _Left) -> None:
+        if left.loads == self.audit.events.loads:
+            for what, now in _samples(optimizer).items():
+                self._compared.append(_Compared(what, differences(left.samples[what], now), user_code()))
+
+    def has_changed(self, optimizer: Any) -> bool:
+        """Return whether weights in fp32 were changed since the last step, and not loaded. Waits for a GPU."""
+        left = self._left.get(optimizer)
+        if left is None or left.loads != self.audit.events.loads:
+            return False
+        return any(map(bool, differences(left.samples[_WEIGHTS], sample_of(_weights(optimizer)))))
+
+    @observes
+    def end_step(self, step: Step) -> None:
+        """Report changes, and look at what the step has left; Megatron's step has waited for the GPU by now."""
+        compared, self._compared = self._compared, []
+        for what, differ, where in compared:
+            if any(map(bool, differ)):
+                text = f"{what} are not what the optimizer's last step has left, and no load was seen"
+                self.ledger.report("kept-between-steps", what, text, where)
+        for optimizer in step.parts:
+            self._left[optimizer] = _Left(_samples(optimizer), self.audit.events.loads)
+
+    @observes
+    def forget(self) -> None:
+        self._compared.clear()
+
+
+_WEIGHTS = "weights in fp32"
+_MOMENTS = "moments"
+
+
+def _samples(optimizer: Any) -> dict[str, dict[Any, Any]]:
+    return {_WEIGHTS: sample_of(_weights(optimizer)), _MOMENTS: sample_of(_moments(optimizer))}
+
+
+def _weights(optimizer: Any) -> list[Any]:
+    """Return some of this rank's weights in fp32, which have no main parameters."""
+    for name in ("shard_fp32_groups", "fp32_from_fp32_groups"):
+        if hasattr(optimizer, name):
+            return evenly(list(chain.from_iterable(getattr(optimizer, name))))
+    return evenly(_stepped(optimizer))
+
+
+def _moments(optimizer: Any) -> Iterator[Any]:
+    state = getattr(optimizer.optimizer, "state", {}) if _stepped(optimizer) else {}
+    for parameter in evenly(_stepped(optimizer)):
+        of_parameter = state.get(parameter, {})
+        yield from (of_parameter[name] for name in sorted(of_parameter) if name != "step")
+
+
+def _stepped(optimizer: Any) -> list[Any]:
+    """Return what torch's optimizer steps; nothing for a stub."""
+    groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", ())
+    return [parameter for group in groups for parameter in group["params"]]

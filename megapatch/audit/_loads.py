@@ -1,0 +1,197 @@
+"""loaded-is-there, resumed-together: an optimizer and its schedule have what was loaded, and all of it.
+
+Watches   load_state_dict() of Megatron's optimizers and load_parameter_state() of the distributed one, in all
+          releases; and then their next step, as it begins. Loads of weights, by torch's
+          Module.load_state_dict() or dist_checkpointing.load(), and reload_model_params() are events for the
+          other parts.
+Limits    of moments it is known whether any were loaded, and are there; not which. An optimizer without step
+          counts, as SGD, is not judged, nor are Megatron-FSDP's.
+Cost      reads moments once after a load; nothing in other steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from .._mcore.main_params import has_memory
+from ..patch import Site
+from ._audit import Audit, Part, Step
+from ._findings import observes
+from ._schedules import Schedules
+from ._sites import site
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STATE = "param_state"
+"""Where the distributed optimizer has moments, on one rank or on all."""
+
+
+class _Loaded(NamedTuple):
+    """What an optimizer was told to load: step counts, and moments; None for these if only another rank knows."""
+
+    steps: set[int]
+    has_moments: bool | None
+
+
+class Loads(Part):
+    name = "loads"
+    doc = __doc__
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self._loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
+        """By optimizer, until its next step."""
+
+    def sites(self) -> tuple[Site, ...]:
+        plain, sharded = "megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"
+        load, reload = "load_state_dict", "reload_model_params"
+        return (
+            site(
+                plain,
+                {
+                    f"Float16OptimizerWithFloat16Params.{load}": self.watch_optimizer,
+                    f"FP32Optimizer.{load}": self.watch_optimizer,
+                    f"MixedPrecisionOptimizer.{reload}": self.watch_load,
+                },
+            ),
+            site(
+                sharded,
+                {
+                    f"DistributedOptimizer.{load}": self.watch_optimizer,
+                    "DistributedOptimizer.load_parameter_state": self.watch_moments,
+                },
+            ),
+            site("torch.nn.modules.module", {f"Module.{load}": self.watch_load}),
+            site("megatron.core.dist_checkpointing.serialization", {"load": self.watch_load}),
+        )
+
+    def watch_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def patched_load(*args: Any, **kwargs: Any) -> Any:
+            self._note_load()
+            return load(*args, **kwargs)
+
+        return patched_load
+
+    def _note_load(self) -> None:
+        self.audit.events.may_have_broken = True
+        self.audit.events.loads += 1
+        self.ledger.happened("load")
+
+    def watch_optimizer(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load_state_dict)
+        def patched_load_state_dict(optimizer: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note_load()
+            loaded = self._look(state_dict)  # before it is taken apart
+            result = load_state_dict(optimizer, state_dict, *args, **kwargs)
+            self._note_loaded(optimizer, loaded)
+            return result
+
+        return patched_load_state_dict
+
+    @observes
+    def _look(self, state_dict: Any) -> _Loaded:
+        inner = state_dict.get("optimizer", state_dict)  # an optimizer in fp32 saves torch's own state
+        moments = list(_named_moments([inner.get("state", {}), state_dict.get(_STATE) or {}]))
+        has_moments = any(bool(moment.any()) for moment in moments)
+        return _Loaded(_steps_in(inner), None if _STATE in state_dict and not moments else has_moments)
+
+    @observes
+    def _note_loaded(self, optimizer: Any, loaded: _Loaded | None) -> None:
+        if loaded is not None:
+            self._loaded[optimizer] = loaded
+
+    def watch_moments(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def patched_load_parameter_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._note_load()
+            result = load(optimizer, *args, **kwargs)
+            self._note_moments(optimizer)
+            return result
+
+        return patched_load_parameter_state
+
+    @observes
+    def _note_moments(self, optimizer: Any) -> None:
+        if optimizer in self._loaded:
+            self._loaded[optimizer] = self._loaded[optimizer]._replace(has_moments=None)
+
+    # ------------------------------------------------------------------------ judged in the step
+    @observes
+    def begin_step(self, step: Step) -> None:
+        """Report what is not there."""
+        schedules = self.audit.part(Schedules)
+        known = schedules.of(step.optimizer)
+        if not any(part in self._loaded for part in step.parts) and not any(map(schedules.was_loaded, known)):
+            return  # step counts may be on a GPU
+        was_loaded, made = False, 0
+        for optimizer in step.parts:
+            loaded = self._loaded.pop(optimizer, None)
+            made = max([made, *_steps_of(optimizer)])
+            if loaded is not None and any(loaded.steps):
+                was_loaded = True
+                self._judge(optimizer, loaded)
+        for schedule in known:
+            if was_loaded and made and not schedule.num_steps:
+                what = f"the optimizer was loaded after {made} steps, and its schedule is at its beginning"
+                self.ledger.report("resumed-together", "schedule", what)
+            elif schedules.was_loaded(schedule) and schedule.num_steps and not was_loaded:
+                self._judge_beginning(schedule, made, step)
+
+    def _judge_beginning(self, schedule: Any, made: int, step: Step) -> None:
+        counts = [_counts_steps(optimizer) for optimizer in step.parts]
+        if not made and any(counts):
+            what = f"the schedule was loaded at {schedule.num_steps} steps, and its optimizer is at its beginning"
+            self.ledger.report("resumed-together", "optimizer", what)
+
+    def _judge(self, optimizer: Any, loaded: _Loaded) -> None:
+        steps, are_there = _steps_of(optimizer), _has_moments(optimizer)
+        if steps - loaded.steps:
+            what = f"the optimizer has made {max(steps)} steps, and has loaded {max(loaded.steps)}"
+            self.ledger.report("loaded-is-there", "steps", what)
+        if loaded.has_moments is False:
+            what = f"the optimizer has loaded that it made {max(loaded.steps)} steps, and no moments"
+            self.ledger.report("loaded-is-there", "moments", what)
+        elif are_there is False:
+            self.ledger.report("loaded-is-there", "moments", "all moments are zero after a load of the optimizer")
+
+
+# ------------------------------------------------------------------------ states of optimizers
+def _named_moments(tree: Any) -> Iterator[Any]:
+    """Yield the moments in a tree of dicts and lists."""
+    import torch
+
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        if isinstance(value, (dict, list)):
+            yield from _named_moments(value)
+        elif name in _MOMENTS and type(value) is torch.Tensor:
+            yield value
+
+
+def _steps_in(inner: Any) -> set[int]:
+    """Return the step counts in the state of torch's optimizer, as Megatron saves it."""
+    state = inner.get("state", {})
+    of_parameters = [each["step"] for each in state.values() if isinstance(each, dict) and "step" in each]
+    common = [state["common_step"]] if "common_step" in state else []
+    groups = [group["step"] for group in inner.get("param_groups", ()) if group.get("step") is not None]
+    return {int(steps) for steps in common or of_parameters or groups}
+
+
+def _steps_of(optimizer: Any) -> set[int]:
+    """Return the step counts that torch's or Transformer Engine's optimizer has now."""
+    inner = getattr(optimizer, "optimizer", None)
+    return set() if inner is None else _steps_in({"state": inner.state, "param_groups": inner.param_groups})
+
+
+def _counts_steps(optimizer: Any) -> bool:
+    """Return whether an optimizer is one that counts steps, once it has made any."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner is not None and any("betas" in group for group in inner.param_groups)
+
+
+def _has_moments(optimizer: Any) -> bool | None:
+    """Return whether any moment is not zero; None if none can be looked at."""
+    moments = [moment for moment in _named_moments(dict(optimizer.optimizer.state)) if has_memory(moment)]
+    return any(bool(moment.any()) for moment in moments) if moments else None

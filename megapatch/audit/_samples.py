@@ -1,0 +1,56 @@
+"""A few elements of each of a few tensors: cheap to keep from one step to the next, and to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .._mcore.main_params import has_memory
+
+TENSORS = 16
+"""At most this many are looked at, evenly chosen."""
+_ELEMENTS = 8
+
+
+def evenly(items: Sequence[Any], most: int = TENSORS) -> list[Any]:
+    """Return some of the items, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
+
+
+def sample_of(tensors: Iterable[Any]) -> dict[Any, Any]:
+    """Return, by device and type, a copy of some elements from the middle of each tensor. Waits for nothing.
+
+    Tensors that have no memory now, or that are not plain ones, are left out.
+    """
+    import torch
+
+    parts: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_contiguous() and has_memory(tensor):
+            first = max(0, (tensor.numel() - _ELEMENTS) // 2)
+            part = tensor.detach().view(-1)[first : first + _ELEMENTS]
+            parts.setdefault((tensor.device, tensor.dtype), []).append(part)
+    return {kind: torch.cat(some) for kind, some in parts.items()}
+
+
+def spread_over(tensor: Any) -> Any:
+    """Return a copy of some elements from all over a flat tensor. Waits for nothing."""
+    return tensor[:: max(1, tensor.numel() // (TENSORS * _ELEMENTS))].clone()
+
+
+def differs(before: Any, now: Any) -> Any:
+    """Return whether two samples differ in any bit: a tensor. NaN is what it was."""
+    import torch
+
+    return (before.view(torch.uint8) != now.view(torch.uint8)).any()
+
+
+def differences(before: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
+    """Return, as tensors, whether samples of the same tensors differ; nothing of those that have moved since."""
+    return [
+        differs(sample, now[kind])
+        for kind, sample in before.items()
+        if kind in now and now[kind].shape == sample.shape
+    ]

@@ -1,0 +1,122 @@
+"""What is looked at of tensors, parameters and loads, and what is left out on purpose."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rigs.audit import idle_audit, part_of
+
+from megapatch.audit._arrivals import Arrivals
+from megapatch.audit._audit import Step
+from megapatch.audit._buckets import state_of
+from megapatch.audit._loads import Loads
+from megapatch.audit._samples import TENSORS, differences, evenly, sample_of
+
+
+@pytest.fixture
+def watching():
+    return idle_audit()
+
+
+def noted(watching):
+    return [found.invariant for found in watching.ledger.notes()]
+
+
+# ------------------------------------------------------------------------ samples
+@pytest.mark.parametrize("count", [0, 1, TENSORS, TENSORS + 1, 1000])
+def test_some_of_many_are_looked_at_the_first_and_the_last_among_them(count):
+    chosen = evenly(range(count))
+    assert len(chosen) == min(count, TENSORS)
+    assert chosen[:1] == list(range(count))[:1] and chosen[-1:] == list(range(count))[-1:]
+
+
+def changed(before, now):
+    return any(map(bool, differences(sample_of(before), sample_of(now))))
+
+
+def test_a_change_is_seen_and_nan_is_no_change():
+    weights = torch.tensor([1.0, float("nan"), 3.0])
+    assert not changed([weights], [weights.clone()])
+    assert changed([weights], [weights * 2])
+
+
+def test_what_is_offloaded_or_not_in_one_piece_is_left_out():
+    emptied = torch.ones(4)
+    emptied.untyped_storage().resize_(0)
+    assert sample_of([emptied, torch.ones(4, 4).t()]) == {}
+    assert not changed([torch.ones(4), torch.ones(4)], [torch.ones(4), emptied])
+
+
+# ------------------------------------------------------------------------ arrivals
+def step_without(watching, lost, **attributes):
+    """Step a bucket of two parameters: both have a gradient, and then all but `lost`; return what is noted."""
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    for name, value in attributes.items():
+        setattr(parameters[lost], name, value)
+    bucket = SimpleNamespace(params=parameters)
+    chunk = SimpleNamespace(
+        bucket_groups=[SimpleNamespace(buckets=[bucket])],
+        expert_parallel_bucket_groups=[],
+        module=SimpleNamespace(named_parameters=lambda: zip("ab", parameters, strict=True)),
+    )
+    state = state_of(bucket)
+    for arrived in (parameters, [each for number, each in enumerate(parameters) if number != lost]):
+        state.arrived |= set(map(id, arrived))
+        part_of(watching, Arrivals).begin_step(Step(torch.nn.Module(), [chunk]))
+        state.arrived.clear()
+    return noted(watching)
+
+
+def test_a_parameter_that_stops_getting_gradients_is_named(watching):
+    assert step_without(watching, 1, requires_grad=False) == ["gradients-arrive"]
+    (note,) = watching.ledger.notes()
+    assert note.what.startswith("b (requires_grad is False now) had gradients in earlier steps")
+
+
+def test_an_expert_without_tokens_is_not(watching):
+    assert step_without(watching, 1, allreduce=False) == []
+
+
+def test_nothing_is_judged_once_a_cuda_graph_was_captured(watching):
+    watching.ledger.has_captured = True
+    assert step_without(watching, 1) == []
+
+
+# ------------------------------------------------------------------------ loads
+class Optimizer:
+    """One parameter that has made five steps, and its moments."""
+
+    def __init__(self, moment):
+        state = {"step": torch.tensor(5.0), "exp_avg": torch.full((2,), moment)}
+        self.optimizer = SimpleNamespace(state={torch.nn.Parameter(torch.ones(2)): state}, param_groups=[])
+
+
+GROUPS = {"param_groups": [{"step": 5}]}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "moment", "is_found"),
+    [
+        ({"optimizer": GROUPS}, 1.0, True),  # nothing but step counts
+        ({"optimizer": GROUPS, "param_state": None}, 1.0, False),  # another rank has moments
+        ({"optimizer": GROUPS, "param_state": [{"exp_avg": torch.ones(2)}]}, 1.0, False),
+        ({"optimizer": GROUPS, "param_state": [{"exp_avg": torch.ones(2)}]}, 0.0, True),
+        ({"optimizer": {"param_groups": [{"step": 4}]}, "param_state": None}, 1.0, True),
+        ({"optimizer": {"param_groups": [{"step": 0}]}}, 0.0, False),  # of before the first step
+    ],
+)
+def test_what_was_loaded_is_looked_for(watching, loaded, moment, is_found):
+    optimizer, loads = Optimizer(moment), part_of(watching, Loads)
+    loads.watch_optimizer(lambda *ignored: None)(optimizer, loaded)
+    loads.begin_step(Step(optimizer, []))
+    assert [found.invariant for found in watching.ledger.findings()] == ["loaded-is-there"] * is_found
+
+
+def test_moments_may_be_loaded_on_their_own(watching):
+    optimizer, loads = Optimizer(1.0), part_of(watching, Loads)
+    loads.watch_optimizer(lambda *ignored: None)(optimizer, {"optimizer": GROUPS})
+    loads.watch_moments(lambda *ignored: None)(optimizer, "a file")
+    loads.begin_step(Step(optimizer, []))
+    assert watching.ledger.findings() == []

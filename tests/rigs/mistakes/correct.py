@@ -1,0 +1,129 @@
+"""Correct trainers, of which nothing is found and nothing noted: each does rightly what others do wrongly."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import torch
+
+from megapatch.train_step import TrainStep
+from rigs.megatron.options import ADAM, BOTH
+from rigs.mistakes import Mistake
+from rigs.mistakes.checkpoints import plan
+from rigs.mistakes.gradients import COUNTING
+from rigs.mistakes.losses import FP16, times
+from rigs.mistakes.schedules import schedule_of
+from rigs.mistakes.weights import FP32, SHARDED, log_probabilities, parts_of, put, reference_in
+from rigs.train_step.models import in_pieces
+
+
+def as_megatron_does(model, step):
+    model.train_step(step)
+
+
+def swapped_there_and_back(model, step):
+    with reference_in(model) as policy:
+        log_probabilities(model, step)
+    put(model, policy)
+    model.train_step(step)
+
+
+def weights_loaded(model, step):
+    """Other weights are loaded between two steps, and the main parameters after them."""
+    if step == 2:
+        model.chunks[0].load_state_dict(model.saved)
+        model.optimizer.reload_model_params()
+    model.saved = copy.deepcopy(dict(model.chunks[0].state_dict()))
+    model.train_step(step)
+
+
+def all_loaded(model, step):
+    """The state of the step before is loaded."""
+    if step == 2:
+        for part, saved in zip(parts_of(model.optimizer), model.saved, strict=True):
+            part.load_state_dict(copy.deepcopy(saved))
+    schedule = schedule_of(model)
+    model.train_step(step)
+    schedule.step(1)
+    model.saved = [copy.deepcopy(part.state_dict()) for part in parts_of(model.optimizer)]
+
+
+def resumed_schedule(model, step):
+    """A new schedule loads what the old one has saved, with the optimizer."""
+    schedule = schedule_of(model)
+    if step == 1:
+        model.schedule, saved = None, schedule.state_dict()
+        schedule = schedule_of(model)
+        schedule.load_state_dict(saved)
+        for part in parts_of(model.optimizer):
+            part.load_state_dict(copy.deepcopy(part.state_dict()))
+    model.train_step(step)
+    schedule.step(1)
+
+
+def schedule_of_an_iteration(model, step):
+    """It advances once for many steps."""
+    schedule = schedule_of(model)
+    for _ in range(40):
+        model.train_step(step, num_microbatches=1)
+    schedule.step(1)
+
+
+def saved_in_time(model, step):
+    """Parameters, then good copies of them, are saved; an asynchronous save begins at once."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    model.train_step(step)
+    model.gather_parameters()
+    tree = model.chunks[0].sharded_state_dict()
+    with mock.patch.object(AsyncCallsQueue, "_get_async_caller"):
+        AsyncCallsQueue().schedule_async_request(plan(tree))
+    for leaf in tree.values():
+        if isinstance(getattr(leaf, "data", None), torch.Tensor):
+            leaf.data = leaf.data.clone()
+    plan(tree)
+
+
+def in_two_calls(model, step):
+    """Routers have counted the tokens of the first call as the second begins; log-probabilities count none."""
+    log_probabilities(model, step)
+    train_step = TrainStep(model=model.chunks, optimizer=model.optimizer)
+    with train_step:
+        in_pieces(train_step, model, step, (1, 1), {})
+        train_step.finish()
+
+
+def aborted_and_repeated(model, step):
+    train_step = TrainStep(model=model.chunks, optimizer=model.optimizer)
+    if step:
+        train_step.begin()
+        in_pieces(train_step, model, step, (1, 1), {})
+        train_step.abort()
+    model.train_step(step)
+
+
+def _correct(name, take_step, **options):
+    return Mistake(name, "", take_step, {}, {}, options)
+
+
+CORRECT = {
+    trainer.name: trainer
+    for trainer in (
+        _correct("as Megatron does", as_megatron_does, **BOTH),
+        _correct("one loss is NaN, and the step skipped", times(float("nan")), **FP16),
+        _correct("a reference is swapped in and out", swapped_there_and_back, **SHARDED),
+        _correct("a reference is swapped in and out, in fp32", swapped_there_and_back, **FP32),
+        _correct("weights are loaded", weights_loaded, dtype="bf16"),
+        _correct("weights are loaded, in fp32", weights_loaded, **ADAM),
+        _correct("weights are loaded, sharded", weights_loaded, **SHARDED),
+        _correct("the optimizer is loaded, in fp32", all_loaded, **ADAM),
+        _correct("the optimizer is loaded", all_loaded, dtype="bf16", **ADAM),
+        _correct("the schedule is resumed", resumed_schedule, **ADAM),
+        _correct("the schedule advances once for many steps", schedule_of_an_iteration),
+        _correct("checkpoints are saved", saved_in_time, **BOTH),
+        _correct("checkpoints are saved, in bf16", saved_in_time, **SHARDED),
+        _correct("routers count the tokens of two calls", in_two_calls, **COUNTING),
+        _correct("routers' counts of an aborted step are forgotten", aborted_and_repeated, **COUNTING),
+    )
+}

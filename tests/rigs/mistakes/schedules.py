@@ -1,0 +1,41 @@
+"""Mistakes with the schedule."""
+
+from __future__ import annotations
+
+from rigs.megatron.options import linear_schedule
+from rigs.mistakes import Table
+from rigs.mistakes.losses import FP16, losses_times
+
+SCHEDULE = Table("the schedule")
+
+
+def schedule_of(model):
+    model.schedule = getattr(model, "schedule", None) or linear_schedule(model.optimizer, steps=9, max_lr=0.1)
+    return model.schedule
+
+
+def schedule_moves_after_an_overflow(model, step):
+    schedule = schedule_of(model)
+    model.zero_grad()
+    with losses_times(float("inf")):
+        model.forward_backward(step)
+    model.optimizer.step()
+    schedule.step(1)
+
+
+def schedule_moves_twice(model, step):
+    schedule = schedule_of(model)
+    model.train_step(step)
+    schedule.step(1)
+    schedule.step(1)
+
+
+def schedule_never_moves(model, step):
+    schedule_of(model)
+    for _ in range(50):
+        model.train_step(step, num_microbatches=1)
+
+
+SCHEDULE.row("advances after an overflow", schedule_moves_after_an_overflow, {"learning-rate-moves": 1}, **FP16)
+SCHEDULE.row("advances twice a step", schedule_moves_twice, {"schedule-once": 1})
+SCHEDULE.row("never advances", schedule_never_moves, {"schedule-moves": 100})
