@@ -33,7 +33,7 @@ STATE: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
             Cause(
                 "something resets or counts the steps after the load",
                 "the numbers differ by the steps of this process",
-                "steps",
+                "has made",
             ),
             Cause(
                 "the scheduler adds what it loads to where it is",
@@ -68,11 +68,11 @@ STATE: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
                 "another model's weights, such as a reference's, are in the model as it is saved",
                 "the timeline has a swap or a load before the save, and none that puts them back",
             ),
-            Cause("copies are saved that are older than the last step", "the copies are named", "copies"),
+            Cause("copies are saved that are older than the last step", "the copies are named", "copies are saved"),
             Cause(
                 "an asynchronous save begins only after a later step",
-                "the sentence names the step; schedule it before the next step",
-                "step",
+                "the sentence says so; schedule it before the next step",
+                "after its plan",
             ),
         ),
     }
