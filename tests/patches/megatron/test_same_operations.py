@@ -51,7 +51,7 @@ def with_one_more():
     from megatron.core.distributed import DistributedDataParallel
 
     def finish_grad_sync(self, *args, **kwargs):
-        torch.distributed.all_reduce(torch.zeros(1))
+        torch.distributed.all_reduce(torch.zeros(1).cuda())
         return original(self, *args, **kwargs)
 
     original = DistributedDataParallel.finish_grad_sync

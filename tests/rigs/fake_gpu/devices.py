@@ -80,7 +80,7 @@ class FakeGPU(Operations):
 def check_collective(name, tensors):
     """Raise MixedDevices for a tensor of the host, which NCCL would refuse."""
     for tensor in tensors:
-        if memory_of(tensor) is None:
+        if tensor.numel() and memory_of(tensor) is None:
             raise MixedDevices(f"{name} got a tensor of the host, of {tuple(tensor.shape)}")
 
 
@@ -100,7 +100,8 @@ def _is_view(schema):
 
 
 def _check_mixed(name, tensors, on_gpu):
-    others = [tensor for tensor in tensors if tensor.ndim and memory_of(tensor) is None]
+    # Autograd makes empty tensors by itself, which nobody notes.
+    others = [tensor for tensor in tensors if tensor.ndim and tensor.numel() and memory_of(tensor) is None]
     if others and on_gpu:
         shapes = [tuple(tensor.shape) for tensor in others]
         raise MixedDevices(f"{name} got tensors of the GPU, and some of the host, of {shapes}")

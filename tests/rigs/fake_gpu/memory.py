@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
 
 class Memory:
     """Noted in a storage of the fake GPU.
@@ -16,7 +18,9 @@ class Memory:
 
 
 def memory_of(tensor):
-    """Return the Memory that a tensor is in, or None for one of the host."""
+    """Return the Memory that a tensor is in, or None for one of the host, and for one that is made of others."""
+    if isinstance(tensor, ShardedTensor):
+        return None
     return getattr(tensor.untyped_storage(), "_fake_gpu", None)
 
 
