@@ -25,6 +25,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
             "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader",
         ),
+        "megatron.fully-reshardable-states": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.gathered-when-read": (
             "megatron.core.optimizer.distrib_optimizer",
             "megatron.core.distributed",

@@ -175,6 +175,7 @@ NOT_COMPILED = {
     # Nor gathers, what reads a whole model for a file or a stream or writes it, and what loads from there.
     *targets(
         "megatron.fresh-metadata",
+        "megatron.fully-reshardable-states",
         "megatron.gathered-when-read",
         "megatron.load-offloaded-state",
         "megatron.main-params-after-load",

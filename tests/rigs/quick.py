@@ -24,6 +24,11 @@ OF_PATCHES = {
         "test_without_the_patch_values_change_places_or_the_load_fails",
         "test_a_checkpoint_is_read_with_its_own_metadata",
     ),
+    "megatron.fully-reshardable-states": (
+        "test_fully_reshardable_states.py",
+        "test_without_the_patch_parameters_are_saved_with_others_states",
+        "test_each_parameter_is_saved_with_its_own_state",
+    ),
     "megatron.gathered-when-read": (
         "test_gathered_when_read.py",
         "test_without_the_patch_what_one_rank_reads_is_a_mixture",

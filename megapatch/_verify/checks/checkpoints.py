@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..check import DP, Check, Layout, expect, the_defect
+from ._steps import BOTH
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
@@ -97,6 +98,24 @@ def save_given_up(layout: Layout = DP) -> None:
         module._results_queue = common
 
 
+def states_in_buckets(layout: Layout = DP) -> None:
+    """Prepare a save of the optimizer's state as fully_reshardable, from several buckets."""
+    from ...testing._model import _gpt_of
+
+    layout.set_up()
+    model = layout.model(**BOTH)
+    model.train_step(0)
+    model.gather_parameters()
+    optimizer = getattr(model.optimizer, "chained_optimizers", [model.optimizer])[0]
+    if not hasattr(optimizer, "sharded_param_state_fully_reshardable"):
+        return  # before 0.15
+    sharded = _gpt_of(model.chunks[0]).sharded_state_dict(metadata={})
+    states = optimizer.sharded_param_state_fully_reshardable(sharded, metadata={})
+    parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
+    wrong = sum(bool((states[index]["param"].data.cuda() != each).any()) for index, each in enumerate(parameters))
+    expect(not wrong, f"{wrong} of {len(parameters)} parameters are saved with others' states")
+
+
 def strides_in_metadata(layout: Layout = DP) -> None:
     """Learn a tensor's shape from metadata as torch keeps them from 2.14 on."""
     import torch
@@ -113,6 +132,7 @@ def strides_in_metadata(layout: Layout = DP) -> None:
 CHECKS = (
     Check("megatron.save-plan-cache", structure_that_grows),
     Check("megatron.fresh-metadata", overwritten_checkpoint),
+    Check("megatron.fully-reshardable-states", states_in_buckets),
     Check("megatron.own-save-results", save_given_up),
     Check("megatron.rerun-state-dict", idle_rerun_state),
     Check("megatron.rerun-transient-fault", fault_that_went_away),

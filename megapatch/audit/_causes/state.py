@@ -68,7 +68,9 @@ STATE: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
                 "another model's weights, such as a reference's, are in the model as it is saved",
                 "the timeline has a swap or a load before the save, and none that puts them back",
             ),
-            Cause("copies are saved that are older than the last step", "the copies are named", "copies are saved"),
+            Cause(
+                "copies are saved that are older than the last step", "the copies are named", "copies are saved"
+            ),
             Cause(
                 "an asynchronous save begins only after a later step",
                 "the sentence says so; schedule it before the next step",

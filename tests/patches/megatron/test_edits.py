@@ -63,6 +63,15 @@ HARMFUL = {
         (BUFFER, f"{GROUP}.reset", another_body),
         (SCHEDULES, "forward_backward_no_pipelining", with_name("num_microbatches", "another")),
     ),
+    "megatron.fully-reshardable-states": (
+        (OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", empty),
+        (OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", another_body),
+        (
+            OPTIMIZER,
+            "DistributedOptimizer.sharded_param_state_fully_reshardable",
+            with_name("param_index_map", "another"),
+        ),
+    ),
     "megatron.groups-destroyed": (
         (STATE, "destroy_model_parallel", empty),
         (STATE, "destroy_model_parallel", without("_TENSOR_MODEL_PARALLEL_GROUP = None")),

@@ -1,0 +1,101 @@
+"""megatron.fully-reshardable-states: what is saved of each parameter, at 2 ranks, in several buckets."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from rigs.cells import cells_of
+from rigs.diagnosed_code import GONE, made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
+from rigs.megatron.options import BOTH, attempt
+from rigs.megatron.save import minor
+
+from megapatch.patches.megatron.fully_reshardable_states import MODULE, STATES, diagnose
+from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing._model import _gpt_of
+from megapatch.weight_sync import gathered_parameters
+
+pytestmark = pytest.mark.skipif(minor() < 15, reason="the format came with 0.15")
+
+LAYOUTS = {"buckets": BOTH, "one bucket": {**BOTH, "overlap_grad_reduce": False, "overlap_param_gather": False}}
+OTHERS = {"MEGAPATCH_DISABLE": "megatron.fully-reshardable-states"}
+
+
+def saved_and_trained(options):
+    """Return by parameter the fraction of its saved main parameter that is not what the model has."""
+    model = tiny_gpt(**options)
+    for step in range(2):
+        model.train_step(step)
+    gathered_parameters(model.chunks)
+    states = model.optimizer.chained_optimizers[0] if hasattr(model.optimizer, "chained_optimizers") else None
+    optimizer = states or model.optimizer
+    sharded = _gpt_of(model.chunks[0]).sharded_state_dict(metadata={})
+    found = getattr(optimizer, STATES)(sharded, metadata={})
+    parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
+    return [
+        (found[index]["param"].data.cuda() != parameter).float().mean().item()
+        for index, parameter in enumerate(parameters)
+    ]
+
+
+# ------------------------------------------------------------------------------------------ the diagnosis
+def takes_the_second(self, model, is_loading=False, metadata=None):
+    state = self.get_parameter_state_dp_zero()[0]["dtype"]["param"]
+    where = [self.buffers[0].param_index_map, self.gbuf_ranges]
+    return where and {1: {"param": state[1:2]}}
+
+
+def takes_the_first(self, model, is_loading=False, metadata=None):
+    state = self.get_parameter_state_dp_zero()[0]["dtype"]["param"]
+    where = [self.buffers[0].param_index_map, self.gbuf_ranges]
+    return where and {1: {"param": state[:1]}}
+
+
+def diagnoses():
+    module = importlib.import_module(MODULE)
+    kind = module.DistributedOptimizer
+    changes = {
+        **made_up(kind, STATES, takes_the_second, takes_the_first),
+        "no format": (kind, STATES, GONE),
+        "no optimizer": (module, "DistributedOptimizer", GONE),
+    }
+    return verdicts_of(diagnose, module, changes)
+
+
+DIAGNOSES = {
+    "as it is": ("needed", "with the padding of buckets"),
+    "takes_the_second": ("fixed", "without padding"),
+    "takes_the_first": ("unknown", "found 1.0"),
+    "no format": ("unknown", STATES),
+    "no optimizer": ("unknown", "DistributedOptimizer"),
+}
+
+
+def job(rank, world_size):
+    init_parallel()
+    for name, options in LAYOUTS.items():
+        yield name, lambda options=options: attempt(saved_and_trained, options)
+    yield "diagnoses", diagnoses
+
+
+unpatched = cells_of(job, 2, env=OTHERS)
+patched = cells_of(job, 2)
+
+
+def test_without_the_patch_parameters_are_saved_with_others_states(unpatched):
+    for found in unpatched:
+        error, wrong = found["buckets"]
+        assert error is None and max(wrong) > 0.9
+
+
+def test_each_parameter_is_saved_with_its_own_state(patched):
+    for found in patched:
+        for name in LAYOUTS:
+            error, wrong = found[name]
+            assert error is None and not any(wrong), wrong
+
+
+def test_diagnosis(unpatched, patched):
+    for found in (unpatched[0]["diagnoses"], patched[0]["diagnoses"]):
+        assert_verdicts(found, DIAGNOSES)
