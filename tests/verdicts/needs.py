@@ -12,9 +12,10 @@ from .releases import PACKAGES, Release
 INTRODUCTION = """\
 ## Your release
 
-Each release has an anchor, such as `verdicts.md#verl-0.9.1`. A row names the patches of the release's own code; those of
-the Megatron that you run it with come on top. "Loaded with" is the Megatron next to which its code was looked at. Patches
-in the last column are needed as much, and leave the numbers of a run that did not crash as they are."""
+Each release has an anchor, such as `verdicts.md#verl-0.9.1`. A row names the patches of the release's own code;
+those of the Megatron that you run it with come on top. "Loaded with" is the Megatron next to which its code was
+looked at. Patches in the last column are needed as much, and leave the numbers of a run that did not crash as
+they are."""
 HEAD = "| release | loaded with | may change numbers | other patches |\n| --- | --- | --- | --- |"
 
 
