@@ -102,4 +102,4 @@ def test_a_copy_that_cannot_take_over_stays_off(between, tmp_path):
     assert found["said"] == "hello you!?"
     assert found["old"][0] == "applied"
     (told,) = found["told"]
-    assert "cannot be restored (RestoreError: " in told and told.endswith("this one stays off")
+    assert "cannot be restored (RestoreError: " in told and "this one stays off (see " in told

@@ -76,7 +76,8 @@ def test_one_that_cannot_be_loaded_is_said_once_and_breaks_nothing(family, monke
     failed = ("failed", "SyntaxError: in a patch")
     assert shown(engine) == {("test.first", family.first): failed, ("test.second", family.second): failed}
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith("test.*: megapatch.patches.test is failed: SyntaxError: in a patch\n  Traceback")
+    assert warning.startswith("test.*: megapatch.patches.test is failed: SyntaxError: in a patch (see https://")
+    assert "troubleshooting.md#failed)\n  Traceback" in warning
 
 
 def test_strict_keeps_out_the_targets_of_one_that_cannot_be_loaded(family, monkeypatch):

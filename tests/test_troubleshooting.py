@@ -1,4 +1,7 @@
-"""docs/troubleshooting.md has an entry for each WARNING and ERROR that megapatch logs, and for nothing else."""
+"""docs/troubleshooting.md has an entry for each WARNING and ERROR that megapatch logs, and for nothing else.
+
+Each message ends with the address of its entry.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import megapatch
+from megapatch._engine.record import Record
 from megapatch._engine.settings import Settings, unknown_variables
+from megapatch._troubleshooting import see
 from megapatch.audit._settings import bad_values
 from megapatch.patch import NEEDS_ATTENTION
 
@@ -16,8 +23,13 @@ PACKAGE = Path(megapatch.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
 LEVELS = ("warning", "error", "exception", "critical")
-# Functions that log what they are called with: the position of the text, and how it goes on in the log.
-LOG_THEIR_ARGUMENT = {"tell_besides": (0, ": ... (after ...)"), "self._warn": (0, ""), "warn": (1, "")}
+# Functions that log what they are called with: the position of the text, how it goes on in the log, the position
+# of what makes the anchor, and what that begins with.
+LOG_THEIR_ARGUMENT = {
+    "tell_besides": (0, ": ... (after ...)", 3, ""),
+    "self._warn": (0, "", None, ""),
+    "warn": (1, "", 0, "train-"),
+}
 # What other functions make, or log for those above.
 MADE_ELSEWHERE = {
     "%s": [
@@ -36,6 +48,10 @@ MADE_ELSEWHERE = {
 
 def text_of(node: ast.expr, constants: dict[str, str]) -> str:
     """A text, with `...` in place of what an f-string puts in; a name in braces where it has none."""
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left, constants) + text_of(node.right, constants)
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "see":
+        return see(text_of(node.args[0], constants))
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(part, {}) if isinstance(part, ast.Constant) else "..." for part in node.values)
     return (
@@ -45,8 +61,14 @@ def text_of(node: ast.expr, constants: dict[str, str]) -> str:
     )
 
 
-def logged() -> Iterator[str]:
-    """The formats and texts of all calls that log at WARNING or above."""
+def logged() -> Iterator[tuple[str, str]]:
+    """The formats and texts of all calls that log at WARNING or above, and the anchor that each ends with."""
+    for text in with_addresses():
+        message, _, address = text.partition(see("").removesuffix(")"))
+        yield message, address.removesuffix(")")
+
+
+def with_addresses() -> Iterator[str]:
     for path in PACKAGE.rglob("*.py"):
         tree = ast.parse(path.read_text())
         constants = {
@@ -62,14 +84,19 @@ def logged() -> Iterator[str]:
             if method in LEVELS and re.search("log", logger, re.IGNORECASE):
                 yield text_of(call.args[0], constants)
             elif called in LOG_THEIR_ARGUMENT:
-                position, rest = LOG_THEIR_ARGUMENT[called]
-                yield text_of(call.args[position], constants) + rest
+                position, rest, address, begins = LOG_THEIR_ARGUMENT[called]
+                anchor = "" if address is None else see(begins + text_of(call.args[address], constants))
+                yield text_of(call.args[position], constants) + rest + anchor
 
 
 def messages() -> set[str]:
     """Return the messages that users find in a log; `...` stands for what differs."""
-    found = {message for text in logged() for message in MADE_ELSEWHERE.get(text, [text])}
-    return {re.sub("%[sdgr]", "...", message) for message in found}
+    found = {message for text, _ in logged() for message in MADE_ELSEWHERE.get(text, [text])}
+    return {as_in_the_log(message) for message in found}
+
+
+def as_in_the_log(text: str) -> str:
+    return re.sub("%[sdgr]", "...", text)
 
 
 def entries() -> dict[str, re.Pattern[str]]:
@@ -85,7 +112,7 @@ def entry_of(message: str) -> str | None:
 
 
 def test_what_is_made_elsewhere_is_logged():
-    assert MADE_ELSEWHERE.keys() <= set(logged())
+    assert MADE_ELSEWHERE.keys() <= {text for text, _ in logged()}
 
 
 def test_every_message_has_an_entry_and_every_entry_a_message():
@@ -97,3 +124,27 @@ def test_every_message_has_an_entry_and_every_entry_a_message():
 def test_every_entry_says_what_to_do():
     for text in re.split("^### ", PAGE.read_text(), flags=re.MULTILINE)[1:]:
         assert text.count("\n\n**Do:** ") == 1, text
+
+
+def anchors() -> dict[str, str]:
+    """The anchors of the page's entries, by their headings."""
+    found = re.findall('^<a id="(.+)"></a>\n\n### `(.+)`$', PAGE.read_text(), re.MULTILINE)
+    assert len({anchor for anchor, _ in found}) == len(found)
+    return {heading: anchor for anchor, heading in found}
+
+
+def test_every_message_ends_with_the_address_of_its_entry():
+    known = anchors()
+    for text, anchor in logged():
+        if text not in MADE_ELSEWHERE:
+            assert anchor == known[entry_of(as_in_the_log(text))], text
+    assert ("%s", "settings") in set(logged())
+    assert "\n## Settings\n" in PAGE.read_text()
+
+
+@pytest.mark.parametrize("status", NEEDS_ATTENTION)
+def test_a_status_that_needs_attention_has_the_address_of_its_entry(caplog, status):
+    Record("a.patch", "module", (), None).set(status, "reason", "Traceback:\n  line")
+    first, *_ = caplog.messages[0].splitlines()
+    assert first.endswith(see(status.value))
+    assert status.value in anchors().values()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from rigs.audit import WATCHERS
-from verdicts import releases, table
+from verdicts import needs, releases, table
 from verdicts.process import CouldNotLook, verdicts_on
 
 from megapatch import Patch
@@ -168,6 +169,25 @@ def test_a_cell_that_differs_is_told():
     (told,) = differences("megatron-core", name, {site: cell._replace(reason="another")})
     assert "run tox -e verdicts" in told and "another" in told
     assert len(differences("megatron-core", "0.0", {site: cell})) == 1
+
+
+def test_each_release_has_a_row_with_the_patches_that_it_needs():
+    rows = dict(re.findall(r'^\| <a id="([^"]+)"></a>(.*)$', PAGE, re.MULTILINE))
+    assert list(rows) == [needs.anchor(str(one)) for one in sorted(RELEASES, key=_in_order)]
+    headings = set(re.findall(r"^## (.*)$", PAGE, re.MULTILINE))
+    for release in RELEASES:
+        needed = {
+            patch
+            for (patch, module), cells in table.read(PAGE).items()
+            if releases.project_of(module) == release.project and cells[release.name].verdict == "needed"
+        }
+        named = re.findall(r"\[`([^`]+)`\]", rows[needs.anchor(str(release))])
+        assert len(named) == len(set(named))
+        assert set(named) == {name for name in needed if not name.startswith("audit.")} <= headings
+
+
+def _in_order(release):
+    return list(releases.PACKAGES).index(release.project)
 
 
 def test_each_thing_that_can_be_wrong_is_told():

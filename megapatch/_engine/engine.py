@@ -15,6 +15,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator
 from types import ModuleType
 
+from .._troubleshooting import see
 from ..errors import StrictError
 from ..patch import NEEDS_ATTENTION, Patch, Status
 from . import holders, strict, watch
@@ -145,14 +146,14 @@ class Engine:
             except Exception as error:
                 log.warning(
                     "megapatch was loaded twice, and what the copy in %s has patched cannot be restored (%s: %s): "
-                    "this one stays off",
+                    "this one stays off" + see("stays-off"),
                     *(home, type(error).__name__, error),
                 )
                 self.retire()
                 return
             watch.remove(finder)
             log.warning(
-                "megapatch was loaded twice: this copy takes over from the one in %s; see docs/troubleshooting.md",
+                "megapatch was loaded twice: this copy takes over from the one in %s" + see("loaded-twice"),
                 home,
             )
 
@@ -236,7 +237,7 @@ class Engine:
         except Exception as error:  # of a module that is looked at, which must not break the import of another
             if comes_from_outside(error):
                 raise
-            log.warning("patches could not be considered; see docs/troubleshooting.md", exc_info=True)
+            log.warning("patches could not be considered" + see("not-considered"), exc_info=True)
         finally:  # also where Ctrl-C came between
             _note_looked_for(self.records if wait else new)  # another thread may be about to look for the others
         return found
@@ -267,7 +268,7 @@ class Engine:
             problem = complaint.partition(";")[0]  # the names that it suggests change as patches are loaded
             if problem not in self._warned_of:
                 self._warned_of.add(problem)
-                log.warning("%s", complaint)
+                log.warning("%s" + see("settings"), complaint)
 
     def _raise_if_strict(self, records: Iterable[Record]) -> None:
         """With MEGAPATCH_STRICT, raise for sites that need attention, now and at every later import of them."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from .._troubleshooting import see
 from ..patch import Patch, PatchInfo
 from .record import Unloaded
 from .settings import Settings
@@ -43,7 +44,12 @@ def entry_points(settings: Settings) -> list[EntryPoint]:
             _read(found, first)
         return [entry for entries in first.values() for entry in entries]
     except Exception as error:  # of a finder
-        log.warning("entry points of %s could not be read: %s: %s", GROUP, type(error).__name__, error)
+        log.warning(
+            "entry points of %s could not be read: %s: %s" + see("entry-points"),
+            GROUP,
+            type(error).__name__,
+            error,
+        )
         return []
 
 
@@ -59,7 +65,11 @@ def _read(distribution: Distribution, first: dict[str, list[EntryPoint]]) -> Non
     except Exception as error:
         place = getattr(distribution, "_path", None) or "a distribution"  # of importlib.metadata's own
         log.warning(
-            "entry points of %s could not be read in %s: %s: %s", GROUP, place, type(error).__name__, error
+            "entry points of %s could not be read in %s: %s: %s" + see("entry-points"),
+            GROUP,
+            place,
+            type(error).__name__,
+            error,
         )
 
 
@@ -109,7 +119,7 @@ def _named_by_pythonpath(path: list[str]) -> set[str]:
             if not found:
                 log.warning(
                     "PYTHONPATH names %s, and the working directory has changed since: patches of distributions "
-                    "there are not found. Name the whole path",
+                    "there are not found. Name the whole path" + see("pythonpath"),
                     folder,
                 )
     return named

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from .. import _versions
+from .._troubleshooting import see
 from ..patch import NEEDS_ATTENTION, Patch, PatchInfo, Status, Verdict
 from . import watch
 from .edges import comes_from_outside
@@ -71,7 +72,7 @@ class Record:
         is_new = (status, reason) != (self.status, self.reason)
         self.status, self.reason, self.traceback = status, reason, trace
         if is_new and status in NEEDS_ATTENTION:
-            text = f"{self.name}: {self.where} is {status.value}: {reason}{self._advice()}"
+            text = f"{self.name}: {self.where} is {status.value}: {reason}{self._advice()}{see(status.value)}"
             log.warning("%s", f"{text}\n{trace}" if trace else text)
 
     def _advice(self) -> str:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from .._troubleshooting import see
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -36,9 +38,13 @@ async def outlast(future: asyncio.Future[Any], interruptible: bool = False) -> B
     return cancelled
 
 
-def tell_besides(prefix: str, failure: BaseException, raised: BaseException) -> None:
-    """Report a failure other than the one that is raised: in the log, and in a note on that one."""
+def tell_besides(prefix: str, failure: BaseException, raised: BaseException, entry: str) -> None:
+    """Report a failure other than the one that is raised: in the log, and in a note on that one.
+
+    Args:
+        entry: the anchor of its entry in docs/troubleshooting.md.
+    """
     text = f"{prefix}: {type(failure).__name__}: {failure}"
-    log.error("%s (after %s)", text, type(raised).__name__, exc_info=failure)
+    log.error("%s (after %s)" + see(entry), text, type(raised).__name__, exc_info=failure)
     if add_note := getattr(raised, "add_note", None):  # from Python 3.11 on
         add_note(text)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
+from .._troubleshooting import see
 from ..errors import MisuseError
 from .cancellation import tell_besides
 from .waiting import Call, Outcome, attempt, is_under_way
@@ -63,7 +64,8 @@ async def resumed_on_failure(client: object) -> AsyncIterator[None]:
 def log_failed_sync(error: BaseException) -> None:
     """Log that engines may hold a mixture of weights."""
     log.error(
-        "a weight sync failed (%s: %s): engines may hold a mixture of old and new weights until one succeeds",
+        "a weight sync failed (%s: %s): engines may hold a mixture of old and new weights until one succeeds"
+        + see("mixture"),
         type(error).__name__,
         error,
     )
@@ -82,7 +84,7 @@ async def resume_once(
     failure, cancelled = await attempt(resume, f"{RESUME}()")
     raised = cancelled or error
     if failure is not None and raised is not None:
-        tell_besides(_NOT_RESUMED, failure, raised)
+        tell_besides(_NOT_RESUMED, failure, raised, "not-resumed")
     if cancelled is not None:
         raise cancelled
     if failure is not None and error is None:

@@ -132,7 +132,7 @@ def _raise_first(what: str, found: Sequence[Any]) -> None:
     first = next((failure for failure in failures if isinstance(failure, MisuseError)), failures[0])
     for other in failures:
         if other is not first:
-            tell_besides(f"{what} failed in another way, too", other, first)
+            tell_besides(f"{what} failed in another way, too", other, first, "another-way")
     if len(failures) == len(found) or isinstance(first, MisuseError):
         raise first
     # Not simply that failure: what has succeeded may have to be undone.

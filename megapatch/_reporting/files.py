@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Collection, Iterator
@@ -30,6 +31,18 @@ def write(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(as_json(data), encoding="utf-8")
+    put(part, path)
+
+
+def put(part: Path, path: Path) -> None:
+    """Give a file that is written whole its name, in place of a regular file or of none.
+
+    Raises:
+        FileExistsError: where something else has the name. Root could replace a device, such as /dev/null.
+    """
+    if path.exists() and not path.is_file():
+        part.unlink()
+        raise FileExistsError(errno.EEXIST, "not a regular file, so it is not replaced", str(path))
     part.replace(path)
 
 

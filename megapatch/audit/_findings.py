@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from .._engine.settings import ACCEPT
+from .._troubleshooting import see
 from ..errors import AuditError
 from ._invariants import INVARIANTS
 from ._places import Line, in_words, user_lines
@@ -108,7 +109,7 @@ class Ledger:
         if INVARIANTS[invariant].is_note:
             log.info("audit: note: %s", finding)
         else:
-            log.warning("audit: %s", finding)
+            log.warning("audit: %s" + see("audit-finding"), finding)
         self.changed()
 
     def _where(self) -> tuple[str, ...]:
@@ -145,7 +146,10 @@ class Ledger:
         """Log the findings and notes, or that there are none, in a process that has trained."""
         findings, notes = self.findings(), self.notes()
         if findings:
-            log.warning("audit: %s", "\n  ".join([f"found in {steps(self.step)}:", *map(str, findings)]))
+            log.warning(
+                "audit: %s" + see("audit-finding"),
+                "\n  ".join([f"found in {steps(self.step)}:", *map(str, findings)]),
+            )
         elif self.step:
             log.info("audit: nothing found in %s", steps(self.step))
         if notes:
@@ -160,7 +164,7 @@ class Ledger:
         if look not in self.broken:
             self.broken.add(look)
             log.warning(
-                "audit: %s failed, and finds nothing; see docs/troubleshooting.md",
+                "audit: %s failed, and finds nothing" + see("audit-failed"),
                 look.__qualname__,
                 exc_info=True,
             )
@@ -169,7 +173,10 @@ class Ledger:
         """Log, the first time, that a CUDA graph is captured."""
         if not self.has_captured:
             self.has_captured = True
-            log.warning("audit: what is captured in a CUDA graph is not watched, nor are its replays")
+            log.warning(
+                "audit: what is captured in a CUDA graph is not watched, nor are its replays"
+                + see("audit-cuda-graph")
+            )
 
 
 class _Observer(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .._engine.settings import REPORT
 from .._reporting import files
+from .._troubleshooting import see
 from ._report import AuditReport
 from ._summary import KIND
 
@@ -34,4 +35,6 @@ class Leaving:
             if not self._has_failed:
                 self._has_failed = True
                 reason = f"{type(error).__name__}: {error}"
-                log.warning("audit: no report is left in %s: %s; training goes on", folder, reason)
+                log.warning(
+                    "audit: no report is left in %s: %s; training goes on" + see("audit-report"), folder, reason
+                )

@@ -21,6 +21,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from .._engine.ranks import default_store, name_of, numbered
+from .._troubleshooting import see
 
 log = logging.getLogger("megapatch")
 
@@ -75,7 +76,9 @@ class Participants:
                 verdict = _failure(error)
             world.is_compared = verdict == _YES
             if not world.is_compared:
-                log.warning("audit: ranks are not compared, as %s (here: %s)", verdict, settings)
+                log.warning(
+                    "audit: ranks are not compared, as %s (here: %s)" + see("audit-ranks"), verdict, settings
+                )
         return self._world.is_compared
 
     def all_have_come(self, group: Any = None) -> bool:
@@ -117,7 +120,7 @@ def _ask(world: _World, operate: Callable[[], _T]) -> _T | None:
         return _in_time(operate)
     except Exception as error:
         world.is_compared = False
-        log.warning("audit: ranks are not compared any more: %s", _failure(error))
+        log.warning("audit: ranks are not compared any more: %s" + see("audit-late"), _failure(error))
         return None
 
 
@@ -130,14 +133,15 @@ def _leave(world: _World, name: str, group: Any) -> None:
         world.is_compared = False
         log.warning(
             "audit: ranks are not compared any more: one of them has not come to this optimizer step within %g "
-            "seconds. A rank that skips steps trains another model",
+            "seconds. A rank that skips steps trains another model" + see("audit-late"),
             seconds,
         )
         return
     world.left.add(name)
     ranks = dist.get_process_group_ranks(group)
     log.warning(
-        "audit: %s are not compared any more: one of them has not made this comparison within %g seconds",
+        "audit: %s are not compared any more: one of them has not made this comparison within %g seconds"
+        + see("audit-group"),
         numbered("rank", ranks),
         seconds,
     )

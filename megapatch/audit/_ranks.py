@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .._engine.ranks import numbered
+from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
@@ -140,7 +141,11 @@ class Ranks(Part):
         parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
         others = {type(parameter).__name__ for parameter in parameters if not stored(parameter)}
         for name in sorted(others - self._unknown):
-            log.warning("audit: parameters of the class %s are not compared: their memory is not known", name)
+            log.warning(
+                "audit: parameters of the class %s are not compared: their memory is not known"
+                + see("audit-memory"),
+                name,
+            )
         self._unknown |= others
         return [parameter for parameter in parameters if stored(parameter)] if others else parameters
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._engine.settings import ACCEPT, EVERY, names_in, unknown_name
+from .._troubleshooting import see
 from ..errors import MisuseError
 from ._invariants import INVARIANTS
 
@@ -48,7 +49,7 @@ def settings_for(every: int | None, raises: bool) -> Settings:
     elif every < 1:
         raise MisuseError(f"every={every}: {_EXPECTED}")
     for complaint in bad_values(os.environ):
-        log.warning("%s", complaint)
+        log.warning("%s" + see("settings"), complaint)
     return Settings(every, raises, names_in(os.environ, ACCEPT))
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .._troubleshooting import see
 from ._temporarily import temporarily_set
 
 OVERFLOW = (False, None, None)
@@ -60,13 +61,14 @@ def count_overflow(trainer: Any) -> None:
     if scale <= (getattr(optimizer.config, "min_loss_scale", None) or 0.0):
         log.error(
             "fp16 gradients overflow at the smallest loss scale, %g: the optimizer step was skipped, and so will "
-            "be all others until gradients are finite (%d so far)",
+            "be all others until gradients are finite (%d so far)" + see("smallest-loss-scale"),
             scale,
             count,
         )
     else:
         log.warning(
-            "fp16 gradients overflowed: the optimizer step was skipped; the loss scale is now %g (%d so far)",
+            "fp16 gradients overflowed: the optimizer step was skipped; the loss scale is now %g (%d so far)"
+            + see("overflow"),
             scale,
             count,
         )

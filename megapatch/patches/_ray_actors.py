@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from .._loaded_modules import loaded_modules
+from .._troubleshooting import see
 
 log = logging.getLogger("megapatch")
 
@@ -52,7 +53,7 @@ def class_of(actor: Any) -> type:
 def _warn_out_of_reach(cls: type) -> None:
     log.warning(
         "%s.%s was made a Ray actor before megapatch was imported, and is out of its reach: "
-        "`import megapatch` earlier",
+        "`import megapatch` earlier" + see("ray-actor"),
         cls.__module__,
         cls.__qualname__,
     )

@@ -146,7 +146,9 @@ class RayTrainer:
             try:
                 await self.abort_train_step()
             except Exception as failure:
-                tell_besides(f"after {method}() failed, abort_train_step() failed, too", failure, error)
+                tell_besides(
+                    f"after {method}() failed, abort_train_step() failed, too", failure, error, "worker-abort"
+                )
             raise
 
 

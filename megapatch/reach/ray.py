@@ -167,7 +167,8 @@ def _before(chained: str | Callable[[], object] | None) -> Callable[[], None]:
 
             logging.getLogger("megapatch").warning(
                 "megapatch cannot be imported by %s (%s): nothing is patched in this Ray worker. Install "
-                "megapatch there if it trains.",
+                "megapatch there if it trains. (see https://github.com/megapatch/megapatch/blob/main/docs/"
+                "troubleshooting.md#worker-without-megapatch)",
                 sys.executable,
                 "".join(character if character.isprintable() else " " for character in str(error)),
             )

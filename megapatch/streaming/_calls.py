@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 from .._pausing.cancellation import is_remote, outlast
 from .._pausing.waiting import result_of
+from .._troubleshooting import see
 
 _T = TypeVar("_T")
 
@@ -74,7 +75,7 @@ class Watchdog:
     def _warn(self, call: Any) -> None:
         what = call if isinstance(call, str) else f"{_name_of(call)}()"
         log.warning(
-            "the pump waits for %s, which has not returned for %d seconds. %s",
+            "the pump waits for %s, which has not returned for %d seconds. %s" + see("pump-waits"),
             *(what, PATIENCE, self.others_waiting()),
         )
 

@@ -84,7 +84,7 @@ class OptimizerSteps:
             if first is None or first is error:
                 await wait_out(self._undo(queue, error))
                 raise
-            tell_besides("the pump failed, too", error, first)
+            tell_besides("the pump failed, too", error, first, "pump-failed")
             await wait_out(self._undo(queue, first))
             raise first from first.__cause__  # and not in the context of later ones
         now = self.supply.dropped
@@ -155,7 +155,7 @@ class OptimizerSteps:
     async def _undo(self, queue: MicrobatchQueue, error: BaseException) -> None:
         for failure in await queue.stop():
             if failure is not error:
-                tell_besides("train_microbatch() failed", failure, error)
+                tell_besides("train_microbatch() failed", failure, error, "microbatch")
         await self._attempt(self._abort, error)
         await self._attempt(self._give_back, error)
 
@@ -163,7 +163,9 @@ class OptimizerSteps:
         try:
             await undo()
         except (Exception, asyncio.CancelledError) as failure:  # an asyncio trainer may cancel itself
-            tell_besides(f"{undo.__name__.strip('_')} failed, too; the next step repeats it", failure, error)
+            tell_besides(
+                f"{undo.__name__.strip('_')} failed, too; the next step repeats it", failure, error, "step-abort"
+            )
 
     async def _abort(self) -> None:
         if self.is_open:

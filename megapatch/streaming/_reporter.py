@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from .._printable import one_line
+from .._troubleshooting import see
 from ._calls import failure_of, perform
 
 log = logging.getLogger("megapatch")
@@ -68,7 +69,7 @@ class Reporter:
             if metrics := as_metrics(result):
                 await self._pass_on(logger, metrics, step, prefix)
         except Exception:
-            self._warn("a logger failed; training continues, and further failures are not logged")
+            self._warn("a logger failed; training continues, and further failures are not logged" + see("logger"))
 
     async def _pass_on(
         self, logger: Logger | ScalarWriter, metrics: dict[str, Any], step: int, prefix: str
@@ -98,7 +99,10 @@ class Reporter:
                 self._terminal.write(f"\r\x1b[K{one_line(text)}")  # over the last one
                 self._terminal.flush()
         except Exception:
-            self._warn("the progress line failed; training continues, and further failures are not logged")
+            self._warn(
+                "the progress line failed; training continues, and further failures are not logged"
+                + see("progress-line")
+            )
 
     def _warn(self, text: str) -> None:
         if not self._warned:

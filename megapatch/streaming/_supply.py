@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._troubleshooting import see
 from ._calls import PATIENCE, Watchdog, failure_of, perform, wait_out
 from ._config import StreamingConfig
 from ._groups import Groups, Orphans
@@ -86,7 +87,7 @@ class Supply:
                 warned = True
                 # step() has synced weights before it waits, so this is not for want of permission.
                 log.warning(
-                    "no prompt group to train on for %d seconds, though rollouts may begin. %s",
+                    "no prompt group to train on for %d seconds, though rollouts may begin. %s" + see("no-group"),
                     *(waited, self.waiting()),
                 )
             deadlines = (self._timeout, None if warned else PATIENCE)
@@ -158,7 +159,8 @@ class Supply:
                 if is_here or attempt == attempts:
                     raise failure
                 log.warning(
-                    "attempt %d of %d to roll out prompt group %r failed, and it begins again: %s: %s",
+                    "attempt %d of %d to roll out prompt group %r failed, and it begins again: %s: %s"
+                    + see("attempt"),
                     *(attempt, attempts, group_id, type(failure).__name__, failure),
                 )
             if attempt < attempts:
@@ -256,7 +258,7 @@ class Supply:
             self._groups.drop_group(group)
         log.warning(
             "%d prompt groups got no more samples for a long time (orphan_timeout) and were dropped; their "
-            "workers may have died. The first is %r",
+            "workers may have died. The first is %r" + see("orphans"),
             len(orphans),
             orphans[0].group_id,
         )
@@ -270,7 +272,7 @@ class Supply:
                 "a prompt group was too old before it could be trained on and was dropped; further ones are only "
                 "counted (evicted_prompt_groups). Mostly long rollouts are dropped, so training sees too many "
                 "short ones. Begin rollouts with `async with pump.rollout(group_id)`, and see docs/streaming.md "
-                "on `pick`"
+                "on `pick`" + see("too-old")
             )
 
     async def _wait_for_change(self, seen: int, queue: MicrobatchQueue, seconds: float | None) -> bool:

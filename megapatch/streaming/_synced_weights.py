@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from .._pausing.cancellation import outlast
 from .._pausing.generation import RESUME, is_paused
+from .._troubleshooting import see
 from ..weight_sync import paused_generation
 from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, wait_out
 from ._parts import Generation, Synchronizer
@@ -96,7 +97,8 @@ class SyncedWeights:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s has no %s(): make sure that rollouts get the version of their weights in another way",
+                    "%s has no %s(): make sure that rollouts get the version of their weights in another way"
+                    + see("no-stamp"),
                     type(self._generation).__name__,
                     STAMP,
                 )

@@ -24,6 +24,7 @@ from .._pausing.generation import (
     unmarked_on_failure,
 )
 from .._pausing.waiting import Call, Outcome, attempt
+from .._troubleshooting import see
 from ..errors import MisuseError
 
 log = logging.getLogger("megapatch")
@@ -172,7 +173,7 @@ def _warn(client: object, why: str) -> None:
         _warned.add(type(client))
         log.warning(
             "%s cannot pause generation (%s): weights are synced while it runs, and requests in flight may see a "
-            "mixture of old and new weights",
+            "mixture of old and new weights" + see("no-pause"),
             type(client).__name__,
             why,
         )

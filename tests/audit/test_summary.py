@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import time
 from html.parser import HTMLParser
 
@@ -119,6 +121,15 @@ def test_exit_codes(tmp_path):
     assert [each["rule"] for each in data["found"]] == ["stepped-once"] and len(data["unreadable"]) == 1
     shown = run("audit", str(tmp_path), "--html", str(tmp_path / "no folder" / "page.html"))
     assert shown.returncode == 2 and "cannot be written: No such file or directory" in shown.stderr
+
+
+def test_the_page_may_go_to_a_device(tmp_path):
+    write(tmp_path, report(0, 1))
+    shown = run("audit", str(tmp_path), "--html", "/dev/stdout")
+    assert shown.returncode == 0 and shown.stdout.rstrip().endswith("</html>")
+    before = os.stat(os.devnull)
+    assert run("audit", str(tmp_path), "--html", os.devnull).returncode == 0
+    assert os.path.samestat(os.stat(os.devnull), before) and stat.S_ISCHR(before.st_mode)
 
 
 BAD = {

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import megapatch
 
+from . import reference
+
 PACKAGE = Path(megapatch.__file__).parent
 
 INTRODUCTION = """\
@@ -62,13 +64,13 @@ def page() -> str:
     for module in MODULES:
         found = {name: definition(module, name) for name in names(module)}
         here = [name for name, known in found.items() if detailed_in(known) == module]
-        about = "" if here else f"\n{summary_of(parsed(module))}\n"  # else mkdocstrings has the whole docstring
-        parts.append(f"## {module}\n{about}")
         rows = "\n".join(row(name, known.summary or WITHOUT_DOCSTRING[name]) for name, known in found.items())
-        parts.append(f"| name | |\n| --- | --- |\n{rows}\n")
-        if here:
-            parts.append(directive(module, here))
-    return "\n".join(parts)
+        parts += [f"## {module}", *reference.text(ast.get_docstring(parsed(module)) or "")]
+        parts.append(f"| name | |\n| --- | --- |\n{rows}")
+        for name in here:
+            if (node := node_of(found[name])) is not None:
+                parts += reference.section(name, node)
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def row(name: str, summary: str) -> str:
@@ -76,10 +78,10 @@ def row(name: str, summary: str) -> str:
     return f"| `{name}` | {text} |"
 
 
-def directive(module: str, members: list[str]) -> str:
-    """Where mkdocstrings puts the signatures and docstrings of these names."""
-    listed = "\n".join(f"        - {name}" for name in members)
-    return f"::: {module}\n    options:\n      members:\n{listed}\n"
+def node_of(known: Definition) -> ast.AST | None:
+    """The definition of a function or class; None for a constant, of which the table says all."""
+    (node,) = [node for node in parsed(known.module).body if known.name in _bound(node)]
+    return node if isinstance(node, (ast.ClassDef, *reference.Function)) else None
 
 
 def detailed_in(known: Definition) -> str | None:

@@ -1,4 +1,7 @@
-"""docs/verdicts.md, written and read: it is the only place where verdicts are kept."""
+"""docs/verdicts.md, written and read: it is the only place where verdicts are kept.
+
+Its first part shows the same verdicts by release: the patches that each one needs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from typing import NamedTuple
 
 from megapatch.patch import Patch
 
+from . import needs
 from .releases import PACKAGES, Release, project_of
 
 INTRODUCTION = """\
 # What each patch says of each release
+
+[Your release](#your-release) has the patches that it needs in one row; below it, each patch has its verdicts.
 
 `tox -e verdicts` writes this page: it loads each release's own code, in a process of its own, and asks every
 diagnosis. CI asks those of the releases that it installs, and fails where this page says something else. No
@@ -26,8 +32,6 @@ checkouts (`tox -e verdicts -- slime==v0.3.1=folder`), and keep what is here whe
 | `absent` | this release has no such feature |
 | `unsupported` | known, and megapatch does not patch it |
 | `unknown` | looks like nothing known: the patch refuses, and says so |
-
-Each release was loaded with:
 """
 
 
@@ -47,10 +51,9 @@ Verdicts = dict[tuple[str, str], dict[str, Cell]]
 
 def write(verdicts: Verdicts, patches: Iterable[Patch], releases: list[Release]) -> str:
     """The page. Releases that follow each other share a line where verdict and reason are the same."""
-    lines = [INTRODUCTION, "| project | release | with |", "| --- | --- | --- |"]
-    for (project, beside), alike in itertools.groupby(releases, key=lambda one: (one.project, one.beside)):
-        names = ", ".join(one.name for one in alike)
-        lines.append(f"| {project} | {names} | {' '.join(beside).replace('==', ' ') or 'nothing'} |")
+    patches = tuple(patches)
+    lines = [INTRODUCTION]
+    lines += needs.section(_needed(verdicts), [patch for patch in patches if patch.family != AUDIT], releases)
     for patch in patches:
         sites = [site for site in patch.sites if project_of(site.module)]
         lines += ["", f"## {patch.name}", "", patch.summary + (f" <{patch.upstream}>" if patch.upstream else "")]
@@ -64,6 +67,16 @@ def write(verdicts: Verdicts, patches: Iterable[Patch], releases: list[Release])
                     f"| {', '.join(alike)} | {cell.verdict} | {cell.reason.replace('|', chr(92) + '|')} |"
                 )
     return "\n".join(lines) + "\n"
+
+
+def _needed(verdicts: Verdicts) -> set[tuple[str, str, str]]:
+    """Return project, release and patch where a site of the project needs the patch."""
+    return {
+        (str(project_of(module)), release, patch)
+        for (patch, module), cells in verdicts.items()
+        for release, cell in cells.items()
+        if cell.verdict == "needed"
+    }
 
 
 def read(text: str) -> Verdicts:

@@ -14,10 +14,12 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..._engine.engine import this_process
 from ..._printable import cut
+from ..._reporting.files import put
 from ..._reporting.others import patched_by_others
 from ..._reporting.report import PatchReport, Report, SiteReport
 from ...patch import PatchInfo, Status
@@ -84,7 +86,7 @@ def child(result: str, modules: str) -> None:
     with open(f"{result}.part", "w", encoding="utf-8") as file:
         answer = {"patches": report().to_dict()["patches"], "problem": problem, "others": patched_by_others()}
         json.dump(answer, file)
-    os.replace(file.name, result)
+    put(Path(file.name), Path(result))
     os._exit(0)  # nothing that was imported may crash or wait now
 
 

@@ -74,7 +74,7 @@ class _Noted:
         if self._paused:
             failure = attempt_and_block(self._continue, f"{CONTINUE}()")
             if failure is not None:
-                tell_besides("generation could not be resumed", failure, error)
+                tell_besides("generation could not be resumed", failure, error, "not-resumed")
 
 
 def resume_after_failure(update_weights: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ def release_lock_after_failure(update_bucket: Callable[..., Any]) -> Callable[..
             if self.engine_lock.token is not None:  # DistributedLock, as of 1.0.4: set while this process holds it
                 failure = attempt_and_block(self.engine_lock.release, "release()")
                 if failure is not None:
-                    tell_besides("the lock of weight updates could not be released", failure, error)
+                    tell_besides("the lock of weight updates could not be released", failure, error, "lock")
             raise
 
     return patched_update_bucket

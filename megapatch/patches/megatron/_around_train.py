@@ -18,6 +18,7 @@ from typing import Any
 from ..._mcore import bucket_groups
 from ..._mcore.rerun_machine import rewind_interrupted_step
 from ..._mcore.step_state import StepState, running_timers
+from ..._troubleshooting import see
 from ...errors import MegapatchError
 from ...patch import unpatched
 from .._temporarily import temporarily_set
@@ -153,7 +154,7 @@ def make_warn_once() -> Callable[[str, str], None]:
     def warn(kind: str, message: str) -> None:
         if kind not in warned:
             warned.add(kind)
-            log.warning("megatron.train-reentry: %s", message)
+            log.warning("megatron.train-reentry: %s" + see(f"train-{kind}"), message)
 
     return warn
 

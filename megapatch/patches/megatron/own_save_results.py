@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import StandIn, cannot_run, lacking, missing_names, missing_reads, with_globals
 
@@ -85,7 +86,8 @@ def _beside(common: Any) -> Any:
 def _warn_once(kind: str) -> None:
     _logger.warning(
         "megatron.own-save-results: expected the results of saves in a queue of a multiprocessing manager, found "
-        "one of type %s without it. Saves share it, so a save that is given up spoils the next one.",
+        "one of type %s without it. Saves share it, so a save that is given up spoils the next one."
+        + see("save-results"),
         kind,
     )
 

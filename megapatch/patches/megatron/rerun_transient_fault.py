@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes
 
@@ -77,7 +78,7 @@ def _correct_the_log() -> None:
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         log.warning(
             "megatron.rerun-transient-fault: no checkpoint is saved, as none could be resumed in the middle of a "
-            "rerun; resume from an earlier one"
+            "rerun; resume from an earlier one" + see("no-checkpoint")
         )
 
 

@@ -32,6 +32,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 from ..._pausing.blocking import finish, running_loop
+from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_parameters
 
@@ -118,7 +119,7 @@ def _warn(kind: type) -> None:
         _warned.add(kind)
         log.warning(
             "%s() was given a version, and %s has no %s(): samples bear the new version only if the controller "
-            "passes it on to what makes them, such as NeMo-RL's RolloutManager",
+            "passes it on to what makes them, such as NeMo-RL's RolloutManager" + see("sync-version"),
             SYNC,
             kind.__name__,
             SETTER,

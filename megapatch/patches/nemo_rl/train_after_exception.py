@@ -34,6 +34,7 @@ from typing import Any
 from ..._mcore.bucket_groups import chunks_of, forget_interrupted_first_step, settle_grad_reduces
 from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..._mcore.step_state import StepState
+from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 from ._workers import names_in
@@ -98,7 +99,9 @@ def also_when_running(start: Callable[..., Any]) -> Callable[..., Any]:
     def patched_start(self: Any, label: str, *args: Any, **kwargs: Any) -> Any:
         if self._start_times.pop(label, None) is not None:
             logger.warning(
-                "timer %r was still running, probably since a call that raised: it is started again", label
+                "timer %r was still running, probably since a call that raised: it is started again"
+                + see("timer"),
+                label,
             )
         return start(self, label, *args, **kwargs)
 

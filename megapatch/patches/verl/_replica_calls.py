@@ -72,7 +72,7 @@ class ReplicaCalls:
         )
         found = [failure for failure in failures if failure is not None]
         for other in found[1:]:
-            tell_besides("a rollout replica could not be resumed", other, found[0])
+            tell_besides("a rollout replica could not be resumed", other, found[0], "replica")
         if found:
             raise found[0]
 

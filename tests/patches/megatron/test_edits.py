@@ -21,6 +21,7 @@ DDP = "megatron.core.distributed.distributed_data_parallel"
 DATA_PARALLEL = "DistributedDataParallel"
 OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZERS = "megatron.core.optimizer.optimizer"
+STATES = "DistributedOptimizer.sharded_param_state_fully_reshardable"
 CHECKPOINTING = "megatron.core.dist_checkpointing"
 TORCH = f"{CHECKPOINTING}.strategies.torch"
 PARALLEL = f"{CHECKPOINTING}.strategies.fully_parallel"
@@ -64,11 +65,11 @@ HARMFUL = {
         (SCHEDULES, "forward_backward_no_pipelining", with_name("num_microbatches", "another")),
     ),
     "megatron.fully-reshardable-states": (
-        (OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", empty),
-        (OPTIMIZER, "DistributedOptimizer.sharded_param_state_fully_reshardable", another_body),
+        (OPTIMIZER, STATES, empty),
+        (OPTIMIZER, STATES, another_body),
         (
             OPTIMIZER,
-            "DistributedOptimizer.sharded_param_state_fully_reshardable",
+            STATES,
             with_name("param_index_map", "another"),
         ),
     ),
