@@ -99,7 +99,7 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
     audited     whether megapatch.audit watches all cells; one in which it finds anything fails, unless its name
                 says that it is without a patch
     megatron    whether ranks may have imported Megatron when they begin, which saves each of them time; those with
-                a setup have not
+                a setup have if it is marked with `after_megatron`
     options     of `run_ranks`: setup, env
     """
     error = None

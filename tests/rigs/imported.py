@@ -75,13 +75,23 @@ class Server(forkserver.ForkServer):
             os.unlink(self._forkserver_address)
 
 
+def after_megatron(setup):
+    """Mark the setup of a rank as one that does the same when Megatron has been imported before it."""
+    setup.after_megatron = True
+    return setup
+
+
 def run_with_megatron(function, world_size, *args, **options):
-    """`run_ranks` in ranks that have imported Megatron when they begin; not so with a `setup`, which comes before.
+    """`run_ranks` in ranks that have imported Megatron when they begin.
+
+    With a `setup` they have only if that is marked with `after_megatron`: others come before Megatron.
 
     Tests of imports, and of what a program does from its first line, call `run_ranks` itself; so do runs that are
     the only ones with their MEGAPATCH_*, for which a server would not pay.
     """
-    if options.get("setup") or options.get("device", "cpu") != "cpu" or missing():
+    setup = options.get("setup")
+    comes_first = setup is not None and not getattr(setup, "after_megatron", False)
+    if comes_first or options.get("device", "cpu") != "cpu" or missing():
         return run_ranks(function, world_size, *args, **options)
     with forked_with({**os.environ, **(options.get("env") or {})}):
         return run_ranks(function, world_size, *args, **options)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megapatch import report
-from megapatch.testing import run_ranks
+from rigs.imported import run_with_megatron
 from rigs.variables import folder_in
 
 
@@ -23,8 +23,10 @@ class Release:
     folder: str
 
     def ranks_of(self, variable, function, world_size, *args, env=None, **options):
-        """Call run_ranks in processes that find this release in the variable."""
-        return run_ranks(function, world_size, *args, env={**(env or {}), variable: self.folder}, **options)
+        """Call run_with_megatron in processes that find this release in the variable."""
+        return run_with_megatron(
+            function, world_size, *args, env={**(env or {}), variable: self.folder}, **options
+        )
 
 
 def releases(framework, kind=Release, within=lambda checkout: checkout):

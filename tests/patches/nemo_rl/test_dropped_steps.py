@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 from patches.nemo_rl.test_split_after_exceptions import failing_in_loss
 from patches.nemo_rl.test_train_after_exception import failing_in_backward
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import Interrupted
 from rigs.nemo_rl.steps import SIZE, differences, in_slices, set_up, trained_gpt, whole
 from rigs.nemo_rl.worker import SHAPES, batch, find_nemo_rl, nll_loss
 from rigs.step_state import ROUTERS, held, logged_by_process, raising_after
-
-from megapatch.testing import run_ranks
 
 pytestmark = pytest.mark.thorough
 
@@ -87,7 +86,9 @@ def compared(rank, world_size, way):
 @pytest.mark.parametrize("way", FAULTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_dropped_step_leaves_nothing(shape, way):
-    for found in run_ranks(compared, 2, way, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}):
+    for found in run_with_megatron(
+        compared, 2, way, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}
+    ):
         for fault, (difference, before, after) in found.items():
             assert difference == 0, fault
             if way == "split":

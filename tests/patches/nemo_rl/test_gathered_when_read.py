@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 from rigs.cells import AUDITED
+from rigs.imported import run_with_megatron
 from rigs.megatron.gathers import OVERLAP, PLAIN
 from rigs.nemo_rl.steps import read_after_steps
 from rigs.nemo_rl.worker import (
@@ -19,7 +20,7 @@ from rigs.nemo_rl.worker import (
 )
 
 from megapatch import audit
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 PATCH = "nemo_rl.gathered-when-read"
 STEPS = 3
@@ -70,7 +71,7 @@ def refits(rank, world_size):
 
 
 def of_ranks(**env):
-    return run_ranks(refits, 2, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": "main", **AUDITED, **env})
+    return run_with_megatron(refits, 2, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": "main", **AUDITED, **env})
 
 
 def test_a_refit_sends_the_last_step():

@@ -6,10 +6,11 @@ import contextlib
 from unittest import mock
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.nemo_rl.steps import LOSSES, SIZE, assert_no_difference, differences, in_slices, set_up, trained_gpt
 from rigs.nemo_rl.worker import GPT, LENGTH, SHAPES, batch, find_nemo_rl, worker_for
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -80,7 +81,7 @@ def compared(rank, world_size):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_with_a_detour_is_that_without(shape):
-    ranks = run_ranks(compared, 2, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape})
+    ranks = run_with_megatron(compared, 2, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape})
     assert_no_difference(ranks, cells=4, limit=1e-6)
 
 
@@ -94,7 +95,7 @@ def without_guard(rank, world_size):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_the_patch_gradients_of_earlier_slices_are_lost_silently(shape):
     env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": "nemo_rl.open-step-guard"}
-    for difference in run_ranks(without_guard, 2, setup=find_nemo_rl, env=env):
+    for difference in run_with_megatron(without_guard, 2, setup=find_nemo_rl, env=env):
         assert difference > 0.1
 
 
@@ -129,6 +130,6 @@ def trained_once():
 @pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_between_steps_all_of_it_works(shape):
-    for seen, difference in run_ranks(between_steps, 2, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape}):
+    for seen, difference in run_with_megatron(between_steps, 2, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape}):
         assert seen == [True, False]
         assert difference < 1e-6

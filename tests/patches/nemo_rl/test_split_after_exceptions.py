@@ -8,6 +8,7 @@ import importlib
 from unittest import mock
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import Interrupted
 from rigs.nemo_rl.steps import (
     LAYOUTS,
@@ -21,7 +22,7 @@ from rigs.nemo_rl.steps import (
 )
 from rigs.nemo_rl.worker import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
 
-from megapatch.testing import init_parallel, run_ranks
+from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.thorough
 
@@ -94,7 +95,7 @@ def compared(rank, world_size):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_after_an_aborted_step_the_next_is_a_fresh_one(shape):
-    ranks = run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape})
+    ranks = run_with_megatron(compared, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape})
     assert_no_difference(ranks, cells=12, limit=1e-5)
 
 
@@ -115,7 +116,7 @@ def begins_and_ends(rank, world_size):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_calls_in_a_wrong_order_are_told(shape):
-    run_ranks(begins_and_ends, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape})
+    run_with_megatron(begins_and_ends, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape})
 
 
 # ---------------------------------------------------------------------------- main without the patches
@@ -132,7 +133,7 @@ def test_without_the_patch_ranks_drift_apart(shape):
     if not has_own_split_step(shape):
         pytest.skip("the release has no step in slices")
     env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": "nemo_rl.forward-pre-hook-after-split"}
-    for difference in run_ranks(drifting, 2, setup=find_nemo_rl, env=env):
+    for difference in run_with_megatron(drifting, 2, setup=find_nemo_rl, env=env):
         assert difference > 1e-3
 
 
@@ -150,4 +151,4 @@ def test_without_the_patch_the_step_after_an_aborted_one_dies(shape):
     # The other one rewinds the machine as soon as a call raises.
     disabled = "nemo_rl.abort-resets-rerun,nemo_rl.train-after-exception"
     env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": disabled}
-    run_ranks(dying, 1, setup=find_nemo_rl, env=env)
+    run_with_megatron(dying, 1, setup=find_nemo_rl, env=env)

@@ -12,13 +12,14 @@ from functools import partial
 
 import pytest
 from rigs.cells import cells_of, once
+from rigs.imported import run_with_megatron
 from rigs.nemo_rl.policy import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
 from rigs.nemo_rl.steps import SIZE, SLICES, STEPS, differences
 from rigs.nemo_rl.worker import CHECKOUT, GPT, needs_nemo_rl
 
 from megapatch.errors import MisuseError
 from megapatch.patches.nemo_rl import split_train_step_policy
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -138,14 +139,14 @@ def lacked(rank, world_size):
 
 @not_main
 def test_without_the_patch_policies_train_whole_batches():
-    ((found, calls),) = run_ranks(lacked, 1, setup=find_policies, env={"MEGAPATCH_DISABLE": "*"})
+    ((found, calls),) = run_with_megatron(lacked, 1, setup=find_policies, env={"MEGAPATCH_DISABLE": "*"})
     assert found == {name: [] for name in POLICIES}
     assert calls == [("prepare_for_lp_inference", {})]
 
 
 @pytest.mark.skipif(not OF_MAIN, reason="of main, which has it in TQPolicy")
 def test_without_the_patch_mains_policy_trains_whole_batches():
-    ((found, _),) = run_ranks(lacked, 1, setup=find_policies, env={"MEGAPATCH_DISABLE": "*"})
+    ((found, _),) = run_with_megatron(lacked, 1, setup=find_policies, env={"MEGAPATCH_DISABLE": "*"})
     assert found["Policy"] == []
 
 

@@ -6,12 +6,13 @@ import contextlib
 import importlib
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.nemo_rl.steps import SLICES, differences, in_slices, summary, trained_gpt, whole
 from rigs.nemo_rl.worker import CHECKOUT, GPT, WORKER, find_nemo_rl, nll_loss, policy_gradient_loss, worker_for
 from rigs.train_step.models import MOE, MTP
 
 from megapatch.patches.nemo_rl._workers import has_own_split_step
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 # Its train() does what is compared with; our imitation's knows of no such loss.
 pytestmark = pytest.mark.skipif(not CHECKOUT, reason="NEMO_RL_CHECKOUT is not set")
@@ -47,7 +48,7 @@ def compared(rank, world_size):
 
 
 def test_they_are_what_they_are_in_train():
-    for found in run_ranks(compared, 2, setup=find_nemo_rl):
+    for found in run_with_megatron(compared, 2, setup=find_nemo_rl):
         if found is None:
             pytest.skip("the release has a step in slices of its own")
         worst = {name: max(one.values()) for name, one in found.items()}

@@ -9,11 +9,12 @@ from unittest import mock
 
 import pytest
 from patches.nemo_rl.test_split_after_exceptions import failing_in_iterator, failing_in_loss
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import Interrupted, Log, attempt, hooks_of
 from rigs.nemo_rl.steps import SIZE, assert_no_difference, compared_after, trained_gpt, whole
 from rigs.nemo_rl.worker import SHAPES, batch, find_nemo_rl, nll_loss
 
-from megapatch.testing import init_parallel, run_ranks
+from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.thorough
 
@@ -66,7 +67,7 @@ def compared(rank, world_size):
 )
 def test_the_next_train_is_that_of_a_fresh_worker(shape, patches):
     env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_ONLY": patches}
-    ranks = run_ranks(compared, 2, setup=find_nemo_rl, timeout=300, env=env)
+    ranks = run_with_megatron(compared, 2, setup=find_nemo_rl, timeout=300, env=env)
     assert_no_difference(ranks, cells=12, limit=1e-5)
 
 
@@ -79,7 +80,7 @@ def fails(rank, world_size):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_the_patch_it_fails(shape):
     env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": PATCH}
-    for error in run_ranks(fails, 2, setup=find_nemo_rl, timeout=300, env=env):
+    for error in run_with_megatron(fails, 2, setup=find_nemo_rl, timeout=300, env=env):
         assert error in ("UnboundLocalError", "ValueError")
 
 
@@ -94,6 +95,6 @@ def timed_twice(rank, world_size):
 
 
 def test_a_timer_that_was_left_running_is_started_again():
-    ((elapsed, texts),) = run_ranks(timed_twice, 1, setup=find_nemo_rl)
+    ((elapsed, texts),) = run_with_megatron(timed_twice, 1, setup=find_nemo_rl)
     assert elapsed == 2.0
     assert [text for text in texts if "timer 'train' was still running" in text]

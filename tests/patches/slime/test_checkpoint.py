@@ -9,7 +9,7 @@ from rigs.imported import run_with_megatron
 from rigs.megatron.options import ADAM, BOTH, UNPATCHED, assert_same_parameters, plain_steps, quick_writer
 from rigs.slime.train import CHECKOUT, SlimeLoop, find_slime
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.skipif(not CHECKOUT, reason="SLIME_CHECKOUT does not name a checkout of slime")
 
@@ -35,7 +35,7 @@ def saved_and_loaded(rank, world_size, folder):
 
 
 def test_a_checkpoint_holds_what_was_trained(tmp_path):
-    by_rank = run_ranks(saved_and_loaded, 2, str(tmp_path), setup=find_slime)
+    by_rank = run_with_megatron(saved_and_loaded, 2, str(tmp_path), setup=find_slime)
     reference = run_with_megatron(plain_steps, 2, {}, ADAM, 3, env=UNPATCHED)
     for found, steps in zip(by_rank, reference, strict=True):
         for step, parameters in found.items():

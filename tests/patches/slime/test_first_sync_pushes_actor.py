@@ -8,12 +8,13 @@ import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
 from rigs.diagnosed_code import of_a_rank
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.slime.actor import REFERENCE, Actor
 from rigs.slime.train import FRAMEWORK, UTILS, find_slime
 
 from megapatch.patches.slime.first_sync_pushes_actor import diagnose
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 CASES = {
     "reference": {},
@@ -72,8 +73,8 @@ def whose(tensors, own):
 
 @pytest.mark.skipif(FRAMEWORK == "miles", reason="miles' actor takes other arguments, and needs no patch")
 def test_the_actors_weights_are_pushed():
-    (unpatched,) = run_ranks(syncs, 1, env=UNPATCHED, setup=find_slime)
-    (patched,) = run_ranks(syncs, 1, setup=find_slime)
+    (unpatched,) = run_with_megatron(syncs, 1, env=UNPATCHED, setup=find_slime)
+    (patched,) = run_with_megatron(syncs, 1, setup=find_slime)
     same = {
         "no reference": (["actor", "actor"], []),
         "offloaded": (["actor", "actor"], ["actor"]),
@@ -89,7 +90,7 @@ def test_the_actors_weights_are_pushed():
 @pytest.mark.skipif(FRAMEWORK == "miles", reason="miles' actor takes other arguments, and needs no patch")
 def test_the_audit_finds_that_another_models_weights_are_sent():
     for env, broken in ((UNPATCHED, ["weights-synced"]), ({}, [])):
-        (found,) = run_ranks(audited, 1, env={**env, **AUDITED}, setup=find_slime)
+        (found,) = run_with_megatron(audited, 1, env={**env, **AUDITED}, setup=find_slime)
         assert found == {"reference": broken, "no reference": [], "offloaded": [], "the same weights": []}
 
 

@@ -8,10 +8,11 @@ import inspect
 import math
 
 import pytest
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import ADAM, UNPATCHED, assert_same_parameters, attempt
 from rigs.slime.train import FRAMEWORK, SlimeLoop, find_slime
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 STEPS = 5
 TOO_LARGE = 2.0**18  # a loss scale at which the first step overflows; half of it fits
@@ -59,12 +60,12 @@ def repaired(rank, world_size):
 
 @pytest.fixture(scope="module")
 def plain():
-    return run_ranks(without, 2, env=UNPATCHED, setup=find_slime)
+    return run_with_megatron(without, 2, env=UNPATCHED, setup=find_slime)
 
 
 @pytest.fixture(scope="module")
 def patched():
-    return run_ranks(repaired, 2, setup=find_slime)
+    return run_with_megatron(repaired, 2, setup=find_slime)
 
 
 def assert_equal(got, expected):

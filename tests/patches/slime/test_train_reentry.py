@@ -8,6 +8,7 @@ import functools
 
 import pytest
 from rigs.cells import RAISING
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import (
     ADAM,
     BOTH,
@@ -22,7 +23,7 @@ from rigs.megatron.options import (
 )
 from rigs.slime.train import Fault, SlimeLoop, find_slime
 
-from megapatch.testing import init_parallel, mean_loss, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, mean_loss, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -190,12 +191,12 @@ def _gathers_of_saves():
 
 @pytest.fixture(scope="module")
 def plain():
-    return run_ranks(unpatched, 2, env=UNPATCHED, setup=find_slime)
+    return run_with_megatron(unpatched, 2, env=UNPATCHED, setup=find_slime)
 
 
 @pytest.fixture(scope="module")
 def repaired():
-    return run_ranks(patched, 2, env=RAISING, setup=find_slime)
+    return run_with_megatron(patched, 2, env=RAISING, setup=find_slime)
 
 
 def assert_as_plain(by_rank, plain, what):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from rigs.cells import RAISING
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import ADAM, BOTH, UNPATCHED, assert_same_parameters
 from rigs.slime.train import SlimeLoop, find_slime
 
-from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = pytest.mark.thorough
 
@@ -44,8 +45,8 @@ def rollouts(rank, world_size):
 
 
 def test_rollouts_give_the_numbers_of_a_run_without_overlap():
-    got = run_ranks(rollouts, 4, env=RAISING, setup=find_slime)
-    expected = run_ranks(plain, 4, env=UNPATCHED, setup=find_slime)
+    got = run_with_megatron(rollouts, 4, env=RAISING, setup=find_slime)
+    expected = run_with_megatron(plain, 4, env=UNPATCHED, setup=find_slime)
     assert sum(len(log) for _, log in got) == 6
     for (parameters, log), (plain_parameters, plain_log) in zip(got, expected, strict=True):
         for found, reference in zip(parameters, plain_parameters, strict=True):

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rigs.imported import after_megatron
 from rigs.stand_ins import BRIDGE, Anything, BarePackages, StandIns
 from rigs.variables import folder_in
 
@@ -76,6 +77,10 @@ def find_nemo_rl(real=()):
     sys.path.insert(0, CHECKOUT or str(IMITATIONS))
     if CHECKOUT:
         _stand_in(real)
+
+
+if not CHECKOUT:  # whose stand-ins come before Megatron
+    after_megatron(find_nemo_rl)
 
 
 def _stand_in(real):

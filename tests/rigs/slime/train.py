@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 
 from megapatch.testing import MegatronLoop, TinyGPT
+from rigs.imported import after_megatron
 from rigs.megatron.options import Interrupted
 from rigs.stand_ins import StandIns
 from rigs.variables import folder_in
@@ -28,6 +29,7 @@ UTILS = f"{FRAMEWORK}.backends.megatron_utils"
 ONLY_WITH_GPUS = ("mooncake", "sglang", "sglang_router", "torch_memory_saver")
 
 
+@after_megatron
 def find_slime():
     """Make slime importable: the setup of a rank."""
     sys.path.insert(0, CHECKOUT or str(IMITATIONS))

@@ -22,6 +22,7 @@ import wrapt
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import _parallel, destroy_parallel
 from rigs import releases
+from rigs.imported import after_megatron
 from rigs.megatron.exporters import find_conversions, installed
 from rigs.megatron.gathers import parameters_of
 from rigs.releases import find_release, needs
@@ -86,6 +87,7 @@ ENGINES = [release for release in RELEASES if release.has_bridge]
 needs_verl = needs("VERL", RELEASES)
 
 
+@after_megatron
 def find_verl(real=()):
     """Make the release in VERL_RELEASE importable: the setup of a rank. Packages in `real` get no stand-ins."""
     find_release("VERL_RELEASE")
