@@ -17,7 +17,7 @@ from typing import Any
 
 from .._dotted import find
 from .._layers import innermost
-from .._versions import version_of
+from .._versions import PACKAGES, version_of
 from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)
@@ -100,7 +100,9 @@ def before_release(distribution: str, release: str) -> Lacking:
 def _came_with(distribution: str, release: str, module: ModuleType) -> str:
     from packaging.version import InvalidVersion, Version
 
-    found = version_of(distribution, module.__name__.partition(".")[0]) or ""
+    # megatron is a namespace package of several distributions.
+    package = PACKAGES.get(distribution) or module.__name__.partition(".")[0]
+    found = version_of(distribution, package) or ""
     try:
         older = Version(Version(found.partition(" ")[0]).base_version) < Version(release)
     except InvalidVersion:
