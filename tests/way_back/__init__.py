@@ -11,7 +11,10 @@ logged losses.
 
 layouts      how the model is divided, what it is made of, and how it is saved
 plan         which operation can follow which, and what counts of a sequence
-trainer      a model with its optimizer, schedule and checkpoints, and the operations on it
+trainer      a model with its optimizer, schedule and checkpoints, and what a trainer does with them
+operations   the operations, by their names
+reference    what counts of a sequence, done in a fresh model
+streams      random streams
 faults       places in a step that raise
 checkpoints  saving and loading, with state dicts or by Megatron's distributed checkpoints
 pictures     everything that a step reads, as numbers, and where two of them differ

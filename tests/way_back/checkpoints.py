@@ -12,6 +12,7 @@ import torch
 from rigs.megatron.options import Interrupted, attempt
 from rigs.megatron.save import strategies
 
+from . import streams
 from .faults import raises
 from .layouts import ON_DISK
 
@@ -33,6 +34,7 @@ class StateDicts:
                 "model": [chunk.state_dict() for chunk in trainer.model.chunks],
                 "optimizer": trainer.model.optimizer.state_dict(),
                 "schedule": trainer.schedule.state_dict(),
+                "streams": streams.take(),
             }
         )
         return saved
@@ -54,6 +56,9 @@ class StateDicts:
 
     def load_schedule(self, read):
         self.trainer.schedule.load_state_dict(copy.deepcopy(read["schedule"]))
+
+    def load_streams(self, read):
+        streams.put(read["streams"])
 
 
 class Distributed:
@@ -135,3 +140,6 @@ class Distributed:
 
     def load_schedule(self, read):
         self.trainer.schedule.load_state_dict(read["schedule"])
+
+    def load_streams(self, read):
+        """Do nothing: no layout on disk draws random numbers."""

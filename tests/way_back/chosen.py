@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .known import is_free
 from .layouts import layouts_here
-from .plan import Sequence, plan
+from .plan import TRAIN, Sequence, plan
 
 CHOSEN = (
     Sequence(
@@ -45,6 +45,20 @@ CHOSEN = (
         ),
     ),
     Sequence(
+        "tp, dropout",
+        (
+            "step",
+            "abort in the forward pass",
+            "save",
+            "TrainStep aborted in the backward pass",
+            "load",
+            "log probabilities",
+            "second model",
+            "step",
+            "load without the schedule",
+        ),
+    ),
+    Sequence(
         "moe",
         ("split step", "save", "TrainStep aborted after the reduce", "second model", "load without the schedule"),
     ),
@@ -62,7 +76,17 @@ CHOSEN = (
     ),
     Sequence(
         "bf16, sharded, overlaps",
-        ("step", "abandoned async save", "abort before the reduce", "evaluation", "save", "step", "load"),
+        (
+            "step",
+            "abandoned async save",
+            "abort before the reduce",
+            "evaluation",
+            "save",
+            "step",
+            "load",
+            TRAIN,
+            f"{TRAIN} that raises",
+        ),
     ),
     Sequence(
         "bf16, fully_reshardable",

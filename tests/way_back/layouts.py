@@ -29,6 +29,7 @@ MOE = {
         "moe_aux_loss_coeff": 0.1,
     },
 }
+DROPOUT = {"config": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
 STATE_DICTS = "state dicts"  # torch's
 ON_DISK = "on disk"  # by Megatron's distributed checkpoints, like the sharding types
 
@@ -53,6 +54,16 @@ class Layout(NamedTuple):
     @property
     def is_fp16(self) -> bool:
         return self.options.get("dtype") == "fp16"
+
+    @property
+    def is_random(self) -> bool:
+        """Whether passes in training mode draw random numbers."""
+        return "hidden_dropout" in self.options.get("config", {})
+
+    @property
+    def has_train(self) -> bool:
+        """Whether Megatron's own train() is there, which wheels have from 0.17 on, and run for this layout."""
+        return minor() >= 17 and not (self.parallel or self.is_moe or self.is_fp16 or self.offload)
 
     @property
     def is_sharded(self) -> bool:
@@ -99,6 +110,8 @@ LAYOUTS = {
     "pp": Layout({"pp": 2}, {**ADAM, "dtype": "bf16", "overlap_grad_reduce": True}),
     "pp, vpp": Layout({"pp": 2, "vpp": 2}, {**SHARDED, **OVERLAPS, "dtype": "bf16"}, "dp_reshardable"),
     "tp": Layout({"tp": 2}, {**ADAM, "dtype": "bf16"}),
+    # In fp32: a load of the same weights leaves nothing but what was drawn before it.
+    "tp, dropout": Layout({"tp": 2}, {**ADAM, **DROPOUT}),
     "moe": Layout({}, {**ADAM, **MOE}, oldest=15),  # the first with global_aux_loss
     "ep": Layout({"ep": 2}, {**SHARDED, **MOE, "dtype": "bf16"}, "dp_reshardable", oldest=15),
     "offloaded": Layout({}, {**SHARDED, "dtype": "bf16", "lr": 0.01}, "dp_reshardable", offload="half", oldest=13),

@@ -6,6 +6,8 @@ import importlib
 
 import torch
 
+from . import streams
+
 
 def parts_of(optimizer):
     """Return the optimizers of a chained one."""
@@ -24,6 +26,9 @@ def picture(trainer):
         for name, buffer in chunk.named_buffers():
             if "expert_bias" in name:
                 found["expert bias", name] = buffer.detach().clone()
+    if trainer.layout.is_random:
+        for name, state in streams.take().items():
+            found["random streams", name] = state.float()
     found["schedule", "steps"] = float(trainer.schedule.num_steps)
     return found
 

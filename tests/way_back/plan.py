@@ -28,7 +28,20 @@ class WeightsOf(NamedTuple):
     program: Program
 
 
-Program = tuple["Step | WeightsOf", ...]
+class RandomOf(NamedTuple):
+    """The random streams go on from where this program leaves them in a fresh model."""
+
+    program: Program
+
+
+class Draws(NamedTuple):
+    """An operation of which nothing counts but the random numbers that it draws."""
+
+    operation: str
+    data: int
+
+
+Program = tuple["Step | WeightsOf | RandomOf | Draws", ...]
 """The operations that count, in order, from a fresh model on."""
 
 
@@ -55,7 +68,8 @@ ABORTS = {
 WAYS = ("abort", "TrainStep aborted")
 """An exception out of Megatron's own calls, and out of those of a TrainStep."""
 
-STEPS = ("step", "split step", "step that overflows")
+TRAIN = "train()"
+STEPS = ("step", "split step", "step that overflows", TRAIN)
 NEUTRAL = (
     "evaluation",
     "evaluation that raises",
@@ -64,8 +78,11 @@ NEUTRAL = (
     "offload and onload",
     "second model",
     "TrainStep dropped",
+    f"{TRAIN} that raises",
     *(f"{way} {place}" for way in WAYS for place in ABORTS),
 )
+UNRANDOM = ("evaluation", "evaluation that raises", "offload and onload")
+"""Of the neutral operations, those that draw no random numbers: they run nothing in training mode."""
 ASYNCHRONOUS = ("async save", "finish the async save", "abandoned async save")
 SAVES = ("save", "save that raises", *ASYNCHRONOUS)
 LOADS = (
@@ -104,16 +121,21 @@ def after(layout: Layout, then: Then, operation: str) -> Then | None:
                 return then._replace(data=data)
             return then._replace(program=(*then.program, WeightsOf(saved.program)), data=data)
         if operation == "load without the schedule":
-            return then._replace(program=saved.program, rate=saved.rate, data=data)
+            random = (RandomOf(then.program),) if layout.is_random else ()
+            return then._replace(program=(*saved.program, *random), rate=saved.rate, data=data)
         return then._replace(program=saved.program, steps=saved.steps, rate=saved.steps, data=data)
     if operation in MODELS:
         return then._replace(program=(), steps=0, rate=0, has_stepped=False, pending=None, data=data)
+    if layout.is_random and operation in NEUTRAL and operation not in UNRANDOM:
+        return then._replace(program=(*then.program, Draws(operation, then.data)), data=data)
     return then._replace(data=data)
 
 
 def _possible(layout: Layout, then: Then, operation: str) -> bool:
     if operation == "step that overflows":
         return layout.is_fp16
+    if operation.startswith(TRAIN):
+        return layout.has_train
     if operation == "offload and onload":
         return layout.offload is None
     if operation in SAVES and not layout.can_save:

@@ -15,9 +15,11 @@ from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import init_parallel
 
 from .layouts import LAYOUTS
+from .operations import operate
 from .pictures import differences
 from .plan import plan
-from .trainer import Trainer, operate
+from .reference import do
+from .trainer import Trainer
 
 RAISES = "raises"
 ALONE = timedelta(seconds=10)
@@ -61,7 +63,7 @@ def reference(rank, folder, name, then):
     layout = LAYOUTS[name]
     with layout.in_use():
         trainer = Trainer(layout, rank, folder)
-        trainer.do(then.program)
+        do(trainer, then.program)
         trainer.set_rate(then.rate)
         trainer.schedule.num_steps = then.steps
         return trainer.last_steps()

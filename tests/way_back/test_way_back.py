@@ -10,7 +10,7 @@ from rigs.megatron.save import minor
 from way_back.chosen import CHOSEN, chosen_here
 from way_back.known import KNOWN, is_free, report_of
 from way_back.layouts import LAYOUTS, layouts_here
-from way_back.plan import ASYNCHRONOUS, OPERATIONS, Sequence, WeightsOf, plan
+from way_back.plan import ASYNCHRONOUS, OPERATIONS, TRAIN, Sequence, WeightsOf, plan
 from way_back.search import drawn, run, shrunk
 
 DRAWN = 20  # of a thorough run: half a minute on two idle cores
@@ -41,7 +41,7 @@ def test_so_do_drawn_ones():
 
 def test_chosen_ones_do_every_operation():
     assert {operation for sequence in CHOSEN for operation in sequence.operations} == set(OPERATIONS)
-    assert minor() < 16 or chosen_here() == list(CHOSEN)
+    assert minor() < 17 or chosen_here() == list(CHOSEN)
 
 
 @pytest.fixture(scope="module")
@@ -87,4 +87,7 @@ def test_every_operation_can_be_drawn():
     sequences = drawn(0, 1000, layouts_here())
     missing = set(OPERATIONS) - {operation for one in sequences for operation in one.operations}
     on_disk = any(LAYOUTS[name].is_on_disk and LAYOUTS[name].can_save for name in layouts_here())
-    assert missing == (set() if on_disk else set(ASYNCHRONOUS))
+    expected = set() if on_disk else set(ASYNCHRONOUS)
+    if not any(LAYOUTS[name].has_train for name in layouts_here()):
+        expected |= {TRAIN, f"{TRAIN} that raises"}
+    assert missing == expected

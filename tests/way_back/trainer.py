@@ -1,4 +1,4 @@
-"""A model with its optimizer, schedule and checkpoints on a rank, and the operations on it."""
+"""A model with its optimizer, schedule and checkpoints on a rank, and what a trainer does with them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ import itertools
 import torch
 from rigs.megatron.options import Interrupted, linear_schedule
 
-from megapatch.testing import init_parallel, mean_loss, tiny_gpt
+from megapatch.testing import Fault, MegatronLoop, mean_loss
 from megapatch.testing._data import forward_step
 from megapatch.testing._model import _gpt_of
 from megapatch.train_step import TrainStep
 
+from . import streams
 from .checkpoints import checkpoints_of
 from .faults import raising
 from .pictures import parts_of, picture, take_logged
-from .plan import ABORTS, Step, WeightsOf
+from .plan import TRAIN
 
 MEAN = functools.partial(forward_step, two_tuple=True)
+COMPLETE = ("weights", "optimizer", "schedule", "streams")
 LAST = (900, 901)  # the data of the two steps after a sequence
+HOOKS = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 _files = itertools.count()
 
 
@@ -47,7 +50,9 @@ class Trainer:
         rate = self.layout.options["lr"]
         self.schedule = linear_schedule(self.model.optimizer, steps=40, max_lr=rate, start_wd=0.01, end_wd=0.1)
         self.checkpoints = checkpoints_of(self)
+        self.loop = None
         take_logged()
+        streams.seed()  # building a model has drawn, too
 
     def models(self):
         return [_gpt_of(chunk) for chunk in self.model.chunks]
@@ -62,6 +67,10 @@ class Trainer:
         self.train_mode()
         if kind == "split step":
             self.split(data)
+            return {}
+        if kind == TRAIN:
+            self.train(data)
+            self.schedule.step(increment=1)
             return {}
         self.model.zero_grad()
         metrics = self.forward_backward(data, overflowing if kind == "step that overflows" else MEAN)
@@ -87,6 +96,28 @@ class Trainer:
                 return
             step.finish(increment=1)
         take_logged()  # of all calls: a trainer logs it once a step
+
+    def train(self, data, fault=None):
+        """Call Megatron's own train() for a step. It wants to set the hooks itself."""
+        config = self.model.config
+        for name in HOOKS:
+            setattr(config, name, None)
+        try:
+            self.loop = self.loop or MegatronLoop(self.model, two_tuple=True)
+            self.loop.train(1, microbatches=self.model.microbatches(data, 2), fault=fault)
+        finally:
+            config.timers = None
+            self.model.set_hooks()
+            if self.model.ddp_config.overlap_param_gather:  # train() leaves them off
+                for chunk in self.model.chunks:
+                    chunk.enable_forward_pre_hook()
+
+    def train_and_raise(self, data):
+        try:
+            self.train(data, Fault(Interrupted(), microbatch=1, place="backward"))
+        except Interrupted:
+            return
+        raise AssertionError("nothing was raised")
 
     def arguments(self, batches, function):
         iterators = [iter(batches) for _ in self.model.chunks]
@@ -145,6 +176,8 @@ class Trainer:
         raise AssertionError("nothing was raised")
 
     def log_probabilities(self, data):
+        """With dropout, as the slips of some trainers have it: it draws random numbers."""
+        self.train_mode()
         with torch.no_grad():
             self.forward_backward(data, forward_only=True)
 
@@ -152,7 +185,7 @@ class Trainer:
         """Compute log probabilities of a reference: its weights come into the model, and go again."""
         self.model.gather_parameters()
         models = self.models()
-        mine = [{name: value.clone() for name, value in _weights(gpt).items()} for gpt in models]
+        mine = [{name: value.clone() for name, value in weights_of(gpt).items()} for gpt in models]
         for gpt, weights in zip(models, mine, strict=True):
             gpt.load_state_dict({name: value * 0.5 for name, value in weights.items()}, strict=False)
         self.log_probabilities(data)
@@ -177,7 +210,7 @@ class Trainer:
         take_logged()
 
     # ------------------------------------------------------------------------ loads
-    def load(self, slot, parts=("weights", "optimizer", "schedule")):
+    def load(self, slot, parts=COMPLETE):
         weights_only = tuple(parts) == ("weights",)
         if not weights_only:
             self.make_loadable()
@@ -190,7 +223,7 @@ class Trainer:
         """Raise when the weights are loaded, and the optimizer is not."""
         self.make_loadable()
         self.model.gather_parameters()
-        self.checkpoints.load_weights(self.checkpoints.read(slot))
+        self.checkpoints.loadweights_of(self.checkpoints.read(slot))
 
     def make_loadable(self):
         """Give a fresh optimizer state. Without Transformer Engine Megatron takes no other apart."""
@@ -198,27 +231,9 @@ class Trainer:
             self.model.train_step(999, two_tuple=True)
             take_logged()
 
-    # ------------------------------------------------------------------------ the reference
-    def do(self, program):
-        """Do what counts, without any load and without any state dict."""
-        for item in program:
-            if isinstance(item, WeightsOf):
-                self.set_weights(item.program)
-            else:
-                assert isinstance(item, Step)
-                self.set_rate(item.rate)
-                self.step(item.data, item.kind)
-
-    def set_weights(self, program):
-        other = Trainer(self.layout, self.rank, self.folder)
-        other.do(program)
-        other.model.gather_parameters()
-        self.model.gather_parameters()
-        for mine, theirs in zip(self.models(), other.models(), strict=True):
-            mine.load_state_dict(_weights(theirs), strict=False)
-        self.model.optimizer.reload_model_params()
-
+    # ------------------------------------------------------------------------ what is compared
     def set_rate(self, steps):
+        """Set the optimizer's rate to that of the schedule after this many steps."""
         self.schedule.num_steps = steps
         self.schedule.step(increment=0)
 
@@ -230,74 +245,6 @@ class Trainer:
         return {**shown, **picture(self)}
 
 
-def _weights(gpt):
+def weights_of(gpt):
+    """Return the tensors of a model's state."""
     return {name: value for name, value in gpt.state_dict().items() if torch.is_tensor(value)}
-
-
-def operate(trainer, operation, data):
-    """Do the operation of a sequence."""
-    if (run := SIMPLE.get(operation)) is not None:
-        return run(trainer, data)
-    way = "TrainStep aborted" if operation.startswith("TrainStep") else "abort"
-    return trainer.abort(data, way, next(place for place in ABORTS if operation.endswith(place)))
-
-
-def _async_save(trainer, data):
-    trainer.pending = trainer.checkpoints.begin(trainer.path())
-
-
-def _finish(trainer, data):
-    trainer.checkpoints.finish()
-    trainer.slots.append(trainer.pending)
-    trainer.pending = None
-
-
-def _save(trainer, data):
-    trainer.model.gather_parameters()
-    trainer.slots.append(trainer.checkpoints.save(trainer.path()))
-
-
-def _load_after_one_that_raised(trainer, data):
-    trainer.load_that_raises(trainer.slots[-1])
-    trainer.load(trainer.slots[-1])
-
-
-def _new_model(trainer, data):
-    trainer.layout.set_up()
-    trainer.build()
-
-
-def _another_layout(trainer, data):
-    init_parallel(**({} if trainer.layout.parallel else {"pp": 2}))
-    other = tiny_gpt()
-    other.train_step(data, two_tuple=True)
-    _new_model(trainer, data)
-
-
-SIMPLE = {
-    "step": Trainer.step,
-    "split step": lambda trainer, data: trainer.step(data, "split step"),
-    "step that overflows": lambda trainer, data: trainer.step(data, "step that overflows"),
-    "evaluation": Trainer.evaluate,
-    "evaluation that raises": lambda trainer, data: trainer.evaluate(data, "in the forward pass"),
-    "log probabilities": Trainer.log_probabilities,
-    "swap of a reference": Trainer.swap,
-    "offload and onload": lambda trainer, data: trainer.offload(),
-    "second model": Trainer.another_model,
-    "TrainStep dropped": lambda trainer, data: trainer.split(data, "dropped"),
-    "save": _save,
-    "save that raises": lambda trainer, data: trainer.checkpoints.save_that_raises(trainer.path()),
-    "async save": _async_save,
-    "finish the async save": _finish,
-    "abandoned async save": lambda trainer, data: trainer.checkpoints.abandon(trainer.path()),
-    "load": lambda trainer, data: trainer.load(trainer.slots[-1]),
-    "load of the first save": lambda trainer, data: trainer.load(trainer.slots[0]),
-    "load without the schedule": lambda trainer, data: trainer.load(trainer.slots[-1], ("weights", "optimizer")),
-    "load that raises, then load": _load_after_one_that_raised,
-    "load of the weights": lambda trainer, data: trainer.load(trainer.slots[-1], ("weights",)),
-    "load of the optimizer, then of the weights": lambda trainer, data: trainer.load(
-        trainer.slots[-1], ("optimizer", "weights", "schedule")
-    ),
-    "new model": _new_model,
-    "another layout and back": _another_layout,
-}
