@@ -59,6 +59,7 @@ def _code(summary: Summary, unreadable: list[str]) -> int:
 
 def _write(path: str, html: str) -> bool:
     """Write the page, say where it is, and return whether that was possible."""
+    terminal.flush()  # the page may go where the text goes
     try:
         Path(path).write_text(html, encoding="utf-8")
     except OSError as error:
