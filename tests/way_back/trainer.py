@@ -223,7 +223,7 @@ class Trainer:
         """Raise when the weights are loaded, and the optimizer is not."""
         self.make_loadable()
         self.model.gather_parameters()
-        self.checkpoints.loadweights_of(self.checkpoints.read(slot))
+        self.checkpoints.load_weights(self.checkpoints.read(slot))
 
     def make_loadable(self):
         """Give a fresh optimizer state. Without Transformer Engine Megatron takes no other apart."""

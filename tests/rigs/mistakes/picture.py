@@ -17,7 +17,7 @@ from megapatch._cli.audit.picture import picture
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 from rigs.cells import AUDITED
 from rigs.megatron.options import UNPATCHED, Interrupted, raising_half_way
-from rigs.mistakes.others import schedule_of
+from rigs.mistakes.schedules import schedule_of
 from rigs.mistakes.weights import BF16, copies_of, put
 
 DOCS = Path(__file__).parents[3] / "docs"
