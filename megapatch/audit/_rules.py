@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -52,7 +53,8 @@ def rules(ledger: Ledger, audit: Audit | None) -> tuple[Rule, ...]:
 def rules_of(part: Part) -> list[str]:
     """Return the rules that a part of an audit looks at: those that the first line of its docstring names."""
     title = (part.doc or "").partition("\n")[0].partition(":")[0]
-    return [name for name in INVARIANTS if name in title]
+    named = re.findall(r"[a-z-]+", title)
+    return [name for name in INVARIANTS if name in named]
 
 
 def _unwatched(audit: Audit) -> dict[str, str]:
