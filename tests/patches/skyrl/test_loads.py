@@ -13,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.loads import assert_bad_ones_raise, bad_loads
 from rigs.megatron.options import UNPATCHED, quick_writer
 from rigs.skyrl.releases import needs_skyrl
 
@@ -107,21 +106,3 @@ def test_a_step_at_rate_zero_leaves_the_loaded_weights_and_the_schedule_is_the_s
     for at, unchanged in without_and_with[1]:
         assert at == [SAVED, SAVED]
         assert unchanged
-
-
-def loads_of_bad_ones(rank, world_size, release, folder):
-    quick_writer()
-    strategy = strategy_of(release)
-
-    def save(model, schedule, path):
-        strategy.save_checkpoint(SimpleNamespace(actor_module=model.chunks), path, rank, model.optimizer, schedule)
-
-    def load(model, schedule, path):
-        strategy.load_checkpoint(SimpleNamespace(actor_module=model.chunks), path, model.optimizer, schedule)
-
-    return bad_loads(rank, folder, save, load)
-
-
-def test_a_bad_checkpoint_raises_and_a_good_one_makes_all_right(release, tmp_path):
-    for found in release.ranks(loads_of_bad_ones, 2, release, f"{tmp_path}/bad"):
-        assert_bad_ones_raise(found)
