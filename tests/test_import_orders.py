@@ -22,7 +22,8 @@ PROGRAMS = {  # with what each needs besides itself
     "megapatch run": (["megapatch", "run", "--", sys.executable, *DRIVER, "2"], "megapatch"),
     "ddtrace-run": (["ddtrace-run", sys.executable, *DRIVER, "2"], "ddtrace"),
     "coverage run": (
-        [sys.executable, "-m", "coverage", "run", "--data-file", os.devnull, *DRIVER, "2"],
+        # It deletes this file first: os.devnull, if root runs it.
+        [sys.executable, "-m", "coverage", "run", "--data-file", "coverage.data", *DRIVER, "2"],
         "coverage",
     ),
     "debugpy": (

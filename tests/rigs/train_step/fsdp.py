@@ -49,12 +49,15 @@ def interrupt(values, where):
 
 def plain_model():
     torch.manual_seed(1)
-    return Tiny().double().cuda()
+    return Tiny().double().to(device())
+
+
+def device():
+    return "cuda" if torch.cuda.is_available() else "cpu"  # never with the CUDA stubs
 
 
 def device_mesh(shape, *names):
-    device = "cuda" if torch.cuda.is_available() else "cpu"  # never with the CUDA stubs
-    return init_device_mesh(device, shape, mesh_dim_names=names)
+    return init_device_mesh(device(), shape, mesh_dim_names=names)
 
 
 def sharded_model(mesh=None, dtype=torch.float64):
@@ -74,9 +77,9 @@ def microbatches(step, rank, count):
     generator = torch.Generator().manual_seed(100 * step + 10 * rank)
     return [
         (
-            torch.randn(2, 5, generator=generator).double().cuda(),
-            torch.randn(2, 3, generator=generator).double().cuda(),
-            torch.randint(0, 3, (2, 3), generator=generator).cuda(),
+            torch.randn(2, 5, generator=generator).double().to(device()),
+            torch.randn(2, 3, generator=generator).double().to(device()),
+            torch.randint(0, 3, (2, 3), generator=generator).to(device()),
         )
         for _ in range(count)
     ]
