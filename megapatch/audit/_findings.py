@@ -118,7 +118,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def looking_back(self) -> Iterator[None]:
-        """What is reported in here has happened in the latest call or step, and not where somebody asks for it."""
+        """Give findings of this context the line of the latest call or step, not that of whoever asks for them."""
         self._looks_back = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""What has happened to a model besides steps: a few events of each kind, however many there were."""
+"""Events of a model other than steps: a few of each kind, however many there were."""
 
 from __future__ import annotations
 

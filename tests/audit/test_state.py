@@ -1,4 +1,4 @@
-"""What is looked at of tensors, parameters and loads, and what is left out on purpose."""
+"""Samples of tensors, parameters and loads: which are taken, and which are left out on purpose."""
 
 from __future__ import annotations
 
