@@ -37,7 +37,24 @@ from .._diagnosis import (
 )
 
 INITIALIZE, DESTROY = "initialize_model_parallel", "destroy_model_parallel"
-GROUP = "_TENSOR_MODEL_PARALLEL_GROUP"
+GROUPS = (  # every release from 0.12 to 0.19 sets them, and expects them to be None before that
+    "_MODEL_PARALLEL_GROUP",
+    "_TENSOR_MODEL_PARALLEL_GROUP",
+    "_PIPELINE_MODEL_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP",
+    "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_CONTEXT_PARALLEL_GROUP",
+    "_EMBEDDING_GROUP",
+    "_POSITION_EMBEDDING_GROUP",
+    "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP",
+    "_TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
+    "_EXPERT_MODEL_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP",
+    "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+)
 
 logger = logging.getLogger("megapatch")
 
@@ -64,7 +81,7 @@ def diagnose(module: ModuleType) -> Verdict:
     """Run the real destroy_model_parallel() on made-up globals."""
     missing = [
         *missing_attributes(f"{PARALLEL_STATE}:", INITIALIZE),
-        *missing_names(f"{PARALLEL_STATE}:{DESTROY}", GROUP),
+        *missing_names(f"{PARALLEL_STATE}:{DESTROY}", *GROUPS),
     ]
     if missing:
         return lacking(missing)
@@ -73,9 +90,9 @@ def diagnose(module: ModuleType) -> Verdict:
         state = _state_after(unpatched(vars(module)[DESTROY]), destroyed)
     except Exception as error:
         return cannot_run(f"{DESTROY}()", error)
-    if state[GROUP] is not None:
-        return Verdict(UNKNOWN, f"expected {DESTROY}() to forget the tensor-parallel group")
-    if GROUP in destroyed:
+    if kept := [group for group in GROUPS if state[group] is not None]:
+        return Verdict(UNKNOWN, f"expected {DESTROY}() to forget {', '.join(kept)}")
+    if set(GROUPS) <= set(destroyed):
         return Verdict(FIXED, f"{DESTROY}() destroys the process groups")
     return Verdict(NEEDED, f"{DESTROY}() forgets the process groups and leaves them in place")
 

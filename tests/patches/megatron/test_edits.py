@@ -76,6 +76,7 @@ HARMFUL = {
     "megatron.groups-destroyed": (
         (STATE, "destroy_model_parallel", empty),
         (STATE, "destroy_model_parallel", without("_TENSOR_MODEL_PARALLEL_GROUP = None")),
+        (STATE, "destroy_model_parallel", without("_DATA_PARALLEL_GROUP = None")),
     ),
     "megatron.load-offloaded-state": (
         (OPTIMIZER, "HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers", empty),

@@ -13,7 +13,7 @@ from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.megatron.options import UNPATCHED
 
 from megapatch._mcore.process_groups import process_groups
-from megapatch.patches.megatron.groups_destroyed import diagnose
+from megapatch.patches.megatron.groups_destroyed import GROUPS, diagnose
 
 CYCLES = 4
 
@@ -133,17 +133,24 @@ def verdicts(rank, world_size):
     def needs_more():
         return module._TENSOR_MODEL_PARALLEL_GROUP.something_new
 
-    repaired = {}
-    exec(REPAIRED, vars(module), repaired)
-    functions = forgets_nothing, needs_more, repaired["destroys_all"]
-    return verdicts_of(diagnose, module, made_up(module, "destroy_model_parallel", *functions))
+    functions = {"forgets_nothing": forgets_nothing, "needs_more": needs_more}
+    for name, groups in EDITED.items():
+        code = f"def {name}():\n    global {', '.join(groups)}\n    {' = '.join(groups)} = None"
+        exec(code, vars(module), functions)
+    exec(REPAIRED, vars(module), functions)
+    return verdicts_of(diagnose, module, made_up(module, "destroy_model_parallel", *functions.values()))
 
 
-REPAIRED = """
+EDITED = {
+    "forgets_all": GROUPS,
+    "forgets_no_data_parallel": [group for group in GROUPS if group != "_DATA_PARALLEL_GROUP"],
+}
+REPAIRED = f"""
 def destroys_all():
-    global _TENSOR_MODEL_PARALLEL_GROUP
-    torch.distributed.destroy_process_group(_TENSOR_MODEL_PARALLEL_GROUP)
-    _TENSOR_MODEL_PARALLEL_GROUP = None
+    global {", ".join(GROUPS)}
+    for group in ({", ".join(GROUPS)}):
+        torch.distributed.destroy_process_group(group)
+    {" = ".join(GROUPS)} = None
 """
 
 
@@ -157,5 +164,7 @@ def test_diagnosis():
         "as it is": "needed",
         "forgets_nothing": "unknown",
         "needs_more": "unknown",
+        "forgets_all": "needed",
+        "forgets_no_data_parallel": "unknown",
         "destroys_all": "fixed",
     }
