@@ -8,24 +8,21 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.nemo_rl import InFlightUpdates, PolicyTrainer
-from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt, use_one_gloo_thread
+from megapatch.testing import install_cuda_stubs, tiny_gpt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 install_cuda_stubs()
 from rigs.nemo_rl import policy as nemo_policy  # noqa: E402
 from rigs.nemo_rl import worker as nemo_rl  # noqa: E402
+from rigs.one_process import join_alone  # noqa: E402
 
 SAMPLES, GROUPS, STEPS = 4, 3, 6
 
 
 async def main():
-    use_one_gloo_thread()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    init_parallel()
+    join_alone()
     nemo_policy.find_policies()
     policy = nemo_policy.policy_for(tiny_gpt(**nemo_rl.GPT))
     trainer, buffer = PolicyTrainer(policy, nemo_rl.nll_loss(), gbs=SAMPLES * GROUPS), RolloutBuffer()

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch
-
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from megapatch.streaming.slime import GroupTrainer, GroupWeights
-from megapatch.testing import init_parallel, install_cuda_stubs, tiny_gpt, use_one_gloo_thread
+from megapatch.testing import install_cuda_stubs, tiny_gpt
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 install_cuda_stubs()
+from rigs.one_process import join_alone  # noqa: E402
 from rigs.slime import group as slime_group  # noqa: E402
 from rigs.slime import train as slime  # noqa: E402
 
@@ -23,9 +22,7 @@ SAMPLES, GROUPS, STEPS = 4, 3, 6
 
 
 async def main():
-    use_one_gloo_thread()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    init_parallel()
+    join_alone()
     slime.find_slime()
     model = tiny_gpt(hooks=False)
     _, loop, group = slime_group.group_for(model, SAMPLES * GROUPS)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from .._dotted import find
 from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
 
 
@@ -36,19 +37,12 @@ def site(
 def _diagnose(
     paths: tuple[str, ...], expected: Mapping[str, tuple[str, ...]], is_optional: bool, module: ModuleType
 ) -> Verdict:
-    if is_optional and _find(module, paths[0]) is None:
+    if is_optional and find(module, paths[0]) is None:
         return Verdict(ABSENT, f"this version has no {paths[0]}")
-    missing = [path for path in paths if not callable(_find(module, path))]
+    missing = [path for path in paths if not callable(find(module, path))]
     for path, parameters in expected.items():
-        known = inspect.signature(inspect.unwrap(_find(module, path))).parameters if path not in missing else ()
+        known = inspect.signature(inspect.unwrap(find(module, path))).parameters if path not in missing else ()
         missing += [f"{path}({name})" for name in parameters if name not in known]
     if missing:
         return Verdict(UNKNOWN, f"expected {', '.join(missing)}")
     return Verdict(NEEDED, "watched")
-
-
-def _find(module: ModuleType, path: str) -> Any:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
