@@ -31,7 +31,7 @@ def activate(*ignored: object, **also_ignored: object) -> None:
 
 
 def apply() -> None:
-    """Look again at every target that is loaded now; what is in place stays as it is.
+    """Look again at every target that is loaded now; patches in place stay as they are.
 
     For after `importlib.reload`, after `restore`, or when a module was half-imported before.
 

@@ -91,7 +91,7 @@ def clean_data(value: Any) -> Any:
 
 
 def cut(text: str, limit: int) -> str:
-    """Return at most so many characters of a text in one line; a secret is hidden before it can be cut in two."""
+    """Return a text in one line of at most `limit` characters; hide secrets first, so that none is cut in two."""
     text = one_line(text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 

@@ -56,7 +56,7 @@ class ConfigError(MegapatchError, ValueError):
     Attributes:
         field: the field's name.
         value: the value that it has.
-        rule: what the value has to be, in words.
+        rule: the values that are allowed, in words.
     """
 
     def __init__(self, field: str, value: object, rule: str) -> None:
@@ -75,7 +75,7 @@ class EmptyStepError(MegapatchError, RuntimeError):
         target: prompt groups that the step needs.
         needed: eligible prompt groups required to continue; more than 1 before a step begins.
         evicted: prompt groups that were cleared as too old during the wait.
-        backlog: a `megapatch.streaming.Backlog`, what else is in the buffer.
+        backlog: a `megapatch.streaming.Backlog`: the rest of the buffer's contents.
     """
 
     def __init__(self, why: str, *, trained: int, target: int, needed: int, evicted: int, backlog: Any) -> None:

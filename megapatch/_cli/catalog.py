@@ -93,7 +93,7 @@ def names_and_globs() -> list[str]:
 
 
 def _all_patches() -> list[PatchInfo]:
-    """Return all patches, and what is known of those that are off, or cannot be loaded."""
+    """Return all patches; of those that are off, or cannot be loaded, the known facts."""
     this_process().load_all()
     return list(this_process().roster.known_patches)
 

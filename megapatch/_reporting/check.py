@@ -71,7 +71,7 @@ def _line(report: Report) -> str:
 
 # -------------------------------------------------------------------------------------- a file a rank
 def write_file(folder: Path, report: Report, rank: int, size: int) -> None:
-    """Write a rank's findings; where that fails, a note says so, and training goes on."""
+    """Write a rank's findings; if that fails, note it and let training continue."""
     data = {"schema": SCHEMA, "rank": rank, "size": size, "host": platform.node(), "pid": os.getpid()}
     try:
         files.write(files.path_of(folder, _KIND, rank), {**data, "facts": look(), "report": report.to_dict()})

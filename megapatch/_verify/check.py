@@ -20,7 +20,7 @@ class DefectSeen(AssertionError):
 
 
 class CannotRunHere(Exception):
-    """A scenario needs what is not here; the message says what."""
+    """Raised if this machine lacks something that a scenario needs; the message names it."""
 
 
 class Layout(NamedTuple):

@@ -114,7 +114,7 @@ def _chosen(names: Sequence[str]) -> list[str]:
 
 
 def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float) -> None:
-    """Run what there is to run, one check after the other."""
+    """Run the checks that are left, one after the other."""
     from .checks import CHECKS
 
     checks = {check.name: check for check in CHECKS}

@@ -101,9 +101,9 @@ def seen(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> 
     """Run a check's scenario in these layouts.
 
     Raises:
-        DefectSeen: it met its defect.
-        CannotRunHere: what it needs is missing.
-        BrokeOff: it failed on something else.
+        DefectSeen: the scenario met its defect.
+        CannotRunHere: the scenario needs something that is missing.
+        BrokeOff: the scenario failed in another way.
     """
     from .. import audit
 

@@ -50,7 +50,7 @@ def answering_none(kind: Any) -> Any:
 
 
 def real_imports_but(package: str, instead: Callable[[], Any]) -> Callable[..., Any]:
-    """Return an `__import__` for upstream code: `instead()` for its own package; what a fork imports is real."""
+    """Return an `__import__` for upstream code: `instead()` for its own package, the real import for others."""
 
     def import_module(name: str, namespace: Any = None, scope: Any = None, names: Any = (), level: int = 0) -> Any:
         if level or name.partition(".")[0] == package:
@@ -113,7 +113,7 @@ def _came_with(distribution: str, release: str, module: ModuleType) -> str:
 def judged_by_name(name: str, paths: tuple[str, ...], missing: list[str], *, fixed: str, needed: str) -> Verdict:
     """Return FIXED if one of the functions mentions `name`, by which upstream repairs it; otherwise NEEDED.
 
-    missing: what the patch relies on and has not found. With any of it the verdict is UNKNOWN.
+    missing: names that the patch relies on and did not find. If there are any, the verdict is UNKNOWN.
     """
     if any(not missing_names(path, name) for path in paths):
         return Verdict(FIXED, fixed)

@@ -16,7 +16,7 @@ def diagnose_loss_scale(setting: str, missing: list[str], needed: str) -> Verdic
 
     Args:
         setting: its path.
-        missing: what the patch relies on and has not found.
+        missing: names that the patch relies on and did not find.
         needed: the defect, in words.
     """
     owner = setting.partition(":")[2].rpartition(".")[0]

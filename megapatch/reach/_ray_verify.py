@@ -14,8 +14,8 @@ def verify(actors: Sequence[Any], *names: str, timeout: float = 180.0) -> dict[s
     """Run `megapatch verify` with one rank beside each of these Ray actors, and return what it found.
 
     Each rank is a new process on the actor's machine, with the actor's Python, environment variables and visible
-    GPUs. The actors do nothing else meanwhile; what they hold stays, and a rank takes at most 2 GiB of GPU memory
-    in addition. Over NCCL each actor needs a GPU of its own.
+    GPUs. The actors do nothing else meanwhile; they keep their memory, and a rank takes at most 2 GiB of GPU
+    memory in addition. Over NCCL each actor needs a GPU of its own.
 
     Args:
         actors: handles, at least one; they become the ranks, in this order.

@@ -71,7 +71,7 @@ class InFlight:
         return iter(list(self._rollouts.items()))
 
     def add(self, group_id: Hashable, rollout: Rollout) -> None:
-        """Add one that runs, if it is not here."""
+        """Add a running rollout, unless its group has one."""
         if group_id not in self._rollouts:
             self._rollouts[group_id] = rollout
             self._of_version[rollout.version] += 1

@@ -198,7 +198,7 @@ def _third_parties() -> list[Distribution]:
 
 
 def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
-    """Return each known variable that is set: name, value, and what it does here."""
+    """Return each known variable that is set: name, value, and effect here."""
     settings = Settings.from_environment(environment)
     off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
     on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]

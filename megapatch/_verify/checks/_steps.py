@@ -68,5 +68,5 @@ def fast_network() -> Iterator[None]:
 
 
 def sequence(model: Any, calls: Sequence[int], **options: Any) -> list[Any]:
-    """Make steps of so many calls; return the gradients of each."""
+    """Make a step of each number of calls; return the gradients of each step."""
     return [step_in_calls(model, step, count, **options) for step, count in enumerate(calls)]

@@ -6,11 +6,11 @@ Symptom   with the distributed optimizer and overlap_param_gather, optimizer.ste
           one step old. NeMo-RL's default configurations have the option on.
 Upstream  unfixed in 0.12 to 0.19 and on main. Megatron's own train() gathers before a save; all else is left to
           callers. NVIDIA-NeMo/RL#4086 does it there; verl, ms-swift, AReaL and SkyRL do not.
-Seam      three kinds. (1) What all ranks call gathers first: save_checkpoint() of Megatron and Megatron-Bridge,
-          generate_state_dict(), MegatronModule.sharded_state_dict() (of DistributedDataParallel, of an unwrapped
-          model, and of each part of one; what a module asks of its submodules is part of its own call), the refit
-          of a separate model for inference (megatron.core.resharding), and the exporters of Megatron-Bridge,
-          mbridge and mcore-bridge.
+Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoint() of Megatron and
+          Megatron-Bridge, generate_state_dict(), MegatronModule.sharded_state_dict() (of DistributedDataParallel,
+          of an unwrapped model, and of each part of one; a module's calls of its submodules belong to its own
+          call), the refit of a separate model for inference (megatron.core.resharding), and the exporters of
+          Megatron-Bridge, mbridge and mcore-bridge.
           Exporters are generators, often made before the step and read after it, so they gather at their first
           `next`. mcore-bridge's LoRA layers gather before they are merged: merged with old adapters and, after an
           export that gathers, unmerged with new ones, the base weights would be changed for good.
@@ -183,7 +183,7 @@ def refuse_stale(reader: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_for_shards(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather for the module that is asked; what it asks of its submodules is part of that."""
+    """Gather once for the called module; its own calls of submodules belong to that call."""
     asked = threading.local()
 
     @functools.wraps(sharded_state_dict)

@@ -132,7 +132,7 @@ def of_script(text: str, name: str) -> list[str]:
 
 
 def _shortened(words: Iterable[str]) -> str:
-    """Return the first words, whole ones: whoever prints them hides secrets, and must see all of one."""
+    """Return the first words, whole ones: the printing code hides secrets, and must see each in full."""
     shown = ""
     for word in words:
         if len(shown) + len(word) > 80 and shown:
