@@ -37,12 +37,12 @@ def after_load(load):
 BAD = ("open step", "no step of the schedule", "more layers", "truncated")
 
 
-def bad_loads(rank, folder, save, load):
-    """Return the results of `bad_load` by fault."""
-    return {fault: bad_load(rank, f"{folder}/{fault}", save, load, fault) for fault in BAD}
+def bad_loads(rank, folder, save, load, **options):
+    """Return the results of `bad_load` by fault. Options are those of tiny_gpt()."""
+    return {fault: bad_load(rank, f"{folder}/{fault}", save, load, fault, **options) for fault in BAD}
 
 
-def bad_load(rank, folder, save, load, fault):
+def bad_load(rank, folder, save, load, fault, **options):
     """Train, save, train on, and load a checkpoint that is bad, then a good one.
 
     save, load   called with (model, schedule, path)
@@ -50,7 +50,7 @@ def bad_load(rank, folder, save, load, fault):
     and the schedule's step are the saved ones after the good load.
     """
     init_parallel()
-    model, schedule = _made()
+    model, schedule = _made(**options)
     good, bad = (f"{folder}/{name}" for name in ("good", "bad"))
     for path in (good, bad):
         if rank == 0:
@@ -60,7 +60,8 @@ def bad_load(rank, folder, save, load, fault):
     torch.distributed.barrier()
     saved = model.parameters()
     save(model, schedule, good)
-    _save_bad(rank, model, schedule, bad, save, fault)
+    other = _made(**options, layers=4) if fault == "more layers" else None
+    _save_bad(rank, model, schedule, bad, save, fault, other)
     model.train_step(1)
     schedule.step(1)
     before = model.parameters()
@@ -79,14 +80,14 @@ def bad_load(rank, folder, save, load, fault):
     return *outcome, changed, right
 
 
-def _made(**sizes):
-    model = tiny_gpt(**OPTIONS, lr=0.05, optim={"min_lr": 0.0}, **sizes)
+def _made(**options):
+    model = tiny_gpt(**{**OPTIONS, **options}, lr=0.05, optim={"min_lr": 0.0})
     return model, linear_schedule(model.optimizer, steps=20, max_lr=0.05)
 
 
-def _save_bad(rank, model, schedule, path, save, fault):
-    if fault == "more layers":
-        model, schedule = _made(layers=4)
+def _save_bad(rank, model, schedule, path, save, fault, other):
+    if other is not None:
+        model, schedule = other
         model.train_step(0)
     state = schedule.state_dict()
     if fault == "no step of the schedule":
@@ -104,7 +105,8 @@ def assert_bad_ones_raise(found):
     """Check a rank's results of `bad_loads`: what changes nothing, and that a good load makes all right."""
     errors = {fault: (error, text) for fault, (error, text, *_) in found.items()}
     assert errors["open step"][0] == "MisuseError" and "Nothing was loaded" in errors["open step"][1]
-    assert errors["no step of the schedule"] == ("KeyError", "'num_steps'")
+    error, text = errors["no step of the schedule"]
+    assert error == "KeyError" and "lacks 'num_steps'. Found: max_lr, " in text
     assert errors["more layers"][0] == errors["truncated"][0] == "CheckpointException"
     changed = {fault for fault, (*_, elements, _) in found.items() if elements}
     assert changed == {"no step of the schedule", "truncated"}
