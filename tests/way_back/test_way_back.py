@@ -4,13 +4,14 @@ only what counts, bit for bit."""
 from __future__ import annotations
 
 import pytest
-from rigs.megatron.options import UNPATCHED
+from rigs.megatron.options import UNPATCHED, needs_training
 from rigs.megatron.save import minor
 
 from way_back.chosen import CHOSEN, chosen_here
 from way_back.known import KNOWN, is_free, report_of
 from way_back.layouts import LAYOUTS, layouts_here
 from way_back.plan import ASYNCHRONOUS, OPERATIONS, TRAIN, Sequence, WeightsOf, plan
+from way_back.ranks import RAISES
 from way_back.search import drawn, run, shrunk
 
 DRAWN = 20  # of a thorough run: half a minute on two idle cores
@@ -53,6 +54,21 @@ def known():
 def test_what_is_known_still_differs(known, row):
     """If it no longer does, remove its row."""
     assert row.kinds <= set(known[row.shows]), known[row.shows]
+
+
+AGAIN = [Sequence(layout, (f"{TRAIN} that raises", TRAIN)) for layout in ("fp32", "bf16, sharded, overlaps")]
+WITHOUT_REENTRY = {"MEGAPATCH_DISABLE": "megatron.train-reentry"}
+
+
+@needs_training
+def test_train_goes_well_after_it_has_raised():
+    assert not (found := differing(AGAIN)), found
+
+
+@needs_training
+def test_it_does_not_without_its_patch():
+    for differences in run(AGAIN, WITHOUT_REENTRY).values():
+        assert differences[RAISES] == f"in {TRAIN}: AssertionError: timer has already been started"
 
 
 @pytest.mark.nightly
