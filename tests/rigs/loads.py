@@ -37,12 +37,12 @@ def after_load(load):
 BAD = ("open step", "no step of the schedule", "more layers", "truncated")
 
 
-def bad_loads(rank, folder, save, load, **options):
-    """Return the results of `bad_load` by fault. Options are those of tiny_gpt()."""
-    return {fault: bad_load(rank, f"{folder}/{fault}", save, load, fault, **options) for fault in BAD}
+def bad_loads(rank, folder, save, load):
+    """Return the results of `bad_load` by fault."""
+    return {fault: bad_load(rank, f"{folder}/{fault}", save, load, fault) for fault in BAD}
 
 
-def bad_load(rank, folder, save, load, fault, **options):
+def bad_load(rank, folder, save, load, fault):
     """Train, save, train on, and load a checkpoint that is bad, then a good one.
 
     save, load   called with (model, schedule, path)
@@ -50,7 +50,7 @@ def bad_load(rank, folder, save, load, fault, **options):
     and the schedule's step are the saved ones after the good load.
     """
     init_parallel()
-    model, schedule = _made(**options)
+    model, schedule = _made()
     good, bad = (f"{folder}/{name}" for name in ("good", "bad"))
     for path in (good, bad):
         if rank == 0:
@@ -60,8 +60,7 @@ def bad_load(rank, folder, save, load, fault, **options):
     torch.distributed.barrier()
     saved = model.parameters()
     save(model, schedule, good)
-    other = _made(**options, layers=4) if fault == "more layers" else None
-    _save_bad(rank, model, schedule, bad, save, fault, other)
+    _save_bad(rank, model, schedule, bad, save, fault)
     model.train_step(1)
     schedule.step(1)
     before = model.parameters()
@@ -80,14 +79,14 @@ def bad_load(rank, folder, save, load, fault, **options):
     return *outcome, changed, right
 
 
-def _made(**options):
-    model = tiny_gpt(**{**OPTIONS, **options}, lr=0.05, optim={"min_lr": 0.0})
+def _made(**sizes):
+    model = tiny_gpt(**OPTIONS, lr=0.05, optim={"min_lr": 0.0}, **sizes)
     return model, linear_schedule(model.optimizer, steps=20, max_lr=0.05)
 
 
-def _save_bad(rank, model, schedule, path, save, fault, other):
-    if other is not None:
-        model, schedule = other
+def _save_bad(rank, model, schedule, path, save, fault):
+    if fault == "more layers":
+        model, schedule = _made(layers=4)
         model.train_step(0)
     state = schedule.state_dict()
     if fault == "no step of the schedule":
