@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .known import is_free
 from .layouts import layouts_here
-from .plan import TRAIN, Sequence, plan
+from .plan import REPLAYED, TRAIN, Sequence, plan
 
 CHOSEN = (
     Sequence(
@@ -60,7 +60,14 @@ CHOSEN = (
     ),
     Sequence(
         "moe",
-        ("split step", "save", "TrainStep aborted after the reduce", "second model", "load without the schedule"),
+        (
+            "split step",
+            "save",
+            "TrainStep aborted after the reduce",
+            "second model",
+            "load without the schedule",
+            f"TrainStep aborted {REPLAYED}",
+        ),
     ),
     Sequence(
         "bf16, on disk",

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from unittest import mock
 
+import torch
 from rigs.megatron.options import Interrupted
 
 from .pictures import parts_of
+from .plan import REPLAYED
 
 
 def raising(model, place, microbatch=1):
@@ -19,6 +21,8 @@ def raising(model, place, microbatch=1):
         return _in_a_pass(model, microbatch, backward=False)
     if place == "in the backward pass":
         return _in_a_pass(model, microbatch, backward=True)
+    if place == REPLAYED:
+        return _in_a_replay(model, microbatch)
     if place == "in the optimizer":
         return _in_the_optimizer(model)
     return _around_finalize(model, first=place == "after the reduce")
@@ -40,14 +44,43 @@ def _in_a_pass(model, microbatch, backward):
             hidden = output[0] if isinstance(output, tuple) else output
             hidden.register_hook(raises)
 
-    chunk = model.chunks[0].module
-    while not hasattr(chunk, "decoder"):  # Float16Module
-        chunk = chunk.module
-    handle = chunk.decoder.layers[0].register_forward_hook(after_a_layer)
+    handle = _decoder(model).layers[0].register_forward_hook(after_a_layer)
     try:
         yield
     finally:
         handle.remove()
+
+
+@contextlib.contextmanager
+def _in_a_replay(model, microbatch):
+    """Raise in the backward pass of a step whose tokens all take the routes to the first experts.
+
+    Routes are set before each microbatch, as trainers do that replay those of the rollout.
+    """
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    decoder = _decoder(model)
+    routers = [layer.mlp.router for layer in decoder.layers]
+
+    def set_routes(*_):
+        for router in routers:
+            topk = router.config.moe_router_topk
+            router.router_replay.set_target_indices(torch.arange(topk).expand(2 * model.seq, topk))
+            router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    handle = decoder.register_forward_pre_hook(set_routes)
+    try:
+        with _in_a_pass(model, microbatch, backward=True):
+            yield
+    finally:
+        handle.remove()
+
+
+def _decoder(model):
+    chunk = model.chunks[0].module
+    while not hasattr(chunk, "decoder"):  # Float16Module
+        chunk = chunk.module
+    return chunk.decoder
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rigs.megatron.save import minor
 
 from .layouts import LAYOUTS, Layout
-from .plan import ABORTS, LOADS, WAYS, Sequence
+from .plan import ABORTS, LOADS, REPLAYED, WAYS, Sequence
 from .ranks import RAISES
 
 WEIGHTS = "load of the weights"
@@ -59,6 +59,13 @@ KNOWN = (
         lambda layout: layout.is_moe,
         frozenset({"logged", "expert bias"}),
         Sequence("moe", ("abort in the optimizer",)),
+    ),
+    Known(
+        "new: without a TrainStep, routes that are replayed are those of the next steps, too",
+        aborts(REPLAYED, ways=(PLAIN,)),
+        lambda layout: layout.has_replay,
+        frozenset({"logged", "loss", "gradient norm", "weights"}),
+        Sequence("moe", (f"{PLAIN} {REPLAYED}",)),
     ),
     Known(
         "new: without a TrainStep, an abort in the optimizer counts for the loss scale",

@@ -27,6 +27,8 @@ MOE = {
         "moe_router_bias_update_rate": 0.1,
         "moe_router_load_balancing_type": "global_aux_loss",
         "moe_aux_loss_coeff": 0.1,
+        # Megatron up to 0.15 has none. Nothing is recorded or replayed before an action is set.
+        **({"moe_enable_routing_replay": True} if minor() >= 16 else {}),
     },
 }
 DROPOUT = {"config": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
@@ -46,6 +48,11 @@ class Layout(NamedTuple):
     @property
     def is_moe(self) -> bool:
         return "experts" in self.options
+
+    @property
+    def has_replay(self) -> bool:
+        """Whether its routers can replay routes."""
+        return "moe_enable_routing_replay" in self.options.get("config", {})
 
     @property
     def is_pipeline(self) -> bool:

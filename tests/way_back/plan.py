@@ -57,10 +57,12 @@ class Then(NamedTuple):
     data: int = 0
 
 
+REPLAYED = "while routes are replayed"
 ABORTS = {
     # place: whether all ranks of a pipeline come there together. Elsewhere a stage would wait for the other.
     "in the forward pass": False,
     "in the backward pass": False,
+    REPLAYED: False,
     "before the reduce": True,
     "after the reduce": True,
     "in the optimizer": True,
@@ -142,6 +144,8 @@ def _possible(layout: Layout, then: Then, operation: str) -> bool:
         return False
     place = next((place for place in ABORTS if operation.endswith(place)), None)
     if place and layout.is_pipeline and not ABORTS[place]:
+        return False
+    if place == REPLAYED and not layout.has_replay:
         return False
     if operation == "evaluation that raises":
         return not layout.is_pipeline

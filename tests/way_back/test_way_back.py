@@ -4,13 +4,14 @@ only what counts, bit for bit."""
 from __future__ import annotations
 
 import pytest
-from rigs.megatron.options import UNPATCHED
+from rigs.megatron.options import UNPATCHED, needs_training
 from rigs.megatron.save import minor
 
 from way_back.chosen import CHOSEN, chosen_here
-from way_back.known import KNOWN, is_free, report_of
+from way_back.known import KNOWN, PLAIN, is_free, report_of
 from way_back.layouts import LAYOUTS, layouts_here
-from way_back.plan import ASYNCHRONOUS, OPERATIONS, TRAIN, Sequence, WeightsOf, plan
+from way_back.plan import ASYNCHRONOUS, OPERATIONS, REPLAYED, TRAIN, WAYS, Sequence, WeightsOf, plan
+from way_back.ranks import RAISES
 from way_back.search import drawn, run, shrunk
 
 DRAWN = 20  # of a thorough run: half a minute on two idle cores
@@ -40,7 +41,8 @@ def test_so_do_drawn_ones():
 
 
 def test_chosen_ones_do_every_operation():
-    assert {operation for sequence in CHOSEN for operation in sequence.operations} == set(OPERATIONS)
+    possible = set(OPERATIONS) - {f"{PLAIN} {REPLAYED}"}  # which is known wherever there are routes
+    assert {operation for sequence in CHOSEN for operation in sequence.operations} == possible
     assert minor() < 17 or chosen_here() == list(CHOSEN)
 
 
@@ -53,6 +55,21 @@ def known():
 def test_what_is_known_still_differs(known, row):
     """If it no longer does, remove its row."""
     assert row.kinds <= set(known[row.shows]), known[row.shows]
+
+
+AGAIN = [Sequence(layout, (f"{TRAIN} that raises", TRAIN)) for layout in ("fp32", "bf16, sharded, overlaps")]
+WITHOUT_REENTRY = {"MEGAPATCH_DISABLE": "megatron.train-reentry"}
+
+
+@needs_training
+def test_train_goes_well_after_it_has_raised():
+    assert not (found := differing(AGAIN)), found
+
+
+@needs_training
+def test_it_does_not_without_its_patch():
+    for differences in run(AGAIN, WITHOUT_REENTRY).values():
+        assert differences[RAISES] == f"in {TRAIN}: AssertionError: timer has already been started"
 
 
 @pytest.mark.nightly
@@ -90,4 +107,6 @@ def test_every_operation_can_be_drawn():
     expected = set() if on_disk else set(ASYNCHRONOUS)
     if not any(LAYOUTS[name].has_train for name in layouts_here()):
         expected |= {TRAIN, f"{TRAIN} that raises"}
+    if not any(LAYOUTS[name].has_replay for name in layouts_here()):
+        expected |= {f"{way} {REPLAYED}" for way in WAYS}
     assert missing == expected

@@ -2,12 +2,15 @@
 
 Symptom   a checkpoint that is loaded into a scheduler which has stepped puts it at the sum of its own steps and
           the checkpoint's, silently: saved at 5, trained to 8, and loaded, it is at 13. Each load adds again, and
-          the learning rate is that of a later step.
+          the learning rate is that of a later step. A state without one of its keys ends with "KeyError:
+          'end_wd'", half loaded.
 Upstream  NovaSky-AI/SkyRL#2214 (open), radixark/miles#2974 (open); in 0.12 to 0.19.
           OptimizerParamScheduler.load_state_dict() calls step(increment=...), and nothing resets num_steps before.
           In Megatron-Bridge, verl, SkyRL and AReaL it is the same class.
 Seam      the class attribute load_state_dict(): num_steps is 0 before the original runs, as in a new scheduler. If
-          that raises, the scheduler is put back as it was before the load, and the rates of its optimizer.
+          that raises, the scheduler is put back as it was before the load, and the rates of its optimizer. The
+          KeyError of a state that lacks a key says what was found and what to do. The original decides which
+          older names will do.
 Limits    a load that fails here leaves weights and optimizer state that were loaded before it.
 Numbers   change after such a load, to those of a new scheduler that loads the same.
 Cost      nothing in a step.
@@ -16,7 +19,7 @@ Cost      nothing in a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -55,13 +58,35 @@ def load_from_the_start(load_state_dict: Callable[..., Any]) -> Callable[..., An
         setattr(self, STEPS, 0)
         try:
             return load_state_dict(self, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             vars(self).update(before)
             for group, rate in rates:
                 group.update(rate)
+            if (explained := _of_a_state_that_lacks_a_key(error, self, *args, **kwargs)) is not None:
+                raise explained from error
             raise
 
     return patched_load_state_dict
+
+
+def _of_a_state_that_lacks_a_key(
+    error: BaseException, scheduler: Any, state_dict: Any = None, *_: Any, **__: Any
+) -> KeyError | None:
+    """Return an error that explains this one; None if it is another. A KeyError, too: Megatron catches it."""
+    if not (isinstance(error, KeyError) and error.args and isinstance(state_dict, Mapping)):
+        return None
+    if error.args[0] in state_dict:
+        return None
+    return KeyError(
+        f"The checkpoint's learning rate schedule lacks {error.args[0]!r}. Found: {_names(state_dict)}. Expected: "
+        f"{_names(scheduler.state_dict())}, or the names that older releases gave them. Schedule and rates are as "
+        "before this load; weights and optimizer state may be loaded already. Load a complete checkpoint before "
+        "you train on, or load this one without its schedule (in Megatron: --no-load-optim)."
+    )
+
+
+def _names(state: Mapping[Any, Any]) -> str:
+    return ", ".join(map(str, state)) or "nothing"
 
 
 def _groups(scheduler: Any) -> Any:

@@ -16,6 +16,13 @@ from megapatch.testing import init_parallel, tiny_gpt
 
 MODULE = "megatron.core.optimizer_param_scheduler"
 SAVED = 3
+OLDER = {
+    "max_lr": "start_lr",
+    "lr_warmup_steps": "warmup_iter",
+    "lr_decay_steps": "end_iter",
+    "lr_decay_style": "decay_style",
+    "num_steps": "num_iters",
+}
 
 
 def scheduler_of(optimizer):
@@ -70,10 +77,25 @@ def fails(lacking):
         scheduler.load_state_dict, {**state, **({} if lacking else {"max_lr": 7.0, "num_steps": None})}
     )
     changed = [name for name, value in vars(scheduler).items() if value is not before[name]]
-    return error[0], changed, rates_of(model) == rates
+    return error, changed, rates_of(model) == rates
+
+
+def older_names():
+    """Load states as older releases of Megatron wrote them, whose schedules lack today's keys."""
+    found = []
+    for lacks in ((), ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")):
+        model = tiny_gpt(lr=0.5)
+        scheduler = scheduler_of(model.optimizer)
+        scheduler.step(SAVED)
+        state = {name: value for name, value in scheduler.state_dict().items() if name not in lacks}
+        new = scheduler_of(tiny_gpt(lr=0.5).optimizer)
+        new.load_state_dict({OLDER.get(name, name): value for name, value in state.items()})
+        found.append((new.state_dict() == scheduler.state_dict(), rates_of(new) == rates_of(scheduler)))
+    return found
 
 
 def rates_of(model):
+    """Return the rates of a model's optimizer, or of a scheduler's."""
     return [(group["lr"], group["weight_decay"]) for group in model.optimizer.param_groups]
 
 
@@ -112,7 +134,8 @@ DIAGNOSES = {
     "stays": ("unknown", "found 0 and 3"),
     "no class": ("unknown", "OptimizerParamScheduler"),
 }
-LACKING = ["num_steps", "end_wd", ""]
+LACKING = ["num_steps", "max_lr", "lr_decay_style", "end_wd", ""]
+"""Keys that a state lacks; "" is one that has all, but no number of steps."""
 
 
 def job(rank, world_size):
@@ -120,6 +143,7 @@ def job(rank, world_size):
     yield "again", goes_again
     for lacking in LACKING:
         yield lacking, lambda lacking=lacking: fails(lacking)
+    yield "older", older_names
     yield "diagnoses", diagnoses
 
 
@@ -144,11 +168,31 @@ def test_training_goes_the_same_way_again(patched):
 
 
 @pytest.mark.parametrize("lacking", LACKING)
-def test_a_load_that_fails_raises_as_before_and_changes_nothing(unpatched, patched, lacking):
+def test_a_load_that_fails_changes_nothing(unpatched, patched, lacking):
     for before, found in zip(unpatched, patched, strict=True):
-        assert found[lacking] == (before[lacking][0], [], True)
-        assert found[lacking][0] is not None
+        (error, _), changed, rates_kept = found[lacking]
+        assert error == before[lacking][0][0] is not None
+        assert changed == [] and rates_kept
         assert before[lacking][2] == (lacking != "end_wd")  # it raises last
+
+
+@pytest.mark.parametrize("lacking", [lacking for lacking in LACKING if lacking])
+def test_a_state_that_lacks_a_key_is_explained(unpatched, patched, lacking):
+    for before, found in zip(unpatched, patched, strict=True):
+        assert before[lacking][0] == ("KeyError", f"{lacking!r}")
+        error, text = found[lacking][0]
+        assert error == "KeyError"
+        for part in (f"lacks {lacking!r}. Found: ", "Expected: ", "before this load", "Load a complete"):
+            assert part in text
+
+
+def test_another_error_stays_as_it_is(unpatched, patched):
+    assert [found[""][0] for found in patched] == [found[""][0] for found in unpatched]
+
+
+def test_older_names_are_loaded_as_before(unpatched, patched):
+    for found in (*unpatched, *patched):
+        assert found["older"] == [(True, True)] * 2
 
 
 def test_diagnosis(unpatched, patched):
