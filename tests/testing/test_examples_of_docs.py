@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rigs.megatron.save import minor
 from rigs.needs import needs_megatron
 
 from megapatch.testing import run_ranks
@@ -58,3 +60,35 @@ def test_a_loop_of_your_own():
     assert len(first) == 8
     for losses in (first, second):
         assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.skipif(
+    minor() == 12, reason="needs Transformer Engine for the distributed optimizer, which no CPU has"
+)
+def test_the_first_ten_minutes_without_a_gpu(tmp_path):
+    for page, name in (("megatron.md", "train_loop.py"), ("first-ten-minutes.md", "on_cpu.py")):
+        (tmp_path / name).write_text(example(page, name))
+    report = tmp_path / "report"
+
+    def run(*arguments):
+        environment = {**os.environ, "MEGAPATCH_AUDIT": "1", "MEGAPATCH_REPORT": str(report)}
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    trained = run("torch.distributed.run", "--standalone", "--nproc-per-node=2", "on_cpu.py")
+    assert trained.returncode == 0, trained.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+),", trained.stdout, re.MULTILINE)]
+    assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]
+    assert trained.stderr.count(" applies patches; ") == 1
+    assert re.search(
+        r"^megapatch \S+, digest \w+: \d+ patches applied; alike on 2 ranks$", trained.stderr, re.MULTILINE
+    )
+    for command, sentence in (
+        ("doctor", "\nall ranks are alike\n"),
+        ("audit", "nothing found in 8 optimizer steps on ranks 0-1\n"),
+    ):
+        shown = run("megapatch", command, str(report))
+        assert (shown.returncode, shown.stderr) == (0, "")
+        assert sentence in shown.stdout
