@@ -86,7 +86,7 @@ def compare(folder: str, as_json: bool) -> int:
 
 
 def _conclusion(report: Report) -> str:
-    """Say that all is well only where a diagnosis has run: none does without imports, or of what is switched off."""
+    """Say that all is well only where a diagnosis has run: without imports, or where all is off, none does."""
     if all(site.verdict is None for patch in report.patches for site in patch.sites):
         return "nothing was judged, so this does not say whether all is well"
     or_off = any(patch.status is Status.DISABLED for patch in report.patches)
