@@ -73,4 +73,11 @@ def test_a_number_that_means_nothing_is_a_problem(fake_megatron, value):
 def test_a_number_that_means_something_is_none(fake_megatron):
     settings = {"MEGAPATCH_DISABLE": "megatron.*", "MEGAPATCH_AUDIT_EVERY": " 20 "}
     shown = run("doctor", path=fake_megatron(FINE), **settings)
-    assert "all well" in shown.stdout and shown.returncode == 0
+    assert "MEGAPATCH_AUDIT_EVERY" not in shown.stderr and shown.returncode == 0
+
+
+def test_nothing_is_well_where_everything_is_switched_off(fake_megatron):
+    shown = run("doctor", path=fake_megatron(FINE), MEGAPATCH_DISABLE="*")
+    assert "all well" not in shown.stdout
+    assert shown.stdout.endswith("\nnothing was judged, so this does not say whether all is well\n")
+    assert "disabled on purpose: " in shown.stderr and shown.returncode == 0

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from rigs.megatron.save import minor
 from rigs.needs import needs_megatron
 
 from megapatch.testing import run_ranks
@@ -58,3 +60,28 @@ def test_a_loop_of_your_own():
     assert len(first) == 8
     for losses in (first, second):
         assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.skipif(minor() == 12, reason="takes Transformer Engine for the distributed optimizer")
+def test_the_first_ten_minutes_without_a_gpu(tmp_path):
+    for page, name in (("megatron.md", "train_loop.py"), ("first-ten-minutes.md", "on_cpu.py")):
+        (tmp_path / name).write_text(example(page, name))
+
+    def run(*arguments, **environment):
+        command = [sys.executable, "-m", *arguments]
+        environment = {**os.environ, **environment}
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    trained = run(*torchrun, "on_cpu.py", MEGAPATCH_AUDIT="1", MEGAPATCH_REPORT="report")
+    assert trained.returncode == 0, trained.stderr
+    losses = [float(loss) for loss in re.findall(r"^step \d: loss (\S+),", trained.stdout, re.MULTILINE)]
+    assert len(losses) == 8 and losses[-1] < 0.8 * losses[0]
+    assert trained.stderr.count(" applies patches; ") == 1
+    assert trained.stderr.count(" patches applied; alike on 2 ranks\n") == 1
+    compared, audited = run("megapatch", "doctor", "report"), run("megapatch", "audit", "report")
+    assert (compared.returncode, audited.returncode) == (0, 0)
+    assert "\nall ranks are alike\n" in compared.stdout
+    assert audited.stdout.startswith("nothing found in 8 optimizer steps on ranks 0-1\n")

@@ -57,8 +57,7 @@ def doctor(
     if report_file not in (None, "-"):
         code = _write_report(report_file, found) or code
     if found.exit_code == WELL and not as_json and report_file != "-":
-        state = "every patch that is needed is in place" if importing else "nothing was judged"
-        terminal.write(f"all well: {state}", file=output)
+        terminal.write(_conclusion(found.report), file=output)
     terminal.flush(output)
     return code
 
@@ -84,6 +83,14 @@ def compare(folder: str, as_json: bool) -> int:
     if not as_json:
         terminal.write("all ranks are alike")
     return WELL
+
+
+def _conclusion(report: Report) -> str:
+    """Say that all is well only where a diagnosis has run: without imports, or where all is off, none does."""
+    if all(site.verdict is None for patch in report.patches for site in patch.sites):
+        return "nothing was judged, so this does not say whether all is well"
+    or_off = any(patch.status is Status.DISABLED for patch in report.patches)
+    return f"all well: every patch that is needed is in place{' or switched off on purpose' if or_off else ''}"
 
 
 def _note_what_is_off(report: Report) -> None:
