@@ -143,7 +143,8 @@ def test_an_event_is_on_the_timeline_and_looked_at_in_the_step_after(cells, name
     event, expected = EVENTS[name]
     new, looks, found = cells[name]
     assert {kind: what for kind, (_, what, _) in new.items()} == expected
-    assert {where.rpartition(" in ")[2] for _, _, where in new.values()} <= {event.__name__, "happened", "plan_tree"}
+    functions = {where.rpartition(" in ")[2] for _, _, where in new.values()}
+    assert functions <= {event.__name__, "happened", "plan_tree"}
     assert looks == bool(expected) and found == []
 
 

@@ -1,4 +1,4 @@
-"""A long run of a correct trainer, with all that trainers do between steps: nothing is found, and nothing noted."""
+"""A long run of a correct trainer, with what trainers do between steps: nothing is found, and nothing noted."""
 
 from __future__ import annotations
 
