@@ -35,6 +35,7 @@ from ._loads import Loads
 from ._masters import Masters
 from ._microbatches import Microbatches
 from ._modes import Modes
+from ._offloads import Offloads
 from ._ranks import Ranks
 from ._repairs import Repair
 from ._report import AuditReport, make
@@ -69,6 +70,7 @@ _PARTS: tuple[type[Part], ...] = (
     Scales,
     Ranks,  # may raise; then the step leaves nothing to be gathered
     Gathers,
+    Offloads,  # before those that look more closely after an event
     Finished,
     Masters,
     Kept,

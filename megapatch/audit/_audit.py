@@ -55,7 +55,8 @@ class Events:
         resets: of buffers, which zero their gradients.
         loads: of weights, or of an optimizer's state.
         may_have_broken: whether, since the last step, something has happened that often breaks a model: a load, a
-            save, an exception, a forward-only call as of a reference, or that it is new.
+            save, an export, an offload, a swap, an exception, a forward-only call as of a reference, or that it is
+            new.
     """
 
     def __init__(self) -> None:
@@ -96,6 +97,11 @@ class Audit:
     def looks(self) -> bool:
         """Return whether this rank looks closely at its own parameters in this step. Ranks may differ in that."""
         return self.is_due() or self.events.may_have_broken
+
+    def disturbed(self, kind: str, what: str = "") -> None:
+        """Put an event on the timeline that often breaks a model: ranks look closely in the step after it."""
+        self.events.may_have_broken = True
+        self.ledger.happened(kind, what)
 
     def judge(self) -> None:
         """Report everything that waits for its judgment."""

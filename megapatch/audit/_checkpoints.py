@@ -65,8 +65,7 @@ class Checkpoints(Part):
 
     @observes
     def _note_parameters(self, tree: Any) -> None:
-        self.audit.events.may_have_broken = True
-        self.ledger.happened("save")
+        self.audit.disturbed("save")
         saved = {address_of(tensor) for tensor in weights_in(tree)}
         for chunk in self.audit.models.chunks:
             trained = trained_of(chunk)

@@ -113,20 +113,25 @@ class Gathers(Part):
 
         @observes
         def note(part: Gathers, model: Callable[[], Any]) -> None:
+            part.audit.disturbed("export", name)
             if part.due:
                 part._note_read(name, _parameters([model()]))
 
         if reader.stream:
             return reader.before_reading(function, functools.partial(note, self))
         model_of = reader.model_in(function)
-        return self._outermost(function, lambda *args, **kwargs: note(self, lambda: model_of(*args, **kwargs)))
+        return self._outermost(
+            function, lambda *args, **kwargs: note(self, lambda: model_of(*args, **kwargs)), always=True
+        )
 
-    def _outermost(self, function: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    def _outermost(
+        self, function: Callable[..., Any], note: Callable[..., None], always: bool = False
+    ) -> Callable[..., Any]:
         """Note the outermost reader only: those that it calls are part of it."""
 
         @functools.wraps(function)
         def patched_reader(*args: Any, **kwargs: Any) -> Any:
-            if not self.due or self._reading:
+            if self._reading or not (self.due or always):
                 return function(*args, **kwargs)
             note(*args, **kwargs)
             self._reading.append(function.__name__)

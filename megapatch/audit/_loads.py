@@ -23,7 +23,7 @@ from ._findings import observes
 from ._schedules import Schedules
 from ._sites import site
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = "param_state"
 """Where the distributed optimizer has moments, on one rank or on all."""
 
@@ -76,9 +76,8 @@ class Loads(Part):
         return patched_load
 
     def _note_load(self) -> None:
-        self.audit.events.may_have_broken = True
         self.audit.events.loads += 1
-        self.ledger.happened("load")
+        self.audit.disturbed("load")
 
     def watch_optimizer(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load_state_dict)
@@ -166,7 +165,7 @@ def _named_moments(tree: Any) -> Iterator[Any]:
     for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         if isinstance(value, (dict, list)):
             yield from _named_moments(value)
-        elif name in _MOMENTS and type(value) is torch.Tensor:
+        elif name in MOMENTS and type(value) is torch.Tensor:
             yield value
 
 

@@ -15,6 +15,9 @@ KINDS = MappingProxyType(
         "model": "a model was wrapped",
         "load": "weights or a checkpoint were loaded",
         "save": "a checkpoint was saved",
+        "export": "weights were read for a checkpoint or for generation, by code that is known to",
+        "offload": "weights, gradients or an optimizer's state were offloaded, or brought back",
+        "swap": "weights were exchanged for others, or given other memory",
         "sync": "generation was resumed after a weight sync",
         "exception": "a forward-backward call or an optimizer step raised",
     }

@@ -23,7 +23,7 @@ PACKAGES = {
     "roll": ("roll",),
 }
 """Project to its packages, in which sites' modules are."""
-NO_PROJECT = ("megapatch", "torch")
+NO_PROJECT = ("megapatch", "torch", "torch_memory_saver")
 """Packages that the audit watches as well, of which nothing is said."""
 PIP_OPTIONS = {
     # Its wheels ask for a newer C library than many machines have; their Python does not.

@@ -20,6 +20,9 @@ _COLORS = {
     "exception": ("#7b1fa2", "#d7a3ec"),
     "load": ("#1565c0", "#82b1ff"),
     "save": ("#2e7d32", "#90d494"),
+    "export": ("#5d6d1e", "#c5d86d"),
+    "offload": ("#4e5d94", "#a9b5e6"),
+    "swap": ("#a0522d", "#e3a77f"),
     "sync": ("#00737f", "#7fd6de"),
     "model": ("#555555", "#bbbbbb"),
 }

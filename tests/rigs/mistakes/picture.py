@@ -26,7 +26,10 @@ STEPS = 24
 
 
 def mistaken_run(rank, world_size):
-    """Train with an exception, saves, loads, a reference that stays in one rank's model, and steps made twice."""
+    """Train with an exception, saves, loads, a reference that stays in one rank's model, and steps made twice.
+
+    Gradients are offloaded in between, and weights exchanged, as is right.
+    """
     from megapatch import audit
 
     init_parallel()
@@ -38,6 +41,11 @@ def mistaken_run(rank, world_size):
                 model.train_step(step)
         if step == 8 and rank == 1:
             put(model, [weight * 0.5 for weight in copies_of(model)])
+        if step % 5 == 4:
+            offload_gradients(model)
+        if step in (11, 17):
+            for parameter in model.chunks[0].parameters():
+                parameter.data = parameter.data.clone()
         if step in (14, 15):
             load_weights_alone(model)
         model.train_step(step)
@@ -49,6 +57,16 @@ def mistaken_run(rank, world_size):
         if step % 6 == 5:
             save(model)
     audit.stop()
+
+
+def offload_gradients(model):
+    for buffer in model.chunks[0].buffers:
+        storage = buffer.grad_data.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        model.in_between = torch.empty(size, dtype=torch.uint8)  # else they may come back to their address
+        storage.resize_(size)
+        buffer.grad_data.zero_()
 
 
 def load_weights_alone(model):

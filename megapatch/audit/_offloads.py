@@ -1,0 +1,166 @@
+"""Offloads and swaps, which are events: a model is looked at in the step after them.
+
+Watches   the offload helpers of Megatron's buffers and optimizers, torch_memory_saver, verl and SkyRL, and the
+          switch of models in slime and miles, in the releases that have them. And, as calls and steps begin, the
+          addresses of a model's weights and gradients and of an optimizer's state: code that frees, moves or
+          exchanges memory in other ways leaves other addresses.
+Limits    of each buffer one parameter is looked at, of each optimizer one. Memory that came back at the same
+          address, and values that are written in place, leave no trace here.
+Cost      some microseconds a buffer and optimizer in each call and step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+from .._mcore.main_params import has_memory, pairs
+from ..patch import Site
+from ._audit import Audit, Call, Part, Step
+from ._findings import observes
+from ._loads import MOMENTS
+from ._models import grad_buffers
+from ._notes import Notes
+from ._sites import site
+
+_FRAMEWORKS = (
+    "verl.utils.megatron_utils",
+    "skyrl_train.distributed.megatron.megatron_utils",
+    "skyrl.backends.skyrl_train.distributed.megatron.megatron_utils",
+)
+_HELPERS = (
+    "offload_megatron_model_to_cpu",
+    "load_megatron_model_to_gpu",
+    "offload_megatron_optimizer",
+    "load_megatron_optimizer",
+)
+_PARAMETERS = "parameters"
+_SWITCH = "MegatronTrainRayActor._switch_model"
+
+
+class _Places(NamedTuple):
+    """Where something has its memory.
+
+    Attributes:
+        reasons: how many loads and known offloads there had been by then, after which it may have moved.
+        addresses: by what is there; 0 for memory that was freed.
+    """
+
+    reasons: int
+    addresses: dict[str, list[int]]
+
+
+class Offloads(Part):
+    name = "offloads"
+    doc = __doc__
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self._places: Notes[_Places] = Notes("places")
+        """About a chunk, and about an optimizer that others consist of."""
+        self._known = 0
+        self._latest: tuple[int, str] | None = None
+        """The optimizer step and the name of the latest helper: it is called for one buffer after the other."""
+
+    def sites(self) -> tuple[Site, ...]:
+        buffers, optimizers, saver = "_ParamAndGradBuffer", "MegatronOptimizer", "TorchMemorySaver"
+        return (
+            self._offloading(
+                "megatron.core.distributed.param_and_grad_buffer",
+                (f"{buffers}.offload_to_cpu", f"{buffers}.reload_from_cpu"),
+                optional="up to 0.15",
+            ),
+            self._offloading(
+                "megatron.core.optimizer.optimizer",
+                (f"{optimizers}.offload_to_cpu", f"{optimizers}.restore_from_cpu"),
+                optional="up to 0.14",
+            ),
+            self._offloading("torch_memory_saver.entrypoint", (f"{saver}.pause", f"{saver}.resume")),
+            *(self._offloading(module, _HELPERS) for module in _FRAMEWORKS),
+            *(
+                site(
+                    f"{framework}.backends.megatron_utils.actor",
+                    {_SWITCH: functools.partial(self.watch, "swap")},
+                    optional="up to v0.2.1",
+                )
+                for framework in ("slime", "miles")
+            ),
+        )
+
+    def _offloading(self, module: str, paths: tuple[str, ...], optional: str | None = None) -> Site:
+        return site(module, dict.fromkeys(paths, functools.partial(self.watch, "offload")), optional=optional)
+
+    # ------------------------------------------------------------------------ those that are known
+    def watch(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Watch a function whose every call is an event of this kind."""
+
+        @functools.wraps(function)
+        def patched_helper(*args: Any, **kwargs: Any) -> Any:
+            self._note(kind, f"{function.__name__}()")
+            return function(*args, **kwargs)
+
+        return patched_helper
+
+    @observes
+    def _note(self, kind: str, what: str) -> None:
+        self._known += 1
+        self.audit.events.may_have_broken = True
+        if self._latest != (self.ledger.step, what):
+            self._latest = (self.ledger.step, what)
+            self.ledger.happened(kind, what)
+
+    # ------------------------------------------------------------------------ all others
+    @observes
+    def begin_call(self, call: Call) -> None:
+        for chunk in call.chunks:
+            self._compare(chunk, _memory_of(chunk))
+
+    @observes
+    def begin_step(self, step: Step) -> None:
+        for chunk in step.chunks:
+            self._compare(chunk, _memory_of(chunk))
+        for optimizer in step.parts:
+            self._compare(optimizer, {"optimizer state": [_address(tensor) for tensor in _state_of(optimizer)]})
+
+    def _compare(self, owner: Any, addresses: dict[str, list[int]]) -> None:
+        """Note an event if something is elsewhere than it was, for no reason that is known."""
+        now = _Places(self._known + self.audit.events.loads, addresses)
+        before = self._places.get(owner, now)
+        self._places.set(owner, now)
+        if before.reasons != now.reasons:
+            return
+        moved = [what for what, places in addresses.items() if _have_moved(before.addresses[what], places)]
+        if moved:
+            kind = "swap" if moved == [_PARAMETERS] and all(addresses[_PARAMETERS]) else "offload"
+            self.audit.disturbed(kind, f"other memory of {' and '.join(moved)}")
+
+
+def _memory_of(chunk: Any) -> dict[str, list[int]]:
+    """Return the addresses of each gradient buffer, and of its first parameter."""
+    buffers = list(grad_buffers([chunk]))
+    weights = [buffer.param_data for buffer in buffers if getattr(buffer, "param_data", None) is not None]
+    firsts = [next(iter(buffer.buckets[0].params_list)) for buffer in buffers if buffer.buckets]
+    return {
+        _PARAMETERS: [_address(parameter) for parameter in firsts],
+        "their buffers": [_address(weight) for weight in weights],
+        "gradients": [_address(buffer.grad_data) for buffer in buffers],
+    }
+
+
+def _state_of(optimizer: Any) -> Iterator[Any]:
+    """Return the first main parameter, if there is one, and the moments of the first parameter."""
+    yield from (main for _, _, main in islice(pairs(optimizer), 1) if main is not None)
+    inner = getattr(optimizer, "optimizer", None)
+    for state in islice(getattr(inner, "state", {}).values(), 1):
+        yield from (state[name] for name in MOMENTS if name in state)
+
+
+def _address(tensor: Any) -> int:
+    return int(tensor.data_ptr()) if has_memory(tensor) else 0
+
+
+def _have_moved(before: list[int], now: list[int]) -> bool:
+    """Return whether addresses differ; those of what has come since, as moments in a first step, do not count."""
+    return len(before) == len(now) and before != now
