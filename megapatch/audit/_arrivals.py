@@ -6,7 +6,7 @@ Watches   the hooks that DistributedDataParallel gives to its parameters. As a s
 Limits    experts, which have no gradient where they had no tokens, and models that were wrapped before any audit
           began. A process that has captured a CUDA graph is not judged: replays run no hook. A gradient that is
           zero has arrived.
-Cost      compares two numbers a bucket and step.
+Cost      looks once at each bucket in a step; goes through its parameters only where one has no gradient.
 """
 
 from __future__ import annotations

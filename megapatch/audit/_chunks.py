@@ -5,7 +5,7 @@ Watches   calls and steps, as the other parts show them: as a call that trains b
           when DistributedDataParallel has made it to the step.
 Limits    a model of one chunk that no optimizer steps is not reported. Factors of chunks that were wrapped before
           any audit began are taken as they are then.
-Cost      about a microsecond a chunk and call, and a bucket and step.
+Cost      about a microsecond a chunk and call; one list of the buckets' factors a step.
 """
 
 from __future__ import annotations
