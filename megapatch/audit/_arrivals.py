@@ -6,7 +6,7 @@ Watches   the hooks that DistributedDataParallel gives to its parameters. As a s
 Limits    experts, which have no gradient where they had no tokens, and models that were wrapped before any audit
           began. A process that has captured a CUDA graph is not judged: replays run no hook. A gradient that is
           zero has arrived.
-Cost      compares two numbers a bucket and step.
+Cost      looks once at each bucket in a step; goes through its parameters only where one has no gradient.
 """
 
 from __future__ import annotations
@@ -14,30 +14,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .._mcore.bucket_groups import bucket_groups
-from ._audit import Audit, Part, Step
-from ._buckets import state_of
+from ._audit import Part, Step
+from ._buckets import BucketState, states_of
 from ._findings import describe, observes
-from ._notes import Notes
 
 
 class Arrivals(Part):
     name = "arrivals"
     doc = __doc__
 
-    def __init__(self, audit: Audit) -> None:
-        super().__init__(audit)
-        self._had: Notes[set[int]] = Notes("had")
-        """About a bucket: the ids of the parameters that have had a gradient in any step."""
-
     @observes
     def begin_step(self, step: Step) -> None:
         """Note parameters without a gradient."""
-        buckets = [bucket for chunk in step.chunks for group in bucket_groups(chunk) for bucket in group.buckets]
-        if self.ledger.has_captured or not any(state_of(bucket).arrived for bucket in buckets):
+        states = [state for chunk in step.chunks for state in states_of(chunk)]
+        if self.ledger.has_captured or not any(state.arrivals for state in states):
             return
-        lacking = [parameter for bucket in buckets for parameter in self._without_gradient(bucket)]
-        named = [pair for chunk in step.chunks if lacking for pair in chunk.module.named_parameters()]
+        unusual = [state for state in states if not (state.all_had and all(state.arrived))]
+        lacking = [lacks for state in unusual for lacks in _without_gradient(state)]
+        for state in unusual:
+            state.note_had()
         for kind, had_some, what in (
             ("stopped", True, "had gradients in earlier steps, and none"),
             ("never", False, "has never had a gradient, nor one"),
@@ -45,15 +40,13 @@ class Arrivals(Part):
             found = [parameter for parameter, had in lacking if had == had_some]
             if found and (had_some or self.audit.is_due()):
                 frozen = " (requires_grad is False now)" if not any(each.requires_grad for each in found) else ""
+                named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
                 text = f"{describe(found, named)}{frozen} {what} in this step, in which others have"
                 self.ledger.report("gradients-arrive", kind, text)
 
-    def _without_gradient(self, bucket: Any) -> Iterator[tuple[Any, bool]]:
-        """Yield the parameters that have no gradient in this step, and whether they have had any before."""
-        arrived, had = state_of(bucket).arrived, self._had.get_or_make(bucket, set)
-        if len(arrived) < len(bucket.params):
-            for parameter in bucket.params:
-                if id(parameter) not in arrived and getattr(parameter, "allreduce", True):
-                    yield parameter, id(parameter) in had
-        if len(had) < len(bucket.params):
-            had |= arrived
+
+def _without_gradient(state: BucketState) -> Iterator[tuple[Any, bool]]:
+    """Yield the parameters of a bucket without a gradient in this step, and whether they have had any before."""
+    for parameter, has_arrived, had in zip(state.parameters, state.arrived, state.had, strict=True):
+        if not has_arrived and getattr(parameter, "allreduce", True):
+            yield parameter, had

@@ -8,65 +8,122 @@ from .._mcore.bucket_groups import bucket_groups
 
 _STATE = "_megapatch_audit_bucket"
 """Attribute of a bucket: its BucketState."""
+_STATES = "_megapatch_audit_buckets"
+"""Attribute of a chunk, a bucket group or a gradient buffer: the states of its buckets."""
 
 
 class BucketState:
     """The history of a bucket's gradients since they were zeroed.
 
+    A model may have thousands of buckets, which hooks and steps go through: all that they ask is kept here.
+
     Attributes:
+        bucket: whose history it is.
+        group: the bucket group that it is part of, once a chunk's states were asked for.
+        parameters: of the bucket, in an order of their own.
+        numbers: of the parameters in that order, by id.
         watcher: the part of the audit that watches it now, or None.
-        arrived: the ids of the parameters whose gradients have arrived since the last step, or since they were
-            zeroed. It stays the same object: hooks keep its `add`.
+        arrivals: how many gradients have arrived since the last step, or since they were zeroed.
+        arrived: for each parameter, whether one of them is its own. It stays the same list: hooks keep it.
+        had: for each parameter, whether it has had a gradient in any step.
+        all_had: whether all of them have.
+        before: how many gradients had arrived until then, since an audit began to watch.
+        reduces: how often the bucket was reduced since it was zeroed.
+        stepped: whether an optimizer step has used its gradients.
+        dropped: how often they were zeroed unused since the last step.
+        excused: whether a call was interrupted, so that they may be dropped.
     """
 
-    __slots__ = ("arrivals", "arrived", "before", "dropped", "excused", "reduces", "stepped", "watcher")
+    __slots__ = (
+        "all_had",
+        "arrivals",
+        "arrived",
+        "before",
+        "bucket",
+        "dropped",
+        "excused",
+        "group",
+        "had",
+        "numbers",
+        "parameters",
+        "reduces",
+        "stepped",
+        "watcher",
+    )
 
-    def __init__(self) -> None:
-        self.arrived: set[int] = set()
+    def __init__(self, bucket: Any) -> None:
+        self.bucket, self.group = bucket, None
+        self.parameters = list(bucket.params)
+        self.numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        self.arrived = [False] * len(self.parameters)
         self.begin(None)
 
     def begin(self, watcher: Any) -> None:
         """Forget everything, and be watched by another audit, or by none."""
         self.watcher = watcher
-        self.arrivals = 0
-        self.before = 0  # arrivals that were zeroed
-        self.reduces = 0
-        self.stepped = False  # whether an optimizer step has used them
-        self.dropped = 0  # how often they were zeroed unused since the last step
-        self.excused = False  # whether a call was interrupted, so that they may be dropped
-        self.arrived.clear()
+        self.arrivals = self.reduces = self.before = self.dropped = 0
+        self.stepped = self.excused = self.all_had = False
+        self.had = [False] * len(self.parameters)
+        self.arrived[:] = self.had
 
     @property
     def ever(self) -> int:
         """How many gradients have arrived since an audit began to watch."""
         return self.before + self.arrivals
 
+    def take(self) -> None:
+        """Begin to count arrivals again, as the gradients were zeroed or used."""
+        if self.arrivals:
+            self.before += self.arrivals
+            self.arrivals = 0
+            self.arrived[:] = [False] * len(self.arrived)
+
+    def note_had(self) -> None:
+        """Note that the gradients that have arrived are a step's."""
+        self.had = [had or arrived for had, arrived in zip(self.had, self.arrived, strict=True)]
+        self.all_had = all(self.had)
+
     def reset(self) -> None:
-        self.before += self.arrivals
-        self.arrivals, self.reduces, self.stepped = 0, 0, False
-        self.arrived.clear()
+        """Note that the gradients were zeroed."""
+        self.take()
+        self.reduces, self.stepped = 0, False
 
 
 def state_of(bucket: Any) -> BucketState:
     """Return the history of a bucket: one object for all audits, as hooks keep it."""
     known: BucketState | None = vars(bucket).get(_STATE)
     if known is None:
-        vars(bucket)[_STATE] = known = BucketState()
+        vars(bucket)[_STATE] = known = BucketState(bucket)
+    return known
+
+
+def states_in(holder: Any) -> list[BucketState]:
+    """Return the histories of the buckets of a bucket group or a gradient buffer, which keeps them."""
+    known: list[BucketState] | None = vars(holder).get(_STATES)
+    if known is None:
+        vars(holder)[_STATES] = known = [state_of(bucket) for bucket in holder.buckets]
     return known
 
 
 def states_of(chunk: Any) -> list[BucketState]:
-    """Return the histories of a chunk's buckets."""
-    return [state_of(bucket) for group in bucket_groups(chunk) for bucket in group.buckets]
+    """Return the histories of a chunk's buckets, which the chunk keeps."""
+    known: list[BucketState] | None = vars(chunk).get(_STATES)
+    if known is None:
+        vars(chunk)[_STATES] = known = []
+        for group in bucket_groups(chunk):
+            for state in states_in(group):
+                state.group = group
+                known.append(state)
+    return known
 
 
-def is_zero(bucket: Any, param: Any) -> bool:
+def is_zero(state: BucketState, param: Any) -> bool:
     """Return whether a bucket holds nothing: asked only where it should not hold anything, as it waits for a GPU.
 
     A fused backward pass has added the parameter's own gradient by now.
     """
     own = getattr(param, "grad_added_to_main_grad", False)
-    grads = [other.main_grad for other in bucket.params if not (own and other is param)]
+    grads = [other.main_grad for other in state.parameters if not (own and other is param)]
     return bool(grads) and not any(bool(grad.any()) for grad in grads)
 
 

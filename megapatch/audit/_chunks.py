@@ -5,15 +5,15 @@ Watches   calls and steps, as the other parts show them: as a call that trains b
           when DistributedDataParallel has made it to the step.
 Limits    a model of one chunk that no optimizer steps is not reported. Factors of chunks that were wrapped before
           any audit began are taken as they are then.
-Cost      about a microsecond a chunk and call, and a bucket and step.
+Cost      about a microsecond a chunk and call; one list of the buckets' factors a step.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .._mcore.bucket_groups import bucket_groups
 from ._audit import Audit, Call, Part, Step
+from ._buckets import states_of
 from ._findings import describe, observes
 from ._notes import Notes
 
@@ -24,16 +24,14 @@ class Chunks(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._factors: Notes[float] = Notes("factor")
-        """About a bucket."""
+        self._factors: Notes[list[float]] = Notes("factors")
+        """About a chunk: of each bucket."""
         self._was_stepped: Notes[bool] = Notes("stepped")
         """About a chunk that has been trained: whether an optimizer has stepped it since."""
 
     @observes
     def joined(self, chunk: Any) -> None:
-        for group in bucket_groups(chunk):
-            for bucket in group.buckets:
-                self._factors.set(bucket, bucket.gradient_scaling_factor)
+        self._factors.set(chunk, _factors_of(chunk))
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -57,17 +55,24 @@ class Chunks(Part):
     def begin_step(self, step: Step) -> None:
         """Note factors that were changed."""
         for chunk in step.chunks:
-            for group in bucket_groups(chunk):
-                for bucket in group.buckets:
-                    made_with = self._factors.get(bucket, bucket.gradient_scaling_factor)
-                    if bucket.gradient_scaling_factor != made_with:
-                        name = describe(list(bucket.params), chunk.module.named_parameters())
-                        factors = f"{bucket.gradient_scaling_factor:g}, and not by {made_with:g}"
-                        what = f"the gradients of {name} are multiplied by {factors}"
-                        self.ledger.report("averaged-alike", "changed", what)
+            factors = _factors_of(chunk)
+            made_with = self._factors.get(chunk, factors)
+            if factors != made_with:
+                self._report_factors(chunk, factors, made_with)
+
+    def _report_factors(self, chunk: Any, factors: list[float], made_with: list[float]) -> None:
+        for state, factor, before in zip(states_of(chunk), factors, made_with, strict=True):
+            if factor != before:
+                name = describe(state.parameters, chunk.module.named_parameters())
+                what = f"the gradients of {name} are multiplied by {factor:g}, and not by {before:g}"
+                self.ledger.report("averaged-alike", "changed", what)
 
     @observes
     def end_step(self, step: Step) -> None:
         for chunk in step.chunks:
             if self._was_stepped.get(chunk, None) is not None:
                 self._was_stepped.set(chunk, True)
+
+
+def _factors_of(chunk: Any) -> list[float]:
+    return [state.bucket.gradient_scaling_factor for state in states_of(chunk)]

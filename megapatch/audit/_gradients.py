@@ -15,14 +15,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._mcore.bucket_groups import bucket_groups
 from .._mcore.rerun_machine import is_rerunning
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._buckets import is_zero, ranks_of, state_of, states_of
+from ._buckets import BucketState, is_zero, ranks_of, state_of, states_in, states_of
 from ._findings import describe, observes
 from ._sites import site
 
@@ -69,20 +68,20 @@ class Gradients(Part):
         @functools.wraps(make_hook)
         def patched_make_backward_post_hook(ddp: Any, param: Any) -> Any:
             self._join(ddp)
-            hook, bucket = make_hook(ddp, param), self._bucket_of(ddp, param)
-            if bucket is None:
+            hook, place = make_hook(ddp, param), self._place_of(ddp, param)
+            if place is None:
                 return hook
-            state = state_of(bucket)
-            note_arrival, number = state.arrived.add, id(param)
+            state, number = place
+            arrived = state.arrived
 
             def audited_hook(*unused: Any) -> Any:
                 # It runs for each parameter in each backward pass: nothing is looked up here.
                 watcher = state.watcher
                 if watcher is not None:
                     if state.reduces or state.stepped:
-                        watcher.note_late(ddp, bucket, param)
+                        watcher.note_late(ddp, state, number)
                     state.arrivals += 1
-                    note_arrival(number)
+                    arrived[number] = True
                 return hook(*unused)
 
             return audited_hook
@@ -90,10 +89,13 @@ class Gradients(Part):
         return patched_make_backward_post_hook
 
     @observes
-    def _bucket_of(self, ddp: Any, param: Any) -> Any:
-        """Return the bucket of a parameter, or None; DistributedDataParallel has made them before any hook."""
+    def _place_of(self, ddp: Any, param: Any) -> tuple[BucketState, int] | None:
+        """Return a parameter's bucket and its number there, or None; buckets are made before any hook."""
         group = ddp.param_to_bucket_group.get(param)
-        return None if group is None else group.param_to_bucket[param]
+        if group is None:
+            return None
+        state = state_of(group.param_to_bucket[param])
+        return state, state.numbers[id(param)]
 
     @observes
     def _join(self, chunk: Any) -> None:
@@ -107,11 +109,11 @@ class Gradients(Part):
                 part.joined(chunk)
 
     @observes
-    def note_late(self, ddp: Any, bucket: Any, param: Any) -> None:
+    def note_late(self, ddp: Any, state: BucketState, number: int) -> None:
         """Report a gradient that is in a bucket that has been reduced, or that an optimizer step has used."""
-        state = state_of(bucket)
+        param = state.parameters[number]
         if state.stepped:
-            if not is_zero(bucket, param):  # else zeroed by hand
+            if not is_zero(state, param):  # else zeroed by hand
                 what = f"the gradient of {_name(ddp, [param])} is added to those that the last optimizer step used"
                 self.ledger.report("fresh-gradients", "after-step", what)
             state.reset()  # a finding once a step and bucket
@@ -136,8 +138,7 @@ class Gradients(Part):
     @observes
     def zeroed(self, buffer: Any) -> None:
         on_purpose = bool(self._aborting) or sys.exc_info()[0] is not None or is_rerunning()
-        for bucket in buffer.buckets:
-            state = state_of(bucket)
+        for state in states_in(buffer):
             if state.arrivals and not state.stepped:
                 self.events.may_have_broken = True
                 state.dropped += not (on_purpose or state.excused)
@@ -175,8 +176,8 @@ class Gradients(Part):
 
     @observes
     def _note_reduce(self, group: Any) -> None:
-        for bucket in group.buckets:
-            state_of(bucket).reduces += 1
+        for state in states_in(group):
+            state.reduces += 1
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -204,39 +205,37 @@ class Gradients(Part):
         return [state.ever for chunk in step.chunks for state in states_of(chunk)]
 
     def _judge(self, chunk: Any) -> bool:
-        """Report the buckets of one chunk. Return whether any gradient has arrived there."""
-        unreduced: list[Any] = []
-        repeated: list[Any] = []
-        unused: list[Any] = []
-        gone: list[Any] = []
-        times, any_arrived = 0, False
-        for group in bucket_groups(chunk):
-            for bucket in group.buckets:
-                state = state_of(bucket)
-                any_arrived |= state.arrivals > 0
-                if state.dropped:
-                    (unused if state.arrivals else gone).extend(bucket.params)
-                if not state.arrivals or state.stepped or ranks_of(group) == 1:
-                    continue
-                if state.reduces == 0:
-                    unreduced += list(bucket.params)
-                elif state.reduces > 1:
-                    repeated += list(bucket.params)
-                    times = max(times, state.reduces)
+        """Report the buckets of one chunk. Return whether it has any gradients, new or used."""
+        states = states_of(chunk)
+        dropped = [state for state in states if state.dropped]
+        suspects = [state for state in states if state.reduces != 1 and state.arrivals and not state.stepped]
+        if dropped:
+            self._report_dropped(chunk, dropped)
+        if suspects:
+            self._report_reduces(chunk, [state for state in suspects if ranks_of(state.group) > 1])
+        return any(state.arrivals or state.stepped for state in states)
+
+    def _report_dropped(self, chunk: Any, dropped: list[BucketState]) -> None:
+        unused = _parameters(state for state in dropped if state.arrivals)
         if unused:
             name = _name(chunk, unused)
             what = f"the gradients of {name} were zeroed, and others came, before the optimizer step"
             self.ledger.report("gradients-used", "zeroed", what)
+        gone = _parameters(state for state in dropped if not state.arrivals)
         if gone:
             what = f"the gradients of {_name(chunk, gone)} were zeroed right before the optimizer step"
             self.ledger.report("gradients-used", "gone", what)
+
+    def _report_reduces(self, chunk: Any, suspects: list[BucketState]) -> None:
+        unreduced = _parameters(state for state in suspects if not state.reduces)
         if unreduced:
             what = f"the gradients of {_name(chunk, unreduced)} were not reduced"
             self.ledger.report("reduced-once", "never", what)
+        repeated = _parameters(state for state in suspects if state.reduces)
         if repeated:
+            times = max(state.reduces for state in suspects)
             what = f"the gradients of {_name(chunk, repeated)} were reduced {times} times"
             self.ledger.report("reduced-once", "repeated", what)
-        return any_arrived
 
     @observes
     def end_step(self, step: Step) -> None:
@@ -245,9 +244,13 @@ class Gradients(Part):
             for state in states_of(chunk):
                 state.stepped = state.stepped or state.arrivals > 0
                 state.dropped, state.excused = 0, False
-                state.arrived.clear()
+                state.take()
         self._used[step.optimizer] = self._arrived(step)
 
 
 def _name(chunk: Any, parameters: list[Any]) -> str:
     return describe(parameters, chunk.module.named_parameters())
+
+
+def _parameters(states: Iterable[BucketState]) -> list[Any]:
+    return [parameter for state in states for parameter in state.parameters]

@@ -99,8 +99,9 @@ def _weights(optimizer: Any) -> list[Any]:
 
 
 def _moments(optimizer: Any) -> Iterator[Any]:
-    state = getattr(optimizer.optimizer, "state", {}) if _stepped(optimizer) else {}
-    for parameter in evenly(_stepped(optimizer)):
+    stepped = evenly(_stepped(optimizer))
+    state = getattr(optimizer.optimizer, "state", {}) if stepped else {}
+    for parameter in stepped:
         of_parameter = state.get(parameter, {})
         yield from (of_parameter[name] for name in sorted(of_parameter) if name != "step")
 
@@ -108,4 +109,4 @@ def _moments(optimizer: Any) -> Iterator[Any]:
 def _stepped(optimizer: Any) -> list[Any]:
     """Return what torch's optimizer steps; nothing for a stub."""
     groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", ())
-    return [parameter for group in groups for parameter in group["params"]]
+    return list(chain.from_iterable(group["params"] for group in groups))
