@@ -3,13 +3,15 @@
 With all Megatrons the quick tests and the diagnoses run. The other modules run with the newest, and each with one
 of the rest, whose turn it is.
 
-Of the releases of a framework each module runs with the oldest, the newest, and one of the others.
+Of the releases of a framework each module runs with the oldest, the newest, and one of the others. Of the largest
+grids every second case runs.
 """
 
 from __future__ import annotations
 
 import collections
 import zlib
+from collections.abc import Container
 
 import pytest
 
@@ -57,6 +59,22 @@ def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
             if number != _turn(module, len(others)):
                 left_out.update(by_release[name])
     return left_out
+
+
+def with_nightly(cases: list, always: Container = ()) -> list:
+    """Return cases as parameters of a test: every second is left to the night, unless it is one of `always`."""
+    marks = [() if case in always or number % 2 == 0 else pytest.mark.nightly for number, case in enumerate(cases)]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
+    ]
+
+
+def chosen(request: pytest.FixtureRequest, *names: str) -> set:
+    """Return the values of these parameters, of all tests of the fixture's module that run."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = [tuple(item.callspec.params.get(name) for name in names) for item in items]
+    return {value if len(names) > 1 else value[0] for value in values}
 
 
 def _turn(module: str, turns: int) -> int:
