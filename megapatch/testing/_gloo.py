@@ -49,7 +49,7 @@ def _with_one_thread(init: Callable[..., None]) -> Callable[..., None]:
         fields = {"_timeout" if name == "timeout" else name: value for name, value in settings.items()}
         if options is None and all(hasattr(self._Options, name) for name in fields):
             options, settings = self._Options(), {}
-            for name, value in {"_devices": _devices(self), "_threads": 1, **fields}.items():
+            for name, value in {"_devices": _devices(), "_threads": 1, **fields}.items():
                 setattr(options, name, value)
         if options is not None:
             init(self, store, rank, size, options, **settings)
@@ -59,7 +59,15 @@ def _with_one_thread(init: Callable[..., None]) -> Callable[..., None]:
     return patched_init
 
 
-def _devices(group: Any) -> list[Any]:
-    """Return the network devices that torch itself would take."""
+@functools.cache
+def _devices() -> list[Any]:
+    """Return the network devices that torch itself would take, which all groups of this process share.
+
+    torch makes each group devices of its own, each of which has a thread that looks a hundred times a second
+    whether there is anything to do: a process with many groups would spend a tenth of its time so.
+    """
+    from torch.distributed import ProcessGroupGloo
+
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    return [group.create_device(interface=name) for name in names] or [group.create_default_device()]
+    create = ProcessGroupGloo.create_device
+    return [create(interface=name) for name in names] or [ProcessGroupGloo.create_default_device()]

@@ -44,7 +44,10 @@ def job(rank, world_size):
         yield name, partial(noted, mistake)
 
 
-@pytest.fixture(scope="module", params=[AUDITED, RAISING], ids=["1", "raise"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(AUDITED, id="1"), pytest.param(RAISING, id="raise", marks=pytest.mark.nightly)],
+)
 def ranks(request):
     return run_cells(job, 2, env={**UNPATCHED, **request.param})
 

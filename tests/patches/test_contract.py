@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib
 
-import pytest
 from rigs.megatron.options import GRADS, quick_writer
 from rigs.slime.actor import REFERENCE, Actor
 from rigs.slime.train import IMITATIONS, SlimeLoop
@@ -17,8 +16,6 @@ from megapatch._verify.checks import CHECKS, checkpoints
 from megapatch.patch import NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
 from megapatch.testing import check_contract, init_parallel, tiny_gpt
-
-pytestmark = pytest.mark.thorough
 
 
 def plan_twice():

@@ -1,21 +1,26 @@
 """The share of many releases and modules that CI tests; each night everything is tested with everything.
 
-With the Megatrons that few frameworks pin, all but 0.16 and the newest, the quick tests and the diagnoses run; the
-other modules take turns: each runs with one of these Megatrons, and in any case with 0.16 and the newest.
+With all Megatrons the quick tests and the diagnoses run. The other modules run with the newest, and each with one
+of the rest, whose turn it is.
 
-Of the releases of a framework each module runs with the oldest, the newest, and one of the others.
+Of the releases of a framework each module runs with the oldest, the newest, and one of the others. Of the largest
+grids every second case runs.
 """
 
 from __future__ import annotations
 
 import collections
 import zlib
+from collections.abc import Container
 
 import pytest
 
 from rigs.quick import QUICK, is_quick
 
-MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.17", "0.18")
+MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
+# With these, and the newest, tox.ini also tests what depends little on Megatron's version.
+MOST = ("0.12", "0.16")
+DEPENDS_LITTLE = ("testing/", "verify/", "test_agreement.py", "test_demo.py")
 ALWAYS = (
     "patches/megatron/test_diagnos",
     "patches/megatron/test_edits.py",
@@ -36,7 +41,8 @@ def has_its_turn(place: str, megatron: str) -> bool:
     has_all = module.startswith(ALWAYS) or (is_quick(place) if test else module in QUICK_MODULES)
     if has_all or minor not in MEGATRONS:
         return True
-    return _turn(module, len(MEGATRONS)) == MEGATRONS.index(minor)
+    megatrons = MOST if module.startswith(DEPENDS_LITTLE) else MEGATRONS
+    return minor == megatrons[_turn(module, len(megatrons))]
 
 
 def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -53,6 +59,22 @@ def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
             if number != _turn(module, len(others)):
                 left_out.update(by_release[name])
     return left_out
+
+
+def with_nightly(cases: list, always: Container = ()) -> list:
+    """Return cases as parameters of a test: every second is left to the night, unless it is one of `always`."""
+    marks = [() if case in always or number % 2 == 0 else pytest.mark.nightly for number, case in enumerate(cases)]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
+    ]
+
+
+def chosen(request: pytest.FixtureRequest, *names: str) -> set:
+    """Return the values of these parameters, of all tests of the fixture's module that run."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = [tuple(item.callspec.params.get(name) for name in names) for item in items]
+    return {value if len(names) > 1 else value[0] for value in values}
 
 
 def _turn(module: str, turns: int) -> int:

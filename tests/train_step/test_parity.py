@@ -14,6 +14,7 @@ from rigs.cells import once, run_cells
 from rigs.megatron.options import BOTH, GRADS, UNPATCHED
 from rigs.train_step.layouts import CASES, NO_ATTENTION, NOT_KNOWN_HERE, PER_TOKEN, TOKENS, in_layouts, model_of
 from rigs.train_step.models import allow_sequence_parallel, in_pieces
+from rigs.turns import chosen, with_nightly
 
 from megapatch.train_step import TrainStep
 
@@ -61,16 +62,13 @@ def cuts_of(layout):
 
 def with_cuts(cases):
     """The parameters of the tests: each case with its cuts, of which one call is for those of each Megatron."""
-    found = [
-        (name, cut)
-        for name, case in cases.items()
-        for cut in cuts_of(case[1])
-        if name in WITH_EACH or cut != "one call"
+    found = [(name, cut) for name, case in cases.items() for cut in cuts_of(case[1])]
+    with_each = [one for one in found if one[0] in WITH_EACH and one[1] in OF_EACH]
+    others = [one for one in found if one not in with_each and (one[0] in WITH_EACH or one[1] != "one call")]
+    thorough = [
+        pytest.param(*one.values, marks=(*one.marks, pytest.mark.thorough)) for one in with_nightly(others)
     ]
-    return [
-        pytest.param(*one, marks=() if one[0] in WITH_EACH and one[1] in OF_EACH else pytest.mark.thorough)
-        for one in found
-    ]
+    return [*with_each, *thorough]
 
 
 class Counted(NamedTuple):
@@ -144,18 +142,18 @@ def trained(model, take_step):
     return found, model.parameters()
 
 
-def compared(rank, world_size, chosen):
-    """Of the chosen (case, cut), the differences."""
+def compared(rank, world_size, cases):
+    """Of these (case, cut), the differences."""
     allow_sequence_parallel()
-    names = {name for name, _ in chosen}
+    names = {name for name, _ in cases}
     for name, layout, options, loss in in_layouts(CASES, world_size, names):
-        cuts = {cut: sizes for cut, sizes in cuts_of(layout).items() if (name, cut) in chosen}
+        cuts = {cut: sizes for cut, sizes in cuts_of(layout).items() if (name, cut) in cases}
         make = partial(model_of, layout, options)
         expected = once(one_call, make, sum(next(iter(cuts.values()))), loss)
         for cut, sizes in cuts.items():
             yield (name, cut), partial(cell, expected, make, sizes, loss, "known" in cut)
     for name, layout, options in in_layouts(COUNTS, world_size, names):
-        cuts = {cut: sizes for cut, sizes in CUTS.items() if (name, cut) in chosen}
+        cuts = {cut: sizes for cut, sizes in CUTS.items() if (name, cut) in cases}
         expected = once(one_call, partial(model_of, layout, {**options, **PER_TOKEN}), 4, TOKENS)
         make = partial(model_of, layout, options)
         for cut, sizes in cuts.items():
@@ -205,14 +203,10 @@ def largest(ours, theirs):
 @pytest.fixture(scope="module")
 def of_ranks(request):
     """By number of ranks, what each of them found, of all cases that are to be tested. One spawn for many."""
-    chosen = {
-        (item.callspec.params["name"], item.callspec.params["cut"])
-        for item in request.session.items
-        if item.path == request.path
-    }
+    cases = chosen(request, "name", "cut")
     # Without patches, some of which repair what TrainStep avoids; and the audit finds nothing in any step.
     return {
-        ranks: run_cells(compared, ranks, chosen, audited=True, env=UNPATCHED, timeout=1000) for ranks in (2, 4)
+        ranks: run_cells(compared, ranks, cases, audited=True, env=UNPATCHED, timeout=1000) for ranks in (2, 4)
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 from functools import partial
 from unittest import mock
@@ -19,6 +20,7 @@ from rigs.megatron.gathers import between_ranks
 from rigs.megatron.options import Log, assert_same_parameters, attempt
 from rigs.train_step.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
 from rigs.train_step.models import MEAN, in_pieces
+from rigs.turns import chosen, with_nightly
 
 from megapatch import apply, restore
 from megapatch.testing import init_parallel, tiny_gpt
@@ -109,13 +111,15 @@ def trained_zeroing_last(options):
     return norms, model.parameters()
 
 
-def found_by(rank, world_size, chosen):
+def found_by(rank, world_size, wanted):
+    """Of the (layout, case) that are wanted, and of their layouts in pieces."""
+    names = {name for name, _ in wanted}
     for name, (ranks, layout, overlapping, plain) in LAYOUTS.items():
-        if ranks != world_size or name not in chosen:
+        if ranks != world_size or name not in names:
             continue
         init_parallel(**layout)
         expected = {case: once(trained, plain, case) for case in UNUSED}
-        for case in UNUSED:
+        for case in [case for case in UNUSED if (name, case) in wanted]:
             yield (name, case), partial(pair, overlapping, expected[case], case)
         if not layout.get("vpp"):
             for last in (False, True):
@@ -207,30 +211,34 @@ def early_starts(case):
 
 @pytest.fixture(scope="module")
 def of_ranks(request):
-    """Return a function of the number of ranks that returns what each of them found, of the layouts wanted."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    chosen = {item.callspec.params["name"] for item in items}
-    return functools.cache(lambda ranks: run_cells(found_by, ranks, chosen, timeout=300))
+    """Return a function of the number of ranks that returns what each of them found, of the cases wanted."""
+    wanted = chosen(request, "name", "case")
+    return functools.cache(lambda ranks: run_cells(found_by, ranks, wanted, timeout=300))
 
 
-def layouts(*, vpp):
-    """The layouts as parameters of tests; with every Megatron only the first, with the newest all."""
+def but_first_thorough(parameters):
+    """With every Megatron only those of the first layout, with the newest all."""
     return [
-        pytest.param(name, marks=() if name == "dp2" else pytest.mark.thorough)
-        for name, (ranks, layout, *_) in LAYOUTS.items()
-        if vpp or not layout.get("vpp")
+        pytest.param(
+            *one.values, marks=one.marks if one.values[0] == "dp2" else (*one.marks, pytest.mark.thorough)
+        )
+        for one in parameters
     ]
 
 
-@pytest.mark.parametrize("case", UNUSED)
-@pytest.mark.parametrize("name", layouts(vpp=True))
+ALL = list(itertools.product(LAYOUTS, UNUSED))
+OF_FIRST = [one for one in ALL if one[0] == "dp2"]
+WITHOUT_VIRTUAL_STAGES = [pytest.param(name) for name, (_, layout, *_) in LAYOUTS.items() if not layout.get("vpp")]
+
+
+@pytest.mark.parametrize(("name", "case"), but_first_thorough(with_nightly(ALL, always=OF_FIRST)))
 def test_every_step_is_as_without_overlap(of_ranks, name, case):
     for found in of_ranks(LAYOUTS[name][0]):
         assert_same(*found[name, case])
 
 
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("name", layouts(vpp=False))
+@pytest.mark.parametrize("name", but_first_thorough(WITHOUT_VIRTUAL_STAGES))
 def test_in_pieces_of_a_train_step(of_ranks, name, last):
     for found in of_ranks(LAYOUTS[name][0]):
         assert_same(*found[name, "in turns", last])

@@ -13,6 +13,7 @@ from rigs.cells import run_cells
 from rigs.megatron.options import BOTH, GRADS, UNPATCHED
 from rigs.train_step.layouts import CASES, NOT_KNOWN_HERE, in_layouts, model_of
 from rigs.train_step.models import allow_sequence_parallel
+from rigs.turns import chosen, with_nightly
 
 import megapatch
 from megapatch._verify.operations import Operations
@@ -58,14 +59,14 @@ def with_one_more():
     return mock.patch.object(DistributedDataParallel, "finish_grad_sync", finish_grad_sync)
 
 
-def listed(rank, world_size):
+def listed(rank, world_size, names):
     importlib.import_module("megatron.core.pipeline_parallel")  # a step that did it would list a diagnosis
     allow_sequence_parallel()
-    for name, layout, options, loss in in_layouts(CASES, world_size):
+    for name, layout, options, loss in in_layouts(CASES, world_size, names):
         yield name, partial(of_steps, layout, options, loss)
         if name == "dp2, overlap":
             yield "one more", partial(of_steps, layout, options, loss, with_one_more())
-    for name, layout, options in in_layouts(LOOPS if megatron_training_available() else {}, world_size):
+    for name, layout, options in in_layouts(LOOPS if megatron_training_available() else {}, world_size, names):
         yield name, partial(of_loop, layout, options)
     yield "applied", applied
 
@@ -75,15 +76,14 @@ def applied():
 
 
 @pytest.fixture(scope="module")
-def of_ranks():
+def of_ranks(request):
     """By number of ranks, what each rank listed: (patched, unpatched)."""
-    return {
-        ranks: (run_cells(listed, ranks, timeout=800), run_cells(listed, ranks, env=UNPATCHED, timeout=800))
-        for ranks in (2, 4)
-    }
+    job = partial(run_cells, listed, timeout=800)
+    names = chosen(request, "name") | {"dp2, overlap"}
+    return {ranks: (job(ranks, names), job(ranks, names, env=UNPATCHED)) for ranks in (2, 4)}
 
 
-@pytest.mark.parametrize("name", [*CASES, *LOOPS])
+@pytest.mark.parametrize("name", with_nightly([*CASES, *LOOPS]))
 def test_ordinary_steps_make_the_same_collectives_and_host_reads(of_ranks, name):
     if name in LOOPS and not megatron_training_available():
         pytest.skip("this megatron-core has no megatron.training")

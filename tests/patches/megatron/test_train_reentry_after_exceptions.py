@@ -86,7 +86,7 @@ def interrupted_everywhere(rank, world_size, options, rerun_mode):
 @pytest.mark.parametrize(
     ("options", "rerun_mode"),
     [
-        pytest.param(BOTH, "disabled", id="both", marks=pytest.mark.thorough),
+        pytest.param(BOTH, "disabled", id="both", marks=pytest.mark.nightly),
         pytest.param({**BOTH, "align_param_gather": True}, "validate_results", id="both aligned, validating"),
         pytest.param({**ADAM, **GRADS, "use_distributed_optimizer": True}, "disabled", id="grads"),
     ],
