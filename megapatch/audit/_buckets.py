@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from .._mcore.bucket_groups import bucket_groups
 
 _STATE = "_megapatch_audit_bucket"
 """Attribute of a bucket: its BucketState."""
-_STATES = "_megapatch_audit_buckets"
+STATES = "_megapatch_audit_buckets"
 """Attribute of a chunk, a bucket group or a gradient buffer: the states of its buckets."""
 
 
@@ -66,11 +67,6 @@ class BucketState:
         self.had = [False] * len(self.parameters)
         self.arrived[:] = self.had
 
-    @property
-    def ever(self) -> int:
-        """How many gradients have arrived since an audit began to watch."""
-        return self.before + self.arrivals
-
     def take(self) -> None:
         """Begin to count arrivals again, as the gradients were zeroed or used."""
         if self.arrivals:
@@ -99,22 +95,27 @@ def state_of(bucket: Any) -> BucketState:
 
 def states_in(holder: Any) -> list[BucketState]:
     """Return the histories of the buckets of a bucket group or a gradient buffer, which keeps them."""
-    known: list[BucketState] | None = vars(holder).get(_STATES)
+    known: list[BucketState] | None = vars(holder).get(STATES)
     if known is None:
-        vars(holder)[_STATES] = known = [state_of(bucket) for bucket in holder.buckets]
+        vars(holder)[STATES] = known = [state_of(bucket) for bucket in holder.buckets]
     return known
 
 
 def states_of(chunk: Any) -> list[BucketState]:
     """Return the histories of a chunk's buckets, which the chunk keeps."""
-    known: list[BucketState] | None = vars(chunk).get(_STATES)
+    known: list[BucketState] | None = vars(chunk).get(STATES)
     if known is None:
-        vars(chunk)[_STATES] = known = []
+        vars(chunk)[STATES] = known = []
         for group in bucket_groups(chunk):
             for state in states_in(group):
                 state.group = group
                 known.append(state)
     return known
+
+
+def ever_arrived(chunks: Iterable[Any]) -> int:
+    """Return how many gradients have arrived in the chunks' buckets since an audit began to watch."""
+    return sum(state.before + state.arrivals for chunk in chunks for state in states_of(chunk))
 
 
 def is_zero(state: BucketState, param: Any) -> bool:

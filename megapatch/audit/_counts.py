@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .._mcore.step_state import counts_in
 from ._audit import Audit, Call, Part, Step
-from ._buckets import states_of
+from ._buckets import ever_arrived, states_of
 from ._findings import observes, user_code
 
 
@@ -41,7 +41,7 @@ class Counts(Part):
             return
         states = [state for chunk in call.chunks for state in states_of(chunk)]
         is_under_way = any(state.arrivals and not state.stepped for state in states)
-        if is_under_way or not any(state.ever for state in states):
+        if is_under_way or not ever_arrived(call.chunks):
             return
         counts = [count for chunk in call.chunks for count in counts_in(chunk)]
         if counts:

@@ -21,7 +21,7 @@ from typing import Any
 from .._mcore.rerun_machine import is_rerunning
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._buckets import BucketState, is_zero, ranks_of, state_of, states_in, states_of
+from ._buckets import STATES, BucketState, ever_arrived, is_zero, ranks_of, state_of, states_in, states_of
 from ._findings import describe, observes
 from ._sites import site
 
@@ -37,8 +37,8 @@ class Gradients(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self.events = audit.events
-        self._used: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        """By optimizer: how many gradients each bucket had had, ever, when it last stepped."""
+        self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        """By optimizer: how many gradients its buckets had had, ever, when it last stepped."""
         self._aborting = 0
         """How many calls that drop gradients on purpose are under way."""
 
@@ -169,15 +169,12 @@ class Gradients(Part):
             under_way = getattr(group, "grad_reduce_handle", None) is not None
             result = start_grad_sync(group, *args, **kwargs)
             if not under_way:
-                self._note_reduce(group)
+                # It runs for each group in each step; a chunk's groups know their buckets since it joined.
+                for state in getattr(group, STATES, ()):
+                    state.reduces += 1
             return result
 
         return patched_start_grad_sync
-
-    @observes
-    def _note_reduce(self, group: Any) -> None:
-        for state in states_in(group):
-            state.reduces += 1
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -197,12 +194,9 @@ class Gradients(Part):
         """Report buckets that were not reduced once."""
         for chunk in step.chunks:
             step.has_gradients |= self._judge(chunk)
-        if step.has_gradients and self._used.get(step.optimizer) == self._arrived(step):
+        if step.has_gradients and self._used.get(step.optimizer) == ever_arrived(step.chunks):
             what = "the optimizer steps on gradients that its last step has used"
             self.ledger.report("stepped-once", "again", what)
-
-    def _arrived(self, step: Step) -> list[int]:
-        return [state.ever for chunk in step.chunks for state in states_of(chunk)]
 
     def _judge(self, chunk: Any) -> bool:
         """Report the buckets of one chunk. Return whether it has any gradients, new or used."""
@@ -242,10 +236,11 @@ class Gradients(Part):
         """Note that the step has used the gradients."""
         for chunk in step.chunks:
             for state in states_of(chunk):
-                state.stepped = state.stepped or state.arrivals > 0
+                if state.arrivals:
+                    state.stepped = True
+                    state.take()
                 state.dropped, state.excused = 0, False
-                state.take()
-        self._used[step.optimizer] = self._arrived(step)
+        self._used[step.optimizer] = ever_arrived(step.chunks)
 
 
 def _name(chunk: Any, parameters: list[Any]) -> str:

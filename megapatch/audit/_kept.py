@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any, NamedTuple
 
 from ._audit import Audit, Part, Step
 from ._findings import observes, user_code
-from ._samples import differences, evenly, sample_of
+from ._samples import differences, evenly_of, sample_of
 
 
 class _Left(NamedTuple):
@@ -94,12 +93,12 @@ def _weights(optimizer: Any) -> list[Any]:
     """Return some of this rank's weights in fp32, which have no main parameters."""
     for name in ("shard_fp32_groups", "fp32_from_fp32_groups"):
         if hasattr(optimizer, name):
-            return evenly(list(chain.from_iterable(getattr(optimizer, name))))
-    return evenly(_stepped(optimizer))
+            return evenly_of(getattr(optimizer, name))
+    return _stepped(optimizer)
 
 
 def _moments(optimizer: Any) -> Iterator[Any]:
-    stepped = evenly(_stepped(optimizer))
+    stepped = _stepped(optimizer)
     state = getattr(optimizer.optimizer, "state", {}) if stepped else {}
     for parameter in stepped:
         of_parameter = state.get(parameter, {})
@@ -107,6 +106,6 @@ def _moments(optimizer: Any) -> Iterator[Any]:
 
 
 def _stepped(optimizer: Any) -> list[Any]:
-    """Return what torch's optimizer steps; nothing for a stub."""
+    """Return some of what torch's optimizer steps; nothing for a stub."""
     groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", ())
-    return list(chain.from_iterable(group["params"] for group in groups))
+    return evenly_of([group["params"] for group in groups])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from .._mcore.main_params import has_memory
@@ -17,6 +19,16 @@ def evenly(items: Sequence[Any], most: int = TENSORS) -> list[Any]:
     if len(items) <= most:
         return list(items)
     return [items[index * (len(items) - 1) // (most - 1)] for index in range(most)]
+
+
+def evenly_of(lists: Sequence[Sequence[Any]], most: int = TENSORS) -> list[Any]:
+    """Return some of the items of several lists, as `evenly` does of one, without going through all of them."""
+    ends = list(accumulate(map(len, lists)))
+    chosen = []
+    for index in evenly(range(ends[-1] if ends else 0), most):
+        number = bisect_right(ends, index)
+        chosen.append(lists[number][index - ends[number]])
+    return chosen
 
 
 def sample_of(tensors: Iterable[Any]) -> dict[Any, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._buckets import states_of
+from ._buckets import ever_arrived
 from ._findings import observes
 from ._models import grad_buffers, has_router_losses
 from ._sites import site
@@ -96,7 +96,7 @@ class Scales(Part):
     def _gradients_now(self, optimizer: Any) -> tuple[int, ...]:
         """Return numbers that change whenever a gradient arrives, or a buffer is changed in place."""
         chunks = self.audit.models.stepped_by(optimizer)
-        arrivals = sum(state.ever for chunk in chunks for state in states_of(chunk))
+        arrivals = ever_arrived(chunks)
         versions = (buffer.grad_data._version for buffer in grad_buffers(chunks))
         return (arrivals, self.audit.events.resets, *versions)
 
