@@ -18,13 +18,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from .._mcore.bucket_groups import bucket_groups, chunks_of
+from .._mcore.bucket_groups import chunks_of
 from .._mcore.rerun_machine import BEFORE_STEP, MODULE, machine_of_this_process
 from ..patch import Site
 from ._audit import Audit, Call, Part
 from ._findings import observes, user_code
 from ._notes import Notes
-from ._samples import evenly
+from ._samples import evenly_of
 from ._sites import site
 
 SCHEDULES = (
@@ -148,6 +148,7 @@ def _snapshot(chunks: list[Any]) -> dict[str, Any]:
         found[f"the forward pre-hooks of chunk {number}"] = bool(
             getattr(chunk, "remove_forward_pre_hook_handles", None)
         )
-        groups = evenly(bucket_groups(chunk))  # no_sync() sets all alike, and there may be thousands
+        # no_sync() sets all alike, and there may be thousands.
+        groups = evenly_of((chunk.bucket_groups, chunk.expert_parallel_bucket_groups))
         found[f"no_sync() of chunk {number}"] = [group.is_last_microbatch for group in groups]
     return found
