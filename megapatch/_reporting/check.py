@@ -20,7 +20,7 @@ SCHEMA = 1
 """Version of the layout of a rank's file. It grows when a key is removed or changes its meaning."""
 
 _KIND = "rank"
-"""What the names of these files begin with."""
+"""The beginning of these files' names."""
 
 _done: list[str] = []
 

@@ -1,8 +1,7 @@
-"""What the report says besides findings: models and exceptions on its timeline, and the latest call's line.
+"""The rest of the report: models and exceptions on its timeline, and the line of the latest call.
 
-Watches   calls, steps and models as the other parts show them. Loads, saves and weight syncs are put on the
-          timeline by the parts that watch them.
-Limits    offloads are not seen: each framework makes them in its own way.
+Watches   calls, steps and models as the other parts show them. Loads, saves, offloads and weight syncs are put on
+          the timeline by the parts that watch them.
 Cost      some microseconds a call and a step.
 """
 

@@ -19,7 +19,7 @@ from ._samples import differences, evenly_of, sample_of
 
 
 class _Left(NamedTuple):
-    """What a step has left, by what it is, and how many loads there had been."""
+    """Samples of tensors as a step has left them, by kind, and how many loads there had been."""
 
     samples: dict[str, dict[Any, Any]]
     loads: int

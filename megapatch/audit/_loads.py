@@ -29,7 +29,7 @@ _STATE = "param_state"
 
 
 class _Loaded(NamedTuple):
-    """What an optimizer was told to load: step counts, and moments; None for these if only another rank knows."""
+    """The step counts and moments that an optimizer was to load; None for moments if only another rank knows."""
 
     steps: set[int]
     has_moments: bool | None

@@ -8,7 +8,8 @@ Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (5
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
-          blocks; GTP's, by the ranks that have the same part. What a CUDA graph captures is not looked at.
+          blocks; GTP's, by the ranks that have the same part. Nothing is compared while a CUDA graph is
+          captured.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.

@@ -21,7 +21,7 @@ from ._words import text
 
 
 class AuditReport(NamedTuple):
-    """What the audit has watched and found in this process. `print` it for people, `to_dict` is for programs.
+    """The audit's rules, findings and events in this process. `print` it for people, `to_dict` is for programs.
 
     Attributes:
         version: of megapatch.

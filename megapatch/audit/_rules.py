@@ -1,4 +1,4 @@
-"""What became of each rule in this process: kept, broken, noted, accepted, or not watched, and why."""
+"""The fate of each rule in this process: kept, broken, noted, accepted, or not watched, and why."""
 
 from __future__ import annotations
 

@@ -12,14 +12,14 @@ SCHEMA = 1
 """Version of the JSON of a report, and of a summary. It grows when a key is removed or changes its meaning."""
 
 KIND = "audit"
-"""What the names of the ranks' files begin with."""
+"""The beginning of the names of the ranks' files."""
 
 _MOST = 8
 """Different sentences and spans of a finding: each pipeline stage names its own parameters."""
 
 
 class Sentence(NamedTuple):
-    """What some ranks have seen.
+    """A sentence of a finding, and the ranks that reported it.
 
     Attributes:
         what: one sentence.
@@ -115,12 +115,12 @@ class Summary(NamedTuple):
 
     @property
     def findings(self) -> list[Found]:
-        """Those that are no notes."""
+        """Those that are not notes."""
         return [found for found in self.found if not found.is_note]
 
     @property
     def notes(self) -> list[Found]:
-        """What may be meant."""
+        """Those that are notes."""
         return [found for found in self.found if found.is_note]
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What usually breaks each rule, the likeliest first, and how to tell these causes apart."""
+"""The usual causes of each broken rule, the likeliest first, and how to tell them apart."""
 
 from __future__ import annotations
 
