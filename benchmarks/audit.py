@@ -140,7 +140,7 @@ def many_small(rounds):
 
 
 def thread_seconds(function):
-    """Return the time of this thread, without the garbage collector, as timeit measures: it takes a tenth of some steps."""
+    """Return the time of this thread, without the garbage collector, which takes a tenth of some steps."""
     gc.collect()
     gc.disable()
     start = time.thread_time()
