@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+from rigs.command import heed_ctrl_c
 from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import Failure, World, bracket
 
@@ -212,5 +213,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, preexec_fn=heed_ctrl_c
+    )
     assert done.stdout.split() == ["pause", "ended", "resume", "interrupted"], done.stderr
