@@ -146,9 +146,9 @@ def thread_seconds(function):
     gc.disable()
     start = time.thread_time()
     function()
-    seconds = time.thread_time() - start
+    taken = time.thread_time() - start
     gc.enable()
-    return seconds
+    return taken
 
 
 def step_of_many(chunk, optimizer):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 from rigs.cells import AUDITED
-from rigs.megatron.bridge import ALIGNED, Fault, find_bridge, needs_bridge, new_loop
+from rigs.megatron.bridge import ALIGNED, Fault, needs_bridge, new_loop, ranks
 from rigs.megatron.options import ADAM, BOTH, GRADS
-
-from megapatch.testing import run_ranks
 
 pytestmark = needs_bridge
 
@@ -41,6 +39,6 @@ def trained(rank, world_size, wanted):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_nothing_is_found_and_nothing_noted(world_size):
-    wanted = [name for name, (ranks, *_) in LAYOUTS.items() if ranks == world_size]
-    for found in run_ranks(trained, world_size, wanted, setup=find_bridge, env=AUDITED, timeout=400):
+    wanted = [name for name, (size, *_) in LAYOUTS.items() if size == world_size]
+    for found in ranks(trained, wanted, world_size=world_size, env=AUDITED, timeout=400):
         assert found == {name: [] for name in wanted}
