@@ -15,7 +15,7 @@ LAYOUTS = {  # ranks, layout, options
     "tp2": (2, {"tp": 2}, ADAM),
     "pp2": (2, {"pp": 2}, GRADS),
     "ep2": (2, {"ep": 2}, {**ADAM, "experts": 4}),
-    "pp2 vpp2 dp2": (4, {"pp": 2, "vpp": 2}, BOTH),
+    "pp2 dp2": (4, {"pp": 2}, BOTH),
 }
 
 
