@@ -84,7 +84,7 @@ def test_a_rank_that_skips_a_step_meets_no_collective_of_the_audit():
         assert all((parameters[name] == expected[name]).all() for name in parameters)
 
 
-def differing_at_the_end(rank, world_size):
+def differing_at_the_end(rank, world_size, is_taken_down):
     """Ranks differ in the last step, and no other comes that would name the parameter."""
     init_parallel()
     model = tiny_gpt()
@@ -92,11 +92,14 @@ def differing_at_the_end(rank, world_size):
     with torch.no_grad():
         next(model.chunks[0].parameters()).add_(rank)
     model.train_step(1)
+    if is_taken_down:
+        init_parallel()
     return [(finding.invariant, finding.count) for _ in range(2) for finding in audit.findings()]
 
 
-def test_a_difference_at_the_last_comparison_is_found():
-    ranks = run_with_megatron(differing_at_the_end, 2, env={**UNPATCHED, **AUDITED})
+@pytest.mark.parametrize("is_taken_down", [False, True], ids=["", "its groups are gone"])
+def test_a_difference_at_the_last_comparison_is_found(is_taken_down):
+    ranks = run_with_megatron(differing_at_the_end, 2, is_taken_down, env={**UNPATCHED, **AUDITED})
     assert ranks == [[("ranks-agree", 1)] * 2] * 2
 
 

@@ -50,9 +50,9 @@ def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
     left_out = set()
     by_module = collections.defaultdict(lambda: collections.defaultdict(list))
     for item in items:
-        release = getattr(item, "callspec", None) and item.callspec.params.get("release")
-        if release is not None:
-            by_module[item.module.__name__][release.name].append(item)
+        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+            if hasattr(value, "ranks_of"):  # a Release, by whichever name; its module imports torch
+                by_module[item.module.__name__][value.name].append(item)
     for module, by_release in by_module.items():
         others = list(by_release)[1:-1]
         for number, name in enumerate(others):
