@@ -260,7 +260,11 @@ def _replicas(parameters: list[Any]) -> Iterator[_Replicas]:
 def _ranks_of(replicas: _Replicas) -> str:
     import torch.distributed as dist
 
-    return f"all {replicas.what} ranks ({numbered('rank', dist.get_process_group_ranks(replicas.group))})"
+    try:
+        ranks = numbered("rank", dist.get_process_group_ranks(replicas.group))
+    except KeyError:  # torch knows a group that was destroyed no more
+        ranks = "of a layout that was taken down"
+    return f"all {replicas.what} ranks ({ranks})"
 
 
 def _replicating(get_group: Callable[..., Any], **options: Any) -> Any:
