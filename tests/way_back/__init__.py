@@ -21,6 +21,7 @@ pictures     everything that a step reads, as numbers, and where two of them dif
 ranks        the job that the ranks run
 search       drawing sequences, running them, and making one that differs as short as it gets
 known        what differs today, strictly
+reported     public reports, and the sequences that show them without patches
 
 `python -m way_back --minutes 60`, in tests/, searches for longer.
 """

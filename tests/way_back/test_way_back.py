@@ -12,10 +12,11 @@ from way_back.known import KNOWN, PLAIN, is_free, report_of
 from way_back.layouts import LAYOUTS, layouts_here
 from way_back.plan import ASYNCHRONOUS, OPERATIONS, REPLAYED, TRAIN, WAYS, Sequence, WeightsOf, plan
 from way_back.ranks import RAISES
+from way_back.reported import REPORTED, REPORTED_HERE
 from way_back.search import drawn, run, shrunk
 
 DRAWN = 20  # of a thorough run: half a minute on two idle cores
-BY_ITSELF = {"1", "2", "5", "9", "10a", "10b", "11"}
+BY_ITSELF = {row.report for row in REPORTED_HERE}
 TRIES = 12  # batches of drawn sequences, of this many each
 BATCH = 25
 HERE = [
@@ -70,6 +71,30 @@ def test_train_goes_well_after_it_has_raised():
 def test_it_does_not_without_its_patch():
     for differences in run(AGAIN, WITHOUT_REENTRY).values():
         assert differences[RAISES] == f"in {TRAIN}: AssertionError: timer has already been started"
+
+
+@pytest.fixture(scope="module")
+def unpatched():
+    """Return what differs, by the patches that are left out and the sequence."""
+    return {
+        disabled: run(
+            [row.shows for row in REPORTED_HERE if row.disabled == disabled], {"MEGAPATCH_DISABLE": disabled}
+        )
+        for disabled in {row.disabled for row in REPORTED_HERE}
+    }
+
+
+# With each Megatron; half a minute on two idle cores, as a sequence of report 11 ends its ranks.
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", REPORTED_HERE, ids=lambda row: row.report)
+def test_without_patches_each_reported_defect_shows(unpatched, row):
+    found = unpatched[row.disabled][row.shows]
+    assert row.kind in found, found
+
+
+def test_every_report_is_shown_by_some_megatron():
+    assert {row.report for row in REPORTED} == {"1", "2", "5", "9", "10a", "10b", "11"}
+    assert minor() < 16 or tuple(REPORTED_HERE) == REPORTED
 
 
 @pytest.mark.nightly

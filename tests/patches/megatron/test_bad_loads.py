@@ -57,5 +57,6 @@ def test_a_bad_checkpoint_raises_and_a_good_one_makes_all_right(tmp_path):
         assert error == "KeyError" and "lacks 'num_steps'. Found: max_lr, " in text
         assert found["more layers"][0] == "CheckpointException"
         assert all(right for *_, right in found.values())
-    # 0.16 raises on all ranks; 0.19 on those that read the file.
-    assert "CheckpointException" in {found["truncated"][0] for found in ranks}
+    # From 0.18 on Megatron reads with no_dist=True: the rank that does not read the file goes on.
+    errors = [found["truncated"][0] for found in ranks]
+    assert errors == [None if minor() >= 18 else "CheckpointException", "CheckpointException"]
