@@ -16,7 +16,7 @@ from rigs.megatron.save import minor
 from rigs.mistakes.checkpoints import plan
 
 from megapatch import audit
-from megapatch.audit._audit import Audit, Call
+from megapatch.audit._audit import Audit, Call, Step
 from megapatch.audit._gathers import Gathers
 from megapatch.audit._offloads import Offloads
 from megapatch.patches._readers import Reader
@@ -173,11 +173,11 @@ def test_an_export_is_an_event_also_where_all_is_gathered(watching):
 
 
 def test_a_helper_that_is_called_for_each_buffer_is_one_event_a_step(watching):
-    def pause():
-        return "paused"
+    def pause(*args, **kwargs):
+        return args, kwargs
 
     helper = part_of(watching, Offloads).watch("offload", pause)
-    assert [helper(), helper()] == ["paused"] * 2
+    assert [helper("buffer", tag="weights"), helper()] == [(("buffer",), {"tag": "weights"}), ((), {})]
     assert events_of(watching) == {"offload": [("pause()", 1)]}
     watching.ledger.step += 1
     watching.events.may_have_broken = False
@@ -208,3 +208,16 @@ def test_memory_that_is_freed_is_an_offload(watching):
     parameter.untyped_storage().resize_(0)
     part.begin_call(Call([chunk], trains=True))
     assert events_of(watching) == {"offload": [("other memory of parameters", 1)]}
+
+
+def test_moments_that_come_in_a_first_step_are_no_event(watching):
+    part, state = part_of(watching, Offloads), {}
+    optimizer = torch.nn.Identity()  # something that weak references know
+    optimizer.optimizer = SimpleNamespace(state={"parameter": state})
+    part.begin_step(Step(optimizer, []))
+    state.update(exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1))
+    part.begin_step(Step(optimizer, []))
+    assert events_of(watching) == {}
+    state["exp_avg"] = torch.zeros(1)
+    part.begin_step(Step(optimizer, []))
+    assert events_of(watching) == {"offload": [("other memory of optimizer state", 1)]}

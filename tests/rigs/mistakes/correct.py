@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 
+from megapatch.testing import _data
 from megapatch.train_step import TrainStep
 from rigs.megatron.options import ADAM, BOTH
 from rigs.mistakes import Mistake
@@ -103,6 +104,21 @@ def aborted_and_repeated(model, step):
     model.train_step(step)
 
 
+def mode_of_the_forward_step(model, step):
+    """Megatron-LM's train_rl.py: a forward step changes the mode of the model that it runs."""
+
+    def in_evaluation_mode(data, chunk, **options):
+        chunk.eval()
+        output = forward_step(data, chunk, **options)
+        chunk.train()
+        return output
+
+    forward_step = _data.forward_step
+    with mock.patch.object(_data, "forward_step", in_evaluation_mode):
+        log_probabilities(model, step)
+    model.train_step(step)
+
+
 def _correct(name, take_step, **options):
     return Mistake(name, "", take_step, {}, {}, options)
 
@@ -124,6 +140,7 @@ CORRECT = {
         _correct("checkpoints are saved", saved_in_time, **BOTH),
         _correct("checkpoints are saved, in bf16", saved_in_time, **SHARDED),
         _correct("routers count the tokens of two calls", in_two_calls, **COUNTING),
+        _correct("the forward step changes the mode", mode_of_the_forward_step, config={"hidden_dropout": 0.1}),
         _correct("routers' counts of an aborted step are forgotten", aborted_and_repeated, **COUNTING),
     )
 }
