@@ -10,6 +10,7 @@ import pytest
 from rigs.engine import make_engine, needed, status_of
 
 from megapatch import Patch, RestoreError, Site
+from megapatch._reporting.report import make_report
 
 SOURCE = f"""
 from {__name__} import Actor
@@ -96,6 +97,14 @@ def test_restore_deletes_what_was_added_and_gives_back_what_was_rebuilt(modules,
     assert other.actor is before[1]
     with pytest.raises(NotImplementedError):
         target.Worker().greet()
+
+
+def test_what_is_kept_for_restore_is_not_out_of_reach(name):
+    importlib.import_module(name)
+    engine = engine_for(name)
+    engine.activate()
+    (site,) = make_report(engine.records).patches[0].sites
+    assert not [text for text in site.out_of_reach if text.endswith(f"{name}:actor")]
 
 
 def test_what_was_added_is_pickled_by_its_own_name(name):

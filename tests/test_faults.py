@@ -14,7 +14,7 @@ import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
 
 from megapatch import _loaded_modules
-from megapatch._engine import batch, engine, holders, install, record, site_record, target
+from megapatch._engine import batch, engine, holders, install, rebuilt, record, site_record, target
 from megapatch.patch import Patch, Site
 
 SOURCE = f"""
@@ -31,7 +31,7 @@ alias = greet
 HANDLERS = {{"greet": greet}}
 actor = Actor(Greeter)
 """
-FILES = {module.__file__ for module in (batch, engine, holders, install, record, site_record, target)}
+FILES = {module.__file__ for module in (batch, engine, holders, install, rebuilt, record, site_record, target)}
 
 
 class Actor:
@@ -210,7 +210,7 @@ def test_what_a_rollback_that_failed_has_left_is_undone_first(name, monkeypatch,
 
     before, patching = original(module := importlib.import_module(name)), make(name)
     with monkeypatch.context() as faults:
-        faults.setattr(target.RebuiltTarget, "install", fail)
+        faults.setattr(rebuilt.RebuiltTarget, "install", fail)
         faults.setattr(target.ReplacedTarget, "revert", fail)
         patching.activate()
     assert (patched(module), status_of(patching)) == ({True, False}, "failed")
@@ -228,7 +228,7 @@ def test_what_a_restore_that_could_not_be_undone_has_left_is_repaired(name, monk
     before, patching = original(module := importlib.import_module(name)), make(name)
     patching.activate()
     with monkeypatch.context() as faults:
-        faults.setattr(target.RebuiltTarget, "revert", fail)
+        faults.setattr(rebuilt.RebuiltTarget, "revert", fail)
         faults.setattr(target.ReplacedTarget, "put_back", fail)
         with pytest.raises(ValueError, match="a fault"):
             patching.restore()

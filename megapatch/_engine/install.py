@@ -15,7 +15,8 @@ from typing import Any
 from ..errors import RestoreError
 from ..patch import Site
 from . import holders
-from .target import AddedTarget, RebuiltTarget, ReplacedTarget
+from .rebuilt import RebuiltTarget
+from .target import AddedTarget, ReplacedTarget
 
 
 def install(
@@ -128,7 +129,7 @@ def left_behind(targets: tuple[ReplacedTarget, ...]) -> dict[str, list[str]]:
     by_original = {id(target.original): target for target in targets if not target.inherited}
     if not by_original:
         return {}
-    ours = {id(target) for target in targets}
+    ours = {id(keeper) for target in targets for keeper in target.keepers}
     for target in targets:
         ours.update(_parts(target.replacement))
     found: dict[str, list[str]] = {}

@@ -16,8 +16,9 @@ from . import holders
 from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
+from .rebuilt import RebuiltTarget
 from .record import INTERRUPTED, Record
-from .target import RebuiltTarget, ReplacedTarget
+from .target import ReplacedTarget
 
 _STATUS_OF_VERDICT = {
     VerdictKind.FIXED: Status.NOT_NEEDED,

@@ -17,7 +17,8 @@ from typing import Any
 
 import wrapt
 
-from .._engine.target import RebuiltTarget, ReplacedTarget
+from .._engine.rebuilt import RebuiltTarget
+from .._engine.target import ReplacedTarget
 from .._engine.watch import half_loaded
 from .._layers import attribute_of, layers_of
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._engine.engine import Engine
+from .._engine.rebuilt import RebuiltTarget
 from .._engine.settings import Settings
-from .._engine.target import RebuiltTarget
 from .._engine.watch import half_loaded
 from .._versions import find_module
 from ..patch import MARK, NEEDS_ATTENTION, Patch, Status

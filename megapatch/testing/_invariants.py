@@ -18,9 +18,10 @@ from typing import Any
 
 from .._dotted import find
 from .._engine.engine import Engine
+from .._engine.rebuilt import RebuiltTarget
 from .._engine.settings import Settings
 from .._engine.site_record import SiteRecord
-from .._engine.target import AddedTarget, RebuiltTarget, ReplacedTarget
+from .._engine.target import AddedTarget, ReplacedTarget
 from ..patch import Patch, Verdict
 from ._import_orders import import_targets
 
