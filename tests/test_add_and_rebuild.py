@@ -99,12 +99,24 @@ def test_restore_deletes_what_was_added_and_gives_back_what_was_rebuilt(modules,
         target.Worker().greet()
 
 
-def test_what_is_kept_for_restore_is_not_out_of_reach(name):
-    importlib.import_module(name)
-    engine = engine_for(name)
+def test_what_only_an_earlier_build_leads_to_is_not_out_of_reach(modules):
+    methods = "    def end(self):\n        return 'bye'\n\n    def other(self, known=[]):\n        pass\n\nactor ="
+    name = modules.write(SOURCE.replace("actor =", methods))
+    target = importlib.import_module(name)
+    site = Site(name, needed, replace={"Worker.end": louder}, rebuild=rebuilding)
+    ending = Patch("test.ending", "Workers end.", "https://example.com/issues/2", sites=(site,))
+    engine = make_engine(*(record.patch for record in engine_for(name).records), ending)
+    original = target.Worker.name
     engine.activate()
-    (site,) = make_report(engine.records).patches[0].sites
-    assert not [text for text in site.out_of_reach if text.endswith(f"{name}:actor")]
+    assert not out_of_reach(engine)
+
+    target.Worker.other.__defaults__[0].append(original)  # all builds have it
+    assert out_of_reach(engine) == [f"a list holds the original of {name}:Worker.name"]
+
+
+def out_of_reach(engine):
+    sites = [site for patch in make_report(engine.records).patches for site in patch.sites]
+    return [text for site in sites for text in site.out_of_reach]
 
 
 def test_what_was_added_is_pickled_by_its_own_name(name):

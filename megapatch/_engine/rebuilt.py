@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
+from .._layers import attribute_of
+from .._loaded_modules import loaded_modules, names_of
 from .target import ReplacedTarget
 
 
@@ -38,7 +42,11 @@ class RebuiltTarget(ReplacedTarget):
 
     @property
     def keepers(self) -> tuple[object, ...]:
-        return (self, self._shared)
+        # Nothing uses what only earlier builds lead to, such as the wrappers that Ray makes of a class's methods.
+        shared = self._shared
+        earlier = _parts(shared.original, *(user.original for user in shared.users))
+        in_use = _parts(shared.latest)
+        return (self, shared, *(part for key, part in earlier.items() if key not in in_use))
 
     @property
     def was_reloaded(self) -> bool:
@@ -88,3 +96,29 @@ class _SharedBuild:
 
 
 _shared_builds: dict[str, _SharedBuild] = {}
+
+
+def _parts(*builds: Any) -> dict[int, object]:
+    """Return by id all that objects lead to, except modules and the classes found there by their names.
+
+    A Ray actor class leads to a class that Ray has derived from the one in the module, and to its wrapped methods.
+    """
+    modules = {id(names) for _, names in loaded_modules()}
+    found: dict[int, object] = {}
+    todo = [*builds]
+    while todo:
+        part = todo.pop()
+        if id(part) not in found and id(part) not in modules and not _is_in_a_module(part):
+            found[id(part)] = part
+            todo += gc.get_referents(part)
+    return found
+
+
+def _is_in_a_module(part: Any) -> bool:
+    kind = type(part)  # isinstance would read __class__, and so load what is lazy
+    if issubclass(kind, ModuleType):
+        return True
+    if not issubclass(kind, type):
+        return False
+    names = names_of(sys.modules.get(attribute_of(part, "__module__"))) or {}
+    return names.get(part.__name__) is part
