@@ -112,6 +112,18 @@ def test_an_actor_class_made_before_is_made_again_and_takes_it_all_along(shape):
         assert told.startswith(f"{name}() would "), "the guard is lost"
 
 
+def out_of_reach(rank, world_size):
+    import megapatch
+
+    importlib.import_module(WORKER)
+    patches = [one for one in megapatch.report().to_dict()["patches"] if one["name"].startswith("nemo_rl.")]
+    return [text for one in patches for site in one["sites"] for text in site["out_of_reach"]]
+
+
+def test_wrappers_of_actor_classes_that_were_made_again_are_not_out_of_reach(shape):
+    assert run_ranks(out_of_reach, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape}) == [[]]
+
+
 def in_ray(rank, world_size):
     """A step in slices and a whole one, through handles; each in an actor of its own."""
     import ray
