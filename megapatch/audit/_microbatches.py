@@ -47,10 +47,10 @@ class Microbatches(Part):
             trained.losses.append(output.detach())
 
     def added_to(self, hashes: Any, chunks: list[Any]) -> Any:
-        """Return hashes to compare with a row more: the number of microbatches and the two of a hash of their losses.
+        """Return hashes to compare with a row more: the number of microbatches, and the hash of their losses.
 
-        The hash is 0 where losses are all alike but for their signs, not finite, or not here. A rank that fails here
-        adds zeros.
+        The hash is 0 where losses are not here, not finite, or all alike but for their signs. A rank that fails
+        here adds zeros.
         """
         import torch
 
