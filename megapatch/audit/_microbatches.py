@@ -2,7 +2,8 @@
 
 Watches   each microbatch that is trained on, and its loss. Their number and the losses since the last time are
           compared when the parameters of ranks are.
-Limits    two ranks of many that read the same data are not seen, nor data that give losses which are all alike.
+Limits    two ranks of many that read the same data are not seen, nor data that give losses which are all alike, or
+          are but for their signs.
 Cost      keeps the losses of up to 256 microbatches until ranks are compared.
 """
 
@@ -46,9 +47,10 @@ class Microbatches(Part):
             trained.losses.append(output.detach())
 
     def added_to(self, hashes: Any, chunks: list[Any]) -> Any:
-        """Return hashes to compare with a row more: the number of microbatches, a hash of their losses, and 0.
+        """Return hashes to compare with a row more: the number of microbatches, and the hash of their losses.
 
-        The hash is 0 where losses are all alike, not finite, or not here. A rank that fails here adds zeros.
+        The hash is 0 where losses are not here, not finite, or all alike but for their signs. A rank that fails
+        here adds zeros.
         """
         import torch
 
@@ -64,7 +66,8 @@ class Microbatches(Part):
         row[0] = trained.count  # of the last chunk; all have as many
         if trained.losses:
             values = torch.stack([*trained.losses]).float()
-            row[1] = hash_of([values])[0] * ((values != values[0]).any() & values.isfinite().all())
+            sizes = values.abs()  # of on-policy losses in groups of two only the signs differ
+            row[1:] = hash_of([values]) * ((sizes != sizes[0]).any() & values.isfinite().all())
 
     @observes
     def judge_ranks(self, ranks: str, highest: list[int], of_complements: list[int]) -> None:
@@ -75,9 +78,9 @@ class Microbatches(Part):
             highest: the highest of these numbers on any rank.
             of_complements: the highest of their complements.
         """
-        (most, losses, _), (least, others, _) = highest, of_complements
+        (most, *losses), (least, *others) = highest, of_complements
         if most != ~least:
             what = f"{ranks} have trained on {~least} to {most} microbatches since they were compared"
             self.ledger.report("calls-alike", "data-parallel", what)
-        elif losses and losses == ~others:
+        elif any(losses) and losses == [~other for other in others]:
             self.ledger.report("data-differs", "data-parallel", f"{ranks} have had the same losses")

@@ -119,6 +119,22 @@ def mode_of_the_forward_step(model, step):
     model.train_step(step)
 
 
+def on_policy(model, step):
+    """GRPO in groups of two: each loss is an advantage, and ranks differ in their order at most."""
+    advantages = [1.0, -1.0, *([2.0, -2.0] if step else [])]
+    if step and torch.distributed.get_rank():
+        advantages[:2] = -1.0, 1.0
+    of_microbatches = iter(advantages)
+
+    def loss(*args, **kwargs):
+        value, tokens, metrics = loss_function(*args, **kwargs)
+        return value - value.detach() + next(of_microbatches) * tokens, tokens, metrics
+
+    loss_function = _data.loss_function
+    with mock.patch.object(_data, "loss_function", loss):
+        model.train_step(step, num_microbatches=len(advantages))
+
+
 def _correct(name, take_step, **options):
     return Mistake(name, "", take_step, {}, {}, options)
 
@@ -141,6 +157,7 @@ CORRECT = {
         _correct("checkpoints are saved, in bf16", saved_in_time, **SHARDED),
         _correct("routers count the tokens of two calls", in_two_calls, **COUNTING),
         _correct("the forward step changes the mode", mode_of_the_forward_step, config={"hidden_dropout": 0.1}),
+        _correct("losses are advantages", on_policy),
         _correct("routers' counts of an aborted step are forgotten", aborted_and_repeated, **COUNTING),
     )
 }
