@@ -22,7 +22,7 @@ from megapatch._reporting.terminal import NO_TERMINAL
 (entry,) = [one for one in megapatch.report().patches if one.patch.name == "slime.train-reentry"]
 print("\\n".join(entry.lines(NO_TERMINAL)))
 """
-SAMPLE = re.compile(r"(?<=\n\n) {4}[a-z-]+ +slime\.train-reentry.*\n(?: {4}.*\n)*")
+SAMPLE = re.compile(r"(?<=```text\n)[a-z-]+ +slime\.train-reentry.*\n(?:(?!```).*\n)*")
 
 
 def sample():
@@ -30,7 +30,7 @@ def sample():
         (Path(folder) / "slime").symlink_to(HERE / "imitations" / "slime")  # and without miles beside it
         shown = run("-c", SCRIPT, path=folder)
     assert shown.returncode == 0, shown.stderr
-    return "".join(f"    {line}\n" for line in shown.stdout.splitlines())
+    return shown.stdout
 
 
 @needs_megatron

@@ -11,11 +11,13 @@ from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.correct import CORRECT
 from rigs.mistakes.table import MISTAKES, as_markdown
+from rigs.turns import chosen, with_nightly
 
 from megapatch import audit
 from megapatch.testing import init_parallel, tiny_gpt
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+ALL = {**CORRECT, **MISTAKES}
 STEPS = 3
 MOST_MISSED = 0.1  # of all mistakes; those that cannot be seen in Megatron's objects are among them
 
@@ -31,19 +33,20 @@ def found(mistake):
     return [(one.invariant, one.step - before, one.rank, str(one)) for one in results]
 
 
-def job(rank, world_size):
-    for name, mistake in {**CORRECT, **MISTAKES}.items():
-        yield name, partial(found, mistake)
+def job(rank, world_size, names):
+    for name in ALL:
+        if name in names:
+            yield name, partial(found, ALL[name])
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2, env={**UNPATCHED, **AUDITED})
+def ranks(request):
+    return run_cells(job, 2, chosen(request, "name"), env={**UNPATCHED, **AUDITED})
 
 
-@pytest.mark.parametrize("name", [*CORRECT, *MISTAKES])
+@pytest.mark.parametrize("name", with_nightly([*ALL], always=CORRECT))
 def test_it_is_found_where_it_first_acts(ranks, name):
-    expected = {**CORRECT, **MISTAKES}[name].finds
+    expected = ALL[name].finds
     by_rank = [{rule: step for rule, step, _, _ in cells[name]} for cells in ranks]
     assert {rule: step for results in by_rank for rule, step in results.items()} == expected, by_rank
     for rank, cells in enumerate(ranks):

@@ -3,8 +3,8 @@
 With all Megatrons the quick tests and the diagnoses run. The other modules run with the newest, and each with one
 of the rest, whose turn it is.
 
-Of the releases of a framework each module runs with the oldest, the newest, and one of the others. Of the largest
-grids every second case runs.
+Of the releases of a framework each module runs with the oldest, the newest, and one of the others, and of the two
+shapes of NeMo-RL's code with one. Of the largest grids every second case runs.
 """
 
 from __future__ import annotations
@@ -46,18 +46,24 @@ def has_its_turn(place: str, megatron: str) -> bool:
 
 
 def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the tests of modules with releases that are not theirs. Releases come in order, oldest first."""
-    left_out = set()
-    by_module = collections.defaultdict(lambda: collections.defaultdict(list))
+    """Return the tests of modules with releases that are not theirs, and shapes of NeMo-RL's code.
+
+    Releases come in order, oldest first. Of the shapes each module runs with one.
+    """
+    releases, shapes = (collections.defaultdict(lambda: collections.defaultdict(list)) for _ in range(2))
     for item in items:
-        for value in item.callspec.params.values() if hasattr(item, "callspec") else ():
+        for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
             if hasattr(value, "ranks_of"):  # a Release, by whichever name; its module imports torch
-                by_module[item.module.__name__][value.name].append(item)
-    for module, by_release in by_module.items():
-        others = list(by_release)[1:-1]
-        for number, name in enumerate(others):
-            if number != _turn(module, len(others)):
-                left_out.update(by_release[name])
+                releases[item.module.__name__][value.name].append(item)
+            elif name == "shape":
+                shapes[item.module.__name__][value].append(item)
+    left_out = set()
+    for by_module, among in ((releases, slice(1, -1)), (shapes, slice(None))):
+        for module, by_name in by_module.items():
+            taking_turns = list(by_name)[among]
+            for number, name in enumerate(taking_turns):
+                if number != _turn(module, len(taking_turns)):
+                    left_out.update(by_name[name])
     return left_out
 
 

@@ -32,6 +32,7 @@ from rigs.train_step.on_fake_gpu import (
     settled_without_streams,
     steps,
 )
+from rigs.turns import chosen, with_nightly
 
 import megapatch
 from megapatch._mcore import param_gathers
@@ -57,6 +58,7 @@ ON_FOUR = {  # a spawn of its own: one for each kind of group that two ranks do 
         "ep2 dp2, both, tokens",
     )
 }
+MUTATED = ("dp2, mean", "pp2")  # of ON_TWO, those that mutants run
 
 
 def expected_waits(name):
@@ -104,7 +106,7 @@ def scenarios():
         ("audit", 1): partial(audited, 1),
         ("steps", "count"): partial(steps, {}, GRADS, None, expected_count=100.0),
     }
-    for name in ("dp2, mean", "pp2"):
+    for name in MUTATED:
         found["steps", name] = partial(steps, *ON_TWO[name][1:])
     return found
 
@@ -125,11 +127,11 @@ def noticed(scenario, target, name, mutant, kinds):
     return type(caught.value).__name__
 
 
-def job(rank, world_size):
+def job(rank, world_size, names):
     allow_sequence_parallel()
     logging.getLogger("megapatch").setLevel(logging.ERROR)
     todo = scenarios()
-    for name, layout, options, loss in in_layouts(ON_TWO, world_size):
+    for name, layout, options, loss in in_layouts(_of(ON_TWO, names), world_size):
         yield ("steps", name), partial(steps, layout, options, loss)
     rest = [(name, scenario) for name, scenario in todo.items() if name[1] not in ON_TWO]
     mutated = [
@@ -144,23 +146,27 @@ def job(rank, world_size):
                 yield name, compute
 
 
-def on_four(rank, world_size):
+def on_four(rank, world_size, names):
     allow_sequence_parallel()
-    for name, layout, options, loss in in_layouts(ON_FOUR, world_size):
+    for name, layout, options, loss in in_layouts(_of(ON_FOUR, names), world_size):
         yield ("steps", name), partial(steps, layout, options, loss)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2, setup=install)
+def _of(cases, names):
+    return {name: case for name, case in cases.items() if name in names}
 
 
 @pytest.fixture(scope="module")
-def four_ranks():
-    return run_cells(on_four, 4, setup=install)
+def ranks(request):
+    return run_cells(job, 2, {*chosen(request, "name"), *MUTATED}, setup=install)
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+@pytest.fixture(scope="module")
+def four_ranks(request):
+    return run_cells(on_four, 4, chosen(request, "name"), setup=install)
+
+
+@pytest.mark.parametrize("name", with_nightly([*ON_TWO, *ON_FOUR], always=MUTATED))
 def test_steps_wait_where_they_have_to_and_mix_and_race_nowhere(request, name):
     for found in request.getfixturevalue("ranks" if name in ON_TWO else "four_ranks"):
         if ("steps", name) not in found:

@@ -15,13 +15,12 @@ import pytest
 from rigs.nemo_rl.steps import SIZE, summary
 from rigs.nemo_rl.worker import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
 from rigs.ray import TESTS, ray_with
-from rigs.turns import with_nightly
 
 from megapatch.testing import run_ranks
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
-    pytest.mark.parametrize("shape", with_nightly(SHAPES)),
+    pytest.mark.parametrize("shape", SHAPES),
     pytest.mark.thorough,
 ]
 

@@ -43,9 +43,14 @@ def cell(expected, options, loss, sizes):
 
 
 @pytest.fixture(scope="module", params=SHAPES)
-def ranks(request):
-    shape = {"NEMO_RL_SHAPE": request.param}
-    return run_cells(compared, 2, audited=True, setup=find_nemo_rl, timeout=580, env=shape)
+def shape(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def ranks(shape):
+    env = {"NEMO_RL_SHAPE": shape}
+    return run_cells(compared, 2, audited=True, setup=find_nemo_rl, timeout=580, env=env)
 
 
 @pytest.mark.parametrize("cut", SLICES)
