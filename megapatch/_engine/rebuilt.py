@@ -44,8 +44,7 @@ class RebuiltTarget(ReplacedTarget):
     def keepers(self) -> tuple[object, ...]:
         # Nothing uses what only earlier builds lead to, such as the wrappers that Ray makes of a class's methods.
         shared = self._shared
-        earlier = _parts(shared.original, *(user.original for user in shared.users))
-        in_use = _parts(shared.latest)
+        earlier, in_use = _reachable(shared.original, self.original), _reachable(shared.latest)
         return (self, shared, *(part for key, part in earlier.items() if key not in in_use))
 
     @property
@@ -98,7 +97,7 @@ class _SharedBuild:
 _shared_builds: dict[str, _SharedBuild] = {}
 
 
-def _parts(*builds: Any) -> dict[int, object]:
+def _reachable(*builds: Any) -> dict[int, object]:
     """Return by id all that objects lead to, except modules and the classes found there by their names.
 
     A Ray actor class leads to a class that Ray has derived from the one in the module, and to its wrapped methods.

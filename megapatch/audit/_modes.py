@@ -23,15 +23,14 @@ from ._notes import Notes
 class _Suspect:
     """A model that is in the wrong mode as a call begins, and is looked at again as it runs."""
 
-    def __init__(self, model: Any, trains: bool) -> None:
-        self._trains = trains
+    def __init__(self, model: Any) -> None:
         self._modes: set[bool] = set()
         self._hook = model.register_forward_pre_hook(lambda running, _: self._modes.add(running.training))
 
-    def ran_wrongly(self) -> bool:
-        """Return whether it has run in the wrong mode, and look no longer."""
+    def has_run(self, training: bool) -> bool:
+        """Return whether it has run in this mode, and look no longer."""
         self._hook.remove()
-        return (not self._trains) in self._modes
+        return training in self._modes
 
 
 class Modes(Part):
@@ -49,14 +48,14 @@ class Modes(Part):
     def begin_call(self, call: Call) -> None:
         """Suspect the models that are in the other mode."""
         for chunk in call.chunks:
-            model = _innermost(chunk)
+            model = _unwrapped(chunk)
             if model is not chunk and model.training != call.trains and self._matters(chunk, call):
-                self._suspected.setdefault(call, []).append(_Suspect(model, call.trains))
+                self._suspected.setdefault(call, []).append(_Suspect(model))
 
     @observes
     def end_call(self, call: Call) -> None:
         """Report a call whose models were in the other mode as they ran, too."""
-        wrong = [suspect.ran_wrongly() for suspect in self._suspected.pop(call, [])]
+        wrong = [suspect.has_run(not call.trains) for suspect in self._suspected.pop(call, [])]
         if not any(wrong):
             return
         if call.trains:
@@ -81,7 +80,7 @@ def _rates(chunk: Any) -> Iterator[float]:
     yield from (module.p for module in chunk.module.modules() if isinstance(module, torch.nn.Dropout))
 
 
-def _innermost(chunk: Any) -> Any:
+def _unwrapped(chunk: Any) -> Any:
     """Return the model in a chunk without its wrappers, which a forward step may leave out."""
     import torch
 
