@@ -20,7 +20,7 @@ def test_the_tests_are_there():
         assert f"\ndef {test}(" in (TESTS / file).read_text(), f"{node}: expected such a test; found none"
 
 
-def test_each_module_has_one_turn_and_the_quick_tests_have_all():
+def test_each_module_has_one_turn_and_the_quick_tests_have_every_second():
     files = [*TESTS.glob("patches/**/test_*.py"), *TESTS.glob("verify/test_*.py")]
     for file in files:
         module = file.relative_to(TESTS).as_posix()
@@ -28,4 +28,6 @@ def test_each_module_has_one_turn_and_the_quick_tests_have_all():
         assert len(turns) in (1, len(MEGATRONS))
         assert has_its_turn(module, "0.19.2")
     for node in QUICK:
-        assert all(has_its_turn(node, f"{one}.2") for one in MEGATRONS)
+        turns = [number for number, one in enumerate(MEGATRONS) if has_its_turn(node, f"{one}.2")]
+        assert {0, 2, 4, 6} <= set(turns) or {1, 3, 5} <= set(turns)
+        assert has_its_turn(node, "0.19.2")
