@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -11,6 +11,13 @@ GROUPS = ("float16_groups", "fp32_from_float16_groups")
 """Lists of Float16OptimizerWithFloat16Params."""
 SHARDS = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups")
 """Lists of DistributedOptimizer."""
+
+_JUDGED_BY = {
+    "tied": {"tied"},  # by the first and the last pipeline stage
+    "experts": {"experts"},  # by ranks of other places in the dense layers
+    "replicated": {"replicated"},  # by all tensor-parallel ranks
+    "split": {"split", "replicated", "tied"},
+}
 
 
 def pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -28,6 +35,39 @@ def pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
             main = main if main is not None and main.dtype.itemsize == 4 and main.is_floating_point() else None
         part = optimizer._get_model_param_range_map(parameter)["param"]
         yield parameter, parameter.data.view(-1)[part.start : part.end], main
+
+
+def stale_pairs(loaded: Collection[tuple[Any, Any, Any]]) -> list[tuple[Any, Any]]:
+    """Return the pairs (part, main parameter) whose weights are new, rather than swapped for others and back.
+
+    A pair is new if its main parameter, rounded, differs from the weights; then all pairs of its kind are, because
+    with a small learning rate most weights round to the same number for many steps. Ranks cannot ask each other,
+    as one may be alone here: a parameter is judged only by what every rank holds that holds the parameter.
+
+    Args:
+        loaded: triples of `pairs`. The host waits for their device once, however many there are.
+    """
+    flags = differing([(part, main) for _, part, main in loaded])
+    new = {_kind(parameter) for (parameter, *_), differs in zip(loaded, flags, strict=True) if differs}
+    return [(part, main) for parameter, part, main in loaded if new & _JUDGED_BY[_kind(parameter)]]
+
+
+def differing(pairs: Collection[tuple[Any, Any]]) -> list[bool]:
+    """Return for each pair whether the second tensor, rounded, differs from the first."""
+    if not pairs:
+        return []
+    torch = sys.modules["torch"]
+    flags = [(second.to(first.device, first.dtype) != first).any() for first, second in pairs]
+    return list(torch.stack([flag.to(flags[0].device) for flag in flags]).tolist())
+
+
+def _kind(parameter: Any) -> str:
+    """Return which other ranks hold the parameter."""
+    if getattr(parameter, "shared_embedding", False):
+        return "tied"
+    if not getattr(parameter, "allreduce", True):
+        return "experts"
+    return "split" if getattr(parameter, "tensor_model_parallel", False) else "replicated"
 
 
 def aligned(optimizer: Any, names: Iterable[str]) -> Iterator[tuple[Any, ...]]:

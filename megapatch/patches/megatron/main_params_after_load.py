@@ -10,25 +10,32 @@ Upstream  NovaSky-AI/SkyRL#2149 (open); in 0.12 to 0.19. Megatron leaves it to c
           not.
 Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers notes which parameters a load that
           succeeded has changed. Optimizers look at that before they step, and before their state is saved: if any
-          loaded parameter differs from its main parameter, rounded, the main parameters of all that were loaded
-          are taken from the model. After both were loaded, in any order, and after weights were swapped for others
-          and back, nothing differs, and main parameters keep every bit. A load of the optimizer's own state after
-          that of the weights settles it, whatever the weights are.
+          loaded parameter differs from its main parameter, rounded, the main parameters of all of its kind that
+          were loaded are taken from the model. After both were loaded, in any order, and after weights were
+          swapped for others and back, nothing differs, and main parameters keep every bit. A load of main
+          parameters after that of the weights settles it, whatever the weights are.
           Reloading only the elements that differ is not an option: with a small learning rate most weights round
           to the same bf16 number for many steps, so most of what was gone back on would stay. Reloading at the
           load is not either: it would round the main parameters of a model whose weights are swapped.
-Limits    a load that changes no bf16 number on this rank looks like a swap there and back: the main parameters
-          keep their bits. Each rank decides by itself, for all optimizers of a chain together.
-          Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, and the
-          optimizer is loaded first, training continues from the weights.
-          Weights that are copied into a model by other means than load_state_dict() are not seen, such as those of
-          a Hugging Face model that a bridge loads: call optimizer.reload_model_params() after it. Adam's moments
-          stay what they were. Left alone are FP8 parameters, Megatron-FSDP, a step that is replayed from a CUDA
-          graph, and, with use_precision_aware_optimizer, main parameters that are not in fp32
-          (store_param_remainders keeps less than half a bf16 step of the old ones). The parts for that optimizer,
-          and for an offloaded one, are not tested.
+Limits    a load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
+          Ranks do not ask each other, and judge four kinds of parameters apart, so that copies of a parameter stay
+          the same: those that tensor-parallel ranks hold alike, tied embeddings, experts, and the others, which
+          are also new where one of the first two is.
+          Optimizer state that is saved while other weights are swapped in is taken for that of a load: it has
+          their main parameters, and those that were there lose the bits that bf16 has not.
+          Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, training
+          continues from the weights if the optimizer is loaded first, or other weights are swapped in and out
+          before the first step.
+          Weights that come into a model otherwise than by load_state_dict() of a MegatronModule or a data-parallel
+          wrapper are not seen, such as those of a Hugging Face model that a bridge loads, or by load_state_dict()
+          of a plain module around the model or inside it: call optimizer.reload_model_params() after it (the audit
+          finds the step in which that lacks). Adam's moments stay what they were. Left alone are FP8 parameters,
+          Megatron-FSDP, a step that is replayed from a CUDA graph, and, with use_precision_aware_optimizer, main
+          parameters that are not in fp32 (store_param_remainders keeps less than half a bf16 step of the old
+          ones). The parts for that optimizer, and for an offloaded one, are not tested.
 Numbers   change after a load of weights alone, to those of a new process that loads the same.
-Cost      about 0.1 us in each optimizer step; after a load one comparison of what was loaded, in the next step.
+Cost      about 0.1 us in each optimizer step. The step after a load compares what was loaded, for which the host
+          waits once.
 """
 
 from __future__ import annotations
@@ -36,13 +43,12 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.main_params import GROUPS, SHARDS, has_memory, pairs
+from ..._mcore.main_params import GROUPS, SHARDS, differing, has_memory, pairs, stale_pairs
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -63,6 +69,8 @@ DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 GRADS = "_copy_model_grads_to_main_grads"
 """The first call of a step in an optimizer with main parameters, in prepare_grads()."""
+STATE = "param_state"
+"""The key of main parameters and moments in the state of a DistributedOptimizer that saves them with it."""
 INNER = "param_to_inner_param"
 """The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
 
@@ -132,6 +140,7 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
         *missing_attributes(f"{OPTIMIZERS}:{DISTRIBUTED}", "_get_model_param_range_map"),
         *missing_reads(f"{OPTIMIZERS}.optimizer:MixedPrecisionOptimizer.prepare_grads", GRADS),
         *missing_names(f"{OPTIMIZERS}.optimizer:ChainedOptimizer.__init__", CHILDREN),
+        *missing_reads(f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer.load_state_dict", STATE),
     ]
     for path in PATCH.sites[0].replace:
         owner, _, name = path.rpartition(".")
@@ -152,22 +161,28 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     )
 
 
-def settle_by_state(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a load of an optimizer's own state settle the loads of the model before it."""
+def settle(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a load of main parameters settle the loads of the model before it."""
 
-    @functools.wraps(init)
-    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if hook := getattr(self.optimizer, "register_load_state_dict_post_hook", None):
-            hook(functools.partial(_settle, weakref.ref(self)))
+    @functools.wraps(load)
+    def patched_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load(self, *args, **kwargs)
+        setattr(self, SEEN, _loads)
+        return result
 
-    return patched_init
+    return patched_load
 
 
-def _settle(owner: weakref.ref[Any], inner: Any) -> None:
-    """Called by torch's optimizer after its state was loaded; main parameters are loaded with it."""
-    if (optimizer := owner()) is not None:
-        setattr(optimizer, SEEN, _loads)
+def settle_if_complete(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Do the same where the state has main parameters: they may be loaded by another call, or by none."""
+    settling = settle(load_state_dict)
+
+    @functools.wraps(load_state_dict)
+    def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        load = settling if STATE in state_dict else load_state_dict
+        return load(self, state_dict, *args, **kwargs)
+
+    return patched_load_state_dict
 
 
 def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,35 +199,38 @@ def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _agree(optimizer: Any) -> None:
     children = list(children_of(optimizer))
-    loaded = [pair for child in children for pair in _loaded_pairs(child)]
-    if not all(has_memory(tensor) for pair in loaded for tensor in pair):
+    loaded = [triple for child in children for triple in _loaded_pairs(child)]
+    copies = [pair for child in children for pair in _copies(child)]
+    if not all(has_memory(tensor) for _, *tensors in loaded for tensor in tensors):
         return  # offloaded by a framework: it cannot step now either
-    if any(bool((main.to(model.device, model.dtype) != model).any()) for model, main in loaded):
+    if stale := stale_pairs(loaded):
         _say()
-        for model, main in loaded:
+        for model, main in stale:
             main.copy_(model)
+    for (main, copy), differs in zip(copies, differing(copies), strict=True):
+        if differs:
+            copy.copy_(main)
     for each in (optimizer, *children):
         setattr(each, SEEN, _loads)
 
 
-def _loaded_pairs(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield this rank's part of each parameter that was loaded since, and its main parameter.
-
-    Of an offloaded optimizer then also each main parameter and the copy from which it steps, in the order in which
-    one is made of the other.
-    """
-    seen = vars(optimizer).get(SEEN, 0)
-
-    def is_newer(parameter: Any) -> bool:
-        return bool(getattr(parameter, LOADED, 0) > seen)
-
+def _loaded_pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield each parameter that was loaded since, this rank's part of it, and its main parameter."""
     for parameter, model, main in pairs(optimizer):
-        if is_newer(parameter) and main is not None:
-            yield model, main.data
+        if _is_newer(parameter, optimizer) and main is not None:
+            yield parameter, model, main.data
+
+
+def _copies(optimizer: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each main parameter of an offloaded optimizer and the copy that it steps, if something was loaded."""
     copies = getattr(optimizer.optimizer, INNER, {})
     groups = (getattr(optimizer, name, ()) for name in (SHARDS[0], "model_fp32_groups"))
-    if copies and any(is_newer(parameter) for parameter in chain.from_iterable(chain.from_iterable(groups))):
+    if copies and any(_is_newer(each, optimizer) for each in chain.from_iterable(chain.from_iterable(groups))):
         yield from ((main.data, copy.data) for main, copy in copies.items() if copy is not main)
+
+
+def _is_newer(parameter: Any, optimizer: Any) -> bool:
+    return bool(getattr(parameter, LOADED, 0) > vars(optimizer).get(SEEN, 0))
 
 
 def _say() -> None:
@@ -262,11 +280,13 @@ PATCH = Patch(
             module=OPTIMIZERS,
             diagnose=diagnose_optimizers,
             replace={
-                "optimizer.MixedPrecisionOptimizer.__init__": settle_by_state,
                 f"{FLOAT16}.{GRADS}": agree_first,
                 f"{FLOAT16}.state_dict": agree_first,
+                f"{FLOAT16}.load_state_dict": settle,
                 f"{DISTRIBUTED}.{GRADS}": agree_first,
                 f"{DISTRIBUTED}.state_dict": agree_first,
+                f"{DISTRIBUTED}.load_state_dict": settle_if_complete,
+                f"{DISTRIBUTED}.load_parameter_state_from_dp_zero": settle,
                 f"{CHAINED}.prepare_grads": agree_first,
                 f"{CHAINED}.state_dict": agree_first,
                 f"{CHAINED}.sharded_state_dict": agree_first,
