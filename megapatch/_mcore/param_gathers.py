@@ -61,7 +61,12 @@ def refuse_stale_read(ddp: Any, reader: str) -> None:
             f"{NOT_GATHERED}, and {reader} cannot gather them, as one rank alone may call it: call "
             "megapatch.weight_sync.gathered_parameters(model) on all ranks before it"
         )
-    _finish(group for group in pending if group.param_gather_handle is not None)
+    finish_gathers(ddp)
+
+
+def finish_gathers(ddp: Any) -> None:
+    """Wait for gathers under way, such as those that a forward pass which raised has left. Runs no collective."""
+    _finish(group for group in pending_groups(ddp) if group.param_gather_handle is not None)
 
 
 def pending_groups(ddp: Any) -> list[Any]:
@@ -79,6 +84,14 @@ def pending_groups(ddp: Any) -> list[Any]:
 def record_gathered(group: Any) -> None:
     """Note that the parameters of a bucket group are gathered, or on their way."""
     setattr(group, STEPPED, False)
+
+
+def record_loaded(ddp: Any, parameters: Iterable[Any]) -> None:
+    """Note that parameters were loaded: bucket groups of no others have nothing left that is to be gathered."""
+    loaded = {id(parameter) for parameter in parameters}
+    for group in pending_groups(ddp):
+        if loaded.issuperset(map(id, group.params)):
+            record_gathered(group)
 
 
 def record_step(ddp: Any) -> None:
@@ -142,6 +155,14 @@ def ddps_of(model: Any) -> list[Any]:
             inside = [part for part in module.modules() if isinstance(part, ddp_class)]
             found.update((id(ddp), ddp) for ddp in inside or _owners(module, ddp_class))
     return list(found.values())
+
+
+def ddps_left(module: Any) -> list[Any]:
+    """Return the same, or nothing for a model that can no longer be gathered."""
+    try:
+        return ddps_of(module)
+    except MisuseError:
+        return []  # of a model whose DistributedDataParallel is gone, and with it what could gather
 
 
 def _modules(model: Any) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 Watches   start_param_sync() of the bucket groups, in all releases; state_dict() of any module,
           sharded_state_dict() of Megatron's; collectives over a parameter itself, by which exporters send or
-          assemble it; and all readers of the patches named gathered-when-read: exporters, checkpoints, refits.
+          assemble it; load_state_dict() of Megatron's modules; and all readers of the patches named
+          gathered-when-read: exporters, checkpoints, refits.
 Limits    a copy that is made tensor by tensor by anybody else, and only then sent, is not seen.
 Cost      nothing to speak of in a step; a look through the module's parameters where one is read too early.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from .. import patches
 from .._mcore.bucket_groups import bucket_groups
+from .._mcore.changes import Changes
 from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
@@ -55,7 +57,13 @@ class Gathers(Part):
             ),
             site("torch.distributed.distributed_c10d", dict.fromkeys(_COLLECTIVES, self.watch_collective)),
             site("torch.nn.modules.module", {"Module.state_dict": self.watch_module}),
-            site("megatron.core.transformer.module", {"MegatronModule.sharded_state_dict": self.watch_module}),
+            site(
+                "megatron.core.transformer.module",
+                {
+                    "MegatronModule.sharded_state_dict": self.watch_module,
+                    "MegatronModule.load_state_dict": self.watch_load,
+                },
+            ),
             *(
                 Site(
                     module=found.module,
@@ -99,6 +107,24 @@ class Gathers(Part):
     @observes
     def _note_gather(self, group: Any) -> None:
         self.due.discard(group)
+
+    def watch_load(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load_state_dict)
+        def patched_load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.due:
+                return load_state_dict(module, *args, **kwargs)
+            changes = Changes(module.parameters())
+            result = load_state_dict(module, *args, **kwargs)
+            self._note_loaded(changes.made())
+            return result
+
+        return patched_load_state_dict
+
+    @observes
+    def _note_loaded(self, parameters: list[Any]) -> None:
+        """What is loaded whole need not be gathered."""
+        loaded = set(map(id, parameters))
+        self.due -= {group for group in self.due if loaded.issuperset(map(id, group.params))}
 
     # ------------------------------------------------------------------------ readers
     def watch_module(self, reader: Callable[..., Any]) -> Callable[..., Any]:

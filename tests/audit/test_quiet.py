@@ -165,6 +165,20 @@ def aborted():
         model.train_step(step)
 
 
+def gone_back():
+    """A step is undone: the weights of before are loaded, and read, with no gather between."""
+    model = tiny_gpt(**BOTH)
+    (ddp,) = model.chunks
+    model.train_step(0)
+    model.gather_parameters()
+    saved = {name: value.clone() for name, value in ddp.state_dict().items() if torch.is_tensor(value)}
+    for step in range(1, STEPS):
+        model.train_step(step)
+        ddp.load_state_dict(saved, strict=False)
+        model.optimizer.reload_model_params()
+        ddp.state_dict()
+
+
 def megatrons_own(rerun_mode):
     model = tiny_gpt(layers=4, hooks=False, **BOTH)
     loop = MegatronLoop(model, rerun_mode=rerun_mode)
@@ -199,6 +213,7 @@ CELLS = {
     "rerun in place": ({}, rerun_in_place),
     "two steps' data": ({}, accumulated),
     "aborted": ({}, aborted),
+    "gone back and read": ({}, gone_back),
 }
 BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
 SAVES = {}

@@ -20,6 +20,8 @@ Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoi
           (3) DistributedOptimizer's step and the bucket groups' start_param_sync() record whether a gather is due.
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
+          A load waits for gathers under way, which would write over it, such as those that a forward pass which
+          raised has left; what it has loaded whole is not to be gathered before a read.
           Gathering in the step itself is not an option: avoiding that is what overlap_param_gather is for.
 Limits    reading an unwrapped model's own state_dict() or its parameters is not seen: call
           `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. Call sharded_state_dict() on
@@ -49,13 +51,13 @@ from ..._mcore.param_gathers import (
     OPTIMIZER_MODULE,
     RECORDS,
     STEPPED,
+    ddps_left,
     ddps_of,
     gather_params,
     record_gathered,
     record_step,
     refuse_stale_read,
 )
-from ...errors import MisuseError
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -67,6 +69,7 @@ from .._diagnosis import (
     reads_in_order,
 )
 from .._readers import GATHERS, Reader, reading
+from ._load_over_gathers import load_over_gathers
 from ._step_of_a_stand_in import missing_in_finish
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
@@ -190,7 +193,7 @@ def gather_for_shards(sharded_state_dict: Callable[..., Any]) -> Callable[..., A
     def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(asked, "outermost", False):
             return sharded_state_dict(self, *args, **kwargs)
-        _gather_for_shards(_ddps_left(self))
+        _gather_for_shards(ddps_left(self))
         asked.outermost = True
         try:
             return sharded_state_dict(self, *args, **kwargs)
@@ -200,16 +203,14 @@ def gather_for_shards(sharded_state_dict: Callable[..., Any]) -> Callable[..., A
     return patched_sharded_state_dict
 
 
-def _ddps_left(module: Any) -> list[Any]:
-    try:
-        return ddps_of(module)
-    except MisuseError:
-        return []  # of a model whose DistributedDataParallel is gone, and with it what could gather
-
-
 def _gather_for_shards(ddps: list[Any]) -> None:
     """Gather, but for a layer-wise optimizer, which may not have stepped yet: a load asks for the shards, too."""
     gather_params(ddp for ddp in ddps if ddp.ddp_config.use_distributed_optimizer)
+
+
+def diagnose_modules(module: ModuleType) -> Verdict:
+    missing = missing_attributes(f"{module.__name__}:MegatronModule", "load_state_dict")
+    return lacking(missing) if missing else SHARDED.diagnose(module)
 
 
 # ------------------------------------------------------------------------ checkpoints
@@ -274,8 +275,8 @@ PATCH = Patch(
         ),
         Site(
             module="megatron.core.transformer.module",
-            diagnose=SHARDED.diagnose,
-            replace={SHARDED.path: gather_for_shards},
+            diagnose=diagnose_modules,
+            replace={SHARDED.path: gather_for_shards, "MegatronModule.load_state_dict": load_over_gathers},
         ),
         reading("megatron.bridge.training.checkpointing", SAVE),
         reading("megatron.core.resharding.refit", Reader("reshard_model_weights", "src_model")),

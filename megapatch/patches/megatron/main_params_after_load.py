@@ -48,6 +48,7 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.changes import Changes
 from ..._mcore.main_params import GROUPS, SHARDS, differing, has_memory, pairs, stale_pairs
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
@@ -110,17 +111,12 @@ def diagnose_wrappers(module: ModuleType) -> Verdict:
 def note_loaded(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_state_dict)
     def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = [(parameter, _version(parameter)) for parameter in self.parameters()]
+        changes = Changes(self.parameters())
         result = load_state_dict(self, *args, **kwargs)
-        _note([parameter for parameter, version in before if _version(parameter) != version])
+        _note(changes.made())
         return result
 
     return patched_load_state_dict
-
-
-def _version(parameter: Any) -> int | None:
-    """Return torch's count of changes in place, to which those through .data do not belong."""
-    return None if parameter.is_inference() else parameter._version
 
 
 def _note(parameters: list[Any]) -> None:

@@ -1,0 +1,21 @@
+"""Which tensors are changed in place, by torch's own count of changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+class Changes:
+    """The changes of some tensors from now on. Those made through ``.data`` do not count, in torch neither."""
+
+    def __init__(self, tensors: Iterable[Any]) -> None:
+        self._before = [(tensor, _count(tensor)) for tensor in tensors]
+
+    def made(self) -> list[Any]:
+        """Return the tensors that have been changed."""
+        return [tensor for tensor, count in self._before if _count(tensor) != count]
+
+
+def _count(tensor: Any) -> int | None:
+    return None if tensor.is_inference() else tensor._version
