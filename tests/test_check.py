@@ -14,6 +14,7 @@ from rigs.needs import needs_megatron
 import megapatch
 from megapatch._reporting import check as module
 from megapatch._reporting.check import compare_files
+from megapatch._reporting.report import make_report
 from megapatch._version import exact_version
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
@@ -114,6 +115,13 @@ def test_what_is_missing_or_cannot_be_read_is_not_alike(tmp_path):
     (tmp_path / "empty").mkdir()
     shown = run("doctor", str(tmp_path / "empty"))
     assert (shown.returncode, shown.stderr.count("holds no rank-*.json")) == (2, 1)
+
+
+def test_where_no_patch_is_applied_yet_it_says_when_to_call_it(monkeypatch, capsys):
+    monkeypatch.setattr(module, "_done", [])
+    monkeypatch.setattr(module, "make_report", lambda records: make_report([]))
+    megapatch.check()
+    assert ": no patch applied as yet: call check() when Megatron has been imported" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_to_does_not_stop_training(tmp_path, monkeypatch, capsys):

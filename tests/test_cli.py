@@ -181,7 +181,7 @@ def test_bad_usage_of_a_command_shows_its_own_usage():
         assert (shown.returncode, shown.stdout) == (2, "")
         assert shown.stderr.startswith(f"usage: megapatch {arguments[0]} ")
         problem = (
-            "extra: expected a folder with the files of ranks, found none"
+            "expected a folder with the files of ranks, found none at extra"
             if arguments[0] == "doctor"
             else f"unrecognized arguments: {arguments[1]}"
         )

@@ -47,7 +47,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @needs_megatron
-@pytest.mark.parametrize("command", ["demo", "verify megatron.nested-no-sync", "doctor --probe"])
+@pytest.mark.parametrize("command", ["demo", "verify megatron.nested-no-sync", "doctor", "doctor --probe"])
 def test_without_a_folder_for_temporary_files(command):
     script = WITHOUT_A_FOLDER.replace("sys.argv[1:]", str(command.split()))
     shown = run("-c", script)

@@ -49,8 +49,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _no_temporary_files(options: argparse.Namespace) -> str | None:
-    """Say why a command that starts processes, and writes files for them, cannot do so here; None if it can."""
-    if not (options.command in ("demo", "verify") or getattr(options, "probe", None)):
+    """Say why a command that runs Megatron, which makes temporary files, cannot do so here; None if it can."""
+    imports = options.command == "doctor" and not (options.no_import or options.folder)  # torch makes files then
+    if not (options.command in ("demo", "verify") or imports):
         return None
     import tempfile
 

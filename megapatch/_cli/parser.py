@@ -105,7 +105,7 @@ def _add_doctor(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         if options.folder is not None:
             if not os.path.isdir(options.folder):
-                command.error(f"{options.folder}: expected a folder with the files of ranks, found none")
+                command.error(f"expected a folder with the files of ranks, found none at {options.folder}")
             return compare(options.folder, options.json)
         if options.json and options.report == "-":
             command.error("--json and --report - both write to standard output; name a file")
@@ -174,7 +174,7 @@ def _add_audit(commands: Any) -> None:
 
     def run(options: argparse.Namespace) -> int:
         if not os.path.isdir(options.folder):
-            command.error(f"{options.folder}: expected a folder with the reports of ranks, found none")
+            command.error(f"expected a folder with the reports of ranks, found none at {options.folder}")
         from .audit.command import audit  # the other commands need nothing of the audit
 
         return audit(options.folder, options.json, options.html)

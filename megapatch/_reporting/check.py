@@ -63,10 +63,13 @@ def _ranks(size: int) -> str:
 
 
 def _line(report: Report) -> str:
-    applied = sum(patch.status is Status.APPLIED for patch in report.patches)
+    patches = [patch for patch in report.patches if patch.patch.family != "audit"]  # whose sites repair nothing
+    applied = sum(patch.status is Status.APPLIED for patch in patches)
     bad = [patch.patch.name for patch in report.patches if patch.status in NEEDS_ATTENTION]
     lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
-    return f"megapatch {exact_version()}, digest {report.digest}: {applied} patches applied{lacking}"
+    early = "" if applied or bad else " as yet: call check() when Megatron has been imported"
+    counted = f"{applied or 'no'} patch{'' if applied < 2 else 'es'} applied{early}"
+    return f"megapatch {exact_version()}, digest {report.digest}: {counted}{lacking}"
 
 
 # -------------------------------------------------------------------------------------- a file a rank

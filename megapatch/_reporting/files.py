@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,16 @@ def write(path: Path, data: dict[str, Any]) -> None:
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(as_json(data), encoding="utf-8")
     put(part, path)
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Return why no file can be made in a folder, or in the one where it would be made; None if one can."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def put(part: Path, path: Path) -> None:

@@ -181,7 +181,8 @@ def report() -> AuditReport:
     """Report what the audit has watched and found here. `print` it for people; its `to_dict` is for programs.
 
     It names, for each finding, the user's code and the likely causes. With MEGAPATCH_REPORT=FOLDER each rank
-    leaves it there, for ``megapatch audit FOLDER``: after its first step, when something is found, and at its end.
+    leaves it there, for ``megapatch audit FOLDER``: after its first step, when something is found, with a
+    comparison of ranks if the last one is a minute old, and at its end.
     """
     _judge()
     return _PROCESS.report()

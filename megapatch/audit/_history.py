@@ -8,17 +8,25 @@ Cost      some microseconds a call and a step.
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 from .._engine.ranks import place
-from ._audit import Call, Part, Step
+from ._audit import Audit, Call, Part, Step
 from ._findings import observes
 from ._places import user_lines
+
+_APART = 60.0
+"""Seconds from one report of a process to the next, if nothing is found meanwhile."""
 
 
 class History(Part):
     name = "history"
     doc = __doc__
+
+    def __init__(self, audit: Audit) -> None:
+        super().__init__(audit)
+        self._left = 0.0
 
     @observes
     def joined(self, chunk: Any) -> None:
@@ -40,8 +48,10 @@ class History(Part):
 
     @observes
     def end_step(self, step: Step) -> None:
-        """Leave a report after the first step: it says that this rank is watched, even if the job is killed."""
-        if self.ledger.step == 1:
+        """Leave a report after the first step, and now and then: a job that is killed leaves none at its end."""
+        now = time.monotonic()
+        if self.ledger.step == 1 or (self.audit.is_due() and now - self._left >= _APART):
+            self._left = now
             self.ledger.changed()
 
     @observes

@@ -123,6 +123,11 @@ class Summary(NamedTuple):
         """Those that are notes."""
         return [found for found in self.found if found.is_note]
 
+    @property
+    def not_ended(self) -> list[int]:
+        """The ranks that wrote before their end: a run that goes on, or was killed."""
+        return self.values.get("ended", {}).get("False", [])
+
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
         return {

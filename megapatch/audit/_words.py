@@ -57,8 +57,8 @@ def values(summary: Summary) -> Iterator[str]:
         if len(by_value) > 1:
             differing = "; ".join(f"{value} on {numbered('rank', ranks)}" for value, ranks in by_value.items())
             yield f"{name} {differing}"
-    if not_ended := summary.values.get("ended", {}).get("False"):
-        yield f"written before the end of the process: {numbered('rank', not_ended)}"
+    if summary.not_ended:
+        yield f"written before the end of the process: {numbered('rank', summary.not_ended)}"
 
 
 def when(found: Found) -> str:

@@ -9,6 +9,7 @@ import linecache
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,24 @@ def test_the_command_shows_it_once(ranks, tmp_path):
         ("ranks-agree", [0, 1]),
         ("main-params-agree", [1]),
     ]
+
+
+def writing_now_and_then(rank, world_size, folder):
+    """Return how many steps the file of this rank tells of after each of three, and after a minute."""
+    model, seen = model_of(MISTAKES["the optimizer steps twice"]), []
+    for step in range(4):
+        if step == 3:
+            before = time.monotonic
+            time.monotonic = lambda: before() + 61
+        model.train_step(step)
+        seen.append(left(folder, rank)["steps"])
+    time.monotonic = before
+    return seen
+
+
+def test_a_report_is_at_most_about_a_minute_old(tmp_path):
+    env = {**UNPATCHED, **AUDITED, REPORT: str(tmp_path)}
+    assert run_ranks(writing_now_and_then, 1, str(tmp_path), env=env) == [[1, 1, 1, 4]]
 
 
 def killed(rank, world_size, folder):

@@ -114,6 +114,10 @@ def test_exit_codes(tmp_path):
     write(tmp_path, report(0, 3))
     shown = run("audit", str(tmp_path))
     assert shown.returncode == 2 and f"rank 2 left no file in {tmp_path}" in shown.stderr
+    write(tmp_path, report(0, 3), report(1, 3), report(2, 3, ended=False))
+    shown = run("audit", str(tmp_path))
+    assert shown.returncode == 2 and "written before the end of the process: rank 2" in shown.stdout
+    (tmp_path / "audit-00002.json").unlink()
     write(tmp_path, report(0, 3, findings=[found()]))
     shown = run("audit", "--json", str(tmp_path))
     data = json.loads(shown.stdout)

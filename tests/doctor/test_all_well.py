@@ -76,6 +76,23 @@ def test_a_number_that_means_something_is_none(fake_megatron):
     assert "MEGAPATCH_AUDIT_EVERY" not in shown.stderr and shown.returncode == 0
 
 
+def test_a_folder_in_which_no_rank_can_write_is_a_problem(fake_megatron, tmp_path):
+    (tmp_path / "file").touch()
+    for folder, code in (("new", 0), ("file", 2), ("file/below", 2)):
+        report = str(tmp_path / folder)
+        shown = run("doctor", path=fake_megatron(FINE), MEGAPATCH_DISABLE="megatron.*", MEGAPATCH_REPORT=report)
+        assert (shown.returncode, f"MEGAPATCH_REPORT={report}: expected" in shown.stderr) == (code, code == 2)
+        assert "all well" not in shown.stdout or not code
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_path_that_is_named_like_a_secret_is_told(tmp_path):
+    shown = run("doctor", str(tmp_path / "passwd"))
+    assert shown.stderr.endswith(
+        f"expected a folder with the files of ranks, found none at {tmp_path / 'passwd'}\n"
+    )
+
+
 def test_nothing_is_well_where_everything_is_switched_off(fake_megatron):
     shown = run("doctor", path=fake_megatron(FINE), MEGAPATCH_DISABLE="*")
     assert "all well" not in shown.stdout

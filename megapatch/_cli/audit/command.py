@@ -54,7 +54,7 @@ def read(folder: Path) -> tuple[Summary, list[str]]:
 def _code(summary: Summary, unreadable: list[str]) -> int:
     if summary.findings:
         return FOUND
-    return COULD_NOT_LOOK if unreadable or not summary.ranks else NOTHING_FOUND
+    return COULD_NOT_LOOK if unreadable or not summary.ranks or summary.not_ended else NOTHING_FOUND
 
 
 def _write(path: str, html: str) -> bool:

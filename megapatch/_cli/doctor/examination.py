@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import Distribution
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import _api
@@ -25,7 +26,7 @@ from ..._engine.settings import (
     unknown_variables,
 )
 from ..._printable import one_line
-from ..._reporting import terminal
+from ..._reporting import files, terminal
 from ..._reporting.others import patched_by_others
 from ..._reporting.report import Report
 from ..._versions import find_module
@@ -130,7 +131,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
             if site.status is Status.PENDING
             and not any(problem.startswith(f"{site.module} is installed ") for problem in problems)
         ]
-    problems += [*complaints, *unknown_variables(os.environ), *bad_values(os.environ)]
+    problems += [*complaints, *unknown_variables(os.environ), *bad_values(os.environ), *_bad_report_folder()]
     third_parties = _third_parties()
     packages = origins.packages(third_parties)
     versions = {package.name: package.version or "of unknown version" for package in packages}
@@ -148,6 +149,12 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         problems=[*bad, *problems],
         exit_code=NOT_APPLIED if bad else COULD_NOT_LOOK if problems else WELL,
     )
+
+
+def _bad_report_folder() -> Iterator[str]:
+    folder = os.environ.get(REPORT)
+    if folder and (reason := files.why_not_writable(Path(folder))):
+        yield f"{REPORT}={folder}: expected a folder in which ranks can write files, found none: {reason}"
 
 
 def _to_patch() -> list[str]:
