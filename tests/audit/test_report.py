@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rigs.audit import idle_audit
@@ -102,14 +103,11 @@ def test_the_command_shows_it_once(ranks, tmp_path):
 
 def writing_now_and_then(rank, world_size, folder):
     """Return how many steps the file of this rank tells of after each of three, and after a minute."""
-    model, seen = model_of(MISTAKES["the optimizer steps twice"]), []
+    model, seen, clock = model_of(MISTAKES["the optimizer steps twice"]), [], time.monotonic
     for step in range(4):
-        if step == 3:
-            before = time.monotonic
-            time.monotonic = lambda: before() + 61
-        model.train_step(step)
+        with mock.patch.object(time, "monotonic", lambda later=61 * (step == 3): clock() + later):
+            model.train_step(step)
         seen.append(left(folder, rank)["steps"])
-    time.monotonic = before
     return seen
 
 
