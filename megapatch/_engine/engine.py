@@ -89,7 +89,7 @@ class Engine:
     def restore(self, *names: str) -> None:
         """Put back the originals of the named patches (names or globs) until `apply()`.
 
-        Without names, of all but those that were put beneath.
+        Without names, of all but those that were installed below.
 
         Raises:
             MegapatchError: for an unknown name.
@@ -97,7 +97,7 @@ class Engine:
         """
         chosen = self.roster.matching_names(*names or "*")
         self.load_families()  # so that restored ones stay away when their module is imported
-        kept = () if names else self.roster.beneath
+        kept = () if names else self.roster.lowest
         self._restore(
             [
                 record
@@ -117,8 +117,8 @@ class Engine:
             for record in sorted(chosen, key=lambda record: record.installation, reverse=True):
                 record.restore(found)
 
-    def put_beneath(self, patches: Collection[Patch]) -> None:
-        """Install these patches beneath all others, whatever the settings, in place of those put there before.
+    def install_below(self, patches: Collection[Patch]) -> None:
+        """Install these patches below all others, whatever the settings, in place of those put there before.
 
         With none, takes those away.
 
@@ -130,7 +130,7 @@ class Engine:
         taken_off = [record for record in self.roster.sites if record.installed]
         self._restore(taken_off)
         try:
-            self.roster.put_beneath(patches)
+            self.roster.replace_lowest(patches)
         finally:
             for record in taken_off:
                 record.allow_again()

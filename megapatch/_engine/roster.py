@@ -17,7 +17,7 @@ class Roster:
 
     Attributes:
         records: in the order of the reports.
-        beneath: those of the patches that were put beneath all others.
+        lowest: those of the patches that were installed below all others.
     """
 
     def __init__(self, patches: Iterable[Patch], settings: Settings, unloaded: Iterable[Unloaded]) -> None:
@@ -25,7 +25,7 @@ class Roster:
         self._lock = threading.Lock()
         self._superseded = False
         self.records: tuple[Record, ...] = ()
-        self.beneath: tuple[SiteRecord, ...] = ()
+        self.lowest: tuple[SiteRecord, ...] = ()
         for patch in patches:
             self.records += self._records_of(patch, self.records)
         self.records += tuple(unloaded)
@@ -83,12 +83,12 @@ class Roster:
             self.records = (*before, *added, *after)
         return added
 
-    def put_beneath(self, patches: Collection[Patch]) -> None:
-        """Begin with these patches, whatever the settings, in place of those put there before."""
+    def replace_lowest(self, patches: Collection[Patch]) -> None:
+        """Begin with these patches, whatever the settings, instead of those that were the lowest before."""
         with self._lock:
-            others = [record for record in self.records if record not in self.beneath]
-            self.beneath = tuple(SiteRecord(patch, site, None) for patch in patches for site in patch.sites)
-            self.records = (*self.beneath, *others)
+            others = [record for record in self.records if record not in self.lowest]
+            self.lowest = tuple(SiteRecord(patch, site, None) for patch in patches for site in patch.sites)
+            self.records = (*self.lowest, *others)
 
     def supersede(self) -> None:
         """Have all records stay away for good, those of patches that are loaded later, too."""

@@ -76,7 +76,7 @@ class Audit:
         models: the chunks that it knows.
         events: counts that parts share.
         parts: made for this audit.
-        patches: of the parts, for the engine to put beneath all others.
+        patches: of the parts, for the engine to install below all others.
     """
 
     def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:
