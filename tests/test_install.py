@@ -217,6 +217,23 @@ def test_what_is_installed_below_sees_what_the_others_leave(modules):
     assert target.greet is importer.greet is original
 
 
+@pytest.mark.parametrize("names", [(), ("*",), ("test.louder", "*.[gl]*")])
+def test_what_is_installed_below_stays_whatever_a_user_restores_or_disables(modules, names):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name), disable=("audit.*", "*.softer"))
+    engine.install_below([make_patch(name, name="audit.greetings")])
+    engine.activate()
+    assert target.greet("you") == "hello you!!"
+    engine.restore(*names)
+    assert target.greet("you") == "hello you!"
+    assert [status_of(engine, position) for position in (0, 1)] == ["applied", "disabled"]
+    engine.apply()
+    assert target.greet("you") == "hello you!!"
+    with pytest.raises(MegapatchError, match="no patch is called 'audit"):
+        engine.restore("audit.*")
+    assert "no patch is called 'audit.*'" in engine.roster.complaints()[0]
+
+
 def test_what_a_user_restored_stays_away_when_something_is_installed_below(modules):
     target = importlib.import_module(name := modules.write(TARGET))
     engine = make_engine(make_patch(name))

@@ -87,9 +87,9 @@ class Engine:
         self._raise_if_strict(self.records)
 
     def restore(self, *names: str) -> None:
-        """Put back the originals of the named patches (names or globs) until `apply()`.
+        """Put back the originals of the named patches (names or globs), or of all, until `apply()`.
 
-        Without names, of all but those that were installed below.
+        Patches that were installed below the others stay, whatever the names: see `install_below`.
 
         Raises:
             MegapatchError: for an unknown name.
@@ -97,12 +97,11 @@ class Engine:
         """
         chosen = self.roster.matching_names(*names or "*")
         self.load_families()  # so that restored ones stay away when their module is imported
-        kept = () if names else self.roster.lowest
         self._restore(
             [
                 record
                 for record in self.records
-                if record not in kept and all(patch.name in chosen for patch, _ in record.rows())
+                if record not in self.roster.lowest and all(patch.name in chosen for patch, _ in record.rows())
             ]
         )
 
@@ -118,10 +117,9 @@ class Engine:
                 record.restore(found)
 
     def install_below(self, patches: Collection[Patch]) -> None:
-        """Install these patches below all others, whatever the settings, in place of those put there before.
+        """Install these patches below all others, whatever the settings.
 
-        With none, takes those away.
-
+        They replace the ones that an earlier call has installed; without patches, a call only takes those away.
         The other patches are taken off for a moment, so no patched function may run meanwhile.
 
         Raises:

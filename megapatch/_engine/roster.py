@@ -45,8 +45,12 @@ class Roster:
 
     @property
     def known_patches(self) -> tuple[PatchInfo, ...]:
-        """The patches that are loaded, and the known facts of the others."""
-        return tuple(dict.fromkeys(patch for record in self.records for patch, _ in record.rows()))
+        """The patches that users switch on and off: those that are loaded, and the known facts of the others.
+
+        Not the lowest ones: they follow no settings, and only `Engine.install_below` takes them away.
+        """
+        records = [record for record in self.records if record not in self.lowest]
+        return tuple(dict.fromkeys(patch for record in records for patch, _ in record.rows()))
 
     def matching_names(self, *patterns: str) -> list[str]:
         """Return the names of the patches that these names or globs stand for.

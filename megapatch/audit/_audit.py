@@ -3,7 +3,7 @@
 `start()` makes an Audit and `stop()` drops it. All that it knows is in it, in its parts, or noted in Megatron's
 objects in its name (`_notes`), so the next audit begins with nothing.
 
-A new rule is one class derived from Part, in a file of its own, and one line in `megapatch.audit.PARTS`.
+A new rule is one class derived from Part, in a file of its own, and one line in `_PARTS`, in `__init__.py`.
 """
 
 from __future__ import annotations
