@@ -17,7 +17,7 @@ from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
 from .rebuilt import RebuiltTarget
-from .record import INTERRUPTED, Record
+from .record import Record
 from .target import ReplacedTarget
 
 _STATUS_OF_VERDICT = {
@@ -124,7 +124,7 @@ class SiteRecord(Record):
         except BaseException as error:
             if comes_from_outside(error):
                 self._rollback()
-                self.set(Status.PENDING, INTERRUPTED)
+                self.note_interrupted()
                 raise
             # a bug of ours must not break the user's import
             self.fail(error)
