@@ -64,6 +64,14 @@ class Roster:
                 raise MegapatchError(unknown_name(pattern, known))
         return [name for name in known if any(matching(pattern, [name]) for pattern in patterns)]
 
+    def of_patches(self, names: Collection[str]) -> list[Record]:
+        """Return the records that are about these patches only, without the lowest ones."""
+        return [
+            record
+            for record in self.records
+            if record not in self.lowest and all(patch.name in names for patch, _ in record.rows())
+        ]
+
     def complaints(self) -> list[str]:
         """List the problems of the MEGAPATCH_* environment."""
         third_parties = [record for record in self.unloaded if not record.names_are_known]
