@@ -46,11 +46,13 @@ class Record:
         looked_for: whether megapatch has looked for the modules since this was made, or allowed again. A loaded
             one that was not considered then was missed; before that it is about to be considered.
         was_interrupted: whether the status comes from an interruption, such as Ctrl-C.
+        paths: of the targets in their module, as the site has them; none while the patches are not loaded.
         installed: the targets in place.
         installation: how many sites were installed in this process when this one was; a later one may stand on top
             of it, and is restored before it.
     """
 
+    paths: tuple[str, ...] = ()
     installed: tuple[ReplacedTarget, ...] = ()
     installation = 0
     verdict: Verdict | None = None

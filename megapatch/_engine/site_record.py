@@ -47,7 +47,7 @@ class SiteRecord(Record):
 
     def __init__(self, patch: Patch, site: Site, switched_off: str | None) -> None:
         super().__init__(patch.name, site.module, (site.module,), switched_off)
-        self.patch, self.site = patch, site
+        self.patch, self.site, self.paths = patch, site, site.paths
         self.phase = Phase.IDLE
         self._earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may still hold their replacements
 
