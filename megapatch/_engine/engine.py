@@ -229,8 +229,7 @@ class Engine:
     def _load_due(self, find: Callable[[str], ModuleType | None]) -> tuple[list[Unloaded], list[SiteRecord]]:
         """Watch every target, and load the patches of which a module is loaded.
 
-        Returns:
-            The records of what was to be loaded, and those of the sites that it has.
+        Return the records of what was to be loaded, and those of the sites that it has.
         """
         if self._active:
             self._watch(*(name for record in self.records for name in record.modules))
