@@ -45,11 +45,11 @@ def restore(*names: str) -> None:
     """Put back the identical original objects of the named patches, until `apply()`.
 
     Args:
-        *names: patch names or globs such as ``"megatron.*"``; without any, all patches. The audit stays, see
-            `megapatch.audit.stop`.
+        *names: patch names or globs such as ``"megatron.*"``; without any, all patches. The audit always stays:
+            only `megapatch.audit.stop` takes it away.
 
     Raises:
-        MegapatchError: for a name that stands for no patch.
+        MegapatchError: for a name that stands for no patch, such as that of a part of the audit.
         RestoreError: when someone has patched on top of megapatch; nothing is changed then.
     """
     this_process().restore(*names)

@@ -93,7 +93,7 @@ def remark(module: str) -> str:
 
 
 def too_old(distribution: str, version: str) -> bool:
-    """Whether the version is older than any that megapatch is tested with; False if the version is unreadable."""
+    """Return whether the version is older than any that megapatch is tested with; False if it is unreadable."""
     release = _release(version)
     return bool(release) and release < _release(TESTED[distribution][0])
 

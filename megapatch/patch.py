@@ -26,6 +26,7 @@ __all__ = [
     "UNKNOWN",
     "UNSUPPORTED",
     "Patch",
+    "PatchInfo",
     "Site",
     "Status",
     "Verdict",
@@ -163,8 +164,14 @@ class Site(_Immutable):
 class PatchInfo(_Immutable):
     """The facts of a patch whose code is not loaded, or is loaded in another process.
 
+    The patches of a report are these, or a whole `Patch`: ``megapatch.report().patches[0].patch``.
+
     Attributes:
+        name: ``family.what-it-makes-right``.
+        doc: the docstring of the patch's module.
+        upstream: the issue or pull request that describes the defect, as a URL; None if it was not reported.
         modules: of its sites, each once.
+        changes_numbers: whether a run that did not crash before gives other numbers with the patch.
     """
 
     name: str
@@ -197,7 +204,7 @@ class Patch(PatchInfo):
         doc: the docstring of the patch's module; its first line is the summary. None, as Python has it under -OO,
             becomes a sentence that says so.
         upstream: the issue or pull request that describes the defect, as a URL; None if it was not reported.
-        sites: where it applies; they stand and fall alone.
+        sites: where it applies; each stands or falls by itself.
         changes_numbers: whether a run that did not crash before gives other numbers with the patch.
 
     Raises:

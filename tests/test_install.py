@@ -184,7 +184,7 @@ def test_patches_on_one_target_are_restored_from_the_top_down(modules):
     assert target.greet("you") == "hello you!!"
 
 
-def test_what_is_put_beneath_sees_what_the_others_leave(modules):
+def test_what_is_installed_below_sees_what_the_others_leave(modules):
     target = importlib.import_module(name := modules.write(TARGET))
     importer = importlib.import_module(modules.write(f"from {name} import greet", stem="importer"))
     original, seen = target.greet, []
@@ -202,7 +202,7 @@ def test_what_is_put_beneath_sees_what_the_others_leave(modules):
     engine.restore("test.louder")
     engine.apply()
     watcher = make_patch(name, name="audit.greetings", factory=watched)
-    engine.put_beneath([watcher])
+    engine.install_below([watcher])
     assert importer.greet("you") == target.greet("you") == "hello you!"
     assert seen == ["hello you"] * 2
     assert [status_of(engine, position) for position in (0, 1)] == ["applied", "applied"]
@@ -210,19 +210,36 @@ def test_what_is_put_beneath_sees_what_the_others_leave(modules):
     engine.restore()
     assert target.greet("you") == importer.greet("you") == "hello you" and len(seen) == 4
     engine.apply()
-    engine.put_beneath([])
+    engine.install_below([])
     assert target.greet("you") == "hello you!" and len(seen) == 4
     assert [patch.name for patch in engine.patches] == ["test.louder"]
     engine.restore()
     assert target.greet is importer.greet is original
 
 
-def test_what_a_user_restored_stays_away_when_something_is_put_beneath(modules):
+@pytest.mark.parametrize("names", [(), ("*",), ("test.louder", "*.[gl]*")])
+def test_what_is_installed_below_stays_whatever_a_user_restores_or_disables(modules, names):
+    target = importlib.import_module(name := modules.write(TARGET))
+    engine = make_engine(make_patch(name), disable=("audit.*", "*.softer"))
+    engine.install_below([make_patch(name, name="audit.greetings")])
+    engine.activate()
+    assert target.greet("you") == "hello you!!"
+    engine.restore(*names)
+    assert target.greet("you") == "hello you!"
+    assert [status_of(engine, position) for position in (0, 1)] == ["applied", "disabled"]
+    engine.apply()
+    assert target.greet("you") == "hello you!!"
+    with pytest.raises(MegapatchError, match="no patch is called 'audit"):
+        engine.restore("audit.*")
+    assert "no patch is called 'audit.*'" in engine.roster.complaints()[0]
+
+
+def test_what_a_user_restored_stays_away_when_something_is_installed_below(modules):
     target = importlib.import_module(name := modules.write(TARGET))
     engine = make_engine(make_patch(name))
     engine.activate()
     engine.restore()
-    engine.put_beneath(
+    engine.install_below(
         [make_patch(name, name="audit.greetings", factory=lambda greet: lambda *args: greet(*args))]
     )
     assert target.greet("you") == "hello you" and status_of(engine, 1) == "disabled"

@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
+
+from .._troubleshooting import see
+
+log = logging.getLogger("megapatch")
 
 
 def guard_log_handlers(log: logging.Logger) -> None:
@@ -37,6 +42,17 @@ def _text(record: logging.LogRecord) -> str:
         return record.getMessage()
     except Exception:
         return str(record.msg)
+
+
+@contextlib.contextmanager
+def broken_modules_are_logged() -> Iterator[None]:
+    """Log an error of a module that is looked at here: it must not break the import of another."""
+    try:
+        yield
+    except Exception as error:
+        if comes_from_outside(error):
+            raise
+        log.warning("patches could not be considered" + see("not-considered"), exc_info=True)
 
 
 def comes_from_outside(error: BaseException) -> bool:

@@ -12,15 +12,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from types import ModuleType
 
 from .._troubleshooting import see
-from ..errors import StrictError
-from ..patch import NEEDS_ATTENTION, Patch, Status
-from . import holders, strict, watch
+from ..patch import Patch, Status
+from . import holders, watch
 from .batch import consider
-from .edges import comes_from_outside, guard_log_handlers
+from .edges import broken_modules_are_logged, guard_log_handlers
 from .entry_points import third_parties
 from .families import families
 from .first_sign import FirstSign
@@ -29,7 +28,7 @@ from .record import Record, Unloaded
 from .roster import Roster
 from .settings import Settings
 from .site_record import SiteRecord
-from .wording import not_in_place, what_was_applied
+from .wording import what_was_applied
 
 log = logging.getLogger("megapatch")
 guard_log_handlers(log)
@@ -46,7 +45,7 @@ class Engine:
         self._active = False
         self._watched: set[str] = set()
         self._warned_of: set[str] = set()
-        self._applied: list[SiteRecord] = []  # and not announced yet
+        self._applied: list[SiteRecord] = []  # sites that were applied and are not announced yet
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -68,11 +67,15 @@ class Engine:
         with self._activating:
             first, self._active = not self._active, True
         if first:
-            self._take_over()
+            if others := watch.other_copies():
+                from .copies import take_over  # as a rule there are none
+
+                if not take_over(others):
+                    self.retire()
             self._warn_of_settings()
         watch.call_when_missed(self._on_missed)
         watch.front_finder.retire = self.retire
-        self._consider_loaded()
+        self._consider_all_loaded()
         self._raise_if_strict(self.records)
 
     def apply(self) -> None:
@@ -83,13 +86,13 @@ class Engine:
         """
         for record in self.records:
             record.allow_again()
-        self._consider_loaded()
+        self._consider_all_loaded()
         self._raise_if_strict(self.records)
 
     def restore(self, *names: str) -> None:
-        """Put back the originals of the named patches (names or globs) until `apply()`.
+        """Put back the originals of the named patches (names or globs), or of all, until `apply()`.
 
-        Without names, of all but those that were put beneath.
+        Patches that were installed below the others stay, whatever the names: see `install_below`.
 
         Raises:
             MegapatchError: for an unknown name.
@@ -97,14 +100,7 @@ class Engine:
         """
         chosen = self.roster.matching_names(*names or "*")
         self.load_families()  # so that restored ones stay away when their module is imported
-        kept = () if names else self.roster.beneath
-        self._restore(
-            [
-                record
-                for record in self.records
-                if record not in kept and all(patch.name in chosen for patch, _ in record.rows())
-            ]
-        )
+        self._restore(self.roster.of_patches(chosen))
 
     def _restore(self, chosen: Collection[Record]) -> None:
         with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
@@ -117,11 +113,10 @@ class Engine:
             for record in sorted(chosen, key=lambda record: record.installation, reverse=True):
                 record.restore(found)
 
-    def put_beneath(self, patches: Collection[Patch]) -> None:
-        """Install these patches beneath all others, whatever the settings, in place of those put there before.
+    def install_below(self, patches: Collection[Patch]) -> None:
+        """Install these patches below all others, whatever the settings.
 
-        With none, takes those away.
-
+        They replace the ones that an earlier call has installed; without patches, a call only takes those away.
         The other patches are taken off for a moment, so no patched function may run meanwhile.
 
         Raises:
@@ -130,32 +125,12 @@ class Engine:
         taken_off = [record for record in self.roster.sites if record.installed]
         self._restore(taken_off)
         try:
-            self.roster.put_beneath(patches)
+            self.roster.replace_lowest(patches)
         finally:
             for record in taken_off:
                 record.allow_again()
             if self._active:
-                self._consider_loaded()
-
-    def _take_over(self) -> None:
-        """Have other copies of megapatch in this process retire: two would patch everything twice."""
-        for finder in watch.other_copies():
-            home = os.path.dirname(os.path.dirname(finder.home))
-            try:
-                finder.retire()
-            except Exception as error:
-                log.warning(
-                    "megapatch was loaded twice, and what the copy in %s has patched cannot be restored (%s: %s): "
-                    "this one stays off" + see("stays-off"),
-                    *(home, type(error).__name__, error),
-                )
-                self.retire()
-                return
-            watch.remove(finder)
-            log.warning(
-                "megapatch was loaded twice: this copy takes over from the one in %s" + see("loaded-twice"),
-                home,
-            )
+                self._consider_all_loaded()
 
     def retire(self) -> None:
         """Restore everything, and stay away for good.
@@ -193,54 +168,85 @@ class Engine:
                 self._watched.add(name)
 
     def _on_loaded(self, name: str, module: ModuleType) -> None:
-        self._raise_if_strict(self._consider_loaded(name, module, wait=False))
+        """Import hook: patch a target that has just been loaded."""
+        self._raise_if_strict(self._consider_during_import(name, module))
 
     def _on_missed(self) -> None:
-        """Patch targets that were imported behind another import hook."""
-        self._raise_if_strict(self._consider_loaded(wait=False))
+        """Import hook: patch targets that were imported behind another import hook."""
+        self._raise_if_strict(self._consider_during_import())
 
-    def _consider_loaded(
-        self, name: str | None = None, module: ModuleType | None = None, wait: bool = True
-    ) -> list[Record]:
-        """Load the patches of loaded modules, and consider their sites; return the records whose module is loaded.
+    def _consider_all_loaded(self) -> None:
+        """User's calls: load the patches of all loaded modules, and consider their sites.
+
+        This waits for other threads that import or consider a target. So never call it where this thread holds an
+        import lock, which they may want.
+        """
+        try:
+            with broken_modules_are_logged():
+                self._load_due(watch.loaded)
+                # One by one, as this waits: no import keeps the sites back that come before its own.
+                self._applied += consider(
+                    (record, module, True)
+                    for record in self.roster.sites
+                    if (module := watch.loaded(record.where)) is not None
+                )
+                self._announce()
+        finally:  # after Ctrl-C, too
+            _note_looked_for(self.records)
+
+    def _consider_during_import(self, name: str | None = None, module: ModuleType | None = None) -> list[Record]:
+        """Import hooks: do the same for one target, or for all, and wait for no import of another thread.
 
         Args:
             name: a target that has just been loaded, as this `module`; its spec still says that it is being
-                imported. Other modules are then considered only if they were not before: one that was half-loaded
-                in our own thread gets no event of its own.
-            wait: whether to wait for other threads that import or consider a target. Not where this thread holds
-                an import lock, which they may want.
+                imported. Without it all loaded modules are considered.
+
+        Returns:
+            The records that were considered.
         """
-        found: list[Record] = []
-        new: list[SiteRecord] = []
 
         def find(target: str) -> ModuleType | None:
-            return module if target == name else watch.loaded(target, wait)
+            return module if target == name else watch.loaded(target, wait=False)
 
-        def sites() -> Iterator[tuple[SiteRecord, ModuleType, bool]]:
-            for record in self.roster.sites:
-                wanted = name in (None, record.where) or record.status in (Status.PENDING, Status.MISSED)
-                if wanted and (loaded := find(record.where)) is not None:
-                    found.append(record)
-                    yield record, loaded, wait or record.where == name
-
+        considered: list[Record] = []
+        new: list[SiteRecord] = []
         try:
-            for record in self.records if self._active else ():
-                self._watch(*record.modules)
-            for unloaded in self.roster.unloaded:
-                if any(find(target) is not None for target in unloaded.modules):
-                    found.append(unloaded)
-                    new += self._load(unloaded)
-            # One by one where it waits: no import keeps the sites back that come before its own.
-            self._applied += consider(sites() if wait else list(sites()))
-            self._announce(name)
-        except Exception as error:  # of a module that is looked at, which must not break the import of another
-            if comes_from_outside(error):
-                raise
-            log.warning("patches could not be considered" + see("not-considered"), exc_info=True)
-        finally:  # also where Ctrl-C came between
-            _note_looked_for(self.records if wait else new)  # another thread may be about to look for the others
-        return found
+            with broken_modules_are_logged():
+                due, new = self._load_due(find)
+                considered += due
+                sites = [
+                    (record, loaded, record.where == name)
+                    for record in self._sites_concerned(name)
+                    if (loaded := find(record.where)) is not None
+                ]
+                considered += [record for record, *_ in sites]
+                self._applied += consider(sites)
+                self._announce(name)
+        finally:  # after Ctrl-C, too
+            _note_looked_for(new)  # not all records: another thread may be about to look for the others
+        return considered
+
+    def _load_due(self, find: Callable[[str], ModuleType | None]) -> tuple[list[Unloaded], list[SiteRecord]]:
+        """Watch every target, and load the patches of which a module is loaded.
+
+        Return the records of what was to be loaded, and those of the sites that it has.
+        """
+        if self._active:
+            self._watch(*(name for record in self.records for name in record.modules))
+        due = [record for record in self.roster.unloaded if any(find(name) is not None for name in record.modules)]
+        return due, self._load(*due)
+
+    def _sites_concerned(self, name: str | None) -> list[SiteRecord]:
+        """Return the sites to consider once this target is loaded; all of them if it is None.
+
+        Sites of other modules are among them if they were not considered before: a module that was half-loaded in
+        our own thread gets no event of its own.
+        """
+        return [
+            record
+            for record in self.roster.sites
+            if name in (None, record.where) or record.status in (Status.PENDING, Status.MISSED)
+        ]
 
     def after_fork(self) -> None:
         """In a forked child, finish the work of other threads, which do not exist there."""
@@ -250,7 +256,7 @@ class Engine:
         self._applied += consider((record, module, True) for record, module in undone if module is not None)
 
     # ------------------------------------------------------------------------ messages
-    def _announce(self, loaded: str | None) -> None:
+    def _announce(self, loaded: str | None = None) -> None:
         """Log the applied patches, once the outermost target is loaded: one line for a Megatron, whose modules
         import each other.
 
@@ -271,19 +277,14 @@ class Engine:
                 log.warning("%s" + see("settings"), complaint)
 
     def _raise_if_strict(self, records: Iterable[Record]) -> None:
-        """With MEGAPATCH_STRICT, raise for sites that need attention, now and at every later import of them."""
-        bad = [record for record in records if record.status in NEEDS_ATTENTION]
-        if not self.settings.strict or not bad:
-            return
-        for record in bad:
-            if record.status not in (Status.OVERWRITTEN, Status.MISSED):  # that module has long been in use
-                for name in record.modules:
-                    strict.keep_out(name, not_in_place([record]))
-        raise StrictError(not_in_place(bad))
+        if self.settings.strict:
+            from . import strict  # most processes are not strict
+
+            strict.raise_for(records)
 
 
 def _note_looked_for(records: Iterable[Record]) -> None:
-    """From now on, report them as missed if their module is loaded and was not considered."""
+    """Have these records count as missed from now on, if their module is loaded and was not considered."""
     for record in records:
         record.looked_for = True
 

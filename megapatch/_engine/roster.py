@@ -17,7 +17,7 @@ class Roster:
 
     Attributes:
         records: in the order of the reports.
-        beneath: those of the patches that were put beneath all others.
+        lowest: those of the patches that were installed below all others.
     """
 
     def __init__(self, patches: Iterable[Patch], settings: Settings, unloaded: Iterable[Unloaded]) -> None:
@@ -25,7 +25,7 @@ class Roster:
         self._lock = threading.Lock()
         self._superseded = False
         self.records: tuple[Record, ...] = ()
-        self.beneath: tuple[SiteRecord, ...] = ()
+        self.lowest: tuple[SiteRecord, ...] = ()
         for patch in patches:
             self.records += self._records_of(patch, self.records)
         self.records += tuple(unloaded)
@@ -45,8 +45,12 @@ class Roster:
 
     @property
     def known_patches(self) -> tuple[PatchInfo, ...]:
-        """The patches that are loaded, and the known facts of the others."""
-        return tuple(dict.fromkeys(patch for record in self.records for patch, _ in record.rows()))
+        """The patches that users switch on and off: those that are loaded, and the known facts of the others.
+
+        Not the lowest ones: they follow no settings, and only `Engine.install_below` takes them away.
+        """
+        records = [record for record in self.records if record not in self.lowest]
+        return tuple(dict.fromkeys(patch for record in records for patch, _ in record.rows()))
 
     def matching_names(self, *patterns: str) -> list[str]:
         """Return the names of the patches that these names or globs stand for.
@@ -59,6 +63,14 @@ class Roster:
             if not matching(pattern, known):
                 raise MegapatchError(unknown_name(pattern, known))
         return [name for name in known if any(matching(pattern, [name]) for pattern in patterns)]
+
+    def of_patches(self, names: Collection[str]) -> list[Record]:
+        """Return the records that are about these patches only, without the lowest ones."""
+        return [
+            record
+            for record in self.records
+            if record not in self.lowest and all(patch.name in names for patch, _ in record.rows())
+        ]
 
     def complaints(self) -> list[str]:
         """List the problems of the MEGAPATCH_* environment."""
@@ -83,12 +95,12 @@ class Roster:
             self.records = (*before, *added, *after)
         return added
 
-    def put_beneath(self, patches: Collection[Patch]) -> None:
-        """Begin with these patches, whatever the settings, in place of those put there before."""
+    def replace_lowest(self, patches: Collection[Patch]) -> None:
+        """Begin with these patches, whatever the settings, instead of those that were the lowest before."""
         with self._lock:
-            others = [record for record in self.records if record not in self.beneath]
-            self.beneath = tuple(SiteRecord(patch, site, None) for patch in patches for site in patch.sites)
-            self.records = (*self.beneath, *others)
+            others = [record for record in self.records if record not in self.lowest]
+            self.lowest = tuple(SiteRecord(patch, site, None) for patch in patches for site in patch.sites)
+            self.records = (*self.lowest, *others)
 
     def supersede(self) -> None:
         """Have all records stay away for good, those of patches that are loaded later, too."""

@@ -17,7 +17,7 @@ from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
 from .rebuilt import RebuiltTarget
-from .record import INTERRUPTED, Record
+from .record import Record
 from .target import ReplacedTarget
 
 _STATUS_OF_VERDICT = {
@@ -47,7 +47,7 @@ class SiteRecord(Record):
 
     def __init__(self, patch: Patch, site: Site, switched_off: str | None) -> None:
         super().__init__(patch.name, site.module, (site.module,), switched_off)
-        self.patch, self.site = patch, site
+        self.patch, self.site, self.paths = patch, site, site.paths
         self.phase = Phase.IDLE
         self._earlier: tuple[ReplacedTarget, ...] = ()  # before a reload; others may still hold their replacements
 
@@ -124,7 +124,7 @@ class SiteRecord(Record):
         except BaseException as error:
             if comes_from_outside(error):
                 self._rollback()
-                self.set(Status.PENDING, INTERRUPTED)
+                self.note_interrupted()
                 raise
             # a bug of ours must not break the user's import
             self.fail(error)

@@ -8,9 +8,13 @@ which code around optional imports would swallow.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import StrictError
+from ..patch import NEEDS_ATTENTION, Status
+from .record import Record
+from .wording import not_in_place
 
 
 class _KeepsOut:
@@ -27,7 +31,22 @@ class _KeepsOut:
 _finder = _KeepsOut()
 
 
-def keep_out(name: str, error: str) -> None:
+def raise_for(records: Iterable[Record]) -> None:
+    """Raise for sites that need attention, now and at every later import of them.
+
+    Raises:
+        StrictError: if there are any.
+    """
+    bad = [record for record in records if record.status in NEEDS_ATTENTION]
+    for record in bad:
+        if record.status not in (Status.OVERWRITTEN, Status.MISSED):  # that module has long been in use
+            for name in record.modules:
+                _keep_out(name, not_in_place([record]))
+    if bad:
+        raise StrictError(not_in_place(bad))
+
+
+def _keep_out(name: str, error: str) -> None:
     """Make every later import of the module raise StrictError; unload it if it is loaded."""
     _finder.errors[name] = error
     if _finder not in sys.meta_path:

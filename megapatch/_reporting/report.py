@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from .. import _versions
 from .._engine.install import left_behind
 from .._engine.record import Record
-from .._engine.site_record import SiteRecord
 from .._printable import clean, clean_data, one_line
 from .._version import exact_version
 from ..patch import PatchInfo, Status
@@ -96,10 +95,12 @@ class PatchReport(NamedTuple):
 
     @property
     def status(self) -> Status:
+        """The status that most needs attention among those of the sites."""
         return self._worst.status
 
     @property
     def reason(self) -> str:
+        """Why that site has this status, in words."""
         return self._worst.reason
 
     def lines(self, columns: int) -> list[str]:
@@ -120,6 +121,7 @@ class PatchReport(NamedTuple):
         return lines
 
     def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-ready dictionary."""
         return {
             "name": self.patch.name,
             "family": self.patch.family,
@@ -236,6 +238,7 @@ def make_report(records: Iterable[Record], searching: bool = True) -> Report:
     """Return the report of these sites as they are now.
 
     Args:
+        records: of sites, and of patches that are not loaded, in order. Each is brought up to date.
         searching: whether to look for holders out of reach and others' patches, which takes a tenth of a second
             and more. The digest does not depend on them.
     """
@@ -246,7 +249,6 @@ def make_report(records: Iterable[Record], searching: bool = True) -> Report:
     held = left_behind(tuple(target for record in records for target in record.installed)) if searching else {}
     by_patch: dict[str, tuple[PatchInfo, list[SiteReport]]] = {}
     for record in records:
-        paths = record.site.paths if isinstance(record, SiteRecord) else ()
         for patch, module in record.rows():
             site = SiteReport(
                 module=module,
@@ -256,7 +258,7 @@ def make_report(records: Iterable[Record], searching: bool = True) -> Report:
                 targets=tuple(target.target for target in record.installed if target.is_in_effect),
                 rebound=tuple(name for target in record.installed for name in target.rebound),
                 out_of_reach=tuple(text for target in record.installed for text in held.get(target.target, ())),
-                foreign=tuple(foreign.patchers(module, paths, record.installed, ours)) if searching else (),
+                foreign=tuple(foreign.patchers(module, record.paths, record.installed, ours)) if searching else (),
                 traceback=record.traceback,
             )
             by_patch.setdefault(patch.name, (patch, []))[1].append(site)

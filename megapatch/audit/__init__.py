@@ -138,7 +138,7 @@ def start(every: int | None = None, raises: bool = False) -> None:
         _PROCESS.audit.settings = _PROCESS.settings = settings
         return
     audit = Audit(_PARTS, settings)
-    this_process().put_beneath(audit.patches)
+    this_process().install_below(audit.patches)
     _PROCESS.audit, _PROCESS.ledger, _PROCESS.settings = audit, audit.ledger, settings
     audit.ledger.changed = _PROCESS.leave
     atexit.register(_summarize)
@@ -155,7 +155,7 @@ def stop() -> None:
         return
     _judge()
     _PROCESS.rules = rules(audit.ledger, audit)  # while its patches are in place
-    this_process().put_beneath(())
+    this_process().install_below(())
     _PROCESS.audit = None
     atexit.unregister(_summarize)
     audit.end()

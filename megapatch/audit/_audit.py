@@ -3,7 +3,7 @@
 `start()` makes an Audit and `stop()` drops it. All that it knows is in it, in its parts, or noted in Megatron's
 objects in its name (`_notes`), so the next audit begins with nothing.
 
-A new rule is one class derived from Part, in a file of its own, and one line in `megapatch.audit.PARTS`.
+A new rule is one class derived from Part, in a file of its own, and one line in `_PARTS`, in `__init__.py`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Audit:
         models: the chunks that it knows.
         events: counts that parts share.
         parts: made for this audit.
-        patches: of the parts, for the engine to put beneath all others.
+        patches: of the parts, for the engine to install below all others.
     """
 
     def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:

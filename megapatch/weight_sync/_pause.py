@@ -159,7 +159,7 @@ class paused_generation:
 
 # ------------------------------------------------------------------------------------------ warnings
 def _cannot_pause(error: BaseException) -> bool:
-    """Whether the error means that the engine cannot pause.
+    """Return whether the error means that the engine cannot pause.
 
     An AttributeError may have any cause; that of an engine, possibly through Ray, can only be told by its text.
     """

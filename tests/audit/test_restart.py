@@ -9,6 +9,7 @@ import pytest
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import BOTH, UNPATCHED
 
+import megapatch
 from megapatch import audit
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -44,6 +45,7 @@ def found():
 
 def restarted(options, defect, sign, rule):
     audit.start(every=1)
+    megapatch.restore("*")  # the audit stays
     model = tiny_gpt(**options)
     for step in range(3):
         defect(model, step)
