@@ -72,6 +72,12 @@ def test_logging_that_shows_no_info_does_not_count(statement):
     assert signs("import logging", statement, UNPATCHED) == [NONE]
 
 
+@needs_megatron
+def test_the_audits_own_functions_are_no_patches():
+    sign = signs("import megapatch, megatron.core.optimizer", MEGAPATCH_AUDIT="1", MEGAPATCH_DISABLE="*")
+    assert sign == [NONE]
+
+
 def test_who_only_imports_megapatch_sees_nothing():
     assert signs("import megapatch") == []
 

@@ -267,7 +267,8 @@ class Engine:
         if self._applied and not any(under_way):
             applied, self._applied = self._applied, []
             log.info("%s", what_was_applied(applied))
-            self.first_sign.applied()
+            if any(record not in self.roster.lowest for record in applied):  # which repair nothing
+                self.first_sign.applied()
 
     def _warn_of_settings(self) -> None:
         for complaint in (*self.settings.unknown_variables, *self.roster.complaints()):
