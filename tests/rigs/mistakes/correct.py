@@ -11,7 +11,7 @@ from megapatch.testing import _data
 from megapatch.train_step import TrainStep
 from rigs.megatron.options import ADAM, BOTH
 from rigs.mistakes import Mistake
-from rigs.mistakes.checkpoints import plan
+from rigs.mistakes.checkpoints import plan, saved_in_two
 from rigs.mistakes.gradients import COUNTING
 from rigs.mistakes.losses import FP16, times
 from rigs.mistakes.schedules import schedule_of
@@ -155,6 +155,7 @@ CORRECT = {
         _correct("the schedule advances once for many steps", schedule_of_an_iteration),
         _correct("checkpoints are saved", saved_in_time, **BOTH),
         _correct("checkpoints are saved, in bf16", saved_in_time, **SHARDED),
+        _correct("a model is saved in two parts, one parameter as a copy", saved_in_two, **SHARDED),
         _correct("routers count the tokens of two calls", in_two_calls, **COUNTING),
         _correct("the forward step changes the mode", mode_of_the_forward_step, config={"hidden_dropout": 0.1}),
         _correct("losses are advantages", on_policy),
