@@ -71,6 +71,14 @@ def schedule_of_an_iteration(model, step):
     schedule.step(1)
 
 
+def schedule_of_a_rollout(model, step):
+    """It advances once for two steps, of which the last overflows."""
+    schedule = schedule_of(model)
+    model.train_step(step)
+    times(float("inf"))(model, 1)
+    schedule.step(1)
+
+
 def saved_in_time(model, step):
     """Parameters, then good copies of them, are saved; an asynchronous save begins at once."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -153,6 +161,7 @@ CORRECT = {
         _correct("the optimizer is loaded", all_loaded, dtype="bf16", **ADAM),
         _correct("the schedule is resumed", resumed_schedule, **ADAM),
         _correct("the schedule advances once for many steps", schedule_of_an_iteration),
+        _correct("the schedule advances once for two steps, one of them skipped", schedule_of_a_rollout, **FP16),
         _correct("checkpoints are saved", saved_in_time, **BOTH),
         _correct("checkpoints are saved, in bf16", saved_in_time, **SHARDED),
         _correct("a model is saved in two parts, one parameter as a copy", saved_in_two, **SHARDED),
