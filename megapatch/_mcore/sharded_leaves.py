@@ -25,13 +25,19 @@ def structure(tree: Any) -> list[tuple[Any, ...]]:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Return all that a tree of dicts and lists holds."""
+    return (leaf for _, leaf in named_leaves(tree))
+
+
+def named_leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Return all that a tree of dicts and lists holds, with its key in a dict, or "" in a list."""
     branches = [tree]
     for branch in branches:
-        for value in branch.values() if isinstance(branch, dict) else branch:
+        items = branch.items() if isinstance(branch, dict) else (("", value) for value in branch)
+        for name, value in items:
             if isinstance(value, (dict, list)):
                 branches.append(value)
             else:
-                yield value
+                yield str(name), value
 
 
 @functools.cache

@@ -31,7 +31,8 @@ class BucketState:
         before: how many gradients had arrived until then, since an audit began to watch.
         reduces: how often the bucket was reduced since it was zeroed.
         stepped: whether an optimizer step has used its gradients.
-        dropped: how often they were zeroed unused since the last step.
+        lost: how often they were zeroed unused and not reduced since the last step.
+        dropped: how often they were zeroed unused after they were reduced since then.
         excused: whether a call was interrupted, so that they may be dropped.
     """
 
@@ -45,6 +46,7 @@ class BucketState:
         "excused",
         "group",
         "had",
+        "lost",
         "numbers",
         "parameters",
         "reduces",
@@ -62,7 +64,7 @@ class BucketState:
     def begin(self, watcher: Any) -> None:
         """Forget everything, and be watched by another audit, or by none."""
         self.watcher = watcher
-        self.arrivals = self.reduces = self.before = self.dropped = 0
+        self.arrivals = self.reduces = self.before = self.lost = self.dropped = 0
         self.stepped = self.excused = self.all_had = False
         self.had = [False] * len(self.parameters)
         self.arrived[:] = self.had

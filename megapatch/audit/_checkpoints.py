@@ -1,30 +1,37 @@
 """saved-what-is: a checkpoint that has a model has all of it, as it is now.
 
 Watches   dist_checkpointing.save(), which shows the parameters that are saved: if one that is trained is, all of
-          its chunk are. async_save() of the strategy, and the distribution of --ckpt-fully-parallel-save, which
-          show whether a plan is kept for another structure, so that anything that a rank has had since the first
-          save is not saved. In all releases.
-Limits    torch_dist checkpoints. Of parameters that are copied before they are saved, as quantized ones are,
-          nothing is known here.
+          its chunk are, in one save or in several before the next step. async_save() of the strategy, and the
+          distribution of --ckpt-fully-parallel-save, which show whether a plan is kept for another structure, so
+          that anything that a rank has had since the first save is not saved. In all releases.
+Limits    torch_dist checkpoints. A copy of a parameter is known by its name in the state dict; where all that is
+          saved of a model are copies, as of quantized parameters, nothing is known here.
 Cost      a look through the state dict in each save.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from .._mcore.sharded_leaves import FLAG, NVRX, PLANS, structure
 from ..patch import Site
-from ._audit import Audit, Part
-from ._contents import address_of, trained_of, weights_in
-from ._findings import describe, observes
+from ._audit import Audit, Part, Step
+from ._contents import address_of, named_weights_in, trained_of
+from ._findings import describe, observes, user_code
 from ._notes import Notes
 from ._sites import site
 
 _PLANS = "TorchDistSaveShardedStrategy.async_save"
 _DISTRIBUTION = "FullyParallelSaveStrategyWrapper.apply_saving_parallelization"
+
+
+class _Missing(NamedTuple):
+    """Trained parameters of a chunk that no save has had since its last step, and the user's code then."""
+
+    parameters: list[Any]
+    where: tuple[str, ...]
 
 
 class _Saved(NamedTuple):
@@ -42,6 +49,8 @@ class Checkpoints(Part):
         super().__init__(audit)
         self._saved: Notes[_Saved] = Notes("saved")
         """About a strategy."""
+        self._missing: Notes[_Missing] = Notes("missing")
+        """About a chunk, of which a part is saved, until its next step."""
 
     def sites(self) -> tuple[Site, ...]:
         package = "megatron.core.dist_checkpointing"
@@ -66,13 +75,42 @@ class Checkpoints(Part):
     @observes
     def _note_parameters(self, tree: Any) -> None:
         self.audit.disturbed("save")
-        saved = {address_of(tensor) for tensor in weights_in(tree)}
-        for chunk in self.audit.models.chunks:
+        saved = {address_of(tensor): name for name, tensor in named_weights_in(tree)}
+        chunks = list(self.audit.models.chunks)
+        copies = {_own_name(saved[address]) for address in saved.keys() - _addresses(chunks)}
+        for chunk in chunks:
+            names = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
             trained = trained_of(chunk)
             missing = [parameter for parameter in trained if address_of(parameter) not in saved]
-            if missing and len(missing) < len(trained):
-                name = describe(missing, chunk.module.named_parameters())
-                self.ledger.report("saved-what-is", "parameters", f"the checkpoint does not have {name}")
+            if len(missing) < len(trained):
+                absent = [parameter for parameter in missing if _own_name(names[id(parameter)]) not in copies]
+                self._note_missing(chunk, absent)
+
+    def _note_missing(self, chunk: Any, absent: list[Any]) -> None:
+        """Keep what neither this save nor an earlier one before the next step has: a model may have several."""
+        before = self._missing.get(chunk, None)
+        if before is not None:
+            known = {id(parameter) for parameter in before.parameters}
+            absent = [parameter for parameter in absent if id(parameter) in known]
+        self._missing.set(chunk, _Missing(absent, user_code() if absent else ()))
+
+    @observes
+    def begin_step(self, step: Step) -> None:
+        """Report what the saves before this step lack."""
+        self._report_missing(step.chunks)
+
+    @observes
+    def judge(self) -> None:
+        """Report what the last saves lack."""
+        self._report_missing(self.audit.models.chunks)
+
+    def _report_missing(self, chunks: Iterable[Any]) -> None:
+        for chunk in chunks:
+            missing = self._missing.pop(chunk, None)
+            if missing is not None and missing.parameters:
+                name = describe(missing.parameters, chunk.module.named_parameters())
+                what = f"the checkpoint does not have {name}"
+                self.ledger.report("saved-what-is", "parameters", what, missing.where)
 
     # ------------------------------------------------------------------------ plans
     def watch_plan(self, async_save: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,3 +159,15 @@ def _difference(before: list[Any], now: list[Any]) -> str:
     changed = [fact[2] for fact in now if fact not in before] or [fact[2] for fact in before if fact not in now]
     more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
     return f"since then {changed[0]}{more} has come, gone or changed" if changed else "the order has changed"
+
+
+def _addresses(chunks: list[Any]) -> set[int]:
+    """Return where the parameters of models are, of which all others are copies."""
+    return {address_of(parameter) for chunk in chunks for parameter in chunk.module.parameters()}
+
+
+def _own_name(name: str) -> str:
+    """Return a parameter's name without those of the wrappers of its model."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name

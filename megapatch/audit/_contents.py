@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._mcore.main_params import has_memory
-from .._mcore.sharded_leaves import leaves
+from .._mcore.sharded_leaves import named_leaves
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes
@@ -142,9 +142,14 @@ class Contents(Part):
 # ------------------------------------------------------------------------ weights of a checkpoint
 def weights_in(tree: Any) -> list[Any]:
     """Return the tensors in a sharded state dict, without those of optimizers."""
+    return [tensor for _, tensor in named_weights_in(tree)]
+
+
+def named_weights_in(tree: Any) -> list[tuple[str, Any]]:
+    """Return the same tensors with their names: a key of the dict that they are in, or "" in a list."""
     # The distributed optimizer's shards of an fp32 model are views of its parameters.
-    models = (leaf for leaf in leaves(tree) if "optimizer" not in getattr(leaf, "key", ""))
-    return [leaf.data for leaf in models if hasattr(getattr(leaf, "data", None), "data_ptr")]
+    models = (pair for pair in named_leaves(tree) if "optimizer" not in getattr(pair[1], "key", ""))
+    return [(name, leaf.data) for name, leaf in models if hasattr(getattr(leaf, "data", None), "data_ptr")]
 
 
 def trained_of(chunk: Any) -> list[Any]:

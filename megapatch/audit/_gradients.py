@@ -1,4 +1,4 @@
-"""reduced-once, fresh-gradients, gradients-used, stepped-once: each bucket's gradients between two zeroings.
+"""reduced-once, fresh-gradients, gradients-used, gradients-dropped, stepped-once: gradients between two zeroings.
 
 Watches   the hooks that DistributedDataParallel gives to its parameters, _ParamAndGradBuffer.reset(), and
           start_grad_sync() of the bucket groups, in all releases. They are counted by bucket, and judged as the
@@ -6,7 +6,8 @@ Watches   the hooks that DistributedDataParallel gives to its parameters, _Param
 Limits    chunks that were wrapped before any audit began are not judged, nor Megatron-FSDP and torch's FSDP2,
           which have no buckets. Gradients that are zeroed by hand, without reset(), are looked at where a
           gradient would be added to old ones. A replayed CUDA graph runs no hook. Gradients that are dropped
-          while an exception is handled, by an abort, or for a rerun, are dropped on purpose.
+          while an exception is handled, by an abort, or for a rerun, are dropped on purpose; those that were
+          reduced before perhaps.
 Cost      a fraction of a microsecond a parameter and microbatch; no collective, no sync.
 """
 
@@ -141,7 +142,9 @@ class Gradients(Part):
         for state in states_in(buffer):
             if state.arrivals and not state.stepped:
                 self.events.may_have_broken = True
-                state.dropped += not (on_purpose or state.excused)
+                if not (on_purpose or state.excused):
+                    state.dropped += bool(state.reduces)
+                    state.lost += not state.reduces
                 state.excused = False
             state.reset()
 
@@ -191,34 +194,37 @@ class Gradients(Part):
     # ------------------------------------------------------------------------ judged in the step
     @observes
     def begin_step(self, step: Step) -> None:
-        """Report buckets that were not reduced once."""
+        """Report buckets that were not reduced once, and gradients that were not used."""
+        are_new = any(state.arrivals for chunk in step.chunks for state in states_of(chunk))
         for chunk in step.chunks:
-            step.has_gradients |= self._judge(chunk)
+            step.has_gradients |= self._judge(chunk, are_new)
         if step.has_gradients and self._used.get(step.optimizer) == ever_arrived(step.chunks):
             what = "the optimizer steps on gradients that its last step has used"
             self.ledger.report("stepped-once", "again", what)
 
-    def _judge(self, chunk: Any) -> bool:
-        """Report the buckets of one chunk. Return whether it has any gradients, new or used."""
+    def _judge(self, chunk: Any, are_new: bool) -> bool:
+        """Report the buckets of one chunk. Return whether it has any gradients, new or used.
+
+        Args:
+            are_new: whether any gradients have come to the model since they were zeroed.
+        """
         states = states_of(chunk)
-        dropped = [state for state in states if state.dropped]
+        lost = [state for state in states if state.lost or (state.dropped and not are_new)]
+        dropped = [state for state in states if state.dropped and not state.lost and are_new]
         suspects = [state for state in states if state.reduces != 1 and state.arrivals and not state.stepped]
+        if lost:
+            when = ", and others came, before" if are_new else " right before"
+            self._report_zeroed("gradients-used", chunk, lost, f"were zeroed{when} the optimizer step")
         if dropped:
-            self._report_dropped(chunk, dropped)
+            when = "were zeroed after they were reduced, and others came, before the optimizer step"
+            self._report_zeroed("gradients-dropped", chunk, dropped, when)
         if suspects:
             self._report_reduces(chunk, [state for state in suspects if ranks_of(state.group) > 1])
         return any(state.arrivals or state.stepped for state in states)
 
-    def _report_dropped(self, chunk: Any, dropped: list[BucketState]) -> None:
-        unused = _parameters(state for state in dropped if state.arrivals)
-        if unused:
-            name = _name(chunk, unused)
-            what = f"the gradients of {name} were zeroed, and others came, before the optimizer step"
-            self.ledger.report("gradients-used", "zeroed", what)
-        gone = _parameters(state for state in dropped if not state.arrivals)
-        if gone:
-            what = f"the gradients of {_name(chunk, gone)} were zeroed right before the optimizer step"
-            self.ledger.report("gradients-used", "gone", what)
+    def _report_zeroed(self, rule: str, chunk: Any, states: list[BucketState], event: str) -> None:
+        name = _name(chunk, _parameters(states))
+        self.ledger.report(rule, event, f"the gradients of {name} {event}")
 
     def _report_reduces(self, chunk: Any, suspects: list[BucketState]) -> None:
         unreduced = _parameters(state for state in suspects if not state.reduces)
@@ -239,7 +245,7 @@ class Gradients(Part):
                 if state.arrivals:
                     state.stepped = True
                     state.take()
-                state.dropped, state.excused = 0, False
+                state.lost, state.dropped, state.excused = 0, 0, False
         self._used[step.optimizer] = ever_arrived(step.chunks)
 
 

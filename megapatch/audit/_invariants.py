@@ -45,7 +45,12 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
         "gradients-used": Invariant(
             "Gradients that have arrived are used by an optimizer step before they are zeroed.",
             "A step of several calls trains on the last of them only, or on nothing.",
+        ),
+        "gradients-dropped": Invariant(
+            "Gradients that were reduced are used by an optimizer step before they are zeroed.",
+            "A step of several calls trains on the last of them only, unless they were dropped on purpose.",
             ("skyrl.accumulate-forward-backward",),
+            is_note=True,
         ),
         "gradients-arrive": Invariant(
             "Each parameter that is trained has a gradient in a step, if others have.",
@@ -169,6 +174,7 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             "Layers at the same place of different stages start from the same weights, and drop the same "
             "elements.",
             ("areal.pipeline-seed", "skyrl.pipeline-seed", "verl.pipeline-seed"),
+            is_note=True,
         ),
         "learning-rate-moves": Invariant(
             "The learning rate's schedule advances after successful steps only.",

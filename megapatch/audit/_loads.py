@@ -4,9 +4,10 @@ Watches   load_state_dict() of Megatron's optimizers and load_parameter_state() 
           releases; and then their next step, as it begins. Loads of weights, by torch's
           Module.load_state_dict() or dist_checkpointing.load(), and reload_model_params() are events for the
           other parts.
-Limits    of moments it is known whether any were loaded, and are there; not which. An optimizer without step
-          counts, as SGD, is not judged, nor are Megatron-FSDP's.
-Cost      reads moments once after a load; nothing in other steps.
+Limits    of moments it is known whether any were loaded, and are there; not which. Those that were there after the
+          load, and are all zero now, were perhaps zeroed on purpose: a note (kept-between-steps). An optimizer
+          without step counts, as SGD, is not judged, nor are Megatron-FSDP's.
+Cost      reads moments twice after a load; nothing in other steps.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ _STATE = "param_state"
 
 
 class _Loaded(NamedTuple):
-    """The step counts and moments that an optimizer was to load; None for moments if only another rank knows."""
+    """What an optimizer was to load.
+
+    Attributes:
+        steps: their counts.
+        has_moments: whether there were any; None if only another rank knows.
+        were_there: whether any moments were not zero after the load; None if that is not known.
+    """
 
     steps: set[int]
     has_moments: bool | None
+    were_there: bool | None = None
 
 
 class Loads(Part):
@@ -100,7 +108,7 @@ class Loads(Part):
     @observes
     def _note_loaded(self, optimizer: Any, loaded: _Loaded | None) -> None:
         if loaded is not None:
-            self._loaded[optimizer] = loaded
+            self._loaded[optimizer] = loaded._replace(were_there=_has_moments(optimizer))
 
     def watch_moments(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(load)
@@ -115,7 +123,8 @@ class Loads(Part):
     @observes
     def _note_moments(self, optimizer: Any) -> None:
         if optimizer in self._loaded:
-            self._loaded[optimizer] = self._loaded[optimizer]._replace(has_moments=None)
+            were_there = _has_moments(optimizer)
+            self._loaded[optimizer] = self._loaded[optimizer]._replace(has_moments=None, were_there=were_there)
 
     # ------------------------------------------------------------------------ judged in the step
     @observes
@@ -150,7 +159,10 @@ class Loads(Part):
         if steps - loaded.steps:
             what = f"the optimizer has made {max(steps)} steps, and has loaded {max(loaded.steps)}"
             self.ledger.report("loaded-is-there", "steps", what)
-        if loaded.has_moments is False:
+        if are_there is False and loaded.were_there:
+            what = "all moments were zeroed after a load of the optimizer"
+            self.ledger.report("kept-between-steps", "zeroed", what)
+        elif loaded.has_moments is False:
             what = f"the optimizer has loaded that it made {max(loaded.steps)} steps, and no moments"
             self.ledger.report("loaded-is-there", "moments", what)
         elif are_there is False:

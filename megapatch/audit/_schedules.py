@@ -1,9 +1,9 @@
 """learning-rate-moves, schedule-once, schedule-moves: the schedule advances as optimizer steps do.
 
 Watches   step() of OptimizerParamScheduler, which must not advance after a step that Megatron has skipped, as it
-          does after an fp16 overflow, advances once a step in most trainers, and advances at all. A load that
-          moves it does not count; the next step shows whether it has the steps that were loaded
-          (loaded-is-there).
+          does after an fp16 overflow, unless another was made since it last advanced; advances once a step in most
+          trainers, and advances at all. A load that moves it does not count; the next step shows whether it has
+          the steps that were loaded (loaded-is-there).
 Limits    a schedule that is not an OptimizerParamScheduler is not seen. One that has not advanced is noted after
           100 steps, as some trainers advance it once for many; one of constant rates is not.
 Cost      nothing to speak of.
@@ -31,8 +31,8 @@ class Schedules(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._skipped: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Optimizers whose last step was skipped, until their schedule advances."""
+        self._succeeded: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """By optimizer that has stepped since its schedule advanced: whether a step of these was not skipped."""
         self._advanced: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose schedule has advanced since their last step."""
         self._is_loading = False
@@ -74,13 +74,13 @@ class Schedules(Part):
         self._steps_before.setdefault(schedule, 0)  # it makes a step of 0 as it is made
         if not increment:
             return
-        if schedule.optimizer in self._skipped:
+        succeeded = self._succeeded.pop(schedule.optimizer, None)
+        if succeeded is False:
             what = "the schedule advanced after a step that was skipped"
             self.ledger.report("learning-rate-moves", "after-skip", what)
         elif schedule.optimizer in self._advanced:
             what = "the schedule advanced twice after one optimizer step"
             self.ledger.report("schedule-once", "twice", what)
-        self._skipped.discard(schedule.optimizer)
         self._advanced.add(schedule.optimizer)
         self._steps_before[schedule] = -1
         self._loaded.pop(schedule, None)
@@ -117,7 +117,7 @@ class Schedules(Part):
     @observes
     def end_step(self, step: Step) -> None:
         """Note schedules that have never advanced."""
-        (self._skipped.discard if step.succeeded else self._skipped.add)(step.optimizer)
+        self._succeeded[step.optimizer] = self._succeeded.get(step.optimizer, False) or step.succeeded
         self._advanced.discard(step.optimizer)
         for schedule in self.of(step.optimizer):
             steps = self._steps_before[schedule]

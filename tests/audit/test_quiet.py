@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from rigs.cells import run_cells
 from rigs.megatron.options import ADAM, BOTH, GRADS, Interrupted, new_machine, raising_half_way, rerun, rerun_data
 from rigs.megatron.save import Saves, has_working_writer, minor, prepare
+from rigs.mistakes.weights import SHARDED, parts_of
 from rigs.train_step.fsdp import Sharded
 from rigs.train_step.models import in_pieces
 
@@ -179,6 +181,54 @@ def gone_back():
         ddp.state_dict()
 
 
+def stopped_early():
+    """PPO at its limit of KL: a batch's gradients are finished, and its step is left out."""
+    model = tiny_gpt()
+    for step in range(STEPS):
+        model.train_step(step)
+        if step != 1:
+            model.zero_grad()
+            model.forward_backward(step)
+
+
+def of_two_places():
+    """SAM: gradients at the weights, then those that are used, at others nearby."""
+    model = tiny_gpt(dtype="bf16", **ADAM)
+    parameters = [*model.chunks[0].parameters()]
+    for step in range(STEPS):
+        model.zero_grad()
+        model.forward_backward(step)
+        kept = [parameter.detach().clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.data.add_(parameter.main_grad.to(parameter.dtype), alpha=1e-3)
+        model.zero_grad()
+        model.forward_backward(step)
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.data.copy_(value)
+        model.optimizer.step()
+
+
+def with_new_moments(options):
+    """A warm restart: the optimizer is loaded, and its moments are reset."""
+    model = tiny_gpt(**options)
+    for step in range(STEPS):
+        if step == 2:
+            for part in parts_of(model.optimizer):
+                part.load_state_dict(copy.deepcopy(part.state_dict()))
+                for state in part.optimizer.state.values():
+                    state["exp_avg"].zero_()
+                    state["exp_avg_sq"].zero_()
+        model.train_step(step)
+
+
+def seeded_alike():
+    """Stages that draw the same numbers, which ROLL means to do."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    of_what_is_trained((), {})
+
+
 def megatrons_own(rerun_mode):
     model = tiny_gpt(layers=4, hooks=False, **BOTH)
     loop = MegatronLoop(model, rerun_mode=rerun_mode)
@@ -214,6 +264,11 @@ CELLS = {
     "two steps' data": ({}, accumulated),
     "aborted": ({}, aborted),
     "gone back and read": ({}, gone_back),
+    "stopped early": ({}, stopped_early),
+    "gradients of two places": ({}, of_two_places),
+    "moments reset": ({}, with_new_moments, {"dtype": "bf16", **ADAM}),
+    "moments reset, sharded": ({}, with_new_moments, SHARDED),
+    "stages seeded alike": ({"pp": 2}, seeded_alike),
 }
 BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
 SAVES = {}
@@ -226,8 +281,16 @@ if megatron_training_available():
     CELLS["train() twice"] = ({}, megatrons_own, "disabled")
     CELLS["train() twice, validated"] = ({}, megatrons_own, "validate_results")
 
-NOTED = {name: ["gradients-kept"] for name in ("overflows", "read after an overflow")}
-"""Cells that write into gradients by hand."""
+NOTED = {
+    "overflows": ["gradients-kept"],
+    "read after an overflow": ["gradients-kept"],
+    "stopped early": ["gradients-dropped"],
+    "gradients of two places": ["gradients-dropped"],
+    "moments reset": ["kept-between-steps"],
+    "moments reset, sharded": ["kept-between-steps"],
+    "stages seeded alike": ["stages-differ"],
+}
+"""Cells that do on purpose what others do by mistake."""
 
 
 def job(rank, world_size, folder):

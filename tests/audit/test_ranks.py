@@ -220,7 +220,7 @@ def seeded(rank, world_size):
         model_parallel_cuda_manual_seed(seed)
         with Operations() as operations:
             part_of(running_audit(), _ranks.Ranks)._compare_seeds(seed, ())
-        found.append([finding.invariant for finding in audit.findings()])
+        found.append([note.invariant for note in audit.notes()])
         audit.clear()
         assert not operations.found, operations.found
     return found

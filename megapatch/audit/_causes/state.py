@@ -23,6 +23,11 @@ STATE: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
             ),
             Cause("another optimizer steps the same weights", "found in each step, from the first one on"),
             Cause("an average or a regularizer writes into the weights", "it is meant so: accept the note"),
+            Cause(
+                "moments are reset after a load, or their state is made again",
+                "the sentence says that they were zeroed after it",
+                "zeroed after a load",
+            ),
         ),
         "loaded-is-there": (
             Cause(

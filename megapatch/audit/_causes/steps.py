@@ -49,7 +49,7 @@ STEPS: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
         ),
         "gradients-used": (
             Cause(
-                "gradients are zeroed in each call of a step that has several",
+                "gradients are zeroed in each call of a step that has several, of which the last finishes them",
                 "zero_grad_buffer() is inside the loop over micro- or minibatches",
                 "others came",
             ),
@@ -59,9 +59,20 @@ STEPS: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
                 "right before",
             ),
             Cause(
+                "the trainer leaves out the other calls of a step that it does not like",
+                "found now and then; megapatch.train_step.TrainStep.abort() says that it is meant",
+            ),
+        ),
+        "gradients-dropped": (
+            Cause(
+                "gradients are zeroed in each call of a step that has several",
+                "found in each step; zero_grad_buffer() is inside the loop over minibatches",
+            ),
+            Cause(
                 "the trainer leaves out the step of a batch that it does not like",
                 "found now and then; megapatch.train_step.TrainStep.abort() says that it is meant",
             ),
+            Cause("gradients are only measured, or are a means to others", "it is meant so: accept the note"),
         ),
         "main-params-agree": (
             Cause(

@@ -11,7 +11,7 @@ from megapatch.testing import _data
 from megapatch.train_step import TrainStep
 from rigs.megatron.options import ADAM, BOTH
 from rigs.mistakes import Mistake
-from rigs.mistakes.checkpoints import plan
+from rigs.mistakes.checkpoints import plan, saved_in_two
 from rigs.mistakes.gradients import COUNTING
 from rigs.mistakes.losses import FP16, times
 from rigs.mistakes.schedules import schedule_of
@@ -68,6 +68,14 @@ def schedule_of_an_iteration(model, step):
     schedule = schedule_of(model)
     for _ in range(40):
         model.train_step(step, num_microbatches=1)
+    schedule.step(1)
+
+
+def schedule_of_a_rollout(model, step):
+    """It advances once for two steps, of which the last overflows."""
+    schedule = schedule_of(model)
+    model.train_step(step)
+    times(float("inf"))(model, 1)
     schedule.step(1)
 
 
@@ -153,8 +161,10 @@ CORRECT = {
         _correct("the optimizer is loaded", all_loaded, dtype="bf16", **ADAM),
         _correct("the schedule is resumed", resumed_schedule, **ADAM),
         _correct("the schedule advances once for many steps", schedule_of_an_iteration),
+        _correct("the schedule advances once for two steps, one of them skipped", schedule_of_a_rollout, **FP16),
         _correct("checkpoints are saved", saved_in_time, **BOTH),
         _correct("checkpoints are saved, in bf16", saved_in_time, **SHARDED),
+        _correct("a model is saved in two parts, one parameter as a copy", saved_in_two, **SHARDED),
         _correct("routers count the tokens of two calls", in_two_calls, **COUNTING),
         _correct("the forward step changes the mode", mode_of_the_forward_step, config={"hidden_dropout": 0.1}),
         _correct("losses are advantages", on_policy),

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy
 import torch
 
-from megapatch import apply, restore
+from megapatch import apply, audit, restore
 from megapatch.weight_sync import gathered_parameters
 from rigs.cells import once
 from rigs.collisions import together
@@ -215,7 +215,7 @@ def raising_step():
 # ------------------------------------------------------------------------------------------ seeds
 def seeds():
     """Return the seeds of each stage's engine for Python, NumPy, torch and Megatron's tracker; its draws in the
-    first dropout of a step; and the seed of a second engine in the same process."""
+    first dropout of a step; the seed of a second engine in the same process; and the audit's notes."""
     engine, masks = engine_of(pp=2, model={"hidden_dropout": 0.5}), []
     found = {
         "torch": torch.initial_seed(),
@@ -233,4 +233,5 @@ def seeds():
     with mock.patch.object(torch.nn.functional, "dropout", watched):
         train(engine, 0)
     type(engine)(engine.model_config, engine.engine_config, engine.optimizer_config, engine.checkpoint_config)
-    return {**found, "mask": masks[0], "again": torch.initial_seed()}
+    notes = [note.invariant for note in audit.notes()]
+    return {**found, "mask": masks[0], "again": torch.initial_seed(), "notes": notes}
