@@ -74,6 +74,7 @@ class Calls(Part):
 
     @observes
     def _begin(self, call: Call) -> None:
+        self.ledger.met.add("hooks-balanced")
         self.audit.models.add(call.chunks)
         for part in self.audit.parts:
             part.begin_call(call)

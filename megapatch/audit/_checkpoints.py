@@ -83,6 +83,7 @@ class Checkpoints(Part):
             trained = trained_of(chunk)
             missing = [parameter for parameter in trained if address_of(parameter) not in saved]
             if len(missing) < len(trained):
+                self.ledger.met.add("saved-what-is")
                 absent = [parameter for parameter in missing if _own_name(names[id(parameter)]) not in copies]
                 self._note_missing(chunk, absent)
 

@@ -72,6 +72,7 @@ class Contents(Part):
         tensors = weights_in(tree)
         addresses = {address_of(tensor) for tensor in tensors}
         chunks = list(self.audit.models.chunks)
+        self.ledger.met.update(["saved-is-trained"] if chunks else [])
         saved = [chunk for chunk in chunks if any(address_of(each) in addresses for each in trained_of(chunk))]
         for chunk in saved:
             self._compare_with_optimizer(chunk)

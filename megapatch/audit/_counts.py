@@ -47,6 +47,8 @@ class Counts(Part):
         if counts:
             import torch
 
+            self.ledger.met.add("fresh-counts")
+
             self._seen.append(_Seen(torch.stack([count.any() for count in counts]).any(), user_code()))
 
     @observes

@@ -72,12 +72,14 @@ class Ledger:
         broken: functions of the audit that have raised, and find nothing.
         during: the user's code at the beginning of the latest call or step.
         place: this rank, how many there are, and whether torch.distributed says so, when last asked.
+        met: the rules of `_rules.NEEDS` for which there was something to look at.
         changed: called where the report is worth leaving: after a first finding or note of its kind.
     """
 
     def __init__(self, accepted: Collection[str] = ()) -> None:
         self.accepted = accepted
         self.step = 0
+        self.met: set[str] = set()
         self.timeline = Timeline()
         self.during: tuple[Line, ...] = ()
         self.place: tuple[int, int, bool] | None = None

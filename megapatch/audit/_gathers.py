@@ -84,6 +84,7 @@ class Gathers(Part):
         fresh = [group for chunk in chunks for group in bucket_groups(chunk) if group not in self.due]
         self.due.update(fresh)
         self._left_by_step = weakref.WeakSet(fresh)
+        self.ledger.met.update(["gathered-when-read"] if chunks else [])
 
     @observes
     def end_step(self, step: Step) -> None:
@@ -113,17 +114,21 @@ class Gathers(Part):
         def patched_load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.due:
                 return load_state_dict(module, *args, **kwargs)
-            changes = Changes(module.parameters())
+            changes = self._changes_of(module)
             result = load_state_dict(module, *args, **kwargs)
-            self._note_loaded(changes.made())
+            self._note_loaded(changes)
             return result
 
         return patched_load_state_dict
 
     @observes
-    def _note_loaded(self, parameters: list[Any]) -> None:
-        """What is loaded whole need not be gathered."""
-        loaded = set(map(id, parameters))
+    def _changes_of(self, module: Any) -> Changes:
+        return Changes(module.parameters())
+
+    @observes
+    def _note_loaded(self, changes: Changes | None) -> None:
+        """Take bucket groups that were loaded whole off the list: they need not be gathered."""
+        loaded = set(map(id, changes.made())) if changes is not None else set()
         self.due -= {group for group in self.due if loaded.issuperset(map(id, group.params))}
 
     # ------------------------------------------------------------------------ readers

@@ -101,6 +101,7 @@ class Generation(Part):
 
     @observes
     def _note_pause(self, client: Any, was_paused: bool | None, failed: bool) -> None:
+        self.ledger.met.add("resumed")
         if not failed:
             self._paused.add(client)
         elif not was_paused:
@@ -150,6 +151,7 @@ class Generation(Part):
     @observes
     def _note_attempt(self, outcome: tuple[Exception | None, object]) -> None:
         failure, _ = outcome
+        self.ledger.met.add("resumed")
         self.ledger.happened("sync", "" if failure is None else f"resuming failed: {type(failure).__name__}")
         if failure is not None:
             what = f"resuming generation after a weight sync has failed: {type(failure).__name__}: {failure}"

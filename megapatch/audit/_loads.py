@@ -108,6 +108,7 @@ class Loads(Part):
     @observes
     def _note_loaded(self, optimizer: Any, loaded: _Loaded | None) -> None:
         if loaded is not None:
+            self.ledger.met.update(("loaded-is-there", "resumed-together"))
             self._loaded[optimizer] = loaded._replace(were_there=_has_moments(optimizer))
 
     def watch_moments(self, load: Callable[..., Any]) -> Callable[..., Any]:

@@ -41,6 +41,7 @@ class Microbatches(Part):
     @observes
     def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
         output = result[0][0] if isinstance(result[0], list) else result[0]
+        self.ledger.met.update(("calls-alike", "data-differs"))
         trained = self._trained.get_or_make(chunk, _Trained)
         trained.count += 1
         if getattr(output, "ndim", None) == 0:  # else the output of a stage that is not the last

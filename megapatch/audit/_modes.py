@@ -47,6 +47,7 @@ class Modes(Part):
     @observes
     def begin_call(self, call: Call) -> None:
         """Suspect the models that are in the other mode."""
+        self.ledger.met.add("training-mode" if call.trains else "evaluation-mode")
         for chunk in call.chunks:
             model = _unwrapped(chunk)
             if model is not chunk and model.training != call.trains and self._matters(chunk, call):

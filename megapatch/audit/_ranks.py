@@ -115,6 +115,7 @@ class Ranks(Part):
                 if replicas.what == _DATA:
                     hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
                 compared.append(_Compared(replicas, _highest(hashes, replicas.group)))
+                self.ledger.met.add("ranks-agree")
         self._compared.set(chunks[0], compared)
 
     def _all_compare(self, replicas: _Replicas, chunk: Any) -> bool:
@@ -228,6 +229,7 @@ class Ranks(Part):
 
         self._seed = None
         group = parallel_state.get_pipeline_model_parallel_group()
+        self.ledger.met.update(["stages-differ"] if group.size() > 1 else [])
         if group.size() > 1 and self._participants.number_who_say(f"seed {seed}", group) == group.size():
             what = f"all {group.size()} pipeline stages were seeded with {seed}"
             self.ledger.report("stages-differ", "seed", what, where)

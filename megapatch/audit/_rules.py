@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .._engine.engine import this_process
@@ -15,6 +16,35 @@ from ._microbatches import Microbatches
 from ._ranks import Ranks
 
 _NOT_COMPARED = "ranks are not compared"
+_NO_CALL = "no call of Megatron's schedules has trained"
+_NO_LOAD = "no optimizer state was loaded"
+_NO_ADVANCE = "no OptimizerParamScheduler has advanced"
+
+NEEDS = MappingProxyType(
+    {
+        "hooks-balanced": "there was no call of Megatron's schedules",
+        "training-mode": _NO_CALL,
+        "evaluation-mode": "no call of Megatron's schedules was forward-only",
+        "calls-alike": _NO_CALL,
+        "data-differs": _NO_CALL,
+        "tokens-counted": _NO_CALL,
+        "divided-by-tokens": _NO_CALL,
+        "fresh-counts": "no call of Megatron's schedules has trained a model whose routers count tokens",
+        "gathered-when-read": "no parameters were left to be gathered, as by overlap_param_gather",
+        "ranks-agree": "no ranks that hold the same parameters were compared",
+        "stages-differ": "no seeds of several pipeline stages were compared",
+        "learning-rate-moves": _NO_ADVANCE,
+        "schedule-once": _NO_ADVANCE,
+        "schedule-moves": "there was no OptimizerParamScheduler",
+        "loaded-is-there": _NO_LOAD,
+        "resumed-together": _NO_LOAD,
+        "saved-what-is": "no model was saved by dist_checkpointing",
+        "saved-is-trained": "no model was saved by dist_checkpointing",
+        "weights-synced": "no weights were compared with those of generation",
+        "resumed": "nobody paused generation here",
+    }
+)
+"""By rule, what it says of a process in which there was nothing to look at; until `Ledger.met` has the rule."""
 
 
 class Rule(NamedTuple):
@@ -23,7 +53,7 @@ class Rule(NamedTuple):
     Attributes:
         name: a key of `INVARIANTS`.
         status: ``broken``, ``noted``, ``accepted``, ``not watched``, or ``kept`` as far as it was looked at.
-        reason: why it is not watched, or else "".
+        reason: why it is not watched, such as that there was nothing to look at; or else "".
     """
 
     name: str
@@ -59,7 +89,7 @@ def rules_of(part: Part) -> list[str]:
 
 def _unwatched(audit: Audit) -> dict[str, str]:
     """Return, by rule that is not watched, why."""
-    found: dict[str, str] = {}
+    found = {name: reason for name, reason in NEEDS.items() if name not in audit.ledger.met}
     for part in audit.parts:
         for reason in _reasons(audit, part):
             found.update(dict.fromkeys(rules_of(part), reason))

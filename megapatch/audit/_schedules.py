@@ -74,6 +74,7 @@ class Schedules(Part):
         self._steps_before.setdefault(schedule, 0)  # it makes a step of 0 as it is made
         if not increment:
             return
+        self.ledger.met.update(("learning-rate-moves", "schedule-once"))
         succeeded = self._succeeded.pop(schedule.optimizer, None)
         if succeeded is False:
             what = "the schedule advanced after a step that was skipped"
@@ -109,6 +110,7 @@ class Schedules(Part):
     def begin_step(self, step: Step) -> None:
         """Report schedules that are not where they were loaded."""
         for schedule in self.of(step.optimizer):
+            self.ledger.met.add("schedule-moves")
             loaded = self._loaded.pop(schedule, None)
             if loaded is not None and int(schedule.num_steps) != loaded:
                 what = f"the schedule is at {schedule.num_steps} steps, and has loaded {loaded}"

@@ -82,6 +82,7 @@ class Tokens(Part):
 
     @observes
     def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
+        self.ledger.met.update(("tokens-counted", "divided-by-tokens"))
         output, num_tokens = result
         self._in_call = self._in_call + num_tokens
         for buffer in islice(grad_buffers([chunk]), 1):

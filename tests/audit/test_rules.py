@@ -1,0 +1,35 @@
+"""What the audit says of each rule: watched by a part, and kept only if there was something to look at."""
+
+from __future__ import annotations
+
+from rigs.audit import idle_audit
+from rigs.cells import AUDITED
+from rigs.megatron.options import UNPATCHED
+
+from megapatch import audit
+from megapatch.audit._rules import NEEDS, rules_of
+from megapatch.testing import init_parallel, run_ranks, tiny_gpt
+
+
+def test_each_rule_is_looked_at_by_a_part():
+    watched = [rule for part in idle_audit().parts for rule in rules_of(part)]
+    assert sorted(watched) == sorted(audit.INVARIANTS)
+
+
+def own_loop(rank, world_size):
+    """Train by hand, without Megatron's schedules, and return the rules that are not watched."""
+    init_parallel()
+    model = tiny_gpt()
+    (ddp,) = model.chunks
+    for _ in range(2):
+        model.zero_grad()
+        sum(parameter.square().sum() for parameter in ddp.parameters()).backward()
+        ddp.finish_grad_sync()
+        model.optimizer.step()
+    return [rule.name for rule in audit.report().rules if rule.status == "not watched"]
+
+
+def test_a_rule_that_had_nothing_to_look_at_is_not_said_to_be_kept():
+    blind, _ = run_ranks(own_loop, 2, env={**UNPATCHED, **AUDITED})
+    assert set(blind) == set(NEEDS) - {"ranks-agree"}
+    assert set(NEEDS) <= set(audit.INVARIANTS)
