@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from rigs.audit import idle_audit
 from rigs.cells import AUDITED
 from rigs.command import run
 from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, raising_half_way
