@@ -176,6 +176,11 @@ INVARIANTS: Mapping[str, Invariant] = MappingProxyType(
             ("areal.pipeline-seed", "skyrl.pipeline-seed", "verl.pipeline-seed"),
             is_note=True,
         ),
+        "expert-streams-differ": Invariant(
+            "Expert-parallel ranks draw different random numbers.",
+            "Experts of different ranks drop the same elements, as after a load of one rank's streams.",
+            is_note=True,
+        ),
         "learning-rate-moves": Invariant(
             "The learning rate's schedule advances after successful steps only.",
             "Each overflow costs a step of warm-up or decay.",

@@ -1,10 +1,10 @@
-"""ranks-agree and stages-differ: the same parameters on all ranks, and different seeds on all stages.
+"""ranks-agree, stages-differ and expert-streams-differ: ranks have the same parameters, and other random numbers.
 
 Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50): a hash of the parameters that
           are the same in a group, and one all-reduce of 48 or 96 bytes a group. A rank that missed a gather, a
           broadcast or a reduce trains another model, whose gradients are averaged with the others' all the same.
           model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline stages with the same one drop
-          the same elements.
+          the same elements. With experts, the random streams of the ranks that have others of them.
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
@@ -18,12 +18,10 @@ Cost      reads the parameters once in that step, after one meeting of all ranks
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._engine.ranks import numbered
 from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Site
@@ -33,25 +31,16 @@ from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
 from ._notes import Notes
 from ._participants import Participants
+from ._replicas import DATA, EXPERTS, Replicas, ranks_of, replicas_of
 from ._sites import site
 
-_DATA = "data-parallel"
-
 log = logging.getLogger("megapatch")
-
-
-class _Replicas(NamedTuple):
-    """Parameters that are the same on all ranks of a process group."""
-
-    what: str
-    group: Any
-    parameters: list[Any]
 
 
 class _Compared(NamedTuple):
     """Hashes that are on their way: the highest of each, and the highest of its complement."""
 
-    replicas: _Replicas
+    replicas: Replicas
     hashes: Any
     is_reported: bool = False
 
@@ -96,7 +85,7 @@ class Ranks(Part):
         if not (raises or is_due):
             return
         # A rank that has nothing to compare comes all the same; one that fails from here on would be waited for.
-        found = list(_replicas(self._known(chunks))) if is_due else []
+        found = list(replicas_of(self._known(chunks))) if is_due else []
         if not self._participants.all_have_come():
             return
         if raises:
@@ -106,19 +95,19 @@ class Ranks(Part):
         if found:
             self._compare(found, chunks)
 
-    def _compare(self, found: list[_Replicas], chunks: list[Any]) -> None:
+    def _compare(self, found: list[Replicas], chunks: list[Any]) -> None:
         """Send hashes of a model's parameters on their way, to be judged in its next step."""
         compared: list[_Compared] = []
         for replicas in found:
             if self._all_compare(replicas, chunks[0]):
                 hashes = self._hashes([replicas.parameters])
-                if replicas.what == _DATA:
+                if replicas.what == DATA:
                     hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
                 compared.append(_Compared(replicas, _highest(hashes, replicas.group)))
-                self.ledger.met.add("ranks-agree")
+                self.ledger.met.add("ranks-agree" if replicas.what != EXPERTS else "expert-streams-differ")
         self._compared.set(chunks[0], compared)
 
-    def _all_compare(self, replicas: _Replicas, chunk: Any) -> bool:
+    def _all_compare(self, replicas: Replicas, chunk: Any) -> bool:
         """Return whether all ranks of a group compare these parameters of a model; they meet for it once."""
         known = self._compare_together.get_or_make(chunk, dict)
         if replicas.what not in known:
@@ -131,9 +120,12 @@ class Ranks(Part):
         for chunk in list(self.audit.models.chunks):
             compared = self._compared.get(chunk, [])
             for earlier in compared:
-                if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
+                self._judge_streams(earlier)
+                if earlier.replicas.what == EXPERTS or earlier.is_reported:
+                    continue
+                if _differ(earlier.hashes.tolist())[0]:
                     what = earlier.replicas.what
-                    where = _ranks_of(earlier.replicas)
+                    where = ranks_of(earlier.replicas)
                     self.ledger.report("ranks-agree", what, f"a parameter is not the same on {where}")
             # They stay: all ranks ask for names together in the next step.
             self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
@@ -159,9 +151,12 @@ class Ranks(Part):
     def _judge(self, earlier: _Compared, chunks: list[Any]) -> None:
         """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
         what, group, parameters = earlier.replicas
+        if what == EXPERTS:
+            self._judge_streams(earlier)
+            return
         highest = earlier.hashes.tolist()
-        if what == _DATA:
-            self.audit.part(Microbatches).judge_ranks(_ranks_of(earlier.replicas), *(each[-1] for each in highest))
+        if what == DATA:
+            self.audit.part(Microbatches).judge_ranks(ranks_of(earlier.replicas), *(each[-1] for each in highest))
         if not _differ(highest)[0]:
             return
         wrong = parameters
@@ -171,7 +166,16 @@ class Ranks(Part):
             wrong = [parameter for parameter, differs in zip(parameters, differing, strict=True) if differs]
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
         name = describe(wrong or parameters, named)
-        self.ledger.report("ranks-agree", what, f"{name} is not the same on {_ranks_of(earlier.replicas)}")
+        self.ledger.report("ranks-agree", what, f"{name} is not the same on {ranks_of(earlier.replicas)}")
+
+    def _judge_streams(self, earlier: _Compared) -> None:
+        if earlier.replicas.what != EXPERTS or earlier.is_reported:
+            return
+        highest = earlier.hashes.tolist()
+        has_failed = highest[0][0][2]
+        if not (has_failed or _differ(highest)[0]):
+            what = f"the random streams of {ranks_of(earlier.replicas)} are the same"
+            self.ledger.report("expert-streams-differ", "stream", what)
 
     def _hashes(self, parts: list[list[Any]]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.
@@ -233,47 +237,6 @@ class Ranks(Part):
         if group.size() > 1 and self._participants.number_who_say(f"seed {seed}", group) == group.size():
             what = f"all {group.size()} pipeline stages were seeded with {seed}"
             self.ledger.report("stages-differ", "seed", what, where)
-
-
-# ------------------------------------------------------------------------ parameters and their ranks
-def _replicas(parameters: list[Any]) -> Iterator[_Replicas]:
-    from megatron.core import parallel_state
-
-    dense = [parameter for parameter in parameters if getattr(parameter, "allreduce", True)]
-    experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
-    whole = [parameter for parameter in dense if not getattr(parameter, "tensor_model_parallel", False)]
-    tied = [parameter for parameter in dense if getattr(parameter, "shared_embedding", False)]
-    found = [
-        _Replicas(
-            _DATA,
-            _replicating(parallel_state.get_data_parallel_group, with_context_parallel=True),
-            dense,
-        ),
-        _Replicas("tensor-parallel", parallel_state.get_tensor_model_parallel_group(), whole),
-    ]
-    if experts:
-        group = _replicating(parallel_state.get_expert_data_parallel_group)
-        found.append(_Replicas("expert-data-parallel", group, experts))
-    if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        found.append(_Replicas("embedding", parallel_state.get_embedding_group(), tied))
-    return (replicas for replicas in found if replicas.parameters and replicas.group.size() > 1)
-
-
-def _ranks_of(replicas: _Replicas) -> str:
-    import torch.distributed as dist
-
-    try:
-        ranks = numbered("rank", dist.get_process_group_ranks(replicas.group))
-    except KeyError:  # torch knows a group that was destroyed no more
-        ranks = "of a layout that was taken down"
-    return f"all {replicas.what} ranks ({ranks})"
-
-
-def _replicating(get_group: Callable[..., Any], **options: Any) -> Any:
-    """Return a group of ranks with the same weights: from 0.19 on, without those that GTP shards weights over."""
-    if "with_gtp_remat" in inspect.signature(get_group).parameters:
-        options["with_gtp_remat"] = False
-    return get_group(**options)
 
 
 # ------------------------------------------------------------------------ over the ranks of a group

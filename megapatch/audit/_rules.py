@@ -33,6 +33,7 @@ NEEDS = MappingProxyType(
         "gathered-when-read": "no parameters were left to be gathered, as by overlap_param_gather",
         "ranks-agree": "no ranks that hold the same parameters were compared",
         "stages-differ": "no seeds of several pipeline stages were compared",
+        "expert-streams-differ": "no random streams of expert ranks were compared",
         "learning-rate-moves": _NO_ADVANCE,
         "schedule-once": _NO_ADVANCE,
         "schedule-moves": "there was no OptimizerParamScheduler",

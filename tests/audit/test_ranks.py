@@ -16,7 +16,7 @@ from rigs.megatron.options import UNPATCHED, Log
 
 from megapatch import MisuseError, apply, audit
 from megapatch._verify.operations import Operations
-from megapatch.audit import _participants, _ranks
+from megapatch.audit import _participants, _ranks, _replicas
 from megapatch.errors import AuditError
 from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt
 
@@ -199,7 +199,7 @@ def sharded_by_gtp(rank, world_size):
     model = tiny_gpt(hooks=False)
     destroy_parallel()
     parallel_state.initialize_model_parallel(gtp_remat_size=world_size)
-    return [replicas.what for replicas in _ranks._replicas(list(model.chunks[0].parameters()))]
+    return [replicas.what for replicas in _replicas.replicas_of(list(model.chunks[0].parameters()))]
 
 
 def test_ranks_that_gtp_shards_weights_over_are_not_compared():

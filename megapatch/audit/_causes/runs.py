@@ -78,6 +78,13 @@ RUNS: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
                 "the line is that of the seeding",
             ),
         ),
+        "expert-streams-differ": (
+            Cause(
+                "a checkpoint has the streams of the first expert rank for all (Megatron-LM#6858)",
+                "the timeline has a load; seed expert ranks again after it",
+            ),
+            Cause("expert ranks are seeded alike", "found at the first comparison of the run"),
+        ),
         "learning-rate-moves": (
             Cause(
                 "the schedule advances whether or not a step was made",

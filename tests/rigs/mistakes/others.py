@@ -100,6 +100,27 @@ RANKS.row(
 RANKS.row("stages have one seed", stages_of_one_seed, {"stages-differ": 0}, layout={"pp": 2})
 
 
+def streams_of_the_first_expert_rank(model, step):
+    """get_rng_state() saves the streams of the first expert rank for all (Megatron-LM#6858)."""
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    if step == 1:
+        tracker = get_cuda_rng_tracker()
+        saved = [tracker.get_states()]
+        torch.distributed.broadcast_object_list(saved, 0)
+        tracker.set_states(saved[0])
+    model.train_step(step)
+
+
+RANKS.row(
+    "a load gives expert ranks the same random streams",
+    streams_of_the_first_expert_rank,
+    {"expert-streams-differ": 2},
+    layout={"ep": 2},
+    experts=4,
+)
+
+
 def nested_no_sync(model, step):
     """The schedule's inner no_sync() ends the outer one, so the first of two calls is reduced (NeMo-RL#3660)."""
     model.zero_grad()
