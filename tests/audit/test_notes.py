@@ -93,7 +93,7 @@ def test_notes_are_logged_as_info_and_listed_at_the_end(caplog):
     [
         ("divided-by-tokens", None),
         (" divided-by-tokens, ", None),
-        ("data-differ", "no note is called 'data-differ'; did you mean data-differs?"),
+        ("resumed-togethe", "no note is called 'resumed-togethe'; did you mean resumed-together?"),
         ("ranks-agree", "ranks-agree is a finding, and cannot be accepted"),
     ],
 )
