@@ -123,6 +123,9 @@ HARMFUL = {
         (SCHEDULER, "OptimizerParamScheduler.get_lr", another_body),
     ),
     "megatron.parameters-without-gradients": (
+        (BUFFER, f"{GROUP}.__init__", with_name("grad_reduce_handle", "another")),
+        (DDP, f"{DATA_PARALLEL}.finish_grad_sync", with_name("bucket_groups", "another")),
+        (DDP, f"{DATA_PARALLEL}.zero_grad_buffer", with_name("reset", "another")),
         (BUFFER, f"{GROUP}.register_grad_ready", empty),
         (BUFFER, f"{GROUP}.register_grad_ready", another_body),
         (BUFFER, f"{GROUP}.finish_grad_sync", empty),
