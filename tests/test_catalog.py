@@ -54,6 +54,11 @@ def test_a_patch_is_one_file_whose_docstring_tells_all(patch):
     assert not patch.changes_numbers or "\nNumbers  " in patch.doc
 
 
+def test_each_site_of_megatron_replaces_something():
+    sites = [site for patch in PATCHES if patch.family == "megatron" for site in patch.sites]
+    assert [site.module for site in sites if not site.replace] == []
+
+
 ADDED = [(path, added) for patch in PATCHES for site in patch.sites for path, added in site.add.items()]
 
 

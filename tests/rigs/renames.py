@@ -13,12 +13,17 @@ import inspect
 import re
 import sys
 import warnings
+from functools import cache
+from importlib.util import resolve_name
 from types import FunctionType, ModuleType
 
 from megapatch.patch import ABSENT, FIXED, NEEDED
 from megapatch.patches import PATCHES
 from megapatch.testing import run_ranks
 from rigs.megatron.edits import edited, with_name
+
+BESIDE = ("megapatch.patches.", "megapatch._mcore.")
+"""Where the modules are that a patch is made of."""
 
 
 def assert_renames_are_seen(family, at_least, **options):
@@ -60,14 +65,43 @@ def _verdict(site, module):
 def names_in(patch):
     """Return the identifiers in the code of a patch, and of the modules beside it that it is made of."""
     name = f"megapatch.patches.{patch.family}.{patch.name.partition('.')[2].replace('-', '_')}"
-    tree = ast.parse(inspect.getsource(sys.modules[name]))
+    return {word for module in _made_of(name) for word in _identifiers(module)}
+
+
+def _made_of(name):
+    """Return the names of a module and of all that it imports of megapatch.patches and megapatch._mcore."""
+    found, queue = set(), [name]
+    while queue:
+        name = queue.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for node in ast.walk(_tree_of(name)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                package = resolve_name("." * node.level + (node.module or ""), sys.modules[name].__package__)
+                imported = [package, *(f"{package}.{alias.name}" for alias in node.names)]
+                queue += [each for each in imported if each.startswith(BESIDE) and each in sys.modules]
+    return found
+
+
+@cache
+def _identifiers(name):
+    tree = _tree_of(name)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     texts = [
-        node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation
     ]
-    texts = [text for text in texts if text != patch.doc]
     texts += [value for value in vars(sys.modules[name]).values() if isinstance(value, str)]
     texts += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    return {word for text in texts if text != patch.doc for word in re.findall(r"[A-Za-z_]\w+", text)}
+    module = sys.modules[name]
+    return {word for text in texts if text != module.__doc__ for word in re.findall(r"[A-Za-z_]\w+", text)}
+
+
+@cache
+def _tree_of(name):
+    return ast.parse(inspect.getsource(sys.modules[name]))
 
 
 def _renames(module, names):

@@ -51,7 +51,11 @@ def diagnose(package: ModuleType) -> Verdict:
         return Verdict(
             UNKNOWN, f"expected auxiliary losses scaled by 1, or by the context parallel size; by {two}"
         )
-    if missing := missing_parameters(f"{MODULE}:backward_step", "model_type"):  # gone in 0.16
+    if missing := [
+        *missing_parameters(f"{MODULE}:backward_step", "model_type"),  # gone in 0.16
+        *missing_names(f"{MODULE}:backward_step", "backward"),
+        *missing_names(f"{ROUTERS}:MoEAuxLossAutoScaler.set_loss_scale", SCALE),
+    ]:
         return lacking(missing)
     return Verdict(NEEDED, "auxiliary losses are too small by the context parallel size")
 

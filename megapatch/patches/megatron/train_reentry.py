@@ -47,7 +47,15 @@ from typing import Any
 from ..._dotted import find
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import asserted, gone, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import (
+    asserted,
+    gone,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_parameters,
+    missing_reads,
+)
 from . import _train_reentry_of_bridge
 from ._around_train import (
     INTERVAL_TIMER,
@@ -72,7 +80,8 @@ def diagnose(module: ModuleType) -> Verdict:
     missing = [
         *missing_parameters(train, "model", "config"),
         *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
-        *missing_names(train, "no_sync_func", *asserted(NO_SYNC_ASSERTION), INTERVAL_TIMER),
+        *missing_reads(train, "no_sync_func"),
+        *missing_names(train, *asserted(NO_SYNC_ASSERTION), INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
         *missing_names("megatron.core.timers:Timer.__init__", "_started"),

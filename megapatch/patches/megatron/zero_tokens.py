@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 from ._schedules import MODULE, PACKAGE, one_microbatch
 
 FORWARD_STEP = f"{MODULE}:forward_step"
@@ -51,10 +51,18 @@ def diagnose(package: ModuleType) -> Verdict:
     except Exception as error:
         return cannot_run("the loss of a microbatch", error)
     if math.isnan(loss):
+        if missing := _not_passed_on(package.schedules):
+            return lacking(missing)
         return Verdict(NEEDED, "a microbatch without tokens has a loss of NaN")
     if loss == 0:
         return Verdict(FIXED, "a microbatch without tokens has a loss of 0")
     return Verdict(UNKNOWN, f"expected a microbatch without tokens to have a loss of NaN or 0; found {loss}")
+
+
+def _not_passed_on(schedules: ModuleType) -> list[str]:
+    """Return what the loss function is passed on to from 0.14 on, where forward_step() does not mention it."""
+    name = "forward_step_calc_loss"
+    return missing_names(FORWARD_STEP, name) if hasattr(schedules, name) else []
 
 
 def count_one_token_at_least(forward_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,11 +52,24 @@ def takes_the_first(self, model, is_loading=False, metadata=None):
     return where and {1: {"param": state[:1]}}
 
 
+def counts_padding(self, model, is_loading=False, metadata=None):
+    """As a repair might: what comes before a parameter is counted in buckets, without their padding."""
+    (buffer,) = self.buffers
+    assert sum(bucket.numel_unpadded for bucket in buffer.buckets) == buffer.numel_unpadded
+    found = {}
+    for index, (start, end, bucket) in enumerate(buffer.param_index_map.values()):
+        before = buffer.buckets[:bucket]
+        padding = sum(one.grad_data.numel() - one.numel_unpadded for one in before)
+        state = self.get_parameter_state_dp_zero()[0]["dtype"]["param"]
+        found[index] = {"param": state[start - padding : end - padding]}
+    return found
+
+
 def diagnoses():
     module = importlib.import_module(MODULE)
     kind = module.DistributedOptimizer
     changes = {
-        **made_up(kind, STATES, takes_the_second, takes_the_first),
+        **made_up(kind, STATES, takes_the_second, takes_the_first, counts_padding),
         "no format": (kind, STATES, GONE),
         "no optimizer": (module, "DistributedOptimizer", GONE),
     }
@@ -67,6 +80,7 @@ DIAGNOSES = {
     "as it is": ("needed", "with the padding of buckets"),
     "takes_the_second": ("fixed", "without padding"),
     "takes_the_first": ("unknown", "found 1.0"),
+    "counts_padding": ("fixed", "without padding"),
     "no format": ("unknown", STATES),
     "no optimizer": ("unknown", "DistributedOptimizer"),
 }

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,3 +242,21 @@ def test_diagnosis(unpatched, patched):
     assert (before.pop("marked"), found.pop("marked")) == ([False] * 3, [True] * 3)
     assert before == found  # a second look, through the patch, gives the same answers
     assert_verdicts(found, DIAGNOSES)
+
+
+def test_what_a_state_has_and_a_checkpoint_has_not_is_set_all_the_same():
+    """Megatron sets each tensor of an offloaded parameter's state: the master parameter is the loaded one."""
+    from megapatch.patches.megatron.load_offloaded_state import SYNC, set_all_but_the_step
+
+    model, main, loaded, moment = torch.zeros(4).unbind()
+    state = {"exp_avg": torch.zeros(()), "master_param": torch.zeros(())}
+    hybrid = SimpleNamespace(
+        state={main: state}, param_groups=[{"params": [main]}], param_to_inner_param={main: main}, **{SYNC: None}
+    )
+    optimizer = SimpleNamespace(optimizer=hybrid, model_param_group_index_map={model: (0, 0)})
+    got = {}
+    set_all_but_the_step(lambda self, parameter, tensors: got.update(tensors))(
+        optimizer, model, {"param": loaded, "exp_avg": moment}
+    )
+    assert got.keys() == {"param", "exp_avg", "master_param"}
+    assert got["master_param"] is got["param"] is loaded and got["exp_avg"] is moment

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from rigs.nemo_rl.dtensor import CLASSES, WORKERS, find_workers, module_of
@@ -60,6 +61,8 @@ def verdicts():
             "nothing": named(),
         }
         found[name] = {what: diagnose(one) for what, one in others.items()}
+        with mock.patch.object(module, "BatchedDataDict", Strange):
+            found[name]["strange data"] = diagnose(module)
     return found
 
 
@@ -90,6 +93,7 @@ def test_says_what_it_found(described):
         "strange": VerdictKind.UNKNOWN,
         "the actor alone": VerdictKind.UNSUPPORTED,
         "nothing": VerdictKind.UNKNOWN,
+        "strange data": VerdictKind.UNKNOWN,
     }
     for name in WORKERS:
         assert {what: verdict.kind for what, verdict in found[name].items()} == expected

@@ -7,7 +7,6 @@ checkpoint is ours.
 from __future__ import annotations
 
 import importlib
-import sys
 from unittest import mock
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from rigs.loads import KEPT, OPTIONS, UNDONE, after_load
 from rigs.megatron.options import UNPATCHED, linear_schedule
 from rigs.verl.engine import RELEASES, needs_verl
+from rigs.verl.reads import load_checkpoint
 
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -42,14 +42,7 @@ def load(model, read, folder, schedule=None, contents="model"):
         use_megatron_fsdp=False,
         checkpoint_load_contents=[contents],
     )
-    checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    with (
-        mock.patch.object(module, "load_dist_checkpointing", return_value=read),
-        mock.patch.object(checkpointing, "load_content_metadata", return_value={}, create=True),
-        mock.patch.object(torch.serialization, "add_safe_globals"),
-        mock.patch.dict(sys.modules, transformer_engine=mock.MagicMock()),  # 0.6.1 names its optimizer
-    ):
-        manager.load_checkpoint(folder)
+    load_checkpoint(manager, read, folder)
 
 
 def loads(rank, world_size, folder):

@@ -91,13 +91,17 @@ def save(engine):
 
 def load_schedule(manager, steps):
     """The manager's own load_checkpoint() of an empty optimizer, whose schedule is at this many steps."""
+    read = {"optimizer": {}, "lr_scheduler": {**manager.lr_scheduler.state_dict(), "num_steps": steps}}
+    contents = {"optimizer": mock.MagicMock(), "checkpoint_load_contents": ["optimizer"]}
+    with tempfile.TemporaryDirectory() as folder, temporarily_set(manager, **contents):
+        load_checkpoint(manager, read, folder)
+
+
+def load_checkpoint(manager, read, folder):
+    """The manager's own load_checkpoint(), which finds what was read in the folder."""
     module = importlib.import_module("verl.utils.checkpoint.megatron_checkpoint_manager")
     checkpointing = importlib.import_module("megatron.core.dist_checkpointing")
-    read = {"optimizer": {}, "lr_scheduler": {**manager.lr_scheduler.state_dict(), "num_steps": steps}}
-    optimizer = mock.MagicMock()
     with (
-        tempfile.TemporaryDirectory() as folder,
-        temporarily_set(manager, optimizer=optimizer, checkpoint_load_contents=["optimizer"]),
         mock.patch.object(module, "load_dist_checkpointing", return_value=read),
         mock.patch.object(checkpointing, "load_content_metadata", return_value={}, create=True),
         mock.patch.object(torch.serialization, "add_safe_globals"),
