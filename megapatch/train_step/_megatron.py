@@ -75,6 +75,8 @@ class MegatronBackend:
         self.optimizer.zero_grad()
 
     def set_aside(self) -> None:
+        if self.is_last:  # finalize has moved a router's bias, which a step in between would move further
+            raise MisuseError("set_aside(): the last call of this step was made; call finish() or abort()")
         self.put_counts_back = counts_of(self.chunks)
 
     def take_up(self) -> None:
@@ -269,6 +271,9 @@ class MegatronBackend:
             self.state.put_back()
         if (machine := machine_of_this_process()) is not None:
             rewind_interrupted_step(machine)
+        self._forget()
+
+    def abort_aside(self) -> None:
         self._forget()
 
     # ------------------------------------------------------------------------ the layout

@@ -15,7 +15,8 @@ from megapatch.testing import init_parallel
 from megapatch.train_step import TrainStep
 
 CUT = (2, 1)
-ENDS = ("in the body", "abort", "in the last call", *PLACES)
+REDUCED = ("reduced, then abort", "reduced, then in the optimizer")
+ENDS = ("in the body", "abort", "in the last call", *PLACES, *REDUCED)
 
 
 def stepped(model, step, number):
@@ -36,6 +37,17 @@ def dropped(model, step, end):
         context, _ = interrupted(model, "after finalize")
         with context, contextlib.suppress(Interrupted), step:
             in_pieces(step, model, 7, CUT, MEAN, last=True)
+            raise AssertionError("the step was not interrupted")
+        return
+    if end in REDUCED:
+        context, _ = interrupted(model, "in the optimizer")
+        with context, contextlib.suppress(Interrupted), step:
+            in_pieces(step, model, 7, CUT, MEAN)
+            step.reduce()
+            if end == REDUCED[0]:
+                step.abort()
+                return
+            model.optimizer.step()
             raise AssertionError("the step was not interrupted")
         return
     with contextlib.suppress(Interrupted), step:
