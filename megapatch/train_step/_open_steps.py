@@ -59,7 +59,7 @@ def _latest(chunk: Any) -> OpenStep | None:
 def refuse_while_open(model: Any, what: str) -> None:
     """Refuse an action that would lose or change the gradients of an open step.
 
-    Saving a checkpoint, offloading, and freeing gradient buffers are such actions.
+    Saving or loading a checkpoint, offloading, and freeing gradient buffers are such actions.
 
     Args:
         model: as for `TrainStep`: a model, or a list or tuple of chunks.
