@@ -9,6 +9,7 @@ import pytest
 import torch
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import GRADS, attempt, linear_schedule
+from rigs.megatron.save import minor
 from rigs.releases import status_of
 from rigs.train_step.models import MEAN, in_pieces
 
@@ -35,7 +36,7 @@ def found_by(rank, world_size):
     def load_otherwise():
         """As dist_checkpointing.load() does, which reads into tensors in place, and from moments in a file."""
         weights = _gpt_of(model.chunks[0]).sharded_state_dict()
-        kind = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable"}}
+        kind = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable"}} if minor() >= 16 else {}
         names = [name for name in dir(type(children[0])) if name.startswith("load_parameter_state")]
         return {
             "sharded_state_dict": attempt(
