@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._dotted import find
+from .logged_losses import TRACKERS
 
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
 """Buffers of a router that are zero between steps: from 0.12 on, from 0.15 on (two), and two of 0.19."""
@@ -23,14 +24,9 @@ LARGEST_LOGITS = "current_max_attn_logits"
 """Attribute of Transformer Engine's attention, for qk-clip; clip_qk() resets it after the optimizer's step."""
 
 PROCESS_WIDE = (
-    ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.12
-    ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.13 to 0.17
-    ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER"),  # after 0.17
-    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
-    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
     ("megatron.core.tensor_parallel.random", "IS_CHECKPOINTING"),  # 0.16 on; read where a CUDA graph is captured
 )
-"""Module, and attribute: one for all models of the process. All but the last are losses to be logged."""
+"""Module, and attribute: one for all models of the process, as are the trackers of losses to be logged."""
 
 MODULES = "_megapatch_modules_with_step_state"
 """Attribute of a chunk: its modules that have any of the above. Walking through all modules takes milliseconds."""
@@ -55,14 +51,16 @@ class StepState:
     Args:
         chunks: of the model, Megatron's DistributedDataParallel.
         optimizer: of which an fp16 loss scale is remembered; None for none.
+        logged: whether losses to be logged are, those of all models. A step of several calls, between which
+            other models train, has an `OwnLosses` instead.
     """
 
-    def __init__(self, chunks: Iterable[Any], optimizer: Any = None) -> None:
+    def __init__(self, chunks: Iterable[Any], optimizer: Any = None, logged: bool = True) -> None:
         self._chunks = list(chunks)
         self._biases = [_copy_of(list(_buffers(chunk, BIASES))) for chunk in self._chunks]
         modules = [module for chunk in self._chunks for module in _modules(chunk)]
         places = [(module, LARGEST_LOGITS) for module in modules if hasattr(module, LARGEST_LOGITS)]
-        places += [place for path in PROCESS_WIDE for place in _found(*path)]
+        places += [place for path in (*PROCESS_WIDE, *(TRACKERS if logged else ())) for place in _found(*path)]
         self._attributes = [_attribute(*place) for place in places]
         replays = [replay for module in modules if (replay := getattr(module, "router_replay", None)) is not None]
         self._contents = [_contents(thing) for thing in (*replays, *_loss_scalers(optimizer))]

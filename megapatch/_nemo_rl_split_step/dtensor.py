@@ -100,7 +100,7 @@ class DTensorSplitStep(SplitStep):
 
     def abort(self, worker: Any) -> None:
         super().abort(worker)
-        worker.optimizer.zero_grad()  # TrainStep no longer zeros a step that was reduced
+        worker.optimizer.zero_grad()  # TrainStep does not once the optimizer has stepped
 
 
 # ---------------------------------------------------------------------------- arguments of train()

@@ -108,3 +108,6 @@ class Backend(Protocol):
     def finish(self, increment: int | None) -> StepResult: ...
 
     def abort(self) -> None: ...
+
+    def abort_aside(self) -> None:
+        """Drop a step that was set aside: what the model holds now may be another's."""

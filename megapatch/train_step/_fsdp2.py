@@ -190,6 +190,9 @@ class FSDP2Backend:
         self.drawn = []  # the pass may have failed because of it
         self._forget()
 
+    def abort_aside(self) -> None:
+        self._forget()
+
     # ------------------------------------------------------------------------ the ranks
     def _most_and_fewest(self, number: int) -> tuple[int, int]:
         most, fewest = self._all_reduce([number, -number], "MAX")

@@ -1,57 +1,73 @@
 """Loads into an optimizer or a scheduler are refused while a step of theirs is open.
 
 Weights may be loaded: a reference is swapped in for log-probabilities, and back, between the calls of a step.
+
+A checkpoint is read into the tensors that the optimizer hands out, before load_state_dict() is called. Megatron's
+says that it hands them out for that; torch's does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import MisuseError
 from ._open_steps import OpenStep
+from ._watched_methods import Watch, watch_methods
 
-LOAD = "load_state_dict"
-OURS = "_megapatch_refuses"
-"""Attribute of what is set: a step that its caller has dropped leaves it to the next one."""
+LOADS = ("load_state_dict", "load_parameter_state")
+"""Beginnings of the names of methods that load. Megatron's distributed optimizer has eight with the second."""
+HAND_OUT = ("sharded_state_dict", "state_dict")
+"""Methods that hand out tensors to be loaded into where their `is_loading` is set."""
 
 
-def refuse_loads(step: OpenStep, optimizer: Any, scheduler: Any) -> Callable[[], None]:
-    """Have load_state_dict() of both raise a MisuseError; return what ends that.
+def refuse_loads(step: OpenStep, optimizer: Any, scheduler: Any) -> Callable[[], Any]:
+    """Have loads into both raise a MisuseError; return what ends that.
 
     It ends by itself once the caller has dropped the step, which is not kept alive.
     """
     parts = (optimizer, *getattr(optimizer, "chained_optimizers", ()))
-    named = [*((each, "optimizer") for each in parts), (scheduler, "scheduler")]
-    guarded = [each for each, what in named if _guard(each, what, weakref.ref(step))]
-    return lambda: _end(guarded)
+    named = [*((part, "optimizer") for part in parts), (scheduler, "scheduler")]
+    return watch_methods(
+        step,
+        [
+            Watch(part, name, functools.partial(_refused, f"{name}() of the {what}", takes_flag, part, name))
+            for part, what in named
+            for name, takes_flag in _methods(part.__class__)
+        ],
+    )
 
 
-def _guard(each: Any, what: str, step: weakref.ref[OpenStep]) -> bool:
-    original = getattr(type(each), LOAD, None)
-    attributes = getattr(each, "__dict__", {LOAD: None})
-    if original is None or (LOAD in attributes and not hasattr(attributes[LOAD], OURS)):
-        return False  # none of torch's or Megatron's, or somebody else has replaced its method
-    owner = weakref.ref(each)
-
-    @functools.wraps(original)
-    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
-        found = step()
-        if found is not None and found.is_open:
-            raise MisuseError(
-                f"load_state_dict() of the {what} while a TrainStep of its model is open: expected none, as the "
-                "gradients of its calls belong to the state from before. Nothing was loaded; call the step's "
-                "finish() or abort() first"
-            )
-        return original(owner(), *args, **kwargs)
-
-    setattr(load_state_dict, OURS, True)
-    setattr(each, LOAD, load_state_dict)
-    return True
+@functools.cache
+def _methods(kind: Any) -> list[tuple[str, bool]]:
+    """Return the names of methods that load, and whether they do only if `is_loading` is set."""
+    loads = [(name, False) for name in dir(kind) if name.startswith(LOADS)]
+    found = [(name, getattr(kind, name, None)) for name in HAND_OUT]
+    return loads + [
+        (name, True) for name, method in found if callable(method) and "is_loading" in _parameters(method)
+    ]
 
 
-def _end(guarded: Iterable[Any]) -> None:
-    for each in guarded:
-        vars(each).pop(LOAD, None)
+def _parameters(method: Any) -> Any:
+    return inspect.signature(method).parameters
+
+
+@contextlib.contextmanager
+def _refused(call: str, takes_flag: bool, part: Any, name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+    if not takes_flag or _is_loading(getattr(part, name), args, kwargs):
+        raise MisuseError(
+            f"{call} while a TrainStep of its model is open: expected no load, as the gradients of its calls "
+            "belong to the state from before. This call has loaded nothing; call the step's finish() or abort() "
+            "first, and load the whole checkpoint then"
+        )
+    yield
+
+
+def _is_loading(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    try:
+        return bool(inspect.signature(method).bind(*args, **kwargs).arguments.get("is_loading"))
+    except TypeError:  # the method itself will raise it
+        return False

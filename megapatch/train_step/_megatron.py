@@ -26,6 +26,7 @@ from .._mcore.bucket_groups import (
     settle_grad_reduces,
     start_grad_reduces,
 )
+from .._mcore.logged_losses import OwnLosses
 from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from .._mcore.step_state import StepState, counts_of, forget_counts
 from ..errors import MisuseError
@@ -64,17 +65,20 @@ class MegatronBackend:
         self.normalizer: float | None = None
         self.is_last = self.is_reduced = False
         self.state: StepState | None = None  # before the step; None once the optimizer has stepped
+        self.losses = OwnLosses()
 
     # ------------------------------------------------------------------------ begin and calls
     def begin(self) -> None:
         self._forget()
-        self.state = StepState(self.chunks, self.optimizer)
+        self.state = StepState(self.chunks, self.optimizer, logged=False)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             forget_counts(chunk)
         self.optimizer.zero_grad()
 
     def set_aside(self) -> None:
+        if self.is_last:  # finalize has moved a router's bias, which a step in between would move further
+            raise MisuseError("set_aside(): the last call of this step was made; call finish() or abort()")
         self.put_counts_back = counts_of(self.chunks)
 
     def take_up(self) -> None:
@@ -84,7 +88,7 @@ class MegatronBackend:
             begin_lines(chunk)
             for group in bucket_groups(chunk):
                 group.reset()
-        self.state = StepState(self.chunks, self.optimizer)  # a step in between has moved the rest
+        self.state = StepState(self.chunks, self.optimizer, logged=False)  # a step in between has moved the rest
         self.put_counts_back()
 
     @contextlib.contextmanager
@@ -99,6 +103,7 @@ class MegatronBackend:
             for chunk in () if last else self.chunks:
                 stack.enter_context(chunk.no_sync())
             stack.enter_context(self._hooks(num_microbatches))
+            stack.enter_context(self.losses.added_by_call())
             yield
         if self.calls != finalized_before + 1:
             raise MisuseError(
@@ -267,8 +272,13 @@ class MegatronBackend:
         self.optimizer.zero_grad()
         if self.state is not None:
             self.state.put_back()
+            self.losses.take_away()
         if (machine := machine_of_this_process()) is not None:
             rewind_interrupted_step(machine)
+        self._forget()
+
+    def abort_aside(self) -> None:
+        self.losses.take_away()
         self._forget()
 
     # ------------------------------------------------------------------------ the layout

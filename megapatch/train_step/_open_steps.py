@@ -27,7 +27,10 @@ class OpenStep(Protocol):
 
 
 _steps: weakref.WeakKeyDictionary[Any, weakref.ref[OpenStep]] = weakref.WeakKeyDictionary()
-"""By chunk. Once its caller has dropped a step, it keeps neither the model alive nor other steps from it."""
+"""By chunk; a step that was reduced stays until another one begins.
+
+Once its caller has dropped a step, it keeps neither the model alive nor other steps from it.
+"""
 
 
 def open_step(model: Any) -> OpenStep | None:
@@ -38,15 +41,25 @@ def open_step(model: Any) -> OpenStep | None:
             counts.
     """
     for chunk in model if isinstance(model, (list, tuple)) else [model]:
-        if (reference := _steps.get(chunk)) is not None and (step := reference()) is not None:
+        if (step := _latest(chunk)) is not None and step.is_open:
             return step
     return None
+
+
+def is_latest(chunks: Iterable[Any], step: OpenStep) -> bool:
+    """Return whether no other step of these chunks has begun since this one, which may have been reduced."""
+    return all(_latest(chunk) is step for chunk in chunks)
+
+
+def _latest(chunk: Any) -> OpenStep | None:
+    reference = _steps.get(chunk)
+    return None if reference is None else reference()
 
 
 def refuse_while_open(model: Any, what: str) -> None:
     """Refuse an action that would lose or change the gradients of an open step.
 
-    Saving a checkpoint, offloading, and freeing gradient buffers are such actions.
+    Saving or loading a checkpoint, offloading, and freeing gradient buffers are such actions.
 
     Args:
         model: as for `TrainStep`: a model, or a list or tuple of chunks.

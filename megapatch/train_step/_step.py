@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +12,7 @@ from ..errors import MisuseError
 from . import _open_steps
 from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
 from ._load_guard import refuse_loads
+from ._moves import when_moved
 
 
 class TrainStep:
@@ -110,7 +111,8 @@ class TrainStep:
         self._backend = _backend_for(model, optimizer, scheduler, options)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._counts = expected_count is not None
-        self._open = self._aside = self._in_call = False
+        self._open = self._aside = self._in_call = self._reduced = False
+        self._forget_optimizer: Callable[[], Any] = lambda: None
         self._ended = "begin() was not called"
 
     @property
@@ -127,6 +129,7 @@ class TrainStep:
         if self._aside:
             raise MisuseError("begin(): this step was set aside; call take_up() or abort() first")
         self._take_model("begin()")
+        self._keep()
         self._open = True
         with self._aborting():
             self._backend.begin()
@@ -209,7 +212,8 @@ class TrainStep:
     def reduce(self) -> float:
         """Reduce and normalize the gradient and end the step, for callers that step the optimizer themselves.
 
-        Gradients stay until the next `begin`.
+        Gradients stay until the next `begin`. Until the optimizer has stepped, or has loaded, or another step of
+        the model begins, `abort` and an exception in the body of the `with` still drop the step.
 
         Returns:
             The gradient's divisor, as `StepResult.normalizer`.
@@ -220,16 +224,25 @@ class TrainStep:
         self._check_open("reduce()")
         with self._aborting():
             normalizer = self._backend.reduce()
-        self._close("it was reduced")
+        self._open, self._reduced, self._ended = False, True, "it was reduced"
+        self._allow_loads()
+        self._forget_optimizer = when_moved(self, self._optimizer, self._keep)
         return normalizer
 
     def abort(self) -> None:
-        """Drop the step: zero the gradients and step nothing. Does nothing if no step is open."""
-        if self._open:
-            in_buffers = not self._aside
-            self._close("it was aborted")
-            if in_buffers:
-                self._backend.abort()
+        """Drop the step: zero the gradients and step nothing.
+
+        Does nothing if no step is open, unless it was reduced and the optimizer has not stepped; see `reduce`.
+        """
+        aside, can_be_undone = self._aside, self._reduced and _open_steps.is_latest(self._backend.chunks, self)
+        if not (self._open or can_be_undone):
+            return
+        self._keep()
+        self._close("it was aborted")
+        if aside:
+            self._backend.abort_aside()
+        else:
+            self._backend.abort()
 
     def set_aside(self) -> None:
         """Stay open, but let another step of the model begin.
@@ -238,7 +251,7 @@ class TrainStep:
         them back before `take_up`.
 
         Raises:
-            MisuseError: no step is open.
+            MisuseError: no step is open, or its last call was made.
         """
         self._check_open("set_aside()")
         self._backend.set_aside()
@@ -265,7 +278,8 @@ class TrainStep:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         left_open = self._open
-        self.abort()
+        if left_open or error is not None:
+            self.abort()
         if left_open and error is None:
             raise MisuseError("the `with` ended without finish(): the gradients of its calls are dropped")
 
@@ -286,6 +300,11 @@ class TrainStep:
             raise MisuseError(f"{call}: this step was set aside; call take_up() first")
         if self._in_call:
             raise MisuseError(f"{call} within accumulate(): its body is for one call of Megatron's own schedule")
+
+    def _keep(self) -> None:
+        """Leave a step that was reduced as it is: its optimizer has stepped, or another step begins."""
+        self._reduced = False
+        self._forget_optimizer()
 
     def _close(self, how: str) -> None:
         if not self._aside:

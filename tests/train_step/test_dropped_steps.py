@@ -11,11 +11,13 @@ from rigs.megatron.options import GRADS, Interrupted
 from rigs.step_state import GLOBAL, MODELS, PLACES, SCALED, has_global_loss, held, interrupted, new_model
 from rigs.train_step.models import MEAN, in_pieces
 
+from megapatch._mcore.logged_losses import logged_losses
 from megapatch.testing import init_parallel
 from megapatch.train_step import TrainStep
 
 CUT = (2, 1)
-ENDS = ("in the body", "abort", "in the last call", *PLACES)
+REDUCED = ("reduced, then abort", "reduced, then in the optimizer")
+ENDS = ("in the body", "abort", "in the last call", *PLACES, *REDUCED)
 
 
 def stepped(model, step, number):
@@ -36,6 +38,17 @@ def dropped(model, step, end):
         context, _ = interrupted(model, "after finalize")
         with context, contextlib.suppress(Interrupted), step:
             in_pieces(step, model, 7, CUT, MEAN, last=True)
+            raise AssertionError("the step was not interrupted")
+        return
+    if end in REDUCED:
+        context, _ = interrupted(model, "in the optimizer")
+        with context, contextlib.suppress(Interrupted), step:
+            in_pieces(step, model, 7, CUT, MEAN)
+            step.reduce()
+            if end == REDUCED[0]:
+                step.abort()
+                return
+            model.optimizer.step()
             raise AssertionError("the step was not interrupted")
         return
     with contextlib.suppress(Interrupted), step:
@@ -89,6 +102,37 @@ def in_turns(name, between):
     return held(model), model.parameters()
 
 
+def set_aside_and_dropped(name):
+    """Return the state after a step that was set aside and dropped, and that before it, without counts."""
+    model = new_model(name)
+    step = TrainStep(model.chunks, model.optimizer)
+    stepped(model, step, 0)
+    before = held(model)[1:]
+    step.begin()
+    in_pieces(step, model, 7, (2,), MEAN)
+    step.set_aside()
+    step.abort()
+    return held(model)[1:], before
+
+
+def logged_beside(name, calls, clear=False):
+    """Return what waits to be logged after a step of a model, around which one of another model is dropped."""
+    one, other = new_model(name), new_model(name)
+    step = TrainStep(one.chunks, one.optimizer)
+    step.begin()
+    for number, size in enumerate(calls):
+        if number == 1:
+            other.train_step(1, num_microbatches=2, **MEAN)
+        in_pieces(step, one, 7, (size,), MEAN)
+    if clear:  # as Megatron's log does
+        for tensor in logged_losses():
+            tensor.zero_()
+    if len(calls) < 2:
+        other.train_step(1, num_microbatches=2, **MEAN)
+    step.abort()
+    return [value for tensor in logged_losses() for value in tensor.tolist()]
+
+
 def job(rank, world_size):
     init_parallel()
     for name in MODELS:
@@ -101,6 +145,8 @@ def job(rank, world_size):
         if name != SCALED:
             yield (name, "abandoned"), partial(compare_abandoned, name)
             yield (name, "in turns"), partial(compare_in_turns, name)
+        yield (name, "set aside"), partial(compare_set_aside, name)
+        yield (name, "others' log"), partial(compare_log, name)
 
 
 def compare(never, name, end, **more):
@@ -127,6 +173,19 @@ def compare_in_turns(name):
     assert_equal(parameters, alone)
 
 
+def compare_set_aside(name):
+    found, before = set_aside_and_dropped(name)
+    assert found == before
+
+
+def compare_log(name):
+    alone = logged_beside(name, ())
+    assert any(alone)
+    assert logged_beside(name, (2, 1)) == pytest.approx(alone, rel=1e-5)
+    assert logged_beside(name, (2,)) == pytest.approx(alone, rel=1e-5)
+    assert logged_beside(name, (1, 2), clear=True) == [0.0] * len(alone)
+
+
 def assert_equal(parameters, expected):
     assert all(value.equal(expected[name]) for name, value in parameters.items())
 
@@ -134,7 +193,7 @@ def assert_equal(parameters, expected):
 ranks = cells_of(job, 2)
 
 
-@pytest.mark.parametrize("end", [*ENDS, "overlap", "abandoned", "in turns"])
+@pytest.mark.parametrize("end", [*ENDS, "overlap", "abandoned", "in turns", "set aside", "others' log"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dropped_step_leaves_nothing(ranks, name, end):
     for found in ranks:

@@ -28,7 +28,17 @@ from megapatch.train_step import TrainStep
 pytestmark = pytest.mark.thorough  # needs no Megatron at all
 FIRST = ("before the model", "forward", "backward")  # also in the first pass ever
 CUT = ((1, 2), (2, 1))
-PLACES = ("before the model", "forward", "backward", "second backward", "loss", "body", "optimizer", "abort")
+PLACES = (
+    "before the model",
+    "forward",
+    "backward",
+    "second backward",
+    "loss",
+    "body",
+    "optimizer",
+    "own optimizer",
+    "abort",
+)
 
 
 def attempt(function, *args, **kwargs):
@@ -56,9 +66,12 @@ def interrupted_step(sharded, step, place):
         sharded.calls(step, CUT, functions.get(place))
         if place == "body":
             raise Interrupted
-        if place == "optimizer":
+        if place.endswith("optimizer"):
             sharded.optimizer.register_step_pre_hook(interrupting)
-            train_step.finish()
+            if place == "optimizer":
+                train_step.finish()
+            train_step.reduce()
+            sharded.optimizer.step()
         train_step.abort()
 
 

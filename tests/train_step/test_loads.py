@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import GRADS, attempt, linear_schedule
+from rigs.megatron.save import minor
+from rigs.releases import status_of
 from rigs.train_step.models import MEAN, in_pieces
 
 from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing._model import _gpt_of
 from megapatch.train_step import TrainStep
 
 OPTIONS = {"optimizer": "adam", "dtype": "bf16", "use_distributed_optimizer": True, "lr": 0.05}
@@ -29,12 +33,34 @@ def found_by(rank, world_size):
     def load():
         return {name: attempt(part.load_state_dict, states[name]) for name, part in parts.items()}
 
+    def load_otherwise():
+        """As dist_checkpointing.load() does, which reads into tensors in place, and from moments in a file."""
+        weights = _gpt_of(model.chunks[0]).sharded_state_dict()
+        kind = {"metadata": {"distrib_optim_sharding_type": "dp_reshardable"}} if minor() >= 16 else {}
+        names = [name for name in dir(type(children[0])) if name.startswith("load_parameter_state")]
+        return {
+            "sharded_state_dict": attempt(
+                model.optimizer.sharded_state_dict, dict(weights), is_loading=True, **kind
+            ),
+            "of a child": attempt(children[0].sharded_state_dict, dict(weights), True, **kind),
+            **{name: attempt(getattr(children[0], name), None) for name in names},
+        }, attempt(model.optimizer.sharded_state_dict, dict(weights), **kind)[0]
+
+    def methods():
+        names = ("load_state_dict", "sharded_state_dict", "load_parameter_state")
+        kinds = {kind for part in parts.values() for kind in type(part).__mro__}
+        return {(kind, name): vars(kind).get(name) for kind in kinds for name in names}
+
+    own = methods()
     model.train_step(1)
     scheduler.step(1)
     step = TrainStep(model.chunks, model.optimizer, scheduler)
     step.begin()
     before = copy.deepcopy([part.state_dict() for part in (children[0].optimizer, scheduler)])
     found = {"open": load()}
+    found["otherwise"], found["save"] = load_otherwise()
+    found["copied"] = of_copies(scheduler, states["scheduler"])
+    found["status"] = status_of("megatron.scheduler-after-load")
     after = copy.deepcopy([part.state_dict() for part in (children[0].optimizer, scheduler)])
     found["weights"] = attempt(model.chunks[0].load_state_dict, model.chunks[0].state_dict())[0]
     step.set_aside()
@@ -47,8 +73,16 @@ def found_by(rank, world_size):
         in_pieces(step, model, 0, (2, 1), MEAN)
         step.finish(1)
     found["finished"] = load()
-    left = ["load_state_dict" in vars(part) for part in parts.values()]
-    return found, same(before, after), left
+    return found, same(before, after), methods() == own
+
+
+def of_copies(scheduler, state):
+    """Return whether a copy of a scheduler loads into itself, and whether attributes are as they were saved."""
+    other = copy.copy(scheduler)
+    steps = scheduler.num_steps
+    other.load_state_dict(dict(state, num_steps=steps + 3))
+    pickle.dumps({name: value for name, value in vars(scheduler).items() if name != "optimizer"})
+    return other.num_steps == steps + 3, scheduler.num_steps == steps
 
 
 def same(one, other):
@@ -73,13 +107,21 @@ def test_loads_into_an_open_step_are_refused_and_change_nothing(ranks):
                 error, text = found[when][name]
                 assert error == "MisuseError"
                 assert text.startswith(f"load_state_dict() of the {what} while a TrainStep of its model is open: ")
-                assert "Nothing was loaded; call the step's finish() or abort() first" in text
+                assert "This call has loaded nothing; call the step's finish() or abort() first" in text
         assert unchanged
+        assert len(found["otherwise"]) >= 4
+        assert {error for error, _ in found["otherwise"].values()} == {"MisuseError"}, found["otherwise"]
+
+
+def test_nothing_is_set_on_the_objects(ranks):
+    for found, _, own_methods in ranks:
+        assert found["copied"] == (True, True)
+        assert own_methods
+        assert found["status"] == "applied"
 
 
 def test_other_loads_are_not(ranks):
-    for found, _, left in ranks:
-        assert found["weights"] is None
+    for found, _, _ in ranks:
+        assert found["weights"] is found["save"] is None
         for when in ("aside", "dropped by its caller", "finished"):
             assert [error for error, _ in found[when].values()] == [None] * 3, when
-        assert left == [False] * 3

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .known import is_free
 from .layouts import layouts_here
-from .plan import REPLAYED, TRAIN, Sequence, plan
+from .plan import ASIDE, LAST, REDUCED, REFUSED, REPLAYED, TRAIN, Sequence, plan
 
 CHOSEN = (
     Sequence(
@@ -18,8 +18,11 @@ CHOSEN = (
             "step",
             "load of the weights",
             "evaluation that raises",
+            REFUSED,
             "save",
             "load of the first save",
+            "step",
+            "load of the optimizer",
         ),
     ),
     Sequence(
@@ -29,6 +32,7 @@ CHOSEN = (
             "save",
             "step that overflows",
             "TrainStep aborted in the optimizer",
+            REDUCED,
             "load that raises, then load",
         ),
     ),
@@ -64,6 +68,9 @@ CHOSEN = (
             "split step",
             "save",
             "TrainStep aborted after the reduce",
+            REDUCED,
+            ASIDE,
+            LAST,
             "second model",
             "load without the schedule",
             f"TrainStep aborted {REPLAYED}",
@@ -78,6 +85,7 @@ CHOSEN = (
             "log probabilities",
             "step",
             "finish the async save",
+            REFUSED,
             "load of the first save",
         ),
     ),

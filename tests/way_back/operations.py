@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megapatch.testing import init_parallel, tiny_gpt
 
-from .plan import ABORTS, TRAIN
+from .plan import ABORTS, ASIDE, LAST, REDUCED, REFUSED, TRAIN
 from .trainer import Trainer
 
 
@@ -61,6 +61,10 @@ SIMPLE = {
     "offload and onload": lambda trainer, data: trainer.offload(),
     "second model": Trainer.another_model,
     "TrainStep dropped": lambda trainer, data: trainer.split(data, "dropped"),
+    REDUCED: Trainer.reduce_and_raise,
+    ASIDE: Trainer.set_aside,
+    LAST: lambda trainer, data: trainer.split(data, "dropped", last=True),
+    REFUSED: Trainer.refuse_load,
     "save": _save,
     "save that raises": lambda trainer, data: trainer.checkpoints.save_that_raises(trainer.path()),
     "async save": _async_save,
@@ -74,6 +78,7 @@ SIMPLE = {
     "load of the optimizer, then of the weights": lambda trainer, data: trainer.load(
         trainer.slots[-1], ("optimizer", "weights", "schedule", "streams")
     ),
+    "load of the optimizer": lambda trainer, data: trainer.load(trainer.slots[-1], ("optimizer",)),
     "new model": _new_model,
     "another layout and back": _another_layout,
 }

@@ -28,6 +28,12 @@ class WeightsOf(NamedTuple):
     program: Program
 
 
+class OptimizerOf(NamedTuple):
+    """A load of nothing but the optimizer's state that a fresh model has after this program."""
+
+    program: Program
+
+
 class RandomOf(NamedTuple):
     """The random streams go on from where this program leaves them in a fresh model."""
 
@@ -41,7 +47,7 @@ class Draws(NamedTuple):
     data: int
 
 
-Program = tuple["Step | WeightsOf | RandomOf | Draws", ...]
+Program = tuple["Step | WeightsOf | OptimizerOf | RandomOf | Draws", ...]
 """The operations that count, in order, from a fresh model on."""
 
 
@@ -70,6 +76,11 @@ ABORTS = {
 WAYS = ("abort", "TrainStep aborted")
 """An exception out of Megatron's own calls, and out of those of a TrainStep."""
 
+REDUCED = "TrainStep reduced and aborted in the optimizer"
+ASIDE = "TrainStep set aside and dropped"
+LAST = "TrainStep dropped after its last call"
+REFUSED = "load in an open TrainStep"
+
 TRAIN = "train()"
 STEPS = ("step", "split step", "step that overflows", TRAIN)
 NEUTRAL = (
@@ -80,6 +91,10 @@ NEUTRAL = (
     "offload and onload",
     "second model",
     "TrainStep dropped",
+    REDUCED,
+    ASIDE,
+    LAST,
+    REFUSED,
     f"{TRAIN} that raises",
     *(f"{way} {place}" for way in WAYS for place in ABORTS),
 )
@@ -94,6 +109,7 @@ LOADS = (
     "load that raises, then load",
     "load of the weights",
     "load of the optimizer, then of the weights",
+    "load of the optimizer",
 )
 MODELS = ("new model", "another layout and back")
 OPERATIONS = (*STEPS, *NEUTRAL, *SAVES, *LOADS, *MODELS)
@@ -122,6 +138,8 @@ def after(layout: Layout, then: Then, operation: str) -> Then | None:
             if saved.program == then.program:  # as a swap there and back, it leaves main parameters their bits
                 return then._replace(data=data)
             return then._replace(program=(*then.program, WeightsOf(saved.program)), data=data)
+        if operation == "load of the optimizer":
+            return then._replace(program=(*then.program, OptimizerOf(saved.program)), rate=saved.rate, data=data)
         if operation == "load without the schedule":
             random = (RandomOf(then.program),) if layout.is_random else ()
             return then._replace(program=(*saved.program, *random), rate=saved.rate, data=data)
@@ -160,7 +178,10 @@ def _possible(layout: Layout, then: Then, operation: str) -> bool:
     if operation == "load of the weights":
         # The offloaded optimizer's copies are not all where a reference could set them.
         return bool(then.slots) and layout.offload is None
-    return operation not in LOADS or bool(then.slots)
+    if operation == "load of the optimizer":
+        # A distributed checkpoint is read with its weights in place, and a sharded one's moments are only there.
+        return bool(then.slots) and then.has_stepped and not (layout.is_sharded or layout.is_on_disk)
+    return operation not in (*LOADS, REFUSED) or bool(then.slots)
 
 
 class Planned(NamedTuple):

@@ -1,10 +1,12 @@
-"""What counts of a sequence, done in a fresh model: without any load, and without any state dict."""
+"""What counts of a sequence, done in a fresh model: without any load, but for one of an optimizer's state dict."""
 
 from __future__ import annotations
 
+import copy
+
 from . import streams
 from .operations import operate
-from .plan import TRAIN, Draws, RandomOf, Step, WeightsOf
+from .plan import TRAIN, Draws, OptimizerOf, RandomOf, Step, WeightsOf
 from .trainer import Trainer, weights_of
 
 
@@ -12,6 +14,9 @@ def do(trainer, program):
     for item in program:
         if isinstance(item, WeightsOf):
             _set_weights(trainer, item.program)
+        elif isinstance(item, OptimizerOf):
+            other, _ = _after(trainer, item.program)
+            trainer.model.optimizer.load_state_dict(copy.deepcopy(other.model.optimizer.state_dict()))
         elif isinstance(item, RandomOf):
             streams.put(_after(trainer, item.program)[1])
         elif isinstance(item, Draws):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from unittest import mock
 
 import torch
-from rigs.megatron.options import Interrupted, linear_schedule
+from rigs.megatron.options import Interrupted, attempt, linear_schedule
 
 from megapatch.testing import Fault, MegatronLoop, mean_loss
 from megapatch.testing._data import forward_step
@@ -15,7 +17,7 @@ from megapatch.train_step import TrainStep
 
 from . import streams
 from .checkpoints import checkpoints_of
-from .faults import raising
+from .faults import raises, raising
 from .pictures import parts_of, picture, take_logged
 from .plan import TRAIN
 
@@ -84,18 +86,27 @@ class Trainer:
             **{(kind, f"{name} {data}"): value for (kind, name), value in take_logged().items()},
         }
 
-    def split(self, data, fault=None):
-        step = TrainStep(self.model.chunks, self.model.optimizer, self.schedule)
-        with step:
-            size = self.layout.parallel.get("pp", 1)  # the fewest that virtual stages take
-            batches = self.model.microbatches(data, 2 * size)
-            for call in (batches[:size], batches[size:]):
-                step.forward_backward(**self.arguments(call, MEAN))
+    def split(self, data, fault=None, last=False):
+        with self.new_step() as step:
+            one, other = self.calls(data)
+            step.forward_backward(**one)
+            step.forward_backward(**other, last=last)
             if fault == "dropped":
+                if last:
+                    assert attempt(step.set_aside)[0] == "MisuseError"
                 step.abort()
                 return
             step.finish(increment=1)
         take_logged()  # of all calls: a trainer logs it once a step
+
+    def new_step(self):
+        return TrainStep(self.model.chunks, self.model.optimizer, self.schedule)
+
+    def calls(self, data):
+        """Return the arguments of the two calls of a split step."""
+        size = self.layout.parallel.get("pp", 1)  # the fewest that virtual stages take
+        batches = self.model.microbatches(data, 2 * size)
+        return [self.arguments(call, MEAN) for call in (batches[:size], batches[size:])]
 
     def train(self, data, fault=None):
         """Call Megatron's own train() for a step. It wants to set the hooks itself."""
@@ -159,6 +170,38 @@ class Trainer:
             return
         raise AssertionError(f"nothing was raised {place}")
 
+    def reduce_and_raise(self, data):
+        """Step the optimizer itself, after a TrainStep without a finish(), and raise there."""
+        self.train_mode()
+        with contextlib.suppress(Interrupted), raising(self.model, "in the optimizer"), self.new_step() as step:
+            for call in self.calls(data):
+                step.forward_backward(**call)
+            step.reduce()
+            self.model.optimizer.step()
+            raise AssertionError("nothing was raised in the optimizer")
+
+    def set_aside(self, data):
+        """Set a step aside after a call, and drop it."""
+        self.train_mode()
+        step = self.new_step()
+        step.begin()
+        step.forward_backward(**self.calls(data)[0])
+        step.set_aside()
+        step.abort()
+
+    def refuse_load(self, data):
+        """Load the optimizer and the schedule in an open step."""
+        self.train_mode()
+        self.model.gather_parameters()
+        with contextlib.suppress(Interrupted), self.new_step() as step:
+            step.forward_backward(**self.calls(data)[0])
+            for part in ("optimizer", "schedule"):
+                assert not self.slots or attempt(self.load_part, self.slots[-1], part)[0] == "MisuseError"
+            raise Interrupted
+
+    def load_part(self, slot, part):
+        getattr(self.checkpoints, f"load_{part}")(self.checkpoints.read(slot))
+
     def evaluate(self, data, raise_in=None):
         """As Megatron's evaluate(), which leaves the model in evaluation mode when it raises."""
         for chunk in self.model.chunks:
@@ -221,9 +264,8 @@ class Trainer:
 
     def load_that_raises(self, slot):
         """Raise when the weights are loaded, and the optimizer is not."""
-        self.make_loadable()
-        self.model.gather_parameters()
-        self.checkpoints.load_weights(self.checkpoints.read(slot))
+        with mock.patch.object(self.checkpoints, "load_optimizer", raises):
+            assert attempt(self.load, slot)[0] == Interrupted.__name__
 
     def make_loadable(self):
         """Give a fresh optimizer state. Without Transformer Engine Megatron takes no other apart."""

@@ -10,9 +10,9 @@ Seam      the policy worker's methods. The calls up to an optim_step are one `Tr
 Limits    from 0.2.0 on SkyRL divides the policy's and cross-entropy losses by the whole batch's counts, so calls
           add up, as in 0.4.0; KL, entropy, router and draft losses are means over each call, added up all the
           same. In 0.1.0 all losses are means over microbatches; with the patch, over those of the whole step.
-          A call that raises drops the gradients of the calls before it; optim_step then raises. While a step is
-          open, offloading gradients (which loses them, in 0.4.0 too) and saving a checkpoint (which lacks them)
-          are refused.
+          A call that raises drops the gradients of the calls before it; optim_step then raises. So does an
+          optim_step that raises before the optimizer has stepped. While a step is open, offloading gradients
+          (which loses them, in 0.4.0 too) and saving a checkpoint (which lacks them) are refused.
 Numbers   change where a step has several calls; those of a step of one call stay.
 Cost      as upstream's: gradients are reduced in optim_step, after the backward pass and not during it.
 """
@@ -160,12 +160,19 @@ def reduce_before_optim_step(optim_step: Callable[..., Any]) -> Callable[..., An
         if step is not None:
             if not step.is_open:
                 raise MisuseError(
-                    "optim_step(): a forward_backward() has raised, and the gradients of those before it were "
-                    "dropped with its own; repeat all these calls of forward_backward()"
+                    "optim_step(): a forward_backward() or optim_step() has raised, and the gradients of those "
+                    "before it were dropped with its own; repeat all these calls of forward_backward()"
                 )
             step.reduce()
+        try:
+            result = optim_step(self, *args, **kwargs)
+        except BaseException:
+            if step is not None:
+                step.abort()  # unless the optimizer has stepped
+            raise
+        if step is not None:
             del _steps[self][_current_adapter(self)]
-        return optim_step(self, *args, **kwargs)
+        return result
 
     return patched_optim_step
 

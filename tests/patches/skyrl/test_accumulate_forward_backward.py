@@ -10,7 +10,7 @@ import pytest
 import torch
 from rigs.cells import AUDITED, take_rules
 from rigs.diagnosed_code import made_up, verdicts_of
-from rigs.megatron.options import ADAM, assert_same_parameters, attempt
+from rigs.megatron.options import ADAM, Interrupted, assert_same_parameters, attempt
 from rigs.releases import status_of
 from rigs.skyrl.releases import needs_skyrl
 from rigs.skyrl.worker import GPT, LENGTH, RESPONSE, samples, worker_for
@@ -26,6 +26,7 @@ CUTS = {"two": (2, 2), "three": (1, 1, 2), "uneven": (1, 3)}
 SHARDED = {**ADAM, "use_distributed_optimizer": True}
 OPTIONS = {"plain": {}, "sharded": SHARDED, "overlap": {**SHARDED, "overlap_grad_reduce": True}}
 STEPS = 2
+FP16 = {"dtype": "fp16", "loss_scale": 64.0, "optim": {"loss_scale_window": 4}}
 
 
 def calls(worker, release, step, cut, between=lambda worker, batch: None):
@@ -118,6 +119,28 @@ def with_errors(release):
     return found
 
 
+def with_an_optimizer_that_raises(release):
+    """Return the loss scale's growth count and the error of a retry, after an optim_step whose optimizer raises;
+    and whether the next step is that of a worker without it."""
+    found = []
+    for raises in (True, False):
+        model = tiny_gpt(**GPT, **FP16)
+        worker = worker_for(release, model)
+        calls(worker, release, 0, CUTS["two"])
+        worker.optim_step()
+        if raises:
+            calls(worker, release, 1, CUTS["two"])
+            with mock.patch.object(model.optimizer, "step_with_ready_grads", side_effect=Interrupted):
+                error, _ = attempt(worker.optim_step)
+            retry = attempt(worker.optim_step)
+            zeroed = not any(gradient.any() for gradient in model.gradients().values())
+        calls(worker, release, 2, CUTS["two"])
+        norm = worker.optim_step()
+        scaler = getattr(model.optimizer, "chained_optimizers", [model.optimizer])[0].grad_scaler
+        found.append((norm, scaler._growth_tracker, float(scaler.scale)))
+    return error, retry, zeroed, found
+
+
 def with_adapters(release):
     """The real store of adapters, whose whole model is one: two windows at once. By adapter, the norm and what it
     is for one alone in one call."""
@@ -182,6 +205,7 @@ def found_by(rank, world_size, release):
         audit.clear()
         apply()
     found["errors"] = with_errors(release)
+    found["raises"] = with_an_optimizer_that_raises(release)
     found["adapters"] = with_adapters(release)
     return found
 
@@ -272,6 +296,16 @@ def test_errors(repaired):
         assert errors["step without a call"][0] is None  # as without the patch
         assert errors["norms"][0] == pytest.approx(errors["norms"][1], rel=1e-6)
         assert errors["done"] == ["save", "offload", "offload"]
+
+
+def test_an_optimizer_that_raises_leaves_nothing(repaired):
+    for found in repaired:
+        error, (retry, text), zeroed, (with_error, without) = found["raises"]
+        assert error == Interrupted.__name__
+        assert retry == "MisuseError"
+        assert "a forward_backward() or optim_step() has raised" in text
+        assert zeroed
+        assert with_error == without
 
 
 def test_each_adapter_has_its_window(repaired):

@@ -1,0 +1,79 @@
+"""Losses of a model's own that wait to be logged. They are summed up in one place for all models of the process.
+
+A call of a step adds to them. Taking away what the calls of a dropped step have added must leave what other models
+have added meanwhile, and the sums of a log that was taken and cleared. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from .._dotted import find
+
+TRACKERS = (
+    ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.12
+    ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # 0.13 to 0.17
+    ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER"),  # after 0.17
+    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
+    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
+)
+"""Module, and attribute: a dictionary, or an object of `moe_logging`."""
+
+
+class OwnLosses:
+    """What the calls of a step have added, by the sums as its last call left them, and as they were without it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by the tensor's id: it, without the step, as left
+
+    @contextlib.contextmanager
+    def added_by_call(self) -> Iterator[None]:
+        """Record what is added in the body, also if that raises."""
+        before = {id(tensor): self._without(tensor) for tensor in logged_losses()}
+        try:
+            yield
+        finally:
+            for tensor in logged_losses():
+                without = before[id(tensor)] if id(tensor) in before else tensor.new_zeros(tensor.shape)
+                self._sums[id(tensor)] = (tensor, without, tensor.detach().clone())
+
+    def take_away(self) -> None:
+        for tensor in logged_losses():
+            if id(tensor) in self._sums:
+                tensor.detach().copy_(self._without(tensor))
+
+    def _without(self, tensor: Any) -> Any:
+        """Return the sums without those of the step's calls: to the bit, if nobody else has added any.
+
+        Losses are not negative, so sums that are smaller than the last call left them were cleared since. After
+        that they have nothing of the step, if they have not grown beyond it again.
+        """
+        import torch
+
+        if id(tensor) not in self._sums:
+            return tensor.detach().clone()
+        _, without, left = self._sums[id(tensor)]
+        is_left = (tensor == left) | (tensor.isnan() & left.isnan())
+        grown = torch.where(tensor < left, tensor, tensor - (left - without))
+        return torch.where(is_left, without, grown).detach()
+
+
+def logged_losses() -> Iterator[Any]:
+    """Yield the tensors of all sums."""
+    for module, path in TRACKERS:
+        yield from _tensors(find(sys.modules.get(module), path))
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif type(value).__module__.endswith(".moe_logging"):
+        yield from _tensors(vars(value))
