@@ -162,7 +162,7 @@ class ReplacedTarget:
 
     @property
     def keepers(self) -> tuple[object, ...]:
-        """What of ours holds the original, so as to put it back."""
+        """Our own objects that hold the original, so as to put it back."""
         return (self,)
 
     @property

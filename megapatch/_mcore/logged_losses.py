@@ -24,7 +24,7 @@ TRACKERS = (
 
 
 class OwnLosses:
-    """What the calls of a step have added, by the sums as its last call left them, and as they were without it."""
+    """The losses that the calls of a step have added: the sums as its last call left them, and without them."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Any, Any, Any]] = {}  # by the tensor's id: it, without the step, as left

@@ -161,7 +161,7 @@ def _measure(results: Results, world: World, seconds: float) -> None:
 
 
 def _look(world: World, names: list[str], seconds: float) -> in_ranks.Look:
-    """Return what is there, and what became of each patch, which has to be the same in all ranks."""
+    """Return the findings of rank 0: devices, versions, and each patch's status. All ranks have to agree."""
     _progress(world, "what is installed, and what it needs")("looking")
     ranks: list[in_ranks.Look] = world.run(in_ranks.look, tuple(names), env=WITH, timeout=seconds)
     for name in names:

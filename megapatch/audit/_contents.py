@@ -1,8 +1,8 @@
 """saved-is-trained: a checkpoint has the weights that the optimizer steps, as they are when it is written.
 
-Watches   dist_checkpointing.save(): the parameters that it is given are what the optimizer has stepped, and copies
-          of them have what the parameters have. And AsyncCallsQueue.schedule_async_request(), which copies what
-          an asynchronous save has planned: the model has made no step in between. In all releases.
+Watches   dist_checkpointing.save(): it is given the parameters as the optimizer has stepped them, or copies with
+          the same values. And AsyncCallsQueue.schedule_async_request(), which copies the tensors that an
+          asynchronous save has planned: the model has made no step in between. In all releases.
 Limits    torch_dist checkpoints. Of copies some elements are compared, and only of those in the parameter's own
           type; a model of the same shapes that the audit does not know is taken for one that it knows.
 Cost      reads this rank's parameters and main parameters once in a save, and waits for a GPU.

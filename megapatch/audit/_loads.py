@@ -30,7 +30,7 @@ _STATE = "param_state"
 
 
 class _Loaded(NamedTuple):
-    """What an optimizer was to load.
+    """The state that an optimizer was to load.
 
     Attributes:
         steps: their counts.

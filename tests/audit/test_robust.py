@@ -1,4 +1,4 @@
-"""What looks on never breaks what it looks at: each site's replacement, on objects without what it expects."""
+"""The audit never breaks the functions that it watches: each site's replacement, on objects without what it expects."""
 
 from __future__ import annotations
 

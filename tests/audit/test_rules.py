@@ -1,4 +1,4 @@
-"""What the audit says of each rule: watched by a part, and kept only if there was something to look at."""
+"""The rules in a report: each is watched by a part, and kept only if there was something to look at."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the checks for GPUs run, and where."""
+"""The runs of the checks for GPUs, and their devices."""

@@ -1,4 +1,4 @@
-"""What the checks for GPUs do in the ranks; on CPU the CUDA stubs stand for the device."""
+"""The jobs of the checks for GPUs; on CPU the CUDA stubs stand for the device."""
 
 from __future__ import annotations
 
