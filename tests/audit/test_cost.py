@@ -1,4 +1,4 @@
-"""The price of the audit: memory that does not grow with the steps, and no wait for a tensor between comparisons."""
+"""The price of the audit: memory that does not grow with steps, and no wait for a tensor between comparisons."""
 
 from __future__ import annotations
 

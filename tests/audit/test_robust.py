@@ -1,4 +1,4 @@
-"""The audit never breaks the functions that it watches: each site's replacement, on objects without what it expects."""
+"""The audit never breaks the functions that it watches: replacements on unexpected objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part of a sequence that counts, done in a fresh model: without any load, but for one of an optimizer's state dict."""
+"""The part of a sequence that counts, in a fresh model: without loads, but for an optimizer's state dict."""
 
 from __future__ import annotations
 

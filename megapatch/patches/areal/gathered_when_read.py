@@ -1,8 +1,8 @@
 """AReaL's weight updates, exports and checkpoints hold the parameters of the last optimizer step.
 
-Symptom   with overlap_param_gather (ddp.overlap_param_gather, which AReaL passes on to Megatron),
-          rollout engines and checkpoints get a mixture of new and old parameters after a step, silently: a data-parallel rank reads what it holds, its own shard beside
-          those of others, which are one step old.
+Symptom   with overlap_param_gather (ddp.overlap_param_gather, which AReaL passes on to Megatron), rollout
+          engines and checkpoints get a mixture of new and old parameters after a step, silently: a data-parallel
+          rank reads what it holds, its own shard beside those of others, which are one step old.
 Upstream  not reported; in 1.0.4. Megatron's own train() gathers before a save.
 Seam      class attributes, which all ranks call: MegatronEngine._update_weights_from_distributed() and
           _save_model_to_hf(), and MegatronCheckpointManager.save_checkpoint(), which reads unwrapped models. They
