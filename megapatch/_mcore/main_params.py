@@ -12,6 +12,7 @@ GROUPS = ("float16_groups", "fp32_from_float16_groups")
 SHARDS = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups")
 """Lists of DistributedOptimizer."""
 
+_SAMPLES = 16
 _JUDGED_BY = {
     "tied": {"tied"},  # by the first and the last pipeline stage
     "experts": {"experts"},  # by ranks of other places in the dense layers
@@ -59,6 +60,11 @@ def differing(pairs: Collection[tuple[Any, Any]]) -> list[bool]:
     torch = sys.modules["torch"]
     flags = [(second.to(first.device, first.dtype) != first).any() for first, second in pairs]
     return list(torch.stack([flag.to(flags[0].device) for flag in flags]).tolist())
+
+
+def samples(optimizer: Any) -> list[Any]:
+    """Return copies of some elements of each main parameter."""
+    return [main.detach().reshape(-1)[:_SAMPLES].clone() for _, _, main in pairs(optimizer) if main is not None]
 
 
 def _kind(parameter: Any) -> str:

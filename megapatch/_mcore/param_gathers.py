@@ -165,6 +165,11 @@ def ddps_left(module: Any) -> list[Any]:
         return []  # of a model whose DistributedDataParallel is gone, and with it what could gather
 
 
+def overlapping_ddps(module: Any) -> list[Any]:
+    """Return those whose parameters are gathered in the forward pass."""
+    return [ddp for ddp in ddps_left(module) if ddp.ddp_config.overlap_param_gather]
+
+
 def _modules(model: Any) -> Iterator[Any]:
     if isinstance(model, list | tuple):
         for part in model:

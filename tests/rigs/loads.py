@@ -103,7 +103,7 @@ def _save_bad(rank, model, schedule, path, save, fault):
 def assert_bad_ones_raise(found):
     """Check a rank's results of `bad_loads`: what changes nothing, and that a good load makes all right."""
     errors = {fault: (error, text) for fault, (error, text, *_) in found.items()}
-    assert errors["open step"][0] == "MisuseError" and "Nothing was loaded" in errors["open step"][1]
+    assert errors["open step"][0] == "MisuseError" and "has loaded nothing" in errors["open step"][1]
     error, text = errors["no step of the schedule"]
     assert error == "KeyError" and "lacks 'num_steps'. Found: max_lr, " in text
     assert errors["more layers"][0] == errors["truncated"][0] == "CheckpointException"

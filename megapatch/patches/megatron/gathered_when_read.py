@@ -20,8 +20,6 @@ Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoi
           (3) DistributedOptimizer's step and the bucket groups' start_param_sync() record whether a gather is due.
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
-          A load waits for gathers under way, which would write over it, such as those that a forward pass which
-          raised has left; what it has loaded whole is not to be gathered before a read.
           Gathering in the step itself is not an option: avoiding that is what overlap_param_gather is for.
 Limits    reading an unwrapped model's own state_dict() or its parameters is not seen: call
           `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. Call sharded_state_dict() on
@@ -69,7 +67,6 @@ from .._diagnosis import (
     reads_in_order,
 )
 from .._readers import GATHERS, Reader, reading
-from ._load_over_gathers import load_over_gathers
 from ._step_of_a_stand_in import missing_in_finish
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
@@ -208,11 +205,6 @@ def _gather_for_shards(ddps: list[Any]) -> None:
     gather_params(ddp for ddp in ddps if ddp.ddp_config.use_distributed_optimizer)
 
 
-def diagnose_modules(module: ModuleType) -> Verdict:
-    missing = missing_attributes(f"{module.__name__}:MegatronModule", "load_state_dict")
-    return lacking(missing) if missing else SHARDED.diagnose(module)
-
-
 # ------------------------------------------------------------------------ checkpoints
 def gather_for_state(generate_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(generate_state_dict)
@@ -275,8 +267,8 @@ PATCH = Patch(
         ),
         Site(
             module="megatron.core.transformer.module",
-            diagnose=diagnose_modules,
-            replace={SHARDED.path: gather_for_shards, "MegatronModule.load_state_dict": load_over_gathers},
+            diagnose=SHARDED.diagnose,
+            replace={SHARDED.path: gather_for_shards},
         ),
         reading("megatron.bridge.training.checkpointing", SAVE),
         reading("megatron.core.resharding.refit", Reader("reshard_model_weights", "src_model")),

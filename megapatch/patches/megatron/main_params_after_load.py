@@ -4,6 +4,8 @@ Symptom   with bf16 or fp16, a load of the model without its optimizer is undone
           silently: load_state_dict() fills the model, the optimizer's fp32 main parameters keep what they had, and
           the step writes them over the loaded weights. A new process gets its initial weights back, and one that
           goes back to a checkpoint stays where it was.
+          With overlap_param_gather, a load after a forward pass that raised is undone by the gathers that it left
+          under way: whoever waits for them writes them over the loaded weights.
 Upstream  NovaSky-AI/SkyRL#2149 (open); in 0.12 to 0.19. Megatron leaves it to callers, which have
           optimizer.reload_model_params(). Its own load_checkpoint(), slime, miles and ms-swift call that. SkyRL
           with load_optimizer_states=False, verl with load_contents=["model"] and AReaL with with_optim=False do
@@ -17,6 +19,7 @@ Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers 
           Reloading only the elements that differ is not an option: with a small learning rate most weights round
           to the same bf16 number for many steps, so most of what was gone back on would stay. Reloading at the
           load is not either: it would round the main parameters of a model whose weights are swapped.
+          A load waits for gathers under way before it begins; what it has loaded whole need not be gathered.
 Limits    a load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
           Ranks do not ask each other, and judge four kinds of parameters apart, so that copies of a parameter stay
           the same: those that tensor-parallel ranks hold alike, tied embeddings, experts, and the others, which
@@ -24,8 +27,8 @@ Limits    a load that changes no bf16 number looks like a swap there and back: t
           Optimizer state that is saved while other weights are swapped in is taken for that of a load: it has
           their main parameters, and those that were there lose the bits that bf16 has not.
           Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, training
-          continues from the weights if the optimizer is loaded first, or other weights are swapped in and out
-          before the first step.
+          continues from the weights if the optimizer is loaded first, if its load changes no main parameter, or
+          if other weights are swapped in and out before the first step.
           Weights that come into a model otherwise than by load_state_dict() of a MegatronModule or a data-parallel
           wrapper are not seen, such as those of a Hugging Face model that a bridge loads, or by load_state_dict()
           of a plain module around the model or inside it: call optimizer.reload_model_params() after it (the audit
@@ -43,13 +46,15 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
 from ..._mcore.changes import Changes
-from ..._mcore.main_params import GROUPS, SHARDS, differing, has_memory, pairs, stale_pairs
+from ..._mcore.main_params import GROUPS, SHARDS, differing, has_memory, pairs, samples, stale_pairs
+from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -70,8 +75,6 @@ DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 GRADS = "_copy_model_grads_to_main_grads"
 """The first call of a step in an optimizer with main parameters, in prepare_grads()."""
-STATE = "param_state"
-"""The key of main parameters and moments in the state of a DistributedOptimizer that saves them with it."""
 INNER = "param_to_inner_param"
 """The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
 
@@ -79,6 +82,9 @@ LOADED = "_megapatch_loaded"
 """Attribute of a parameter: the number of the last load that changed it."""
 SEEN = "_megapatch_loads_seen"
 """Attribute of an optimizer: the number of the last load that its main parameters agree with."""
+
+SETTLES = "_megapatch_load_settles"
+"""Attribute of an optimizer: when its state was loaded, the last load's number, and its main parameters."""
 
 _loads = 0
 """Number of the last load."""
@@ -111,9 +117,14 @@ def diagnose_wrappers(module: ModuleType) -> Verdict:
 def note_loaded(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_state_dict)
     def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ddps = overlapping_ddps(self)
+        for ddp in ddps:
+            finish_gathers(ddp)  # they would write over what is loaded
         changes = Changes(self.parameters())
         result = load_state_dict(self, *args, **kwargs)
         _note(changes.made())
+        for ddp in ddps:
+            record_loaded(ddp, changes.made())
         return result
 
     return patched_load_state_dict
@@ -136,7 +147,6 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
         *missing_attributes(f"{OPTIMIZERS}:{DISTRIBUTED}", "_get_model_param_range_map"),
         *missing_reads(f"{OPTIMIZERS}.optimizer:MixedPrecisionOptimizer.prepare_grads", GRADS),
         *missing_names(f"{OPTIMIZERS}.optimizer:ChainedOptimizer.__init__", CHILDREN),
-        *missing_reads(f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer.load_state_dict", STATE),
     ]
     for path in PATCH.sites[0].replace:
         owner, _, name = path.rpartition(".")
@@ -157,28 +167,29 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     )
 
 
-def settle(load: Callable[..., Any]) -> Callable[..., Any]:
+def settle_by_state(init: Callable[..., Any]) -> Callable[..., Any]:
     """Let a load of main parameters settle the loads of the model before it."""
 
-    @functools.wraps(load)
-    def patched_load(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(self, *args, **kwargs)
-        setattr(self, SEEN, _loads)
-        return result
+    @functools.wraps(init)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if hook := getattr(self.optimizer, "register_load_state_dict_post_hook", None):
+            hook(functools.partial(_begin_to_settle, weakref.ref(self)))
 
-    return patched_load
+    return patched_init
 
 
-def settle_if_complete(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Do the same where the state has main parameters: they may be loaded by another call, or by none."""
-    settling = settle(load_state_dict)
+def _begin_to_settle(owner: weakref.ref[Any], inner: Any) -> None:
+    """Called by torch's optimizer once its state was loaded. Main parameters come afterwards, or not at all."""
+    optimizer = owner()
+    if optimizer is not None and vars(optimizer).get(SEEN, 0) != _loads:
+        setattr(optimizer, SETTLES, (_loads, samples(optimizer)))
 
-    @functools.wraps(load_state_dict)
-    def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        load = settling if STATE in state_dict else load_state_dict
-        return load(self, state_dict, *args, **kwargs)
 
-    return patched_load_state_dict
+def _end_to_settle(optimizer: Any) -> None:
+    loads, before = vars(optimizer).pop(SETTLES, (0, ()))
+    if loads and any(differing(list(zip(before, samples(optimizer), strict=True)))):
+        setattr(optimizer, SEEN, loads)
 
 
 def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -195,6 +206,8 @@ def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _agree(optimizer: Any) -> None:
     children = list(children_of(optimizer))
+    for child in children:
+        _end_to_settle(child)
     loaded = [triple for child in children for triple in _loaded_pairs(child)]
     copies = [pair for child in children for pair in _copies(child)]
     if not all(has_memory(tensor) for _, *tensors in loaded for tensor in tensors):
@@ -277,13 +290,11 @@ PATCH = Patch(
             module=OPTIMIZERS,
             diagnose=diagnose_optimizers,
             replace={
+                "optimizer.MixedPrecisionOptimizer.__init__": settle_by_state,
                 f"{FLOAT16}.{GRADS}": agree_first,
                 f"{FLOAT16}.state_dict": agree_first,
-                f"{FLOAT16}.load_state_dict": settle,
                 f"{DISTRIBUTED}.{GRADS}": agree_first,
                 f"{DISTRIBUTED}.state_dict": agree_first,
-                f"{DISTRIBUTED}.load_state_dict": settle_if_complete,
-                f"{DISTRIBUTED}.load_parameter_state_from_dp_zero": settle,
                 f"{CHAINED}.prepare_grads": agree_first,
                 f"{CHAINED}.state_dict": agree_first,
                 f"{CHAINED}.sharded_state_dict": agree_first,

@@ -52,7 +52,7 @@ def test_a_bad_checkpoint_raises_and_a_good_one_makes_all_right(tmp_path):
     ranks = run_ranks(job, 2, str(tmp_path), timeout=300)
     for found in ranks:
         error, text, changed, _ = found["open step"]
-        assert error == "MisuseError" and "Nothing was loaded" in text and not changed
+        assert error == "MisuseError" and "has loaded nothing" in text and not changed
         error, text, *_ = found["no step of the schedule"]
         assert error == "KeyError" and "lacks 'num_steps'. Found: max_lr, " in text
         assert found["more layers"][0] == "CheckpointException"

@@ -1,4 +1,4 @@
-"""megatron.gathered-when-read: loads while parameters are gathered, or wait for that, at 2 ranks.
+"""megatron.main-params-after-load: loads while parameters are gathered, or wait for that, at 2 ranks.
 
 Gathers end late: what nobody has waited for is written when somebody does, over whatever was loaded meanwhile.
 """
