@@ -69,6 +69,11 @@ def finish_gathers(ddp: Any) -> None:
     _finish(group for group in pending_groups(ddp) if group.param_gather_handle is not None)
 
 
+def has_stepped(ddp: Any) -> bool:
+    """Return whether the optimizer is known to have stepped since the last gather of some bucket group."""
+    return any(_has_stepped(group) for group in pending_groups(ddp))
+
+
 def pending_groups(ddp: Any) -> list[Any]:
     """Return the bucket groups with a gather under way, or that may hold parameters not gathered since a step."""
     if not ddp.ddp_config.overlap_param_gather:

@@ -36,6 +36,7 @@ CHOSEN = (
             "load that raises, then load",
         ),
     ),
+    Sequence("bf16, sharded, overlaps", ("step", TRAIN)),
     Sequence("pp", ("step", "save", "step", "load of the weights", "swap of a reference", "new model", "load")),
     Sequence(
         "tp",

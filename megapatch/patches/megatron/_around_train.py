@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._mcore import bucket_groups
+from ..._mcore.param_gathers import has_stepped
 from ..._mcore.rerun_machine import rewind_interrupted_step
 from ..._mcore.step_state import StepState, running_timers
 from ..._troubleshooting import see
@@ -46,6 +47,16 @@ def finish_earlier_call(model: Sequence[Any]) -> None:
                 "reuse_grad_buf_for_mxfp8_param_ag they can no longer be gathered, and this call would train from "
                 "old parameters: load a checkpoint in a new process"
             )
+
+
+def gather_other_steps(model: Sequence[Any]) -> None:
+    """Gather parameters that a step without train() has left: its first forward pass runs without pre-hooks.
+
+    Runs a collective where there are some, which all ranks find alike.
+    """
+    for chunk in ddp_chunks(model):
+        if has_stepped(chunk):
+            bucket_groups.finish_param_gathers(chunk)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from ._around_train import (
     config_hooks_restored,
     ddp_chunks,
     finish_earlier_call,
+    gather_other_steps,
     leaving_nothing_if_dropped,
     make_warn_once,
     rerun_machine_restored,
@@ -88,6 +89,7 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             _refuse_shared_buffers(model)
             finish_earlier_call(model)
             _turn_forward_pre_hooks_on(model)
+        gather_other_steps(model)
         trained.update(model)
         with (
             timers_stopped(timers),

@@ -4,18 +4,20 @@ Symptom   a second train() dies on "When overlap_grad_reduce is True, config.no_
           first call has left its own no_sync there), or, in every configuration, on "timer has already been
           started" ('interval-time' is started at entry and never stopped). After an exception the first
           call leaves more behind: config hooks, a rerun state machine that is stuck in the middle of a
-          step, parameters that were stepped but not gathered, running timers.
+          step, parameters that were stepped but not gathered, running timers. With overlap_param_gather, a
+          first call after a step of the caller's own trains on weights that are half one step old, silently.
 Upstream  unfixed in 0.12 to 0.19 and on main; reported for a copy of this function in THUDM/slime#1779.
 Seam      the module function, rebound where others hold it by name. State is corrected around the call: a
           copy of the body would have to follow every release. At entry, a no_sync_func that is a model chunk's own
           no_sync is removed (a user's meets Megatron's assertion as before), and in a repeated call the timer is
           stopped, reduces left under way are waited for, and parameters not gathered since the last step are
-          gathered before the forward pre-hooks go. At exit the timer is stopped. After an exception the config's
+          gathered before the forward pre-hooks go; in a first call those of a caller's own steps are.
+          At exit the timer is stopped. After an exception the config's
           hooks are what they were at entry, timers started by the call are stopped, the rerun state machine is as
           before the interrupted step, in its old mode, and the next forward pass gathers what is not gathered.
           train_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts and
           expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
-          The first call of a process runs as it does without megapatch.
+          All else in the first call of a process is as without megapatch.
           Megatron-Bridge's train() has a site of its own, which differs where Bridge does: see below.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           The promises for exceptions hold when it was raised on all ranks: if it was raised on one rank only,
@@ -61,6 +63,7 @@ from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
     finish_earlier_call,
+    gather_other_steps,
     leaving_nothing_if_dropped,
     make_warn_once,
     rerun_machine_restored,
@@ -115,6 +118,7 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             rewind_interrupted_step(machine)
             finish_earlier_call(model)
             _warn_of_what_stays(training, ended_at, warn)
+        gather_other_steps(model)
         trained.update(model)
         with timers_stopped(timers), rerun_machine_restored(machine), without_own_no_sync(config, model):
             result = train(*args, **kwargs)

@@ -41,6 +41,7 @@ from .._diagnosis import asserted, lacking, missing_attributes, missing_names, m
 from ..megatron._around_train import (
     NO_SYNC_ASSERTION,
     finish_earlier_call,
+    gather_other_steps,
     leaving_nothing_if_dropped,
     without_own_no_sync,
 )
@@ -94,9 +95,11 @@ def finish_train_before_save(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finish_earlier_call(model: Any) -> None:
-    """Finish it if there was one. Errors while loading an untrained model should not spread to all ranks."""
+    """Finish it if there was one, or steps of others. Errors while loading should not spread to all ranks."""
     if any(chunk in _trained for chunk in model):
         finish_earlier_call(model)
+    else:
+        gather_other_steps(model)
 
 
 PATCH = Patch(
