@@ -1,17 +1,19 @@
 """training-mode, evaluation-mode: dropout and auxiliary losses are on in calls that train, and off in the others.
 
 Watches   each forward-backward call, as it begins: `training` of the chunks' modules, where they have dropout or a
-          router with an auxiliary loss, for which it makes a difference. In a call that begins in the wrong mode
-          it looks again as the model runs: Megatron-LM's train_rl.py changes the mode in its forward step.
-Limits    the mode of the model inside a chunk's wrappers counts, and not that of its layers. Of dropout without a
-          torch.nn.Dropout only the config's rates are known.
-Cost      about a microsecond a call; a look through a chunk's modules in its first; a hook on the model in a call
-          that begins in the wrong mode.
+          router with an auxiliary loss, for which it makes a difference; and that of each layer with dropout. In a
+          call that begins in the wrong mode it looks again as the model runs: Megatron-LM's train_rl.py changes
+          the mode in its forward step.
+Limits    the mode of the model inside a chunk's wrappers counts, and that of layers in which something is trained:
+          a frozen tower may be in eval(). Of dropout without a torch.nn.Dropout only the rates of the config and
+          of Megatron's layers are known. Of routers the model's mode counts.
+Cost      a fraction of a microsecond a layer and call; a look through a chunk's modules in its first; a hook on
+          the model in a call that begins in the wrong mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 from ._audit import Audit, Call, Part
@@ -19,16 +21,19 @@ from ._findings import observes
 from ._models import has_router_losses
 from ._notes import Notes
 
+_RATES = ("hidden_dropout", "attention_dropout")
+"""Of the config, and of Megatron's and Transformer Engine's layers."""
+
 
 class _Suspect:
-    """A model that is in the wrong mode as a call begins, and is looked at again as it runs."""
+    """A model with parts in the wrong mode as a call begins, which are looked at again as it runs."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, parts: list[Any]) -> None:
         self._modes: set[bool] = set()
-        self._hook = model.register_forward_pre_hook(lambda running, _: self._modes.add(running.training))
+        self._hook = model.register_forward_pre_hook(lambda *_: self._modes.update(map(_mode_of, parts)))
 
     def has_run(self, training: bool) -> bool:
-        """Return whether it has run in this mode, and look no longer."""
+        """Return whether any part has run in this mode, and look no longer."""
         self._hook.remove()
         return training in self._modes
 
@@ -39,8 +44,8 @@ class Modes(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._has_dropout: Notes[bool] = Notes("dropout")
-        """About a chunk."""
+        self._droppers: Notes[list[Any]] = Notes("dropout")
+        """About a chunk: its model, and the layers that drop something, if any is dropped."""
         self._suspected: dict[Call, list[_Suspect]] = {}
         """By call that is under way, the models that it began to run in the wrong mode."""
 
@@ -50,8 +55,13 @@ class Modes(Part):
         self.ledger.met.add("training-mode" if call.trains else "evaluation-mode")
         for chunk in call.chunks:
             model = _unwrapped(chunk)
-            if model is not chunk and model.training != call.trains and self._matters(chunk, call):
-                self._suspected.setdefault(call, []).append(_Suspect(model))
+            if model is chunk:
+                continue
+            parts = self._droppers.get_or_make(chunk, functools.partial(_droppers, chunk, model))
+            if not parts and call.trains and has_router_losses(chunk.config):
+                parts = [model]
+            if any(part.training != call.trains for part in parts):
+                self._suspected.setdefault(call, []).append(_Suspect(model, parts))
 
     @observes
     def end_call(self, call: Call) -> None:
@@ -60,25 +70,43 @@ class Modes(Part):
         if not any(wrong):
             return
         if call.trains:
-            what = "a forward-backward call trains a model in eval(), without its dropout and auxiliary losses"
+            what = "a forward-backward call trains a model, or layers of it, in eval()"
             self.ledger.report("training-mode", "eval", what)
         else:
-            what = "a forward-only call runs a model in train(), with dropout"
+            what = "a forward-only call runs a model, or layers of it, in train(), with dropout"
             self.ledger.report("evaluation-mode", "train", what)
 
-    def _matters(self, chunk: Any, call: Call) -> bool:
-        return self._drops(chunk) or (call.trains and has_router_losses(chunk.config))
 
-    def _drops(self, chunk: Any) -> bool:
-        return self._has_dropout.get_or_make(chunk, lambda: any(rate > 0 for rate in _rates(chunk)))
+def _mode_of(module: Any) -> bool:
+    return bool(module.training)
 
 
-def _rates(chunk: Any) -> Iterator[float]:
-    """Yield the rates of dropout in a chunk."""
+def _droppers(chunk: Any, model: Any) -> list[Any]:
+    """Return a chunk's model, and its layers that drop something and have something that is trained."""
+    modules = dict(model.named_modules())
+    dropping = {name: module for name, module in modules.items() if _drops(module)}
+    trained = [module for name, module in dropping.items() if _is_trained(name, modules)]
+    return [model, *trained] if dropping or _has_rate(chunk.config) else []
+
+
+def _drops(module: Any) -> bool:
     import torch
 
-    yield from (getattr(chunk.config, f"{place}_dropout", 0.0) for place in ("hidden", "attention"))
-    yield from (module.p for module in chunk.module.modules() if isinstance(module, torch.nn.Dropout))
+    return module.p > 0 if isinstance(module, torch.nn.Dropout) else _has_rate(module)
+
+
+def _has_rate(owner: Any) -> bool:
+    rates = [vars(owner).get(name) for name in _RATES]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _is_trained(name: str, modules: dict[str, Any]) -> bool:
+    """Return whether the innermost module around this one, or it, that has parameters has any that are trained."""
+    parameters = list(modules[name].parameters())
+    while name and not parameters:
+        name = name.rpartition(".")[0]
+        parameters = list(modules[name].parameters())
+    return any(parameter.requires_grad for parameter in parameters)
 
 
 def _unwrapped(chunk: Any) -> Any:

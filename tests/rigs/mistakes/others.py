@@ -22,12 +22,21 @@ def trained_in_evaluation_mode(model, step):
     model.train_step(step)
 
 
+def layers_in_evaluation_mode(model, step):
+    """The model itself is in train()."""
+    for layer in model.chunks[0].modules():
+        if type(layer).__name__ == "TransformerLayer":
+            layer.eval()
+    model.train_step(step)
+
+
 def log_probabilities_with_dropout(model, step):
     log_probabilities(model, step)
     model.train_step(step)
 
 
 MODES.row("trained in eval(), with dropout", trained_in_evaluation_mode, {"training-mode": 0}, **DROPOUT)
+MODES.row("layers trained in eval()", layers_in_evaluation_mode, {"training-mode": 0}, **DROPOUT)
 MODES.row(
     "trained in eval(), with an auxiliary loss",
     trained_in_evaluation_mode,
