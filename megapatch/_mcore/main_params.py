@@ -63,8 +63,12 @@ def differing(pairs: Collection[tuple[Any, Any]]) -> list[bool]:
 
 
 def samples(optimizer: Any) -> list[Any]:
-    """Return copies of some elements of each main parameter."""
-    return [main.detach().reshape(-1)[:_SAMPLES].clone() for _, _, main in pairs(optimizer) if main is not None]
+    """Return copies of some elements of each main parameter; None for one that is offloaded."""
+    return [
+        main.detach().reshape(-1)[:_SAMPLES].clone() if has_memory(main) else None
+        for _, _, main in pairs(optimizer)
+        if main is not None
+    ]
 
 
 def _kind(parameter: Any) -> str:

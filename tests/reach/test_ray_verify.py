@@ -28,6 +28,7 @@ def actors_of(ray, **environment):
     return [Actor.remote() for _ in range(2)]
 
 
+@pytest.mark.nightly
 def test_each_actor_gets_a_rank_with_its_own_environment():
     with ray_with() as ray:
         path = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}

@@ -1,7 +1,8 @@
 """The share of many releases and modules that CI tests; each night everything is tested with everything.
 
 With all Megatrons the diagnoses run. The other modules run with the newest, and each with one of the rest, whose
-turn it is; its quick tests with every second one.
+turn it is; its quick tests with every third one. Of the engine's own tests, which need no Megatron, each module
+runs with the README's Python and with 3.12, and with one of 3.10 and 3.13.
 
 Of the releases of a framework each module runs with the newest and one of the others, and of the two shapes of
 NeMo-RL's code with one. Of the largest grids every third case runs.
@@ -10,6 +11,7 @@ NeMo-RL's code with one. Of the largest grids every third case runs.
 from __future__ import annotations
 
 import collections
+import sys
 import zlib
 from collections.abc import Container
 
@@ -18,6 +20,7 @@ import pytest
 from rigs.quick import QUICK, is_quick
 
 MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
+PYTHONS = ((3, 10), (3, 13))  # besides those of the Megatrons
 # With these, and the newest, tox.ini also tests what depends little on Megatron's version.
 MOST = ("0.12", "0.16")
 DEPENDS_LITTLE = ("testing/", "verify/", "test_agreement.py", "test_demo.py")
@@ -31,16 +34,18 @@ ALWAYS = (
 QUICK_MODULES = {node.partition("::")[0] for node in QUICK}
 
 
-def has_its_turn(place: str, megatron: str) -> bool:
-    """Return whether a module of the tests, or a test, as pytest names them, is to run with this Megatron.
+def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.version_info[:2]) -> bool:
+    """Return whether a module of the tests, or a test, as pytest names them, runs with this Megatron, or without.
 
     A module does if any of its tests does.
     """
     minor = ".".join(megatron.split(".")[:2])
     module, _, test = place.removeprefix("tests/").partition("::")
+    if not megatron and python in PYTHONS:
+        return python == PYTHONS[_turn(module, len(PYTHONS))]
     if module.startswith(ALWAYS) or minor not in MEGATRONS:
         return True
-    if (is_quick(place) if test else module in QUICK_MODULES) and _turn(module, 2) == MEGATRONS.index(minor) % 2:
+    if (is_quick(place) if test else module in QUICK_MODULES) and _turn(module, 3) == MEGATRONS.index(minor) % 3:
         return True
     megatrons = MOST if module.startswith(DEPENDS_LITTLE) else MEGATRONS
     return minor == megatrons[_turn(module, len(megatrons))]

@@ -188,7 +188,11 @@ def _begin_to_settle(owner: weakref.ref[Any], inner: Any) -> None:
 
 def _end_to_settle(optimizer: Any) -> None:
     loads, before = vars(optimizer).pop(SETTLES, (0, ()))
-    if loads and any(differing(list(zip(before, samples(optimizer), strict=True)))):
+    if not loads:
+        return
+    now = samples(optimizer)
+    is_known = len(before) == len(now) and all(one is not None for one in (*before, *now))
+    if not is_known or any(differing(list(zip(before, now, strict=True)))):
         setattr(optimizer, SEEN, loads)
 
 
