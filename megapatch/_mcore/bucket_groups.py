@@ -8,6 +8,7 @@ its gradients are reduced, and `param_gather_handle` is set while the gather is 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 MODULE = "megatron.core.distributed.distributed_data_parallel"
@@ -28,6 +29,12 @@ def chunks_of(model: Any) -> list[Any] | None:
 def bucket_groups(ddp: Any) -> list[Any]:
     """Return all bucket groups of one DistributedDataParallel chunk, dense and expert."""
     return [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
+
+
+def groups_within(groups: Iterable[Any], parameters: Iterable[Any]) -> list[Any]:
+    """Return the bucket groups that have none but these parameters."""
+    these = {id(parameter) for parameter in parameters}
+    return [group for group in groups if these.issuperset(map(id, group.params))]
 
 
 def gathers_on_demand(ddp: Any) -> bool:

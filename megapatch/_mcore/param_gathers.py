@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..errors import MisuseError
-from .bucket_groups import MODULE, bucket_groups
+from .bucket_groups import MODULE, bucket_groups, groups_within
 
 OPTIMIZER_MODULE = "megatron.core.optimizer.distrib_optimizer"
 
@@ -93,10 +93,8 @@ def record_gathered(group: Any) -> None:
 
 def record_loaded(ddp: Any, parameters: Iterable[Any]) -> None:
     """Note that parameters were loaded: bucket groups of no others have nothing left that is to be gathered."""
-    loaded = {id(parameter) for parameter in parameters}
-    for group in pending_groups(ddp):
-        if loaded.issuperset(map(id, group.params)):
-            record_gathered(group)
+    for group in groups_within(pending_groups(ddp), parameters):
+        record_gathered(group)
 
 
 def record_step(ddp: Any) -> None:

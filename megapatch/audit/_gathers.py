@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from .. import patches
-from .._mcore.bucket_groups import bucket_groups
+from .._mcore.bucket_groups import bucket_groups, groups_within
 from .._mcore.changes import Changes
 from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
 from ..patches._readers import Reader, reading_sites
@@ -128,8 +128,8 @@ class Gathers(Part):
     @observes
     def _note_loaded(self, changes: Changes | None) -> None:
         """Take bucket groups that were loaded whole off the list: they need not be gathered."""
-        loaded = set(map(id, changes.made())) if changes is not None else set()
-        self.due -= {group for group in self.due if loaded.issuperset(map(id, group.params))}
+        if changes is not None:
+            self.due.difference_update(groups_within(self.due, changes.made()))
 
     # ------------------------------------------------------------------------ readers
     def watch_module(self, reader: Callable[..., Any]) -> Callable[..., Any]:

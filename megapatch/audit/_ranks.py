@@ -120,11 +120,12 @@ class Ranks(Part):
         for chunk in list(self.audit.models.chunks):
             compared = self._compared.get(chunk, [])
             for earlier in compared:
-                self._judge_streams(earlier)
-                if earlier.replicas.what == EXPERTS or earlier.is_reported:
+                what = earlier.replicas.what
+                if earlier.is_reported:
                     continue
-                if _differ(earlier.hashes.tolist())[0]:
-                    what = earlier.replicas.what
+                if what == EXPERTS:
+                    self._judge_streams(earlier)
+                elif _differ(earlier.hashes.tolist())[0]:
                     where = ranks_of(earlier.replicas)
                     self.ledger.report("ranks-agree", what, f"a parameter is not the same on {where}")
             # They stay: all ranks ask for names together in the next step.
@@ -152,7 +153,8 @@ class Ranks(Part):
         """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
         what, group, parameters = earlier.replicas
         if what == EXPERTS:
-            self._judge_streams(earlier)
+            if not earlier.is_reported:
+                self._judge_streams(earlier)
             return
         highest = earlier.hashes.tolist()
         if what == DATA:
@@ -169,8 +171,6 @@ class Ranks(Part):
         self.ledger.report("ranks-agree", what, f"{name} is not the same on {ranks_of(earlier.replicas)}")
 
     def _judge_streams(self, earlier: _Compared) -> None:
-        if earlier.replicas.what != EXPERTS or earlier.is_reported:
-            return
         highest = earlier.hashes.tolist()
         has_failed = highest[0][0][2]
         if not (has_failed or _differ(highest)[0]):

@@ -122,9 +122,10 @@ def note_loaded(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
             finish_gathers(ddp)  # they would write over what is loaded
         changes = Changes(self.parameters())
         result = load_state_dict(self, *args, **kwargs)
-        _note(changes.made())
+        changed = changes.made()
+        _note(changed)
         for ddp in ddps:
-            record_loaded(ddp, changes.made())
+            record_loaded(ddp, changed)
         return result
 
     return patched_load_state_dict
