@@ -30,7 +30,7 @@ from megapatch.patches._catalogue import CATALOGUE
 
 # Ratios, as times differ from machine to machine, and on a busy one from minute to minute.
 CLOSURE_LIMIT, PROXY_LIMIT = 1.1, 0.3  # of a call of a bare closure, and of what a wrapt proxy adds to a call
-IMPORT_LIMIT = 0.15  # of importing wrapt
+IMPORT_LIMIT = 0.12  # of importing wrapt
 FAMILIES_LIMIT = 1.25  # with 80 patches more
 SEARCH_LIMIT, LOOK_LIMIT = 0.05, 0.001  # of importing torch
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from ._engine.engine import this_process
 from ._engine.settings import RAISE
-from ._printable import clean_log
 
 if TYPE_CHECKING:
     from ._reporting.report import Report
@@ -21,7 +20,6 @@ def activate(*ignored: object, **also_ignored: object) -> None:
     Raises:
         StrictError: with MEGAPATCH_STRICT, when a patch failed, was refused, missed or overwritten.
     """
-    clean_log()
     engine = this_process()
     if engine.settings.audit:
         from .audit import start  # off, it costs nothing

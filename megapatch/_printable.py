@@ -119,14 +119,8 @@ def _escape(character: str) -> str:
     return " " if character == "\t" else character.encode("unicode_escape").decode()
 
 
-# -------------------------------------------------------------------------------------------- the log
-def clean_log() -> None:
-    """Send every record of the logger ``megapatch`` through here; a second call does nothing."""
-    logging.getLogger("megapatch").addFilter(_clean_record)
-
-
-def _clean_record(record: logging.LogRecord) -> bool:
-    """Clean a record's message and traceback. Never raises, as a handler would report wrong arguments."""
+def clean_record(record: logging.LogRecord) -> bool:
+    """Log filter: clean a message and its traceback. Never raises, as a handler would report wrong arguments."""
     with contextlib.suppress(Exception):
         message = record.getMessage()
         cleaned = first_line_at_the_margin(message)

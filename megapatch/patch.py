@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from ._layers import attribute_of, layers_of
 from .errors import MisuseError
 
 __all__ = [
@@ -240,6 +239,8 @@ def unpatched(function: Any) -> Any:
     Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.
     """
+    from ._layers import attribute_of, layers_of
+
     found = function
     layers = list(layers_of(function))
     for layer, below in itertools.pairwise(layers):

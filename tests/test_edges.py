@@ -14,7 +14,7 @@ import pytest
 from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
 import megapatch
-from megapatch._engine.edges import guard_log_handlers
+from megapatch._engine.edges import guard_log
 
 HERE = Path(megapatch.__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends itself signals")
@@ -41,7 +41,7 @@ def test_a_log_handler_that_raises_breaks_no_import(modules, monkeypatch, capfd)
 
 def test_a_filter_that_raises_loses_no_message(capfd):
     log = logging.Logger("a log")
-    guard_log_handlers(log)
+    guard_log(log)
     log.addFilter(lambda record: 1 / 0)
     log.warning("%s is refused", "a patch")
     assert capfd.readouterr().err.startswith("megapatch: a patch is refused")

@@ -106,7 +106,6 @@ def printed(found: Examination, monkeypatch) -> dict[str, str]:
 
 
 def logged(text: str) -> str:
-    _printable.clean_log()
     output = io.StringIO()
     handler = logging.StreamHandler(output)
     log = logging.getLogger("megapatch")

@@ -1,14 +1,16 @@
-"""Considers several sites, with one search for the holders of all functions that these replace."""
+"""Considers or restores several sites, with one search for the holders of all functions concerned."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from . import holders
 from .edges import comes_from_outside
+from .install import check_current
+from .record import Record
 from .site_record import SiteRecord
 
 if TYPE_CHECKING:
@@ -49,3 +51,20 @@ def _search(
     seen = [(record, record.installed) for record in fresh]
     originals = [target.original for _, installed in seen for target in installed if target.may_be_held]
     return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
+
+
+def restore(records: Collection[Record]) -> None:
+    """Put back the originals of these records, the latest installed first, all or none.
+
+    Raises:
+        RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
+    """
+    with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
+        for record in records:
+            locks.enter_context(record.lock)
+        going = [target for record in records for target in record.installed]
+        check_current(going, going)
+        declared = [path for record in records if isinstance(record, SiteRecord) for path in record.site.holders]
+        found = holders.find([target.replacement for target in going], declared)
+        for record in sorted(records, key=lambda record: record.installation, reverse=True):
+            record.restore(found)

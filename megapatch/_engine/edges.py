@@ -14,11 +14,13 @@ from .._troubleshooting import see
 log = logging.getLogger("megapatch")
 
 
-def guard_log_handlers(log: logging.Logger) -> None:
-    """Have handlers and filters that raise break nothing: neither an import nor the resume of generation.
+def guard_log(log: logging.Logger) -> None:
+    """Clean all messages, and have handlers and filters that raise break nothing: neither an import nor the resume
+    of generation.
 
     A message that they lose goes to stderr. logging itself guards only those that call Handler.handleError().
     """
+    log.addFilter(_clean_record)
     handle = log.handle
 
     def guarded_handle(record: logging.LogRecord) -> None:
@@ -28,6 +30,12 @@ def guard_log_handlers(log: logging.Logger) -> None:
             say(f"megapatch: {_text(record)} (a handler of this message raised {type(error).__name__})")
 
     log.handle = guarded_handle  # type: ignore[method-assign]
+
+
+def _clean_record(record: logging.LogRecord) -> bool:
+    from .._printable import clean_record  # many processes log nothing
+
+    return clean_record(record)
 
 
 def say(text: str) -> None:

@@ -6,7 +6,6 @@ one that calls `apply()` never wait for each other in a circle.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -14,24 +13,24 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from .._troubleshooting import see
 from ..patch import Patch, Status
-from . import holders, watch
-from .batch import consider
-from .edges import broken_modules_are_logged, guard_log_handlers
+from . import watch
+from .edges import broken_modules_are_logged, guard_log
 from .entry_points import third_parties
 from .families import families
 from .first_sign import FirstSign
-from .install import check_current
 from .record import Record, Unloaded
 from .roster import Roster
 from .settings import Settings
-from .site_record import SiteRecord
-from .wording import what_was_applied
+
+if TYPE_CHECKING:
+    from .site_record import SiteRecord
 
 log = logging.getLogger("megapatch")
-guard_log_handlers(log)
+guard_log(log)
 
 
 class Engine:
@@ -103,15 +102,9 @@ class Engine:
         self._restore(self.roster.of_patches(chosen))
 
     def _restore(self, chosen: Collection[Record]) -> None:
-        with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
-            for record in chosen:
-                locks.enter_context(record.lock)
-            going = [target for record in chosen for target in record.installed]
-            check_current(going, going)
-            declared = [path for record in self.roster.sites if record in chosen for path in record.site.holders]
-            found = holders.find([target.replacement for target in going], declared)  # one sweep for all
-            for record in sorted(chosen, key=lambda record: record.installation, reverse=True):
-                record.restore(found)
+        from .batch import restore
+
+        restore(chosen)
 
     def install_below(self, patches: Collection[Patch]) -> None:
         """Install these patches below all others, whatever the settings.
@@ -185,7 +178,7 @@ class Engine:
             with broken_modules_are_logged():
                 self._load_due(watch.loaded)
                 # One by one, as this waits: no import keeps the sites back that come before its own.
-                self._applied += consider(
+                self._consider(
                     (record, module, True)
                     for record in self.roster.sites
                     if (module := watch.loaded(record.where)) is not None
@@ -220,7 +213,7 @@ class Engine:
                     if (loaded := find(record.where)) is not None
                 ]
                 considered += [record for record, *_ in sites]
-                self._applied += consider(sites)
+                self._consider(sites)
                 self._announce(name)
         finally:  # after Ctrl-C, too
             _note_looked_for(new)  # not all records: another thread may be about to look for the others
@@ -235,6 +228,12 @@ class Engine:
             self._watch(*(name for record in self.records for name in record.modules))
         due = [record for record in self.roster.unloaded if any(find(name) is not None for name in record.modules)]
         return due, self._load(*due)
+
+    def _consider(self, sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> None:
+        if self.roster.sites:  # most processes that import megapatch import nothing that it patches
+            from .batch import consider
+
+            self._applied += consider(sites)
 
     def _sites_concerned(self, name: str | None) -> list[SiteRecord]:
         """Return the sites to consider once this target is loaded; all of them if it is None.
@@ -253,7 +252,7 @@ class Engine:
         watch.after_fork()
         self._activating = threading.Lock()
         undone = [(record, watch.loaded(record.where)) for record in self.roster.after_fork()]
-        self._applied += consider((record, module, True) for record, module in undone if module is not None)
+        self._consider((record, module, True) for record, module in undone if module is not None)
 
     # ------------------------------------------------------------------------ messages
     def _announce(self, loaded: str | None = None) -> None:
@@ -266,6 +265,8 @@ class Engine:
         under_way = (watch.half_loaded(sys.modules.get(name)) for name in self._watched if name != loaded)
         if self._applied and not any(under_way):
             applied, self._applied = self._applied, []
+            from .wording import what_was_applied
+
             log.info("%s", what_was_applied(applied))
             if any(record not in self.roster.lowest for record in applied):  # which repair nothing
                 self.first_sign.applied()

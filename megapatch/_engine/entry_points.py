@@ -155,7 +155,10 @@ def _mentions_group(folder: str) -> bool:
         return False
     for name in names:
         if name.endswith((".dist-info", ".egg-info")):
-            with contextlib.suppress(OSError), open(os.path.join(folder, name, "entry_points.txt"), "rb") as file:
-                if GROUP.encode() in file.read():
-                    return True
+            try:  # unbuffered, and without contextlib: there may be hundreds
+                with open(os.path.join(folder, name, "entry_points.txt"), "rb", buffering=0) as file:
+                    if GROUP.encode() in file.read():
+                        return True
+            except OSError:
+                pass
     return False

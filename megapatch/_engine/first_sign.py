@@ -13,7 +13,6 @@ from typing import Any
 
 from .._version import __version__
 from .edges import say
-from .ranks import place
 
 
 class FirstSign:
@@ -47,6 +46,8 @@ class FirstSign:
         if self._done:
             return
         self._done = True
+        from .ranks import place  # most processes come here late, if at all
+
         rank, size, _ = place()
         is_one_of_many = size == 1 and _has_parent()  # whose ranks nobody knows yet
         if not _takes_info(self._log) and rank == 0 and not is_one_of_many:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from ..errors import MegapatchError
-from ..patch import Patch, PatchInfo, Status
+from ..patch import Patch, PatchInfo, Site, Status
 from .record import Off, Record, Unloaded
 from .settings import Settings, matching, unknown_name
-from .site_record import SiteRecord
+
+if TYPE_CHECKING:
+    from .site_record import SiteRecord
 
 
 class Roster:
@@ -24,7 +27,7 @@ class Roster:
         self._settings = settings
         self._lock = threading.Lock()
         self._superseded = False
-        self.records: tuple[Record, ...] = ()
+        self.records: tuple[SiteRecord | Unloaded, ...] = ()
         self.lowest: tuple[SiteRecord, ...] = ()
         for patch in patches:
             self.records += self._records_of(patch, self.records)
@@ -32,7 +35,7 @@ class Roster:
 
     @property
     def sites(self) -> list[SiteRecord]:
-        return [record for record in self.records if isinstance(record, SiteRecord)]
+        return [record for record in self.records if not isinstance(record, Unloaded)]
 
     @property
     def unloaded(self) -> list[Unloaded]:
@@ -99,7 +102,7 @@ class Roster:
         """Begin with these patches, whatever the settings, instead of those that were the lowest before."""
         with self._lock:
             others = [record for record in self.records if record not in self.lowest]
-            self.lowest = tuple(SiteRecord(patch, site, None) for patch in patches for site in patch.sites)
+            self.lowest = tuple(_record_of(patch, site, None) for patch in patches for site in patch.sites)
             self.records = (*self.lowest, *others)
 
     def supersede(self) -> None:
@@ -118,7 +121,8 @@ class Roster:
         known = [(other, record.off) for record in others for other, _ in record.rows()]
         if any(other is patch for other, _ in known):
             return ()
-        records = tuple(SiteRecord(patch, site, self._settings.why_disabled(patch.name)) for site in patch.sites)
+        why_off = self._settings.why_disabled(patch.name)
+        records = tuple(_record_of(patch, site, why_off) for site in patch.sites)
         if any(other.name == patch.name and off is not Off.DUPLICATE for other, off in known):
             for record in records:
                 record.off = Off.DUPLICATE
@@ -127,3 +131,9 @@ class Roster:
             for record in records:
                 record.supersede()
         return records
+
+
+def _record_of(patch: Patch, site: Site, why_off: str | None) -> SiteRecord:
+    from .site_record import SiteRecord  # most processes that import megapatch import nothing that it patches
+
+    return SiteRecord(patch, site, why_off)

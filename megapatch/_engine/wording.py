@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from .record import Record
 from .settings import DISABLE, STRICT
-from .site_record import SiteRecord
+
+if TYPE_CHECKING:
+    from .site_record import SiteRecord
 
 _LONGEST = 200
 
