@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -21,14 +21,21 @@ _JUDGED_BY = {
 }
 
 
-def pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (parameter, this rank's part of it, the part's main parameter or None) of those in bf16 or fp16."""
+def pairs(
+    optimizer: Any, choose: Callable[[Any], Iterable[Any]] = chain.from_iterable
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (parameter, this rank's part of it, the part's main parameter or None) of those in bf16 or fp16.
+
+    Args:
+        optimizer: one that does not consist of others.
+        choose: returns some of the items of several lists; of equally long ones those in the same places.
+    """
     tensor = sys.modules["torch"].Tensor
     if hasattr(optimizer, GROUPS[0]):
-        for parameter, main in aligned(optimizer, GROUPS):
+        for parameter, main in aligned(optimizer, GROUPS, choose):
             yield parameter, parameter.data, main
         return
-    for parameter, shard, main in aligned(optimizer, SHARDS):
+    for parameter, shard, main in aligned(optimizer, SHARDS, choose):
         if type(parameter.data) is not tensor:
             continue  # quantized: main parameters are more precise than any rounding of it
         if main is None:  # of a precision-aware optimizer
@@ -80,9 +87,11 @@ def _kind(parameter: Any) -> str:
     return "split" if getattr(parameter, "tensor_model_parallel", False) else "replicated"
 
 
-def aligned(optimizer: Any, names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
+def aligned(
+    optimizer: Any, names: Iterable[str], choose: Callable[[Any], Iterable[Any]] = chain.from_iterable
+) -> Iterator[tuple[Any, ...]]:
     """Yield what the optimizer's lists of lists hold side by side. Megatron-FSDP and stubs have no such lists."""
-    return zip(*(chain.from_iterable(getattr(optimizer, name, ())) for name in names), strict=True)
+    return zip(*(choose(getattr(optimizer, name, ())) for name in names), strict=True)
 
 
 def has_memory(tensor: Any) -> bool:

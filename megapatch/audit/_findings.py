@@ -90,12 +90,20 @@ class Ledger:
         self.has_captured = False
         self._lock = threading.Lock()
 
-    def report(self, invariant: str, kind: str, what: str, where: tuple[str, ...] | None = None) -> None:
+    def report(
+        self,
+        invariant: str,
+        kind: str,
+        what: str,
+        where: tuple[str, ...] | None = None,
+        step: int | None = None,
+    ) -> None:
         """Record that an invariant was broken; the first time of its kind is logged: WARNING, or INFO for a note.
 
         Args:
             kind: tells ways of breaking the same invariant apart.
             where: as `user_code` returned it when it happened, for a later finding; None for now.
+            step: how many optimizer steps this process had made when it happened; None for now.
         """
         if invariant in self.accepted:
             return
@@ -106,7 +114,8 @@ class Ledger:
                 return
             where = self._where() if where is None else where
             known_repairs = repairs(INVARIANTS[invariant].repairs)
-            finding = Finding(invariant, what, _rank(), self.step, where, 1, self.step, known_repairs)
+            first = self.step if step is None else step
+            finding = Finding(invariant, what, _rank(), first, where, 1, self.step, known_repairs)
             self._found[invariant, kind] = finding
         if INVARIANTS[invariant].is_note:
             log.info("audit: note: %s", finding)

@@ -2,9 +2,10 @@
 
 Watches   the optimizer step: some elements of its moments, and of the weights of which there is one copy (those in
           fp32; the others have main parameters, which main-params-agree compares), as a step has ended, and as the
-          next one begins that is looked at closely. Loads show themselves to Loads.
+          next one begins. Loads show themselves to Loads.
 Limits    up to 16 parameters of each optimizer are looked at, 8 elements of each. FSDP's are not.
-Cost      copies some elements in each step; no sync: the result is read as the step ends.
+Cost      copies some elements in each step, twice; no sync: the result is read as a step ends that is looked at
+          closely, or as findings are asked for.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ._audit import Audit, Part, Step
-from ._findings import observes, user_code
+from ._findings import observes
 from ._samples import differences, evenly_of, sample_of
+from ._unread import Unread
 
 
 class _Left(NamedTuple):
@@ -23,14 +25,6 @@ class _Left(NamedTuple):
 
     samples: dict[str, dict[Any, Any]]
     loads: int
-
-
-class _Compared(NamedTuple):
-    """Whether something has changed, as tensors, and the user's code then."""
-
-    what: str
-    differ: list[Any]
-    where: tuple[str, ...]
 
 
 class Kept(Part):
@@ -41,22 +35,20 @@ class Kept(Part):
         super().__init__(audit)
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
         """By optimizer, of those that others consist of."""
-        self._compared: list[_Compared] = []
-        """In the step that is under way."""
+        self._changed = Unread()
+        self._looks = False
+        """Whether the step that is under way is looked at closely."""
 
     @observes
     def begin_step(self, step: Step) -> None:
         """Compare what the last step has left with what is there, without waiting for it."""
-        self._compared.clear()
+        self._looks = self.audit.looks()
         for optimizer in step.parts:
             left = self._left.pop(optimizer, None)
-            if left is not None and self.audit.looks():
-                self._compare(optimizer, left)
-
-    def _compare(self, optimizer: Any, left: _Left) -> None:
-        if left.loads == self.audit.events.loads:
-            for what, now in _samples(optimizer).items():
-                self._compared.append(_Compared(what, differences(left.samples[what], now), user_code()))
+            if left is not None and left.loads == self.audit.events.loads:
+                for what, now in _samples(optimizer).items():
+                    for differ in differences(left.samples[what], now):
+                        self._changed.add(what, differ, self.ledger.step + 1)
 
     def has_changed(self, optimizer: Any) -> bool:
         """Return whether weights in fp32 were changed since the last step, and not loaded. Waits for a GPU."""
@@ -68,17 +60,22 @@ class Kept(Part):
     @observes
     def end_step(self, step: Step) -> None:
         """Report changes, and look at what the step has left; Megatron's step has waited for the GPU by now."""
-        compared, self._compared = self._compared, []
-        for what, differ, where in compared:
-            if any(map(bool, differ)):
-                text = f"{what} are not what the optimizer's last step has left, and no load was seen"
-                self.ledger.report("kept-between-steps", what, text, where)
+        if self._looks:
+            self.judge()
         for optimizer in step.parts:
             self._left[optimizer] = _Left(_samples(optimizer), self.audit.events.loads)
 
     @observes
+    def judge(self) -> None:
+        """Report changes in the steps until now."""
+        for what, step in self._changed.read():
+            text = f"{what} are not what the optimizer's last step has left, and no load was seen"
+            with self.ledger.looking_back():
+                self.ledger.report("kept-between-steps", what, text, step=step)
+
+    @observes
     def forget(self) -> None:
-        self._compared.clear()
+        self._changed.clear()
 
 
 _WEIGHTS = "weights in fp32"

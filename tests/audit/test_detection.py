@@ -10,7 +10,7 @@ from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.correct import CORRECT
-from rigs.mistakes.table import MISTAKES, as_markdown
+from rigs.mistakes.table import LATER, MISTAKES, as_markdown, as_sentence
 from rigs.turns import chosen, with_nightly
 
 from megapatch import audit
@@ -19,24 +19,27 @@ from megapatch.testing import init_parallel, tiny_gpt
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
 ALL = {**CORRECT, **MISTAKES}
 STEPS = 3
+SAMPLED = ("main-params-agree", "kept-between-steps")  # they know the step, however late they are read
 MOST_MISSED = 0.1  # of all mistakes; those that cannot be seen in Megatron's objects are among them
 
 
-def found(mistake):
+def found(mistake, before=None):
+    """Return what is found in some steps, the first of which compares ranks if `before` is None."""
     init_parallel(**mistake.layout)
     audit.clear()
     model = tiny_gpt(layers=4, **mistake.options)
-    before = running_audit().ledger.step
+    ledger = running_audit().ledger
+    before = ledger.step = ledger.step if before is None else before
     for step in range(STEPS):
         mistake.take_step(model, step)
     results = [*audit.findings(), *audit.notes()]
     return [(one.invariant, one.step - before, one.rank, str(one)) for one in results]
 
 
-def job(rank, world_size, names):
+def job(rank, world_size, names, before=None):
     for name in ALL:
         if name in names:
-            yield name, partial(found, ALL[name])
+            yield name, partial(found, ALL[name], before)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,19 @@ def test_it_is_found_where_it_first_acts(ranks, name):
         assert {where for _, _, where, _ in cells[name]} <= {rank}
 
 
+@pytest.fixture(scope="module")
+def between_comparisons(request):
+    return run_cells(job, 2, chosen(request, "mistaken"), 1, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
+
+
+@pytest.mark.parametrize("mistaken", with_nightly([name for name in MISTAKES if MISTAKES[name].finds]))
+def test_it_is_found_between_comparisons_of_ranks(between_comparisons, mistaken):
+    expected = MISTAKES[mistaken].finds
+    found = {rule: step for cells in between_comparisons for rule, step, *_ in cells[mistaken]}
+    assert bool({*found} & {*expected}) == (mistaken not in LATER), found
+    assert all(found[rule] == expected[rule] for rule in SAMPLED if rule in found), found
+
+
 def test_most_are_found():
     missed = [mistake.name for mistake in MISTAKES.values() if not mistake.finds]
     assert len(MISTAKES) >= 76 and len(missed) <= MOST_MISSED * len(MISTAKES)
@@ -62,3 +78,4 @@ def test_the_page_has_them():
     """`python -m rigs.mistakes.table` in tests/ prints the table."""
     missing = [row for row in as_markdown().splitlines() if f"\n{row}\n" not in PAGE]
     assert not missing
+    assert as_sentence() in " ".join(PAGE.split("\n"))

@@ -1,4 +1,4 @@
-"""All mistakes of trainers, by name; `python -m rigs.mistakes.table` prints the table of docs/audit.md."""
+"""All mistakes of trainers, by name; `python -m rigs.mistakes.table` prints what docs/audit.md has of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ TABLES = (
 )
 MISTAKES = {mistake.name: mistake for table in TABLES for mistake in table.rows.values()}
 
+LATER = (
+    "layers frozen after they were wrapped",
+    "weights are loaded on one rank only",
+    "weights are loaded on one rank of tensor parallelism",
+    "a rank has more microbatches",
+    "ranks read the same data",
+    "forward passes without the gather",
+    "tensor-parallel ranks drop other elements",
+    "stages have one seed",
+    "a load gives expert ranks the same random streams",
+)
+"""Mistakes of which nothing is found by default until ranks are compared."""
+
 
 def as_markdown() -> str:
     """Return a row a mistake: its kind, its name, and what is found of it."""
@@ -28,5 +41,14 @@ def as_markdown() -> str:
     return "\n".join(rows) + "\n"
 
 
+def as_sentence() -> str:
+    """Return how many of the mistakes that are found need no comparison of ranks, and the others' names."""
+    found = [mistake for mistake in MISTAKES.values() if mistake.finds]
+    return (
+        f"Of the {len(found)} mistakes below that are found, {len(found) - len(LATER)} are found between two such "
+        f"comparisons as well; the others are: {'; '.join(LATER)}."
+    )
+
+
 if __name__ == "__main__":
-    print(as_markdown(), end="")
+    print(as_markdown(), as_sentence(), sep="\n")

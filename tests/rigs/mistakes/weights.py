@@ -94,10 +94,11 @@ def swapped_on_one_rank(model, step):
 
 
 def adapter_merged_for_good(model, step):
-    """Weights that are merged for an export are not unmerged."""
+    """Matrices that it is merged into for an export are not unmerged."""
     if step == 1:
-        next(iter(model.chunks[0].parameters())).data.add_(0.25)
-        log_probabilities(model, step)
+        for parameter in parameters_of(model):
+            if parameter.dim() > 1:
+                parameter.data.add_(0.25)
     model.train_step(step)
 
 

@@ -1,0 +1,34 @@
+"""What was compared in steps in which nobody waits for a device: it stays there until it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_NEVER = 2**62
+
+
+class Unread:
+    """The first step in which something differed, by what it is: a number on each device, however many steps."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, Any], Any] = {}
+
+    def add(self, what: str, differs: Any, step: int) -> None:
+        """Add whether something differs in a step: a tensor."""
+        import torch
+
+        now, place = torch.where(differs, step, _NEVER), (what, differs.device)
+        before = self._first.get(place)
+        self._first[place] = now if before is None else torch.minimum(before, now)
+
+    def read(self) -> Iterator[tuple[str, int]]:
+        """Yield what has differed since it was last read, and the first step. Waits for the devices."""
+        first, self._first = self._first, {}
+        for (what, _), step in first.items():
+            if int(step) < _NEVER:
+                yield what, int(step)
+
+    def clear(self) -> None:
+        """Forget what was added."""
+        self._first.clear()
