@@ -159,8 +159,8 @@ class Part:
     def end_call(self, call: Call) -> None:
         """See that it has ended, or raised."""
 
-    def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
-        """See a microbatch of a call that trains, and its forward_step()'s result: output and number of tokens."""
+    def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
+        """See a microbatch of a call that trains. Its loss is None in a stage that is not the last."""
 
     def begin_step(self, step: Step) -> None:
         """See that an optimizer step begins, and judge the calls that led to it."""

@@ -39,13 +39,12 @@ class Microbatches(Part):
         """About a chunk."""
 
     @observes
-    def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
-        output = result[0][0] if isinstance(result[0], list) else result[0]
+    def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         self.ledger.met.update(("calls-alike", "data-differs"))
         trained = self._trained.get_or_make(chunk, _Trained)
         trained.count += 1
-        if getattr(output, "ndim", None) == 0:  # else the output of a stage that is not the last
-            trained.losses.append(output.detach())
+        if loss is not None:
+            trained.losses.append(loss.detach())
 
     def added_to(self, hashes: Any, chunks: list[Any]) -> Any:
         """Return hashes to compare with a row more: the number of microbatches, and the hash of their losses.

@@ -4,10 +4,11 @@ Watches   get_loss_scale() of the mixed-precision optimizer, which shows whether
           between zeroing and the step, as scale_loss() does; its division, which shows how often gradients were
           divided; both in all releases. And the hooks of the config, as a forward-backward call begins, which
           show the scale of auxiliary losses.
-Limits    a scale that was asked for is taken for applied. A trainer that reads `optimizer.grad_scaler.scale`
-          itself is taken for one that does not scale; one that logs the scale between zeroing and the step, for
-          one that does.
-Cost      no sync unless something looks wrong.
+          Where nobody asked, what a step's first loss was multiplied by, and what the hook makes of 1: a trainer
+          may read `optimizer.grad_scaler.scale`, a property.
+Limits    a scale that was asked for is taken for applied, though a trainer may only have logged it. Of one that
+          reads the property, multiplications of the losses of tokens are not seen.
+Cost      no sync unless nobody asked for the scale.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..patch import Site
+from . import _factors
 from ._audit import Audit, Call, Part, Step
 from ._buckets import ever_arrived
 from ._findings import observes
@@ -38,7 +40,9 @@ class Scales(Part):
         self._last_ask: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """By chunk: the number of the last time that anybody asked for the loss scale of one of its optimizers."""
         self._asks_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By optimizer: the same, as its last step ended."""
+        """By chunk: the same, as its last step ended."""
+        self._factors: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        """By chunk: what the first loss since its last step was multiplied by, if nobody had asked by then."""
         self._divided: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         """By optimizer: the gradients as they were once it had divided them."""
         self._unscaled_losses: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -127,6 +131,22 @@ class Scales(Part):
         if call.trains and config.grad_scale_func is None and _has_unscaled_losses(config):
             self._unscaled_losses.update(call.chunks)
 
+    @observes
+    def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
+        """Note what a loss was multiplied by."""
+        if chunk.config.fp16 and chunk not in self._factors and not self._has_asked(chunk):
+            self._factors[chunk] = _factors.of_loss(loss)
+
+    def _has_asked(self, chunk: Any) -> bool:
+        """Return whether anybody has asked for a loss scale of the chunk since its last step."""
+        return self._last_ask.get(chunk, 0) > self._asks_before.get(chunk, 0)
+
+    def _is_multiplied(self, chunks: list[Any], scale: Any) -> bool:
+        """Return whether a loss was multiplied by the scale though nobody asked for it. Waits for the GPU."""
+        factors = [factor for chunk in chunks for factor in self._factors.get(chunk, ())]
+        factors += [factor for chunk in chunks for factor in _factors.of_hook(chunk.config, scale)]
+        return float(scale) in (1.0, *map(float, factors))
+
     # ------------------------------------------------------------------------ judged in the step
     @observes
     def begin_step(self, step: Step) -> None:
@@ -134,9 +154,8 @@ class Scales(Part):
         scaled = [part for part in step.parts if getattr(part, "grad_scaler", None) is not None]
         if not scaled or not step.has_gradients:
             return
-        asked = max(self._last_ask.get(chunk, 0) for chunk in step.chunks)  # those of the gradients
-        before = max(self._asks_before.get(part, 0) for part in scaled)
-        if asked <= before and _is_last_stage() and _scale(scaled[0]) != 1:
+        scale, asked = scaled[0].grad_scaler.scale, any(map(self._has_asked, step.chunks))
+        if not asked and _is_last_stage() and not self._is_multiplied(step.chunks, scale):
             what = "the optimizer divides by a loss scale that nobody multiplied the loss by"
             self.ledger.report("scaled-once", "loss", what)
         if any(chunk in self._unscaled_losses for chunk in step.chunks) and _scale(scaled[0]) != 1:
@@ -148,7 +167,9 @@ class Scales(Part):
         """Forget requests for the scale, for the next step."""
         for part in step.parts:
             self._asked.pop(part, None)
-            self._asks_before[part] = max((self._last_ask.get(chunk, 0) for chunk in step.chunks), default=0)
+        for chunk in step.chunks:
+            self._asks_before[chunk] = self._last_ask.get(chunk, 0)
+            self._factors.pop(chunk, None)
         self._unscaled_losses.difference_update(step.chunks)
 
 

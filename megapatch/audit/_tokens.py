@@ -74,21 +74,26 @@ class Tokens(Part):
         ) -> Any:
             result = forward_step(forward_step_func, data_iterator, model, *args, **kwargs)
             if self._training and self._training[-1]:
-                for part in self.audit.parts:
-                    part.trained_on(model, result)
+                self._train_on(model, result)
             return result
 
         return patched_forward_step
 
     @observes
-    def trained_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
-        self.ledger.met.update(("tokens-counted", "divided-by-tokens"))
+    def _train_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
         output, num_tokens = result
+        output = output[0] if isinstance(output, list) else output
+        loss = output if getattr(output, "ndim", None) == 0 else None
+        for part in self.audit.parts:
+            part.trained_on(chunk, loss, num_tokens)
+
+    @observes
+    def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
+        self.ledger.met.update(("tokens-counted", "divided-by-tokens"))
         self._in_call = self._in_call + num_tokens
         for buffer in islice(grad_buffers([chunk]), 1):
             self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)
-        loss = output[0] if isinstance(output, list) else output
-        if getattr(loss, "ndim", None) == 0:
+        if loss is not None:
             self._not_finite[chunk] = self._not_finite.get(chunk, 0) + ~loss.detach().isfinite()
 
     def watch_finalize(self, finalize_model_grads: Callable[..., Any]) -> Callable[..., Any]:

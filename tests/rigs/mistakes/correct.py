@@ -143,6 +143,24 @@ def on_policy(model, step):
         model.train_step(step, num_microbatches=len(advantages))
 
 
+def loss_hook_reads_the_scale(model, step):
+    """The scale is read as a property, which nobody sees."""
+    scaler = parts_of(model.optimizer)[0].grad_scaler
+    model.config.grad_scale_func = lambda loss: loss * scaler.scale
+    model.train_step(step)
+
+
+def loss_function_reads_the_scale(model, step):
+    def loss(*args, **kwargs):
+        value, tokens, metrics = loss_function(*args, **kwargs)
+        return value * (scaler.scale[0] if step else float(scaler.scale)), tokens, metrics
+
+    scaler, loss_function = parts_of(model.optimizer)[0].grad_scaler, _data.loss_function
+    model.config.grad_scale_func = None
+    with mock.patch.object(_data, "loss_function", loss):
+        model.train_step(step)
+
+
 def _correct(name, take_step, **options):
     return Mistake(name, "", take_step, {}, {}, options)
 
@@ -168,6 +186,8 @@ CORRECT = {
         _correct("routers count the tokens of two calls", in_two_calls, **COUNTING),
         _correct("the forward step changes the mode", mode_of_the_forward_step, config={"hidden_dropout": 0.1}),
         _correct("losses are advantages", on_policy),
+        _correct("a hook reads the loss scale as a property", loss_hook_reads_the_scale, **FP16),
+        _correct("the loss function reads the loss scale as a property", loss_function_reads_the_scale, **FP16),
         _correct("routers' counts of an aborted step are forgotten", aborted_and_repeated, **COUNTING),
     )
 }
