@@ -42,12 +42,8 @@ def as_markdown() -> str:
 
 
 def as_sentence() -> str:
-    """Return how many of the mistakes that are found need no comparison of ranks, and the others' names."""
-    found = [mistake for mistake in MISTAKES.values() if mistake.finds]
-    return (
-        f"Of the {len(found)} mistakes below that are found, {len(found) - len(LATER)} are found between two such "
-        f"comparisons as well; the others are: {'; '.join(LATER)}."
-    )
+    """Return the names of the mistakes that are found only where ranks are compared."""
+    return f"All but {len(LATER)} are also found between two such comparisons; these are: {'; '.join(LATER)}."
 
 
 if __name__ == "__main__":
