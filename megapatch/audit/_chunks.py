@@ -1,10 +1,11 @@
 """every-chunk-steps, averaged-alike: all chunks of a model are stepped, with the factors that they were made with.
 
 Watches   calls and steps, as the other parts show them: as a call that trains begins, all of its chunks that the
-          call before has trained were stepped since, or none. And `gradient_scaling_factor` of each bucket, from
+          call before has trained were stepped since, or none; and none of them was never stepped, while an
+          optimizer has stepped something that had no gradients. And `gradient_scaling_factor` of each bucket, from
           when DistributedDataParallel has made it to the step.
-Limits    a model of one chunk that no optimizer steps is not reported. Factors of chunks that were wrapped before
-          any audit began are taken as they are then.
+Limits    a model that is trained and never stepped is not reported while no optimizer steps. Factors of chunks
+          that were wrapped before any audit began are taken as they are then.
 Cost      about a microsecond a chunk and call; one list of the buckets' factors a step.
 """
 
@@ -18,6 +19,21 @@ from ._findings import describe, observes
 from ._notes import Notes
 
 
+class _Trained:
+    """A chunk that has been trained.
+
+    Attributes:
+        waits: whether it has had gradients since its last step.
+        was_stepped: whether it was ever stepped.
+        was_passed_over: whether, before its first step, an optimizer has stepped chunks that were never trained.
+    """
+
+    __slots__ = ("waits", "was_passed_over", "was_stepped")
+
+    def __init__(self) -> None:
+        self.waits = self.was_stepped = self.was_passed_over = False
+
+
 class Chunks(Part):
     name = "chunks"
     doc = __doc__
@@ -26,8 +42,8 @@ class Chunks(Part):
         super().__init__(audit)
         self._factors: Notes[list[float]] = Notes("factors")
         """About a chunk: of each bucket."""
-        self._was_stepped: Notes[bool] = Notes("stepped")
-        """About a chunk that has been trained: whether an optimizer has stepped it since."""
+        self._trained: Notes[_Trained] = Notes("trained")
+        """About a chunk."""
 
     @observes
     def joined(self, chunk: Any) -> None:
@@ -38,22 +54,29 @@ class Chunks(Part):
         """Report chunks that were not stepped with the others."""
         if not call.trains:
             return
-        trained = [chunk for chunk in call.chunks if self._was_stepped.get(chunk, None) is not None]
-        left = [chunk for chunk in trained if not self._was_stepped.get(chunk, True)]
+        trained = {chunk: noted for chunk in call.chunks if (noted := self._trained.get(chunk, None))}
+        left = [chunk for chunk, noted in trained.items() if noted.waits]
         if left and len(left) < len(trained):
             names = [pair for chunk in left for pair in chunk.module.named_parameters()]
             what = f"{describe([parameter for _, parameter in names], names)} had gradients and were not stepped"
             self.ledger.report("every-chunk-steps", "left", f"{what}, as other chunks of their model were")
+        elif any(trained[chunk].was_passed_over for chunk in left):
+            what = "the model had gradients and was not stepped, and an optimizer has stepped what had none"
+            self.ledger.report("every-chunk-steps", "model", what)
 
     @observes
     def end_call(self, call: Call) -> None:
         for chunk in call.chunks if call.trains and call.has_returned else ():
             if getattr(chunk, "param_to_bucket_group", None):  # else nothing of it is trained
-                self._was_stepped.set(chunk, False)
+                self._trained.get_or_make(chunk, _Trained).waits = True
 
     @observes
     def begin_step(self, step: Step) -> None:
-        """Note factors that were changed."""
+        """Note changed factors, and chunks that wait while others are stepped that were never trained."""
+        if not any(self._trained.get(chunk, None) for chunk in step.chunks):
+            for chunk in self.audit.models.chunks:
+                if (trained := self._trained.get(chunk, None)) and not trained.was_stepped:
+                    trained.was_passed_over = True
         for chunk in step.chunks:
             factors = _factors_of(chunk)
             made_with = self._factors.get(chunk, factors)
@@ -70,8 +93,8 @@ class Chunks(Part):
     @observes
     def end_step(self, step: Step) -> None:
         for chunk in step.chunks:
-            if self._was_stepped.get(chunk, None) is not None:
-                self._was_stepped.set(chunk, True)
+            if trained := self._trained.get(chunk, None):
+                trained.waits, trained.was_stepped, trained.was_passed_over = False, True, False
 
 
 def _factors_of(chunk: Any) -> list[float]:

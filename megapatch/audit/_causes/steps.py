@@ -153,6 +153,7 @@ STEPS: Mapping[str, tuple[Cause, ...]] = MappingProxyType(
         "every-chunk-steps": (
             Cause("an optimizer was made of some chunks only", "get_megatron_optimizer() was given model[0]"),
             Cause("one of several optimizers is not stepped", "the loop over them ends early"),
+            Cause("the optimizer is an earlier model's", "the model was built after it was made", "what had none"),
         ),
         "gradients-kept": (
             Cause(

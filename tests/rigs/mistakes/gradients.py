@@ -6,6 +6,7 @@ import contextlib
 
 import torch
 
+from megapatch.testing import tiny_gpt
 from rigs.megatron.grad_ready import BUFFER
 from rigs.megatron.options import ADAM, BOTH, GRADS, Interrupted, raising_half_way
 from rigs.mistakes import Table
@@ -171,6 +172,16 @@ def one_chunk_of_two(model, step):
 TABLE.row(
     "one chunk of two has no optimizer", one_chunk_of_two, {"every-chunk-steps": 1}, layout={"pp": 2, "vpp": 2}
 )
+
+
+def optimizer_of_an_earlier_model(model, step):
+    """The model is built again after its optimizer was made."""
+    if step == 0:
+        model.optimizer = tiny_gpt(layers=1).optimizer
+    model.train_step(step)
+
+
+TABLE.row("the optimizer of an earlier model", optimizer_of_an_earlier_model, {"every-chunk-steps": 1})
 
 
 def experts_averaged_otherwise(model, step):
