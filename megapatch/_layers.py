@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+MARK = "__megapatch__"
+"""Attribute that the installer sets on every function it installs: the name of the patch."""
+
 _MOST_LAYERS = 1000
 _MOST_PARTS = 5000
 _HIDDEN = "__wrapped__"  # functools.wraps sets it, whether the wrapper calls that or not

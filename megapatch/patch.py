@@ -33,9 +33,6 @@ __all__ = [
     "unpatched",
 ]
 
-MARK = "__megapatch__"
-"""Attribute that the installer sets on every function it installs: the name of the patch."""
-
 
 class VerdictKind(enum.Enum):
     """The possible findings of a diagnosis."""
@@ -239,7 +236,7 @@ def unpatched(function: Any) -> Any:
     Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.
     """
-    from ._layers import attribute_of, layers_of
+    from ._layers import MARK, attribute_of, layers_of
 
     found = function
     layers = list(layers_of(function))

@@ -94,16 +94,16 @@ def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTar
         targets: those to be restored.
         going: targets that are restored first; they may stand on top of these.
     """
-    beneath = {id(target.replacement): target.original for target in going}
+    original_of = {id(target.replacement): target.original for target in going}
     for target in targets:
         top = target.current
         while top is not target.replacement:
-            if id(top) not in beneath:
+            if id(top) not in original_of:
                 raise RestoreError(
                     f"{target.target} cannot be restored: {target.name_of(top)} was installed over megapatch's "
                     "replacement; undo that first"
                 )
-            top = beneath[id(top)]
+            top = original_of[id(top)]
 
 
 def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Holder]]) -> None:

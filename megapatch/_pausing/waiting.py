@@ -19,7 +19,7 @@ from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import MegapatchError, MisuseError
-from .cancellation import is_remote, outlast, tell_besides
+from .cancellation import is_remote, tell_besides, wait_to_end
 
 if TYPE_CHECKING:
     import asyncio
@@ -178,7 +178,7 @@ async def _outlast(
     import asyncio
 
     task = asyncio.ensure_future(coroutine)
-    cancelled = await outlast(task, interruptible)
+    cancelled = await wait_to_end(task, interruptible)
     if inspect.iscoroutine(result) and inspect.getcoroutinestate(result) == inspect.CORO_CREATED:
         result.close()  # all tasks of the loop were cancelled, this one before it had begun
     return task, cancelled

@@ -165,9 +165,9 @@ class TQBuffer:
         self._tell()
         return attempt
 
-    async def commit(self, group_id: str, *arguments: Any, **named: Any) -> Any:
+    async def commit(self, group_id: str, *arguments: Any, **keywords: Any) -> Any:
         """Fill a slot, as TQReplayBuffer does; return the group's KVBatchMeta."""
-        meta = await self.buffer.commit(group_id, *arguments, **named)
+        meta = await self.buffer.commit(group_id, *arguments, **keywords)
         self._tell()
         return meta
 

@@ -14,8 +14,9 @@ from .._engine.engine import Engine
 from .._engine.rebuilt import RebuiltTarget
 from .._engine.settings import Settings
 from .._engine.watch import half_loaded
+from .._layers import MARK
 from .._versions import find_module
-from ..patch import MARK, NEEDS_ATTENTION, Patch, Status
+from ..patch import NEEDS_ATTENTION, Patch, Status
 
 
 def import_targets(patches: Iterable[Patch]) -> None:
