@@ -55,10 +55,8 @@ from typing import Any
 from ..._mcore.changes import Changes
 from ..._mcore.main_params import GROUPS, SHARDS, differing, has_memory, pairs, samples, stale_pairs
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
-from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
-    StandIn,
-    answering_none,
     cannot_run,
     lacking,
     missing_attributes,
@@ -66,9 +64,9 @@ from .._diagnosis import (
     missing_reads,
 )
 from ._chained import CHILDREN, children_of
+from ._load_of_a_stand_in import MODULES, load_one, steps_around_a_load
 
 OPTIMIZERS = "megatron.core.optimizer"
-MODULES = "megatron.core.transformer.module"
 WRAPPERS = "megatron.core.distributed.data_parallel_base"
 FLOAT16 = "optimizer.Float16OptimizerWithFloat16Params"
 DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
@@ -100,7 +98,7 @@ def diagnose_modules(module: ModuleType) -> Verdict:
         return lacking(missing)
     parameter = sys.modules["torch"].nn.Parameter(sys.modules["torch"].zeros(1))
     try:
-        _load_one(module.MegatronModule, parameter)
+        load_one(module.MegatronModule, parameter)
     except Exception as error:
         return cannot_run("load_state_dict()", error)
     if parameter.item() == 1 and parameter._version:
@@ -155,7 +153,7 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        stepped, loaded = _steps_around_a_load(module.optimizer)
+        stepped, loaded = steps_around_a_load(module.optimizer)
     except Exception as error:
         return cannot_run("step_with_ready_grads()", error)
     if (stepped, loaded) == (2, 2):
@@ -254,35 +252,6 @@ def _say() -> None:
         logger.info(
             "megatron.main-params-after-load: weights were loaded without optimizer state; main parameters follow"
         )
-
-
-# ------------------------------------------------------------------------ the code that a diagnosis runs
-def _load_one(kind: Any, parameter: Any) -> None:
-    """Load 1 into a module of this class that has one parameter."""
-    torch = sys.modules["torch"]
-    model = object.__new__(kind)  # without its configuration
-    torch.nn.Module.__init__(model)
-    model.weight = parameter
-    model.__class__ = answering_none(kind)  # not before: torch asks whether there is a weight already
-    unpatched(kind.load_state_dict)(model, {"weight": torch.ones(1)})
-
-
-def _steps_around_a_load(optimizers: ModuleType) -> tuple[float, float]:
-    """Return a bf16 parameter, whose main parameter is 2, after a step, and after a load of 1 and another step."""
-    torch = sys.modules["torch"]
-    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    optimizer = object.__new__(answering_none(optimizers.Float16OptimizerWithFloat16Params))
-    vars(optimizer).update(
-        optimizer=StandIn(step=lambda: None),
-        config=StandIn(),
-        **dict(zip(GROUPS, ([[parameter]], [[torch.full((1,), 2.0)]]), strict=True)),
-    )
-    step = functools.partial(unpatched(optimizers.MixedPrecisionOptimizer.step_with_ready_grads), optimizer)
-    step()
-    stepped = parameter.item()
-    _load_one(sys.modules[MODULES].MegatronModule, parameter)
-    step()
-    return stepped, parameter.item()
 
 
 PATCH = Patch(

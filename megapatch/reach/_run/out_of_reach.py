@@ -180,7 +180,8 @@ def _of_program(word: str, rest: list[str]) -> Iterator[str]:
     if os.path.basename(word) == "env":
         yield from _of_env(rest)
     elif is_python(word):
-        if flag := _ignoring_flag(map(_plain, rest)):
+        flag = _ignoring_flag(map(_plain, rest))
+        if flag:
             yield flag
     elif "PYTHONPATH" in map(_plain, rest):
         no_longer_exports = word in _DECLARING and {"-n", "+x"} & set(rest)
