@@ -51,7 +51,7 @@ def innermost(function: Any) -> Any:
 def reaches(top: Any, sought: Any, owner: Any) -> bool:
     """Return whether a call of `top` may come to `sought`.
 
-    Follows what code can call: closures, defaults, attributes and containers, globals that the code names, and
+    Follows all that code can call: closures, defaults, attributes and containers, globals that the code names, and
     those of modules, classes and objects that it names. ``__wrapped__`` counts only where code names it, and in
     proxies, whose call goes there. A search that takes too long ends with yes.
 

@@ -231,7 +231,7 @@ class Patch(PatchInfo):
 
 
 def unpatched(function: Any) -> Any:
-    """Return the function that megapatch found, seen through its own replacements and whatever wraps those.
+    """Return the function that megapatch found, seen through its own replacements and their wrappers.
 
     Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.

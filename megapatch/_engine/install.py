@@ -70,7 +70,7 @@ def uninstall(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders
     """Put the identical originals back at the targets (see `check_current`) and where the replacements were
     imported by name since, as `holders.find` found them for a whole batch; all or none.
 
-    Those go to `found` as holders of what they have now: it may be the replacement of another patch of the batch.
+    Those go to `found` as holders of the object that they now have: it may be another patch's replacement.
     """
     replaced = [(target, target.replacement) for target in targets]
     with contextlib.ExitStack() as on_error:

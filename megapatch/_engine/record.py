@@ -93,7 +93,7 @@ class Record:
         self.was_interrupted = True
 
     def restore(self, found: dict[int, list[Holder]]) -> None:
-        """Put back what was there before, and stay away until `allow_again()`; here nothing was replaced.
+        """Put back the originals, and stay away until `allow_again()`; here nothing was replaced.
 
         Args:
             found: the holders of all replacements that go, as `holders.find` found them.

@@ -1,4 +1,4 @@
-"""Which tensors are changed in place, by torch's own count of changes."""
+"""The tensors that were changed in place, by torch's own count of changes."""
 
 from __future__ import annotations
 

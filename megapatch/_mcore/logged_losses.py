@@ -31,7 +31,7 @@ class OwnLosses:
 
     @contextlib.contextmanager
     def added_by_call(self) -> Iterator[None]:
-        """Record what is added in the body, also if that raises."""
+        """Record the losses that the body adds, also if it raises."""
         before = {id(tensor): self._without(tensor) for tensor in logged_losses()}
         try:
             yield

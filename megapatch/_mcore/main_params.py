@@ -81,7 +81,7 @@ def _kind(parameter: Any) -> str:
 
 
 def aligned(optimizer: Any, names: Iterable[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield what the optimizer's lists of lists hold side by side. Megatron-FSDP and stubs have no such lists."""
+    """Yield the items of the optimizer's lists of lists, side by side; none for Megatron-FSDP and stubs."""
     return zip(*(chain.from_iterable(getattr(optimizer, name, ())) for name in names), strict=True)
 
 

@@ -35,7 +35,7 @@ _found: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def gather_params(ddps: Iterable[Any]) -> None:
-    """Gather what is pending in these DistributedDataParallel chunks, and wait for gathers under way.
+    """Gather the pending bucket groups of these DistributedDataParallel chunks, and wait for gathers under way.
 
     A collective over the data-parallel group if, and only if, some bucket group has to be gathered.
 

@@ -1,4 +1,4 @@
-"""megapatch verify: run all checks here, say how far it is, and print what it has found."""
+"""megapatch verify: run all checks here, show progress, and print the results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verify(
     processes: int | None = None,
     device: Device | None = None,
 ) -> int:
-    """Run the checks, print what they found, and return one of `EXIT_CODES`.
+    """Run the checks, print their results, and return one of `EXIT_CODES`.
 
     Args:
         names: of patches and checks, or globs; none for all.
@@ -142,7 +142,7 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
 
 
 def _measure(results: Results, world: World, seconds: float) -> None:
-    """Measure what each patch costs whose defect was repaired."""
+    """Measure the cost of each patch whose defect was repaired."""
     from .cost import costs
 
     repaired = {row.name: row for row in results.rows if row.outcome == REPAIRED}
@@ -182,7 +182,7 @@ def _progress(world: World, what: str) -> Callable[[str], None]:
 
 
 class _terminated_is_interrupted:
-    """Ends at SIGTERM as at Ctrl-C, with what is known until then: torchrun ends its processes so."""
+    """Ends at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes so."""
 
     def __enter__(self) -> None:
         def interrupt(*ignored: Any) -> None:

@@ -60,7 +60,7 @@ class ScenarioFailed(Exception):
 
 
 def look(rank: int, world_size: int, names: tuple[str, ...]) -> Look:
-    """Import the targets of these patches, and return what became of each."""
+    """Import the targets of these patches, and return the status of each."""
     import torch
 
     statuses = _statuses(names) if names else {}
@@ -125,7 +125,7 @@ def run_scenario(rank: int, world_size: int, name: str, layouts: tuple[Layout, .
 
 
 def quiet() -> None:
-    """Discard what Megatron prints; a failure comes back as an exception."""
+    """Discard Megatron's output; a failure comes back as an exception."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -1,4 +1,4 @@
-"""One check: run it without megapatch and with it, and judge what came of that."""
+"""One check: run it without megapatch and with it, and judge the outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Row:
     """The outcome of one check.
 
     Attributes:
-        name: of the patch, or of what megapatch adds.
+        name: of the patch, or of a feature that megapatch adds.
         outcome: one of the words above.
         seen: whether the defect was met without the patch; None where nobody looked.
         repaired: whether all is well with megapatch; None where nobody looked.
@@ -97,9 +97,9 @@ def run_check(
 
     Args:
         check: the check.
-        row: gets what comes of it, as soon as that is known.
+        row: gets the results as soon as they are known.
         world: where to run it.
-        patch_status: of its patch; None for a check of what megapatch adds.
+        patch_status: of its patch; None for a check of a feature that megapatch adds.
         timeout: seconds for each of the two runs.
         say: called with a few words on each run.
     """

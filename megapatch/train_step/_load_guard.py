@@ -25,7 +25,7 @@ HAND_OUT = ("sharded_state_dict", "state_dict")
 
 
 def refuse_loads(step: OpenStep, optimizer: Any, scheduler: Any) -> Callable[[], Any]:
-    """Have loads into both raise a MisuseError; return what ends that.
+    """Have loads into both raise a MisuseError; return a function that ends that.
 
     It ends by itself once the caller has dropped the step, which is not kept alive.
     """

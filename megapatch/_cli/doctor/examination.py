@@ -1,4 +1,4 @@
-"""Doctor's examination: every patch, where packages come from, the settings, the ways in, and what is wrong."""
+"""Doctor's examination: every patch, where packages come from, the settings, the ways in, and the problems."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Examination(NamedTuple):
         packages: where each package that matters comes from.
         others: (module, function of Megatron or torch that it has patched), besides megapatch.
         settings: each MEGAPATCH_* variable that is set, its value, and its effect.
-        reach: each way into a process, and what it would do here.
+        reach: each way into a process, and its effect here.
         problems: in words, sites that need attention first.
         exit_code: WELL, NOT_APPLIED or COULD_NOT_LOOK.
     """
@@ -169,7 +169,7 @@ def _to_patch() -> list[str]:
 
 
 def _is_there(modules: Iterable[str]) -> bool:
-    """Return whether any of the modules could be imported; a status does not say so of what was switched off."""
+    """Return whether any of the modules could be imported; the status of a disabled patch does not say so."""
     return any(name in sys.modules or find_module(name) is not None for name in modules)
 
 

@@ -78,7 +78,7 @@ def main(folder: str, module: str) -> None:
 
 
 async def _found(folder: Path, new_engine: type[Engine]) -> dict[str, Any]:
-    """Return what the judge asks for."""
+    """Return the facts that the judge asks for."""
     old, new, half = (_checkpoint(folder / name, name) for name in ("old", "new", "half"))
     engine = new_engine(new)  # so that what it answers now has to do with no sync
     try:

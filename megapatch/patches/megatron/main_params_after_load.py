@@ -1,7 +1,7 @@
 """Weights that are loaded without optimizer state are those that the next optimizer step starts from.
 
 Symptom   with bf16 or fp16, a load of the model without its optimizer is undone by the next optimizer.step(),
-          silently: load_state_dict() fills the model, the optimizer's fp32 main parameters keep what they had, and
+          silently: load_state_dict() fills the model, the optimizer's fp32 main parameters keep their values, and
           the step writes them over the loaded weights. A new process gets its initial weights back, and one that
           goes back to a checkpoint stays where it was.
           With overlap_param_gather, a load after a forward pass that raised is undone by the gathers that it left
@@ -17,9 +17,9 @@ Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers 
           swapped for others and back, nothing differs, and main parameters keep every bit. A load of main
           parameters after that of the weights settles it, whatever the weights are.
           Reloading only the elements that differ is not an option: with a small learning rate most weights round
-          to the same bf16 number for many steps, so most of what was gone back on would stay. Reloading at the
+          to the same bf16 number for many steps, so most of the discarded training would stay. Reloading at the
           load is not either: it would round the main parameters of a model whose weights are swapped.
-          A load waits for gathers under way before it begins; what it has loaded whole need not be gathered.
+          A load waits for gathers under way before it begins; parameters that it loads whole need not be gathered.
 Limits    a load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
           Ranks do not ask each other, and judge four kinds of parameters apart, so that copies of a parameter stay
           the same: those that tensor-parallel ranks hold alike, tied embeddings, experts, and the others, which
@@ -32,7 +32,7 @@ Limits    a load that changes no bf16 number looks like a swap there and back: t
           Weights that come into a model otherwise than by load_state_dict() of a MegatronModule or a data-parallel
           wrapper are not seen, such as those of a Hugging Face model that a bridge loads, or by load_state_dict()
           of a plain module around the model or inside it: call optimizer.reload_model_params() after it (the audit
-          finds the step in which that lacks). Adam's moments stay what they were. Left alone are FP8 parameters,
+          finds the step in which that lacks). Adam's moments do not change. Left alone are FP8 parameters,
           Megatron-FSDP, a step that is replayed from a CUDA graph, and, with use_precision_aware_optimizer, main
           parameters that are not in fp32 (store_param_remainders keeps less than half a bf16 step of the old
           ones). The parts for that optimizer, and for an offloaded one, are not tested.
