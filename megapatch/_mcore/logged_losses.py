@@ -1,7 +1,7 @@
 """Losses of a model's own that wait to be logged. They are summed up in one place for all models of the process.
 
-A call of a step adds to them. Taking away what the calls of a dropped step have added must leave what other models
-have added meanwhile, and the sums of a log that was taken and cleared. Nothing here waits for the device.
+A call of a step adds to them. Taking away the losses of a dropped step must leave those that other models have
+added meanwhile, and the sums of a log that was taken and cleared. Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Check(NamedTuple):
             there are no numbers.
         compares: the two sides of the comparison, in words; "" where there are no numbers.
         layouts: whether to run in the layouts of `EVEN` as well.
-        audited: whether the audit watches; not where the scenario makes what the audit looks for, such as a fault.
+        audited: whether the audit watches; not where the scenario itself breaks a rule, as with a fault.
     """
 
     name: str

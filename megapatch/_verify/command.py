@@ -182,7 +182,7 @@ def _progress(world: World, what: str) -> Callable[[str], None]:
 
 
 class _terminated_is_interrupted:
-    """Ends at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes so."""
+    """Ends at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes by it."""
 
     def __enter__(self) -> None:
         def interrupt(*ignored: Any) -> None:

@@ -40,8 +40,7 @@ class _Answer(NamedTuple):
 
 
 def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str], list[tuple[str, str]]]:
-    """Return the report with every pending site as a child process found it, what could not be imported, and what
-    others have patched.
+    """Return the report with each pending site as a child process found it, failed imports, and others' patches.
 
     Args:
         report: of this process.

@@ -37,8 +37,8 @@ Limits    a load that changes no bf16 number looks like a swap there and back: t
           parameters that are not in fp32 (store_param_remainders keeps less than half a bf16 step of the old
           ones). The parts for that optimizer, and for an offloaded one, are not tested.
 Numbers   change after a load of weights alone, to those of a new process that loads the same.
-Cost      about 0.1 us in each optimizer step. The step after a load compares what was loaded, for which the host
-          waits once.
+Cost      about 0.1 us in each optimizer step. The step after a load compares the loaded parameters, for which the
+          host waits once.
 """
 
 from __future__ import annotations
