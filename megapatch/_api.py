@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def activate(*ignored: object, **also_ignored: object) -> None:
-    """Do what `import megapatch` does.
+    """Install the patches, as `import megapatch` does.
 
     Takes and ignores any arguments, so that it can be named as a framework's init hook (slime:
     ``--custom-megatron-init-path megapatch.activate``).

@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+MARK = "__megapatch__"
+"""Attribute that the installer sets on every function it installs: the name of the patch."""
+
 _MOST_LAYERS = 1000
 _MOST_PARTS = 5000
 _HIDDEN = "__wrapped__"  # functools.wraps sets it, whether the wrapper calls that or not
@@ -48,7 +51,7 @@ def innermost(function: Any) -> Any:
 def reaches(top: Any, sought: Any, owner: Any) -> bool:
     """Return whether a call of `top` may come to `sought`.
 
-    Follows what code can call: closures, defaults, attributes and containers, globals that the code names, and
+    Follows all that code can call: closures, defaults, attributes and containers, globals that the code names, and
     those of modules, classes and objects that it names. ``__wrapped__`` counts only where code names it, and in
     proxies, whose call goes there. A search that takes too long ends with yes.
 

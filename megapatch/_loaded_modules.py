@@ -1,7 +1,7 @@
 """The loaded modules' names, read without running anything of theirs.
 
-`sys.modules` holds whatever somebody has put there: lazy modules that load when an attribute is read, objects that
-are not modules, and modules that hide their dictionary (in `py` 1.11 ``py.test`` has a ``__dict__`` that is None).
+Anybody may put anything into `sys.modules`: lazy modules that load when an attribute is read, objects that are not
+modules, and modules that hide their dictionary (in `py` 1.11 ``py.test`` has a ``__dict__`` that is None).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _read_dict: Any = vars(ModuleType)["__dict__"].__get__
 
 
 def names_of(module: object) -> dict[str, Any] | None:
-    """Return the module's own dictionary; None for what is not a module or has none."""
+    """Return the module's own dictionary; None if it has none, or is not a module."""
     if not issubclass(type(module), ModuleType):  # isinstance would read __class__, and so load a lazy module
         return None
     names = _read_dict(module)

@@ -32,7 +32,7 @@ def exact_version() -> str:
 
 
 def requirement(extra: str) -> str:
-    """Return what pip installs for an extra of this megapatch, in quotes. No package index has megapatch."""
+    """Return pip's requirement for an extra of this megapatch, in quotes. No package index has megapatch."""
     import re
 
     commit = re.search(r"\+g([0-9a-f]+)$", __version__)

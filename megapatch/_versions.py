@@ -1,4 +1,4 @@
-"""Which modules could be imported, and their versions, without importing any of them.
+"""The modules that could be imported, and their versions, found without importing any of them.
 
 Versions only word reasons: a Megatron checkout reads like the next release for months. Reading a version runs
 neither torch nor git, as importing megatron.core may.
@@ -84,7 +84,7 @@ def version_of(distribution: str, module: str) -> str | None:
 
 
 def remark(module: str) -> str:
-    """Return what to add to the reason why code of this module is not known: version found, versions tested."""
+    """Return a remark for the reason that code of this module is not known: version found, versions tested."""
     for package, distribution in _DISTRIBUTION_OF.items():
         version = version_of(distribution, package) if f"{module}.".startswith(f"{package}.") else None
         if version is not None:

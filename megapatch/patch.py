@@ -33,9 +33,6 @@ __all__ = [
     "unpatched",
 ]
 
-MARK = "__megapatch__"
-"""Attribute that the installer sets on every function it installs: the name of the patch."""
-
 
 class VerdictKind(enum.Enum):
     """The possible findings of a diagnosis."""
@@ -84,10 +81,6 @@ class Status(enum.Enum):
     APPLIED = "applied"
     NOT_NEEDED = "not-needed"
     NOT_INSTALLED = "not-installed"
-
-
-NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.MISSED, Status.REFUSED)
-"""Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
 
 class _Immutable:
@@ -234,12 +227,12 @@ class Patch(PatchInfo):
 
 
 def unpatched(function: Any) -> Any:
-    """Return the function that megapatch found, seen through its own replacements and whatever wraps those.
+    """Return the function that megapatch found, seen through its own replacements and their wrappers.
 
     Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.
     """
-    from ._layers import attribute_of, layers_of
+    from ._layers import MARK, attribute_of, layers_of
 
     found = function
     layers = list(layers_of(function))

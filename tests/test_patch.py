@@ -9,8 +9,9 @@ import pickle
 import pytest
 from rigs.engine import make_patch
 
+from megapatch._layers import MARK
 from megapatch.errors import MisuseError
-from megapatch.patch import MARK, Patch, unpatched
+from megapatch.patch import Patch, unpatched
 from megapatch.patches import PATCHES
 
 

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 import megapatch
-from megapatch._engine.record import Record
+from megapatch._engine.record import NEEDS_ATTENTION, Record
 from megapatch._engine.settings import Settings, unknown_variables
 from megapatch._troubleshooting import see
 from megapatch.audit._settings import bad_values
-from megapatch.patch import NEEDS_ATTENTION
 
 PACKAGE = Path(megapatch.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"

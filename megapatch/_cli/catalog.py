@@ -42,7 +42,7 @@ def list_patches(markdown: bool, as_json: bool = False) -> int:
 
 
 def markdown_table(patches: Iterable[Patch]) -> str:
-    """Return a table of patches: name, what each makes right, where its defect was reported."""
+    """Return a table of patches: name, summary, and where the defect was reported."""
     rows = ["| patch | what it makes right | upstream | changes numbers |", "| --- | --- | --- | --- |"]
     for patch in patches:
         numbers = "yes" if patch.changes_numbers else "no"

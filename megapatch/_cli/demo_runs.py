@@ -46,7 +46,7 @@ Job = Callable[[int, int], Outcome]
 
 # ------------------------------------------------------------------------ the real train(), wheels from 0.17 on
 def train_without(rank: int, world_size: int) -> Outcome:
-    """Call train() again; after each failure remove by hand what it tripped over, and try again."""
+    """Call train() again; after each failure remove its cause by hand, and try again."""
     loop, outcome = _loop(OVERLAPPED), Outcome()
     config = loop.model.config
     outcome.losses.append(loop.train(STEPS))

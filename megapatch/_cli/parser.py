@@ -1,4 +1,4 @@
-"""The commands, their options, and what runs each."""
+"""The commands, their options, and the function that runs each."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ completion in bash and zsh: pip install argcomplete, then
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose messages, which quote what was typed, are cleaned."""
+    """A parser that cleans its messages, as they quote the command line."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         super()._print_message(first_line_at_the_margin(message) if file is sys.stderr else message, file)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands: its options have `run`, and `parser` for what is wrong with them."""
+    """Return the parser of all commands: its options have `run`, and `parser` to report errors in them."""
     parser = _Parser(
         prog="megapatch",
         description="Makes Megatron safe to call repeatedly.",

@@ -106,9 +106,9 @@ def _describe(holder: Any) -> str:
 
 def _name_of(container: Any) -> str:
     """Name its owner in parentheses: a module's name for it, or the class or object that it belongs to."""
-    named = find([container]).get(id(container))
-    if named:
-        return f" ({named[0].where})"
+    names = find([container]).get(id(container))
+    if names:
+        return f" ({names[0].where})"
     for owner in gc.get_referrers(container):
         if isinstance(owner, type):
             return f" (class {owner.__module__}.{owner.__qualname__})"

@@ -70,7 +70,7 @@ def uninstall(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders
     """Put the identical originals back at the targets (see `check_current`) and where the replacements were
     imported by name since, as `holders.find` found them for a whole batch; all or none.
 
-    Those go to `found` as holders of what they have now: it may be the replacement of another patch of the batch.
+    Those go to `found` as holders of the object that they now have: it may be another patch's replacement.
     """
     replaced = [(target, target.replacement) for target in targets]
     with contextlib.ExitStack() as on_error:
@@ -94,16 +94,16 @@ def check_current(targets: Iterable[ReplacedTarget], going: Iterable[ReplacedTar
         targets: those to be restored.
         going: targets that are restored first; they may stand on top of these.
     """
-    beneath = {id(target.replacement): target.original for target in going}
+    original_of = {id(target.replacement): target.original for target in going}
     for target in targets:
         top = target.current
         while top is not target.replacement:
-            if id(top) not in beneath:
+            if id(top) not in original_of:
                 raise RestoreError(
                     f"{target.target} cannot be restored: {target.name_of(top)} was installed over megapatch's "
                     "replacement; undo that first"
                 )
-            top = beneath[id(top)]
+            top = original_of[id(top)]
 
 
 def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Holder]]) -> None:

@@ -1,4 +1,4 @@
-"""Which rank of how many this process is, and where ranks meet."""
+"""This process's rank, the number of ranks, and the store where they meet."""
 
 from __future__ import annotations
 

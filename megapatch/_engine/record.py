@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .. import _versions
 from .._troubleshooting import see
-from ..patch import NEEDS_ATTENTION, Patch, PatchInfo, Status, Verdict
+from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
 from .edges import comes_from_outside
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from .target import ReplacedTarget
 
 log = logging.getLogger("megapatch")
+
+NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.MISSED, Status.REFUSED)
+"""Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
 _NOT_IMPORTED = "not imported yet"
 _MISSED = "loaded, and not patched: megapatch did not see its import; megapatch.apply() patches it"
@@ -93,7 +96,7 @@ class Record:
         self.was_interrupted = True
 
     def restore(self, found: dict[int, list[Holder]]) -> None:
-        """Put back what was there before, and stay away until `allow_again()`; here nothing was replaced.
+        """Put back the originals, and stay away until `allow_again()`; here nothing was replaced.
 
         Args:
             found: the holders of all replacements that go, as `holders.find` found them.

@@ -58,7 +58,7 @@ def names_in(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each MEGAPATCH_* variable that is unknown, with what was probably meant."""
+    """Return one sentence for each MEGAPATCH_* variable that is unknown, with the one that was probably meant."""
     prefix = "MEGAPATCH_"
     variables = (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, ACCEPT, REPORT, QUIET)
     known = [name.removeprefix(prefix) for name in variables]

@@ -65,7 +65,7 @@ class SiteRecord(Record):
     def consider(self, module: ModuleType, wait: bool = True) -> bool:
         """Diagnose the loaded module, and install the targets if needed. Return whether `rebind` has to follow.
 
-        Raises nothing but what comes from outside, such as KeyboardInterrupt.
+        Raises only exceptions from outside, such as KeyboardInterrupt.
 
         Args:
             wait: whether to wait for another thread that is considering the site. Not where this thread holds an
@@ -99,7 +99,7 @@ class SiteRecord(Record):
 
         Only then the site is applied. Return whether this call has done it.
 
-        Raises nothing but what comes from outside, such as KeyboardInterrupt.
+        Raises only exceptions from outside, such as KeyboardInterrupt.
         """
         with self.lock:
             # Otherwise another thread has done it, or has restored, and perhaps installed again.
@@ -117,7 +117,7 @@ class SiteRecord(Record):
     def _all_or_none(self, change: Callable[[], None]) -> None:
         """Make a change; if anything goes wrong, leave nothing of ours.
 
-        A bug is recorded; Ctrl-C, and what a signal handler raises, is raised.
+        A bug is recorded; Ctrl-C, and a signal handler's exception, is raised.
         """
         try:
             change()

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import StrictError
-from ..patch import NEEDS_ATTENTION, Status
-from .record import Record
+from ..patch import Status
+from .record import NEEDS_ATTENTION, Record
 from .wording import not_in_place
 
 

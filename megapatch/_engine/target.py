@@ -13,8 +13,7 @@ from typing import Any
 
 import wrapt
 
-from .._layers import attribute_of, innermost, layers_of, reaches
-from ..patch import MARK
+from .._layers import MARK, attribute_of, innermost, layers_of, reaches
 from .holders import Holder
 
 

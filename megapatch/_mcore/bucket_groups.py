@@ -32,7 +32,7 @@ def bucket_groups(ddp: Any) -> list[Any]:
 
 
 def groups_within(groups: Iterable[Any], parameters: Iterable[Any]) -> list[Any]:
-    """Return the bucket groups that have none but these parameters."""
+    """Return the bucket groups whose parameters are all among these."""
     these = {id(parameter) for parameter in parameters}
     return [group for group in groups if these.issuperset(map(id, group.params))]
 

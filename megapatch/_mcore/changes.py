@@ -1,4 +1,4 @@
-"""Which tensors are changed in place, by torch's own count of changes."""
+"""The tensors that were changed in place, by torch's own count of changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Changes:
-    """The changes of some tensors from now on. Those made through ``.data`` do not count, in torch neither."""
+    """The changes of some tensors from now on. Changes made through ``.data`` do not count, as in torch."""
 
     def __init__(self, tensors: Iterable[Any]) -> None:
         self._before = [(tensor, _count(tensor)) for tensor in tensors]

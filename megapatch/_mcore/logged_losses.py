@@ -1,7 +1,7 @@
 """Losses of a model's own that wait to be logged. They are summed up in one place for all models of the process.
 
-A call of a step adds to them. Taking away what the calls of a dropped step have added must leave what other models
-have added meanwhile, and the sums of a log that was taken and cleared. Nothing here waits for the device.
+A call of a step adds to them. Taking away the losses of a dropped step must leave those that other models have
+added meanwhile, and the sums of a log that was taken and cleared. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OwnLosses:
 
     @contextlib.contextmanager
     def added_by_call(self) -> Iterator[None]:
-        """Record what is added in the body, also if that raises."""
+        """Record the losses that the body adds, also if it raises."""
         before = {id(tensor): self._without(tensor) for tensor in logged_losses()}
         try:
             yield

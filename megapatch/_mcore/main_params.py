@@ -50,7 +50,7 @@ def stale_pairs(loaded: Collection[tuple[Any, Any, Any]]) -> list[tuple[Any, Any
 
     A pair is new if its main parameter, rounded, differs from the weights; then all pairs of its kind are, because
     with a small learning rate most weights round to the same number for many steps. Ranks cannot ask each other,
-    as one may be alone here: a parameter is judged only by what every rank holds that holds the parameter.
+    as one may be alone here: a parameter is judged only by others that all of its ranks hold.
 
     Args:
         loaded: triples of `pairs`. The host waits for their device once, however many there are.
@@ -90,7 +90,7 @@ def _kind(parameter: Any) -> str:
 def aligned(
     optimizer: Any, names: Iterable[str], choose: Callable[[Any], Iterable[Any]] = chain.from_iterable
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield what the optimizer's lists of lists hold side by side. Megatron-FSDP and stubs have no such lists."""
+    """Yield some items of the optimizer's lists of lists, side by side; none for Megatron-FSDP and stubs."""
     return zip(*(choose(getattr(optimizer, name, ())) for name in names), strict=True)
 
 

@@ -35,7 +35,7 @@ _found: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def gather_params(ddps: Iterable[Any]) -> None:
-    """Gather what is pending in these DistributedDataParallel chunks, and wait for gathers under way.
+    """Gather the pending bucket groups of these DistributedDataParallel chunks, and wait for gathers under way.
 
     A collective over the data-parallel group if, and only if, some bucket group has to be gathered.
 
@@ -92,13 +92,13 @@ def record_gathered(group: Any) -> None:
 
 
 def record_loaded(ddp: Any, parameters: Iterable[Any]) -> None:
-    """Note that parameters were loaded: bucket groups of no others have nothing left that is to be gathered."""
+    """Note that parameters were loaded: a bucket group that has no others has nothing left to gather."""
     for group in groups_within(pending_groups(ddp), parameters):
         record_gathered(group)
 
 
 def record_step(ddp: Any) -> None:
-    """Note that the optimizer has stepped, and let the next forward pass gather whatever came before the step."""
+    """Note that the optimizer has stepped, so that the next forward pass gathers in any case."""
     if ddp.ddp_config.overlap_param_gather:
         for group in bucket_groups(ddp):
             if group.param_gather_handle is None:  # else: overlap_param_gather_with_optimizer_step

@@ -20,7 +20,7 @@ def process_groups() -> list[Any]:
 
 
 def destroy_unused(groups: list[Any]) -> int:
-    """Destroy those of these process groups that no rank refers to any more; return how many that is here.
+    """Destroy the process groups that no rank refers to any more; return their number on this rank.
 
     The others stay in the list. A collective over the default group, which every rank has to call: none is
     destroyed while another rank still communicates in it. Only torch, Megatron's parallel_state and this list may
@@ -51,7 +51,7 @@ def _names_of_used(groups: list[Any]) -> list[str]:
 
 
 def _holders() -> Iterator[Any]:
-    """Yield where torch lists the groups, and Megatron keeps them, its older releases beyond their end, too."""
+    """Yield the containers in which torch and Megatron keep groups; older Megatrons keep destroyed ones."""
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world

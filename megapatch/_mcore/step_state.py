@@ -33,7 +33,7 @@ MODULES = "_megapatch_modules_with_step_state"
 
 
 def forget_counts(chunk: Any) -> None:
-    """Zero what the routers of a chunk have counted, as finalize_model_grads() does. No wait for the device."""
+    """Zero the counts of a chunk's routers, as finalize_model_grads() does. No wait for the device."""
     if counts := list(counts_in(chunk)):
         import torch
 
@@ -41,7 +41,7 @@ def forget_counts(chunk: Any) -> None:
 
 
 def counts_in(chunk: Any) -> Iterator[Any]:
-    """Yield what the routers of a chunk have counted since it was zeroed."""
+    """Yield the counts of a chunk's routers since they were zeroed."""
     return _buffers(chunk, COUNTS)
 
 
@@ -166,7 +166,7 @@ def _contents(thing: Any) -> Callable[[], None]:
 
 
 def _value(value: Any) -> Callable[[], Any]:
-    """Return a function that makes a value what it is now, in place, and returns it.
+    """Return a function that restores a value to its present state, in place, and returns it.
 
     A tensor stays the same object: a CUDA graph may write into it.
     """

@@ -43,7 +43,7 @@ class Blocking:
         self._loop: Any = None
 
     async def attempt(self, call: Call, what: str, interruptible: bool = False) -> Outcome:
-        """Do what `waiting.attempt` does, but block. Awaits nothing."""
+        """Attempt the call as `waiting.attempt` does, but block. Awaits nothing."""
         import asyncio
 
         try:
@@ -69,7 +69,7 @@ class Blocking:
             raise
 
     def close(self) -> None:
-        """End what is left in the loop, and the loop."""
+        """End the loop, and first all tasks left in it."""
         if self._loop is None:
             return
         loop, self._loop = self._loop, None

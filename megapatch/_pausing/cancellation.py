@@ -19,7 +19,7 @@ def is_remote(call: Callable[..., object]) -> bool:
     return callable(getattr(type(call), "remote", None))
 
 
-async def outlast(future: asyncio.Future[Any], interruptible: bool = False) -> BaseException | None:
+async def wait_to_end(future: asyncio.Future[Any], interruptible: bool = False) -> BaseException | None:
     """Wait until the future is done, and return the first cancellation that arrived meanwhile, if any.
 
     No such cancellation reaches the future, unless it is interruptible. Only cancelling all tasks of the event

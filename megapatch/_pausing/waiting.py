@@ -1,4 +1,4 @@
-"""Wait for whatever a call returns: one rule for pauses, resumes, weight syncs and a pump's calls.
+"""Wait for the result of a call, of any kind: one rule for pauses, resumes, weight syncs and a pump's calls.
 
 awaitable                            awaited, then its result is looked at; Ray's ObjectRef is one
 `concurrent.futures.Future`          likewise, as of an executor or of `asyncio.run_coroutine_threadsafe`
@@ -19,7 +19,7 @@ from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import MegapatchError, MisuseError
-from .cancellation import is_remote, outlast, tell_besides
+from .cancellation import is_remote, tell_besides, wait_to_end
 
 if TYPE_CHECKING:
     import asyncio
@@ -74,7 +74,7 @@ def _unwaitable(kind: type) -> str | None:
 
 
 async def top_of(result: Any) -> Any:
-    """Wait for a result itself, not for what it holds: it may be data."""
+    """Wait for a result itself, not for its contents: it may be data."""
     while is_under_way(result):
         if _is_concurrent(type(result)):
             import asyncio
@@ -167,18 +167,18 @@ async def attempt(call: Call, what: str, interruptible: bool = False) -> Outcome
         return ordinary(as_failure(what, error)), None
     if isinstance(result, (type(None), bool)):
         return None, None
-    task, cancelled = await _outlast(finished(result, what), result, interruptible)
+    task, cancelled = await _wait_to_end(finished(result, what), result, interruptible)
     return ordinary(_failure_of(task, what)), cancelled
 
 
-async def _outlast(
+async def _wait_to_end(
     coroutine: Coroutine[Any, Any, _T], result: Any, interruptible: bool
 ) -> tuple[asyncio.Task[_T], BaseException | None]:
     """Run a coroutine that waits for a result in a task, to its end; return that, and the first cancellation."""
     import asyncio
 
     task = asyncio.ensure_future(coroutine)
-    cancelled = await outlast(task, interruptible)
+    cancelled = await wait_to_end(task, interruptible)
     if inspect.iscoroutine(result) and inspect.getcoroutinestate(result) == inspect.CORO_CREATED:
         result.close()  # all tasks of the loop were cancelled, this one before it had begun
     return task, cancelled
@@ -189,7 +189,7 @@ def _failure_of(task: asyncio.Task[Any], what: str) -> BaseException | None:
 
 
 def _cancelled(what: str) -> MegapatchError:
-    """Return what is raised in place of a CancelledError that did not come from the caller.
+    """Return the exception to raise in place of a CancelledError that did not come from the caller.
 
     asyncio takes that for the end of a task that somebody has cancelled: a TaskGroup drops it.
     """
@@ -208,7 +208,7 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
 
     Args:
         what: the call, in messages.
-        data: whether the call returns data, which may hold what is not to be waited for.
+        data: whether the call returns data; objects in it are not waited for.
 
     Raises:
         MegapatchError: the call was cancelled, and not by its caller.
@@ -216,7 +216,7 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
 
     if result is None or (data and not is_under_way(result)):
         return result
-    task, cancelled = await _outlast(top_of(result) if data else finished(result, what), result, True)
+    task, cancelled = await _wait_to_end(top_of(result) if data else finished(result, what), result, True)
     failure = _failure_of(task, what)
     if cancelled is not None:
         if failure is not None and not task.cancelled():

@@ -1,4 +1,4 @@
-"""Which ranks have come to a comparison, so that its failure can name the one that has died."""
+"""The ranks that have come to a comparison, so that its failure can name the one that has died."""
 
 from __future__ import annotations
 

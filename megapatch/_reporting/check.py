@@ -8,10 +8,11 @@ from pathlib import Path
 
 from .._engine.engine import this_process
 from .._engine.ranks import numbered, place
+from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import REPORT
 from .._version import exact_version
 from ..errors import InconsistentError
-from ..patch import NEEDS_ATTENTION, Status
+from ..patch import Status
 from . import files, terminal
 from .facts import Facts, differences, look
 from .report import Report, make_report

@@ -18,7 +18,7 @@ def path_of(folder: Path, kind: str, rank: int) -> Path:
     """Return the path of a rank's file.
 
     Args:
-        kind: what the file's name begins with.
+        kind: the beginning of the file's name.
     """
     return folder / f"{kind}-{rank:05}.json"
 

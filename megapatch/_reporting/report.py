@@ -152,7 +152,7 @@ class Report(NamedTuple):
         """16 hexadecimal digits, equal in two processes that have the same patches in the same state on the same
         versions.
 
-        megapatch's own version names the commit, or what its sources are. Of others, reasons, tracebacks and
+        megapatch's own version names the commit, or identifies its sources. Of others, reasons, tracebacks and
         commits do not count: a copy of a checkout may lack its .git, and a commit does not show changes on top of
         it. The diagnoses looked at the real code, and the statuses reflect it.
         """

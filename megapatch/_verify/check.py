@@ -1,4 +1,4 @@
-"""The parts of a check: a scenario that meets a defect, the layouts in which it runs, and what it compares.
+"""The parts of a check: a scenario that meets a defect, the layouts in which it runs, and its comparison.
 
 A scenario is called on every rank. It raises `DefectSeen` when it meets its defect, and returns otherwise. By
 `megapatch.testing.check_contract` tests hold megapatch's patches to the same scenarios.
@@ -16,7 +16,7 @@ TOLERANCE = 1e-5
 
 
 class DefectSeen(AssertionError):
-    """A scenario has met the defect that it is about; the message says what it saw."""
+    """A scenario has met the defect that it is about; the message describes it."""
 
 
 class CannotRunHere(Exception):
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
     Attributes:
         name: such as ``pp2``; the rest of the world is data parallel.
         sizes: arguments of `init_parallel`.
-        options: what `tiny_gpt` needs there.
+        options: arguments of `tiny_gpt`.
     """
 
     name: str
@@ -64,9 +64,9 @@ class Check(NamedTuple):
         name: a patch's name, or that of something that megapatch adds.
         scenario: called with a `Layout` on every rank; returns the largest difference to a reference, or None if
             there are no numbers.
-        compares: what is compared with what, in words; "" where there are no numbers.
+        compares: the two sides of the comparison, in words; "" where there are no numbers.
         layouts: whether to run in the layouts of `EVEN` as well.
-        audited: whether the audit watches; not where the scenario makes what the audit looks for, such as a fault.
+        audited: whether the audit watches; not where the scenario itself breaks a rule, as with a fault.
     """
 
     name: str

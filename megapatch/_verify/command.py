@@ -1,4 +1,4 @@
-"""megapatch verify: run all checks here, say how far it is, and print what it has found."""
+"""megapatch verify: run all checks here, show progress, and print the results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verify(
     processes: int | None = None,
     device: Device | None = None,
 ) -> int:
-    """Run the checks, print what they found, and return one of `EXIT_CODES`.
+    """Run the checks, print their results, and return one of `EXIT_CODES`.
 
     Args:
         names: of patches and checks, or globs; none for all.
@@ -120,13 +120,13 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
     checks = {check.name: check for check in CHECKS}
     patches = {name for family in CATALOGUE.values() for name in family}
     try:
-        found = _look(world, [name for name in chosen if name in patches], seconds)
+        found = _examine_ranks(world, [name for name in chosen if name in patches], seconds)
     except (RanksFailed, RanksTimedOut) as error:
         results.stopped = f"the processes do not work here:\n{error}"
         return
-    results.device, standings, todo = found.device, found.standings, []
+    results.device, statuses, todo = found.device, found.statuses, []
     for name in chosen:
-        known = without_a_run(name, standings[name], name in checks) if name in standings else None
+        known = without_a_run(name, statuses[name], name in checks) if name in statuses else None
         if known is None:
             todo.append(name)
         else:
@@ -135,14 +135,14 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
         say = _progress(world, f"[{number:{len(str(len(todo)))}}/{len(todo)}] {name}")
         row = Row(name, UNDECIDED, text=UNFINISHED)
         results.rows.append(row)
-        run_check(checks[name], row, world, standings.get(name), seconds, say)
+        run_check(checks[name], row, world, statuses.get(name), seconds, say)
     _measure(results, world, seconds)
     order = {name: place for place, name in enumerate(chosen)}
     results.rows.sort(key=lambda row: order[row.name])
 
 
 def _measure(results: Results, world: World, seconds: float) -> None:
-    """Measure what each patch costs whose defect was repaired."""
+    """Measure the cost of each patch whose defect was repaired."""
     from .cost import costs
 
     repaired = {row.name: row for row in results.rows if row.outcome == REPAIRED}
@@ -160,12 +160,12 @@ def _measure(results: Results, world: World, seconds: float) -> None:
     say(f"measured in steps of {1000 * measured.step:.1f} ms")
 
 
-def _look(world: World, names: list[str], seconds: float) -> in_ranks.Look:
+def _examine_ranks(world: World, names: list[str], seconds: float) -> in_ranks.Look:
     """Return the findings of rank 0: devices, versions, and each patch's status. All ranks have to agree."""
     _progress(world, "what is installed, and what it needs")("looking")
     ranks: list[in_ranks.Look] = world.run(in_ranks.look, tuple(names), env=WITH, timeout=seconds)
     for name in names:
-        differing = {rank.standings[name] for rank in ranks}
+        differing = {rank.statuses[name] for rank in ranks}
         if len(differing) > 1:
             raise MegapatchError(f"{name} is not the same in all ranks: {'; '.join(map(str, differing))}")
     return ranks[0]
@@ -182,7 +182,7 @@ def _progress(world: World, what: str) -> Callable[[str], None]:
 
 
 class _terminated_is_interrupted:
-    """Ends at SIGTERM as at Ctrl-C, with what is known until then: torchrun ends its processes so."""
+    """Ends at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes by it."""
 
     def __enter__(self) -> None:
         def interrupt(*ignored: Any) -> None:

@@ -63,7 +63,7 @@ def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
 
 
 def difference(with_it: Sequence[float], without: Sequence[float]) -> tuple[float, float]:
-    """Return what a patch adds to a step, and by how much that is uncertain: by how much the rounds differ.
+    """Return the seconds that a patch adds to a step, and their uncertainty: the range over the rounds.
 
     On a busy machine whole rounds are slow, all of their steps, so the steps of one round say nothing of that.
 

@@ -6,7 +6,8 @@ import os
 import time
 from typing import Any, NamedTuple
 
-from ..patch import NEEDS_ATTENTION, Status
+from .._engine.record import NEEDS_ATTENTION
+from ..patch import Status
 from .check import CannotRunHere, DefectSeen, Layout
 from .checks import CHECKS
 
@@ -22,7 +23,7 @@ ORDER = (
 """Of a patch with several sites the first status counts: one that is applied anywhere can be verified."""
 
 
-class Standing(NamedTuple):
+class PatchStatus(NamedTuple):
     """The status of a patch in the processes: its status and the reason, in words."""
 
     status: str
@@ -34,14 +35,14 @@ class Look(NamedTuple):
 
     Attributes:
         device: ``CPU``, or the GPU's name.
-        standings: of each patch that was asked for.
+        statuses: of each patch that was asked for.
     """
 
     device: str
-    standings: dict[str, Standing]
+    statuses: dict[str, PatchStatus]
 
 
-class Seen(NamedTuple):
+class ScenarioResult(NamedTuple):
     """The results of a rank in a run that met no defect.
 
     Attributes:
@@ -55,20 +56,20 @@ class Seen(NamedTuple):
     seconds: float
 
 
-class BrokeOff(Exception):
+class ScenarioFailed(Exception):
     """A scenario failed on something other than its defect; the message says in which layout."""
 
 
 def look(rank: int, world_size: int, names: tuple[str, ...]) -> Look:
-    """Import the targets of these patches, and return what became of each."""
+    """Import the targets of these patches, and return the status of each."""
     import torch
 
-    standings = _standings(names) if names else {}
+    statuses = _statuses(names) if names else {}
     on_gpu = torch.cuda.is_available()  # never with the CUDA stubs
-    return Look(torch.cuda.get_device_name() if on_gpu else "CPU", standings)
+    return Look(torch.cuda.get_device_name() if on_gpu else "CPU", statuses)
 
 
-def _standings(names: tuple[str, ...]) -> dict[str, Standing]:
+def _statuses(names: tuple[str, ...]) -> dict[str, PatchStatus]:
     from importlib import import_module
 
     from .._api import report
@@ -93,17 +94,17 @@ def _standings(names: tuple[str, ...]) -> dict[str, Standing]:
             reason = worst.reason
             if worst.status is Status.PENDING:
                 reason = errors.get(worst.module) or reason
-            found[entry.patch.name] = Standing(worst.status.value, reason)
+            found[entry.patch.name] = PatchStatus(worst.status.value, reason)
     return found
 
 
-def seen(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> Seen:
+def run_scenario(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> ScenarioResult:
     """Run a check's scenario in these layouts.
 
     Raises:
         DefectSeen: the scenario met its defect.
         CannotRunHere: the scenario needs something that is missing.
-        BrokeOff: the scenario failed in another way.
+        ScenarioFailed: the scenario failed in another way.
     """
     from .. import audit
 
@@ -119,13 +120,13 @@ def seen(rank: int, world_size: int, name: str, layouts: tuple[Layout, ...]) -> 
         except CannotRunHere:
             raise
         except Exception as error:
-            raise BrokeOff(f"in the layout {layout.name}: {type(error).__name__}: {error}") from error
+            raise ScenarioFailed(f"in the layout {layout.name}: {type(error).__name__}: {error}") from error
     findings = tuple(map(str, audit.findings()))
-    return Seen(differences, findings, time.monotonic() - started)
+    return ScenarioResult(differences, findings, time.monotonic() - started)
 
 
 def quiet() -> None:
-    """Discard what Megatron prints; a failure comes back as an exception."""
+    """Discard Megatron's output; a failure comes back as an exception."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.dup2(null, 2)

@@ -1,4 +1,4 @@
-"""One check: run it without megapatch and with it, and judge what came of that."""
+"""One check: run it without megapatch and with it, and judge the outcome."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import AUDIT, DISABLE, EVERY, ONLY, STRICT
 from ..errors import RanksFailed, RanksTimedOut
-from ..patch import NEEDS_ATTENTION, Status
-from . import in_ranks
+from ..patch import Status
 from .check import CannotRunHere, Check
-from .in_ranks import BrokeOff, Seen, Standing, last_line
+from .in_ranks import PatchStatus, ScenarioFailed, ScenarioResult, last_line, run_scenario
 from .world import World
 
 WITHOUT = {DISABLE: "*", ONLY: "", STRICT: "", AUDIT: ""}
@@ -35,7 +35,7 @@ class Row:
     """The outcome of one check.
 
     Attributes:
-        name: of the patch, or of what megapatch adds.
+        name: of the patch, or of a feature that megapatch adds.
         outcome: one of the words above.
         seen: whether the defect was met without the patch; None where nobody looked.
         repaired: whether all is well with megapatch; None where nobody looked.
@@ -66,12 +66,9 @@ class Row:
         return asdict(self)
 
 
-Say = Callable[[str], None]
-
-
-def without_a_run(name: str, standing: Standing, has_check: bool) -> Row | None:
+def without_a_run(name: str, patch_status: PatchStatus, has_check: bool) -> Row | None:
     """Return the row of a patch that there is nothing to run for, or None."""
-    status, reason = Status(standing.status), standing.reason
+    status, reason = Status(patch_status.status), patch_status.reason
     if status is Status.NOT_INSTALLED:
         return Row(name, NOT_HERE, text=reason)
     if status in NEEDS_ATTENTION:
@@ -89,37 +86,44 @@ def without_a_run(name: str, standing: Standing, has_check: bool) -> Row | None:
     return None
 
 
-def run_check(check: Check, row: Row, world: World, standing: Standing | None, timeout: float, say: Say) -> None:
+def run_check(
+    check: Check,
+    row: Row,
+    world: World,
+    patch_status: PatchStatus | None,
+    timeout: float,
+    say: Callable[[str], None],
+) -> None:
     """Run a check without megapatch, if its patch is applied, and with it.
 
     Args:
         check: the check.
-        row: gets what comes of it, as soon as that is known.
+        row: gets the results as soon as they are known.
         world: where to run it.
-        standing: of its patch; None for a check of what megapatch adds.
+        patch_status: of its patch; None for a check of a feature that megapatch adds.
         timeout: seconds for each of the two runs.
         say: called with a few words on each run.
     """
     row.compares = check.compares
     started = time.monotonic()
-    if standing is not None and standing.status == Status.APPLIED.value:
+    if patch_status is not None and patch_status.status == Status.APPLIED.value:
         _without(check, world, timeout, row)
         say("defect seen" if row.seen else "defect not seen" if row.seen is False else "undecided")
     _with(check, world, timeout, row)
     if row.outcome != CANNOT:
-        row.outcome = _outcome(row, standing)
+        row.outcome = _outcome(row, patch_status)
     row.seconds = time.monotonic() - started
     if row.text == UNFINISHED:
         row.text = ""
-    if row.outcome == NOT_NEEDED and standing is not None:
-        row.text = standing.reason
+    if row.outcome == NOT_NEEDED and patch_status is not None:
+        row.text = patch_status.reason
     say({True: "well with megapatch", False: "NOT WELL with megapatch", None: CANNOT}[row.repaired])
 
 
 def _without(check: Check, world: World, timeout: float, row: Row) -> None:
     layouts = check.layouts_of(world.size)
     try:
-        world.run(in_ranks.seen, check.name, layouts, env=WITHOUT, timeout=timeout)
+        world.run(run_scenario, check.name, layouts, env=WITHOUT, timeout=timeout)
     except RanksFailed as error:
         defect = last_line(error, "DefectSeen")
         row.seen = True if defect is not None else None
@@ -134,7 +138,7 @@ def _with(check: Check, world: World, timeout: float, row: Row) -> None:
     layouts = check.layouts_of(world.size)
     env: Mapping[str, str] = WITH if check.audited else {**WITH, AUDIT: ""}
     try:
-        ranks: list[Seen] = world.run(in_ranks.seen, check.name, layouts, env=env, timeout=timeout)
+        ranks: list[ScenarioResult] = world.run(run_scenario, check.name, layouts, env=env, timeout=timeout)
     except RanksFailed as error:
         if lacking := last_line(error, CannotRunHere.__name__):
             row.outcome, row.text = CANNOT, lacking
@@ -156,17 +160,17 @@ def _with(check: Check, world: World, timeout: float, row: Row) -> None:
 
 
 def _why(error: RanksFailed) -> str:
-    if broke_off := last_line(error, BrokeOff.__name__):
-        return broke_off
+    if failure := last_line(error, ScenarioFailed.__name__):
+        return failure
     lines = next(iter(error.failures.values())).strip().splitlines()
     return lines[-1] if lines[0].startswith("Traceback") else lines[0]  # it died, and its stacks follow
 
 
-def _outcome(row: Row, standing: Standing | None) -> str:
+def _outcome(row: Row, patch_status: PatchStatus | None) -> str:
     if not row.repaired:
         return WRONG
-    if standing is None:
+    if patch_status is None:
         return RIGHT
-    if standing.status == Status.NOT_NEEDED.value:
+    if patch_status.status == Status.NOT_NEEDED.value:
         return NOT_NEEDED
     return {True: REPAIRED, False: NOT_SEEN, None: UNDECIDED}[row.seen]

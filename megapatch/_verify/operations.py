@@ -1,4 +1,4 @@
-"""Records what code asks of process groups, and where the host waits for the device to have a value."""
+"""Records the operations that code asks of process groups, and the places where the host waits for the device."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _needs_indices_of_mask(indices: Any, value: Any = None) -> bool:
-    """Return whether there is a mask among the indices; one that only selects what to fill needs none."""
+    """Return whether there is a mask among the indices; one that only selects elements to fill needs none."""
     masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
     fills = value is not None and value.numel() == 1 and value.device.type == "cpu"
     return bool(masks) and not (fills and len(masks) == sum(index is not None for index in indices))

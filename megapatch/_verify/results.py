@@ -67,13 +67,13 @@ class Results:
         }
 
     def text(self, columns: int) -> str:
-        """Return the table, what is wrong, and one sentence on all of it."""
+        """Return the table, the problems, and one sentence on all of it."""
         measured = [f"cost: of a step that takes the host {1000 * self.step:.1f} ms"] if self.step else []
         lines = [*self._head(columns), "", *self._table(), *measured, *self._notes(columns), "", self.sentence()]
         return "\n".join(lines)
 
     def sentence(self) -> str:
-        """Return what all of it comes to."""
+        """Return the overall result, in one sentence."""
         bad = [row.name for row in self.rows if row.outcome in BAD]
         well = sum(row.outcome in (REPAIRED, RIGHT) for row in self.rows)
         if self.stopped:

@@ -1,4 +1,4 @@
-"""Where checks run: in processes of this machine, or in one beside each process that a launcher has started."""
+"""The processes that run checks: new ones of this machine, or one beside each process of a launcher."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class World(Protocol):
         """Call `function` in a new process a rank, as `run_ranks`; the same result or error in each launcher."""
 
     def close(self) -> None:
-        """Let the others finish: they may still have to read what the last run came to."""
+        """Let the others finish: they may still have to read the last run's outcome."""
 
 
 class Local(NamedTuple):
@@ -153,7 +153,7 @@ def gpus() -> int:
 
 @contextlib.contextmanager
 def opened(world: World) -> Iterator[None]:
-    """Hold what a world's processes are started with."""
+    """Hold the resources that a world's processes are started with."""
     if world.device == "cuda":
         yield
         return

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from .._engine.engine import this_process
-from .._engine.record import Record
-from ..patch import NEEDS_ATTENTION, Status, VerdictKind
+from .._engine.record import NEEDS_ATTENTION, Record
+from ..patch import Status, VerdictKind
 
 _NOT_IN_PLACE = {Status.DISABLED, *NEEDS_ATTENTION} - {Status.REFUSED}
 """Statuses of patches that may be needed; one that was refused is for code that it does not know."""

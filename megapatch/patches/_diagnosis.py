@@ -1,7 +1,7 @@
 """Helpers of diagnoses, which look at the real code without running all of it.
 
 A path is ``"module:Class.function"``; its module is one that the target has loaded. Functions named missing_...
-return what was expected and not found, in words; `lacking` makes a verdict of them.
+return the expectations that were not met, in words; `lacking` makes a verdict of them.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _OFFSET = 100  # for each stage, as in megatron.training.initialize._set_random_
 
 
 def diagnose_seed(seeding: tuple[str, ...], missing: list[str]) -> Verdict:
-    """Return the verdict on the functions that choose a seed; `missing` is what the patch relies on, and lacks."""
+    """Return the verdict on the functions that choose a seed; `missing` lists unmet needs of the patch."""
     return judged_by_name(
         STAGE,
         seeding,

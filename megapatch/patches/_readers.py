@@ -137,7 +137,7 @@ def _diagnose_all(readers: tuple[Reader, ...], module: ModuleType) -> Verdict:
 
 
 def _owns(cls: type, attribute: str) -> bool:
-    """Whether objects of the class have the attribute: some method of it, or of what it inherits, mentions it."""
+    """Whether objects of the class have the attribute: a method, its own or inherited, mentions it."""
     return any(
         name == attribute or any(attribute in code.co_names for code in codes_of(member))
         for base in cls.__mro__

@@ -53,7 +53,7 @@ class RayTrainer:
 
     Raises:
         MisuseError: actor_options is empty.
-        Exception: whatever `build` raises.
+        Exception: any that `build` raises.
     """
 
     def __init__(self, build: Callable[[int, int], Trainer], actor_options: Sequence[Mapping[str, Any]]) -> None:

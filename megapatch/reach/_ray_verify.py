@@ -11,7 +11,7 @@ from ..errors import MegapatchError
 
 
 def verify(actors: Sequence[Any], *names: str, timeout: float = 180.0) -> dict[str, Any]:
-    """Run `megapatch verify` with one rank beside each of these Ray actors, and return what it found.
+    """Run `megapatch verify` with one rank beside each of these Ray actors, and return its results.
 
     Each rank is a new process on the actor's machine, with the actor's Python, environment variables and visible
     GPUs. The actors do nothing else meanwhile; they keep their memory, and a rank takes at most 2 GiB of GPU

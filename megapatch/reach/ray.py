@@ -201,7 +201,7 @@ def _refuse_client(address: str | None = None, **others: object) -> None:
 def _composed(kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Add our runtime environment to the arguments of one call of ray.init.
 
-    Ray merges the job's environment with that of ray.init, and refuses what both of them set. So variables that
+    Ray merges the job's environment with that of ray.init, and refuses variables that both set. So those that
     the job sets are left out of ours. The job's hook is chained to ours, and taken from the job during the call.
     """
     own, job_config = kwargs.get("runtime_env"), kwargs.get("job_config")

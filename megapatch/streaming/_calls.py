@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
-from .._pausing.cancellation import is_remote, outlast
+from .._pausing.cancellation import is_remote, wait_to_end
 from .._pausing.waiting import result_of
 from .._troubleshooting import see
 
@@ -113,10 +113,10 @@ async def perform(
         return await result_of(result, f"{_name_of(call)}()", data)
 
 
-async def wait_out(coroutine: Coroutine[Any, Any, _T]) -> _T:
+async def run_to_end(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Return the coroutine's result. A cancellation does not reach it, and is raised when it is over."""
     task = asyncio.ensure_future(coroutine)
-    cancelled = await outlast(task)
+    cancelled = await wait_to_end(task)
     if cancelled is not None:
         raise_cancelled(cancelled, task)
     return task.result()

@@ -83,43 +83,12 @@ class StreamingConfig:
     rollout_timeout: float | None = None
 
     def __post_init__(self) -> None:
-        self._check_whole("generations_per_prompt", 1)
-        self._check_whole("min_prompt_groups_per_batch", 1)
-        self._default("target_prompt_groups_per_step", self.min_prompt_groups_per_batch)
-        self._check_whole(
-            "target_prompt_groups_per_step", self.min_prompt_groups_per_batch, "min_prompt_groups_per_batch"
-        )
-        self._default("train_global_batch_size", self._samples_per_step)
-        self._check_whole("train_global_batch_size", 1)
-        self._check_whole("max_staleness", 0)
-        if self.token_staleness not in TOKEN_STALENESS:
-            raise ConfigError("token_staleness", self.token_staleness, f"one of {', '.join(TOKEN_STALENESS)}")
-        if self.pick not in POLICIES:
-            raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
-        self._check_whole("prompt_groups_per_microbatch", 1)
-        self._check_whole("oversampled_prompt_groups", 0)
-        if self.oversampled_prompt_groups and self.pick in ("in_order", "windowed"):
-            why = "waits for the first" if self.pick == "in_order" else "does not bound rollouts"
-            raise ConfigError("oversampled_prompt_groups", self.oversampled_prompt_groups, f"0: {self.pick} {why}")
-        if self.max_rollouts_in_flight is not None:
-            self._check_whole("max_rollouts_in_flight", 1)
-        self._check_whole("max_microbatches_in_flight", 1)
-        for field in SWITCHES:
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(field, getattr(self, field), "True or False")
-        if self.abort_stale_rollouts and self.token_staleness == "mean":
-            rule = 'False with token_staleness="mean": new tokens make a rollout younger'
-            raise ConfigError("abort_stale_rollouts", True, rule)
-        if self.drop_equal_rewards and self.generations_per_prompt == 1:
-            raise ConfigError("drop_equal_rewards", True, "False where generations_per_prompt is 1: all are equal")
-        for field in ("orphan_timeout", "rollout_timeout"):
-            timeout = getattr(self, field)
-            if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):
-                raise ConfigError(field, timeout, "a number of seconds above 0, or None")
+        self._check_sizes()
+        self._check_choices()
+        self._check_switches()
+        self._check_timeouts()
         self._check_batch_size()
-        if self.prompt_groups_per_microbatch > (groups := self.prompt_groups_per_optimizer_step):
-            rule = f"{groups} or less, the prompt groups of an optimizer step"
-            raise ConfigError("prompt_groups_per_microbatch", self.prompt_groups_per_microbatch, rule)
+        self._check_microbatch_size()
 
     @property
     def prompt_groups_per_optimizer_step(self) -> int:
@@ -148,6 +117,48 @@ class StreamingConfig:
     def _samples_per_step(self) -> int:
         return self.target_prompt_groups_per_step * self.generations_per_prompt
 
+    def _check_sizes(self) -> None:
+        """Check each number by itself, and fill in the two that follow from others."""
+        self._check_whole("generations_per_prompt", 1)
+        self._check_whole("min_prompt_groups_per_batch", 1)
+        self._default("target_prompt_groups_per_step", self.min_prompt_groups_per_batch)
+        self._check_whole(
+            "target_prompt_groups_per_step", self.min_prompt_groups_per_batch, "min_prompt_groups_per_batch"
+        )
+        self._default("train_global_batch_size", self._samples_per_step)
+        self._check_whole("train_global_batch_size", 1)
+        self._check_whole("max_staleness", 0)
+        self._check_whole("prompt_groups_per_microbatch", 1)
+        self._check_whole("oversampled_prompt_groups", 0)
+        if self.max_rollouts_in_flight is not None:
+            self._check_whole("max_rollouts_in_flight", 1)
+        self._check_whole("max_microbatches_in_flight", 1)
+
+    def _check_choices(self) -> None:
+        if self.token_staleness not in TOKEN_STALENESS:
+            raise ConfigError("token_staleness", self.token_staleness, f"one of {', '.join(TOKEN_STALENESS)}")
+        if self.pick not in POLICIES:
+            raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
+        if self.oversampled_prompt_groups and self.pick in ("in_order", "windowed"):
+            why = "waits for the first" if self.pick == "in_order" else "does not bound rollouts"
+            raise ConfigError("oversampled_prompt_groups", self.oversampled_prompt_groups, f"0: {self.pick} {why}")
+
+    def _check_switches(self) -> None:
+        for field in SWITCHES:
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(field, getattr(self, field), "True or False")
+        if self.abort_stale_rollouts and self.token_staleness == "mean":
+            rule = 'False with token_staleness="mean": new tokens make a rollout younger'
+            raise ConfigError("abort_stale_rollouts", True, rule)
+        if self.drop_equal_rewards and self.generations_per_prompt == 1:
+            raise ConfigError("drop_equal_rewards", True, "False where generations_per_prompt is 1: all are equal")
+
+    def _check_timeouts(self) -> None:
+        for field in ("orphan_timeout", "rollout_timeout"):
+            timeout = getattr(self, field)
+            if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):
+                raise ConfigError(field, timeout, "a number of seconds above 0, or None")
+
     def _check_batch_size(self) -> None:
         size, samples = self.train_global_batch_size, self._samples_per_step
         if size % self.generations_per_prompt:
@@ -171,6 +182,11 @@ class StreamingConfig:
                 f"{self.optimizer_steps_per_step - 1} or more: a step has {self.optimizer_steps_per_step} "
                 "optimizer steps and weights are synced only after the last, so no group would be new enough",
             )
+
+    def _check_microbatch_size(self) -> None:
+        if self.prompt_groups_per_microbatch > (groups := self.prompt_groups_per_optimizer_step):
+            rule = f"{groups} or less, the prompt groups of an optimizer step"
+            raise ConfigError("prompt_groups_per_microbatch", self.prompt_groups_per_microbatch, rule)
 
     def _default(self, field: str, value: int) -> None:
         if getattr(self, field) is None:

@@ -118,7 +118,7 @@ class Groups:
             self._drop_record(record)
 
     def evict(self, version: int) -> list[Group]:
-        """Go on to a version; return the groups that are complete, committed and too old, and forget them."""
+        """Move to a version; return the groups that are complete, committed and too old, and forget them."""
         self.version = version
         for newest in [newest for newest in self._future if newest <= version]:
             for record in self._future.pop(newest).values():

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..errors import MisuseError
-from ._calls import SequentialCalls, Timer, failure_of, perform, wait_out
+from ._calls import SequentialCalls, Timer, failure_of, perform, run_to_end
 from ._config import StreamingConfig
 from ._parts import Trainer
 from ._tags import Group
@@ -46,7 +46,7 @@ class Preparation:
                 for place, group in enumerate(groups):
                     if not is_computed[place]:
                         computing = self._computed_advantages(self._compute_advantages, group, data[place])
-                        data[place] = await wait_out(computing)
+                        data[place] = await run_to_end(computing)
         return self._together(data)
 
     def trained(self, groups: Sequence[Group], oldest: int) -> None:
@@ -69,7 +69,7 @@ class Preparation:
             refresh_reference_logprobs=self._config.refresh_reference_logprobs,
             data=True,
         )
-        refreshed = await wait_out(call)
+        refreshed = await run_to_end(call)
         if self._config.prompt_groups_per_microbatch == 1:
             return [refreshed]
         if not isinstance(refreshed, Sequence) or len(refreshed) != len(data):

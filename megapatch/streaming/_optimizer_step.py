@@ -9,7 +9,7 @@ from typing import Any
 
 from .._pausing.cancellation import tell_besides
 from ..errors import EmptyStepError, MisuseError
-from ._calls import SequentialCalls, Timer, wait_out
+from ._calls import SequentialCalls, Timer, run_to_end
 from ._config import StreamingConfig
 from ._groups import Groups
 from ._microbatches import MicrobatchQueue, Preparation
@@ -73,19 +73,19 @@ class OptimizerSteps:
                 data = await self._next_microbatch(size, needed, queue, dropped["evicted"])
                 if not self.is_open:
                     self.is_open = True  # before the call: one that fails may have begun a step
-                    await wait_out(self._calls(self._trainer, "begin_train_step"))
+                    await run_to_end(self._calls(self._trainer, "begin_train_step"))
                 queue.put(data)
             with self._timer.phase("wait_for_trainer"):
                 await queue.wait_until_empty()
             groups = list(self._claimed)
-            result = await wait_out(self._finish())
+            result = await run_to_end(self._finish())
         except BaseException as error:
             first = queue.failure if isinstance(error, Exception) else None  # a cancellation is raised in any case
             if first is None or first is error:
-                await wait_out(self._undo(queue, error))
+                await run_to_end(self._undo(queue, error))
                 raise
             tell_besides("the pump failed, too", error, first, "pump-failed")
-            await wait_out(self._undo(queue, first))
+            await run_to_end(self._undo(queue, first))
             raise first from first.__cause__  # and not in the context of later ones
         now = self.supply.dropped
         return StepTaken(result, groups, {reason: now[reason] - before for reason, before in dropped.items()})

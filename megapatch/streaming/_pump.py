@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TextIO
 
 from ..errors import MisuseError
-from ._calls import SequentialCalls, Timer, Watchdog, perform, wait_out
+from ._calls import SequentialCalls, Timer, Watchdog, perform, run_to_end
 from ._config import StreamingConfig
 from ._optimizer_step import OptimizerSteps, StepTaken
 from ._parts import Buffer, Generation, Synchronizer, Trainer, capacity_of, methods_of, require, whole_version
@@ -179,7 +179,7 @@ class TrainPump:
         """
         with self._using("step()"):
             self._timer.take()  # drop the seconds of a failed step
-            await wait_out(self._steps.recover())
+            await run_to_end(self._steps.recover())
             if not self.admitted and self._has_optimizer_steps_left:
                 await self._sync()  # one by hand has failed: no rollout would begin, and none come
             while self._has_optimizer_steps_left:
@@ -216,7 +216,7 @@ class TrainPump:
             Exception: any exception of trainer or buffer when a failed step is undone.
         """
         with self._using("state_dict()"):
-            await wait_out(self._steps.recover())
+            await run_to_end(self._steps.recover())
             await self._steps.supply.clear_aborted()
             state = {"format": FORMAT, "version": self.version, "computed": as_plain(self._steps.computed)}
             if (save := getattr(self._buffer, "state_dict", None)) is not None:

@@ -123,7 +123,7 @@ class RolloutBuffer:
         self._tell_of_change()
 
     def clear(self, groups: Sequence[Group]) -> None:
-        """Training loop: drop these groups, claimed or not. It is no error if they are gone."""
+        """Training loop: drop these groups, claimed or not. It is not an error if they are gone."""
         for group in groups:
             for key in group.keys:
                 if key in self._claimed:  # not evicted, or left behind by a worker that has died

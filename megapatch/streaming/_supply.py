@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._troubleshooting import see
-from ._calls import PATIENCE, Watchdog, failure_of, perform, wait_out
+from ._calls import PATIENCE, Watchdog, failure_of, perform, run_to_end
 from ._config import StreamingConfig
 from ._groups import Groups, Orphans
 from ._in_flight import Rollout
@@ -72,7 +72,7 @@ class Supply:
         while True:
             queue.reap()
             self._rollouts.news.clear()
-            seen = await self._look(version)
+            seen = await self._refresh_groups(version)
             eligible = self._groups.ready
             group = self._groups.pick() if eligible >= needed else None
             if group is not None and not self._rollouts.have_to_come_before(group, places):
@@ -173,7 +173,7 @@ class Supply:
             self._groups.drop_group(group)
             self._rollouts.claimed(group)
             try:
-                return await wait_out(perform(self._buffer.claim, group, watchdog=self._watchdog, data=True))
+                return await run_to_end(perform(self._buffer.claim, group, watchdog=self._watchdog, data=True))
             except BaseException:
                 self._position = -1
                 raise
@@ -187,13 +187,13 @@ class Supply:
 
     async def clear(self, groups: Sequence[Group]) -> None:
         """Training loop: drop groups from the buffer."""
-        await wait_out(perform(self._buffer.clear, groups, watchdog=self._watchdog))
+        await run_to_end(perform(self._buffer.clear, groups, watchdog=self._watchdog))
 
-    async def _look(self, version: int) -> int:
+    async def _refresh_groups(self, version: int) -> int:
         async with self._turn:
-            return await self._look_alone(version)
+            return await self._refresh_groups_in_turn(version)
 
-    async def _look_alone(self, version: int) -> int:
+    async def _refresh_groups_in_turn(self, version: int) -> int:
         """Read all tags if they or the version have changed since the last look; return the number of changes."""
         ended = self._rollouts.look_begins()
         # Before samples(): a change in between is not missed.

@@ -7,11 +7,11 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from .._pausing.cancellation import outlast
+from .._pausing.cancellation import wait_to_end
 from .._pausing.generation import RESUME, is_paused
 from .._troubleshooting import see
 from ..weight_sync import paused_generation
-from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, wait_out
+from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, run_to_end
 from ._parts import Generation, Synchronizer
 
 log = logging.getLogger("megapatch")
@@ -49,7 +49,7 @@ class SyncedWeights:
             self._left_paused = by_us and is_paused(self._generation)
         if self._left_paused:  # by an earlier sync, whose resume failed
             try:
-                await wait_out(perform(getattr(self._generation, RESUME), watchdog=self._calls.watchdog))
+                await run_to_end(perform(getattr(self._generation, RESUME), watchdog=self._calls.watchdog))
             except Exception as failure:
                 if cancelled is not None:
                     raise cancelled from failure
@@ -65,7 +65,7 @@ class SyncedWeights:
         try:
             async with self._paused():
                 task = asyncio.ensure_future(self._sync_and_stamp(version))
-                cancelled = await outlast(task)
+                cancelled = await wait_to_end(task)
                 if cancelled is not None and failure_of(task) is not None:
                     raise_cancelled(cancelled, task)
                 task.result()

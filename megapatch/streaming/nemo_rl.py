@@ -165,9 +165,9 @@ class TQBuffer:
         self._tell()
         return attempt
 
-    async def commit(self, group_id: str, *arguments: Any, **named: Any) -> Any:
+    async def commit(self, group_id: str, *arguments: Any, **keywords: Any) -> Any:
         """Fill a slot, as TQReplayBuffer does; return the group's KVBatchMeta."""
-        meta = await self.buffer.commit(group_id, *arguments, **named)
+        meta = await self.buffer.commit(group_id, *arguments, **keywords)
         self._tell()
         return meta
 
@@ -209,7 +209,7 @@ class TQBuffer:
         self._tell()
 
     async def clear(self, groups: Sequence[Group]) -> None:
-        """Drop these groups, and their samples in the data plane. It is no error if they are gone."""
+        """Drop these groups, and their samples in the data plane. It is not an error if they are gone."""
         for group in groups:
             places = [place for place, slot in enumerate(self._slots()) if self._is_of(slot[0], group)]
             for place in places:

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._layers import MARK
 from ..errors import MisuseError
-from ..patch import FIXED, MARK
+from ..patch import FIXED
 from ..patches.skyrl import accumulate_forward_backward as several_calls
 from ._parts import PausedBySync
 

@@ -12,10 +12,12 @@ from typing import Any
 
 from .._engine.engine import Engine
 from .._engine.rebuilt import RebuiltTarget
+from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import Settings
 from .._engine.watch import half_loaded
+from .._layers import MARK
 from .._versions import find_module
-from ..patch import MARK, NEEDS_ATTENTION, Patch, Status
+from ..patch import Patch, Status
 
 
 def import_targets(patches: Iterable[Patch]) -> None:

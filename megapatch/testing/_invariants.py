@@ -40,7 +40,7 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> list[str]:
     if _installed(engine) != installed:
         problems.append("applying again has installed targets again")
     for target in installed:
-        problems += _looks(target)
+        problems += _differences(target)
     for record, verdict in verdicts.items():
         if (again := _diagnose(record)) != verdict:
             problems.append(
@@ -71,7 +71,7 @@ def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
         thread.join()
 
 
-def _looks(target: ReplacedTarget) -> Iterator[str]:
+def _differences(target: ReplacedTarget) -> Iterator[str]:
     """Check that the replacement can be used wherever the original can."""
     if isinstance(target, RebuiltTarget):
         return
@@ -79,14 +79,17 @@ def _looks(target: ReplacedTarget) -> Iterator[str]:
     if type(function) is not FunctionType:
         yield f"{target.target} is a {type(function).__name__}, not a plain function"
     if not isinstance(target, AddedTarget):
-        if not _takes_what(target.original, function):
+        if not _takes_the_same(target.original, function):
             yield f"{target.target} has another signature: {inspect.signature(function)}"
         if (function.__name__, function.__doc__) != (target.original.__name__, target.original.__doc__):
             yield f"{target.target} has lost its name or docstring (functools.wraps keeps them)"
     if copy.deepcopy(function) is not function:
         yield f"{target.target} is another object once copied"
-    if "<locals>" in getattr(target.original, "__qualname__", ""):  # it could not be pickled by its name either
-        return
+    if "<locals>" not in getattr(target.original, "__qualname__", ""):  # it could be pickled by its name
+        yield from _differences_once_pickled(target.target, function)
+
+
+def _differences_once_pickled(name: str, function: Any) -> Iterator[str]:
     for pickler in ("pickle", "cloudpickle"):
         try:
             dumps = importlib.import_module(pickler).dumps
@@ -94,12 +97,12 @@ def _looks(target: ReplacedTarget) -> Iterator[str]:
             continue
         try:
             if pickle.loads(dumps(function)) is not function:
-                yield f"{target.target} is another object once pickled by {pickler}"
+                yield f"{name} is another object once pickled by {pickler}"
         except Exception as error:
-            yield f"{target.target} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
+            yield f"{name} cannot be pickled by {pickler}: {type(error).__name__}: {error}"
 
 
-def _takes_what(original: Any, function: Any) -> bool:
+def _takes_the_same(original: Any, function: Any) -> bool:
     """Return whether the replacement takes the same parameters.
 
     It may also have parameters of a later release, with defaults. A decorator with *args and **kwargs, which hides

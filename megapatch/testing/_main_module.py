@@ -1,6 +1,6 @@
 """The caller's `__main__`, which no import finds by its name: how ranks load it, and which ones they cannot load.
 
-multiprocessing does it so for its workers, with the same name and the same `__spec__` (CPython 3.10 to 3.13):
+multiprocessing does the same for its workers, with the same name and the same `__spec__` (CPython 3.10 to 3.13):
 https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L225. A rank loads it later, when its
 environment is set, and can load it from a zip file.
 """

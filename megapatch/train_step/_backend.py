@@ -110,4 +110,4 @@ class Backend(Protocol):
     def abort(self) -> None: ...
 
     def abort_aside(self) -> None:
-        """Drop a step that was set aside: what the model holds now may be another's."""
+        """Drop a step that was set aside: the gradients in the model may be another's."""

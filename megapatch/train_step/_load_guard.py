@@ -25,17 +25,17 @@ HAND_OUT = ("sharded_state_dict", "state_dict")
 
 
 def refuse_loads(step: OpenStep, optimizer: Any, scheduler: Any) -> Callable[[], Any]:
-    """Have loads into both raise a MisuseError; return what ends that.
+    """Have loads into both raise a MisuseError; return a function that ends that.
 
     It ends by itself once the caller has dropped the step, which is not kept alive.
     """
     parts = (optimizer, *getattr(optimizer, "chained_optimizers", ()))
-    named = [*((part, "optimizer") for part in parts), (scheduler, "scheduler")]
+    parts_by_name = [*((part, "optimizer") for part in parts), (scheduler, "scheduler")]
     return watch_methods(
         step,
         [
             Watch(part, name, functools.partial(_refused, f"{name}() of the {what}", takes_flag, part, name))
-            for part, what in named
+            for part, what in parts_by_name
             for name, takes_flag in _methods(part.__class__)
         ],
     )

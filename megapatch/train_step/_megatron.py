@@ -13,11 +13,9 @@ they are scaled.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .._dotted import find
 from .._mcore.bucket_groups import (
     begin_lines,
     bucket_groups,
@@ -32,6 +30,7 @@ from .._mcore.step_state import StepState, counts_of, forget_counts
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
 from ._normalization import Normalization
+from ._scaling import LossScaling
 
 
 class MegatronBackend:
@@ -58,7 +57,7 @@ class MegatronBackend:
 
     def _forget(self) -> None:
         self.normalization.forget()
-        self.calls = self.scaled = 0
+        self.calls = 0
         self.num_tokens: Any = None
         self.finalize_arguments: dict[str, Any] = {}
         self.factor = 1.0  # for the losses of the last call
@@ -96,13 +95,14 @@ class MegatronBackend:
         if self.is_last:
             raise MisuseError("the last call of this step was made: finish() it")
         self.normalization.add(num_microbatches, count)
-        finalized_before, self.scaled, self.is_last = self.calls, 0, last
+        finalized_before, self.is_last = self.calls, last
         if last:
             self._divide()
+        scaling = LossScaling(self.normalization, num_microbatches, self.factor)
         with contextlib.ExitStack() as stack:
             for chunk in () if last else self.chunks:
                 stack.enter_context(chunk.no_sync())
-            stack.enter_context(self._hooks(num_microbatches))
+            stack.enter_context(self._hooks(scaling))
             stack.enter_context(self.losses.added_by_call())
             yield
         if self.calls != finalized_before + 1:
@@ -110,9 +110,9 @@ class MegatronBackend:
                 f"accumulate() takes exactly one call of a schedule, with forward_only=False; "
                 f"it got {self.calls - finalized_before}"
             )
-        if self.scaled not in (0, num_microbatches):  # 0: only the last pipeline stage scales a loss
+        if scaling.losses not in (0, num_microbatches):  # 0: only the last pipeline stage scales a loss
             raise MisuseError(
-                f"num_microbatches is {num_microbatches}; the schedule was called with {self.scaled}"
+                f"num_microbatches is {num_microbatches}; the schedule was called with {scaling.losses}"
             )
 
     def forward_backward(self, num_microbatches: int, **arguments: Any) -> Any:
@@ -123,12 +123,11 @@ class MegatronBackend:
         )
 
     @contextlib.contextmanager
-    def _hooks(self, num_microbatches: int) -> Iterator[None]:
-        loss, others = (weight * self.factor for weight in self.normalization.weights(num_microbatches))
+    def _hooks(self, scaling: LossScaling) -> Iterator[None]:
         config = self.config
         hooks: dict[str, Any] = {
+            **scaling.functions(config),
             "finalize_model_grads_func": self._finalize_later,
-            "grad_scale_func": self._scaling(config.grad_scale_func, loss, others),
         }
         if self.is_last:
             hooks["finalize_model_grads_func"] = self._finalize_now
@@ -138,9 +137,6 @@ class MegatronBackend:
             hooks["grad_sync_func"] = None
         if self.calls:  # the first one has gathered the parameters
             hooks["param_sync_func"] = None
-        for name, scale in vars(config).items():  # moe_grad_scale_func and others, from 0.19 on
-            if name.endswith("_grad_scale_func") and scale is not None:
-                hooks[name] = _times(scale, others)
         before = {name: getattr(config, name) for name in hooks}
         self.finalize = config.finalize_model_grads_func
         try:
@@ -150,21 +146,6 @@ class MegatronBackend:
         finally:
             for name, value in before.items():
                 setattr(config, name, value)
-
-    def _scaling(self, scale: Callable[..., Any] | None, loss: float, others: float) -> Callable[..., Any]:
-        def scaled(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            # For losses of the model's own (a router's, multi-token prediction's, from 0.19 on that of sparse
-            # attention's indexer) Megatron asks with a constant.
-            is_loss = tensor.requires_grad
-            self.scaled += is_loss
-            if not is_loss:
-                self.normalization.check_other_losses("a loss of the model's own, which its schedule scales,")
-            result = tensor if scale is None else scale(tensor, *args, **kwargs)
-            weight = loss if is_loss else others
-            result = result if weight == 1.0 else result * weight
-            return result if is_loss else _shaped_as_held(result)
-
-        return scaled
 
     def _finalize_later(self, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
         self.calls += 1
@@ -286,24 +267,8 @@ class MegatronBackend:
         return next(self.chunks[0].parameters()).device  # if all are frozen, there are no gradient buffers
 
 
-def _shaped_as_held(scale: Any) -> Any:
-    """Reshape a router's scale of one element to the shape of the one that Megatron copies it into.
-
-    A scale function of the caller may have left one without dimensions (NeMo-RL's train() does), and Megatron's
-    own, of shape [1], cannot be copied into that. Megatron keeps the first scale and copies later ones into it
-    (MoEAuxLossAutoScaler.set_loss_scale in transformer/moe/moe_utils.py, as in 0.16.1 and 0.19.2).
-    """
-    routers = sys.modules.get("megatron.core.transformer.moe.moe_utils")
-    held = find(routers, "MoEAuxLossAutoScaler.main_loss_backward_scale")
-    return scale if held is None else scale.reshape(held.shape)
-
-
 def _no_sync_of(chunks: list[Any]) -> Any:
     return [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunks[0].no_sync
-
-
-def _times(scale: Callable[[], Any], weight: float) -> Callable[[], Any]:
-    return lambda: scale() * weight
 
 
 def _is_freed(chunk: Any) -> bool:

@@ -19,7 +19,7 @@ A chained one calls the second of its parts, of which a later one may raise; a c
 
 
 def when_moved(step: OpenStep, optimizer: Any, notice: Callable[[], None]) -> Callable[[], Any]:
-    """Have a method of the step called once its optimizer has stepped or loaded; return what ends that.
+    """Have a method of the step called once its optimizer has stepped or loaded; return a function that ends that.
 
     torch has hooks of its own for that, which see steps through a scheduler's wrapper around them, too.
     """

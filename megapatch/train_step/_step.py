@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
-from .._mcore import bucket_groups
 from ..errors import MisuseError
 from . import _open_steps
-from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
+from ._backend import Optimizer, Options, Scheduler, StepResult
+from ._backend_for_model import backend_for
 from ._load_guard import refuse_loads
 from ._moves import when_moved
 
@@ -108,7 +108,7 @@ class TrainStep:
             max_grad_norm,
             None if data_parallel_dims is None else tuple(data_parallel_dims),
         )
-        self._backend = _backend_for(model, optimizer, scheduler, options)
+        self._backend = backend_for(model, optimizer, scheduler, options)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._counts = expected_count is not None
         self._open = self._aside = self._in_call = self._reduced = False
@@ -320,17 +320,3 @@ class TrainStep:
     def _leave_model(self) -> None:
         _open_steps.leave(self._backend.chunks)
         self._allow_loads()
-
-
-def _backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
-    from . import _fsdp2, _megatron
-
-    if (chunks := bucket_groups.chunks_of(model)) is not None:
-        return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
-    if (chunks := _fsdp2.chunks_of(model)) is not None:
-        return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
-    kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
-    raise MisuseError(
-        f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
-        "them, or a module with FSDP2's fully_shard applied"
-    )

@@ -28,9 +28,9 @@ _lock = threading.RLock()  # a step may be dropped, and its watches end, at any 
 
 
 def watch_methods(step: Any, watches: Iterable[Watch]) -> Callable[[], Any]:
-    """Watch methods until the function that is returned is called, or the step is no more.
+    """Watch methods until the function that is returned is called, or the step is gone.
 
-    A method that is no function of one of the object's classes is left alone.
+    A method is left alone unless it is a function of one of the object's classes.
     """
     watches = list(watches)
     with _lock:
@@ -62,7 +62,7 @@ def _end(watches: list[Watch]) -> None:
 
 
 def _holder(watch: Watch) -> type | None:
-    """Return the class that defines the method for the object; None if it is no function."""
+    """Return the class that defines the method for the object; None if it is not a function."""
     holder = next((kind for kind in type(watch.owner).__mro__ if watch.name in vars(kind)), None)
     return holder if holder is not None and inspect.isfunction(vars(holder)[watch.name]) else None
 

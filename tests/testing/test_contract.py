@@ -9,7 +9,8 @@ import types
 
 import pytest
 
-from megapatch.patch import ABSENT, FIXED, MARK, NEEDED, Patch, Site, Verdict, unpatched
+from megapatch._layers import MARK
+from megapatch.patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from megapatch.testing import check_contract
 
 DOC = "Colours say that they were repaired."

@@ -39,6 +39,7 @@ from megapatch._mcore import param_gathers
 from megapatch.audit._audit import Audit
 from megapatch.patches.megatron import parameters_without_gradients
 from megapatch.train_step import _megatron, _normalization
+from megapatch.train_step._scaling import LossScaling
 
 pytestmark = pytest.mark.thorough
 
@@ -70,7 +71,7 @@ def expected_waits(name):
 
 # ------------------------------------------------------------------------ mutants: each breaks our code in a place
 BACKEND, NORMALIZATION = _megatron.MegatronBackend, _normalization.Normalization
-SCALING = scaled_by_a_number(BACKEND._scaling)
+SCALING = scaled_by_a_number(LossScaling._weighing)
 MUTANTS = {  # patched: object, name, by what; then what notices it, and how
     "reduces not waited for": (
         *(parameters_without_gradients, "settle_grad_reduces", settled_without_handles),
@@ -88,7 +89,7 @@ MUTANTS = {  # patched: object, name, by what; then what notices it, and how
     "gathers not waited for": (param_gathers, "_finish", finished_without_waiting, "read", (Race, AssertionError)),
     "result on the host": (BACKEND, "_device", lambda self: "cpu", ("steps", "pp2"), MixedDevices),
     "count on the host": (NORMALIZATION, "_total_count", reduced_on_the_host, ("steps", "count"), MixedDevices),
-    "a wait in each microbatch": (BACKEND, "_scaling", SCALING, ("steps", "dp2, mean"), None),
+    "a wait in each microbatch": (LossScaling, "_weighing", SCALING, ("steps", "dp2, mean"), None),
     "the audit compares in each step": (Audit, "is_due", lambda self: True, ("audit", 100), None),
 }
 

@@ -8,19 +8,21 @@ import pytest
 
 from megapatch._verify import cost, judge
 from megapatch._verify.check import Check
-from megapatch._verify.in_ranks import Seen, Standing
+from megapatch._verify.in_ranks import PatchStatus, ScenarioResult
 from megapatch._verify.results import Results
 from megapatch.errors import RanksFailed, RanksTimedOut
 
-APPLIED = Standing("applied", "the defect is there")
-FIXED = Standing("not-needed", "upstream has repaired it")
+APPLIED = PatchStatus("applied", "the defect is there")
+FIXED = PatchStatus("not-needed", "upstream has repaired it")
 DEFECT = RanksFailed(
     "", {1: "Traceback\nmegapatch._verify.check.DefectSeen: dp: gradients differ by 0.3"}, {0: ""}
 )
-BROKE = RanksFailed("", {0: "Traceback\nmegapatch._verify.in_ranks.BrokeOff: in the layout dp: OSError: no"}, {})
+BROKE = RanksFailed(
+    "", {0: "Traceback\nmegapatch._verify.in_ranks.ScenarioFailed: in the layout dp: OSError: no"}, {}
+)
 LATE = RanksTimedOut("rank 0 of 2 did not finish within 9 s:\nin a collective")
-WELL = [Seen({"dp": 0.0, "pp2": None}, (), 1.0), Seen({"dp": 1e-8, "pp2": None}, (), 1.0)]
-AUDITED = [WELL[0], Seen({"dp": 0.0}, ("reduced-once: twice",), 1.0)]
+WELL = [ScenarioResult({"dp": 0.0, "pp2": None}, (), 1.0), ScenarioResult({"dp": 1e-8, "pp2": None}, (), 1.0)]
+AUDITED = [WELL[0], ScenarioResult({"dp": 0.0}, ("reduced-once: twice",), 1.0)]
 
 
 class Stand:
@@ -40,10 +42,10 @@ class Stand:
         return ending
 
 
-def row_of(without, with_it, standing=APPLIED, **options):
+def row_of(without, with_it, patch_status=APPLIED, **options):
     world, row = Stand(without, with_it), judge.Row("megatron.a", judge.UNDECIDED, text=judge.UNFINISHED)
     check = Check("megatron.a", lambda layout: None, **options)
-    judge.run_check(check, row, world, standing, 9.0, lambda text: None)
+    judge.run_check(check, row, world, patch_status, 9.0, lambda text: None)
     return row, world
 
 
@@ -111,7 +113,7 @@ def test_the_largest_difference_of_any_rank_counts_and_the_audit_watches_where_i
     ],
 )
 def test_what_needs_no_run(status, has_check, outcome):
-    row = judge.without_a_run("megatron.a", Standing(status, "why"), has_check)
+    row = judge.without_a_run("megatron.a", PatchStatus(status, "why"), has_check)
     assert outcome == (row and row.outcome)
     if row and outcome != judge.NO_CHECK:
         assert "why" in row.text

@@ -1,4 +1,4 @@
-"""megapatch audit: what the ranks of a run have left of their audits, as text, as JSON and as a page."""
+"""megapatch audit: the audit reports that the ranks of a run have left, as text, as JSON and as a page."""
 
 EXIT_CODES = """\
 exit codes:

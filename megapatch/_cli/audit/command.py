@@ -1,4 +1,4 @@
-"""megapatch audit FOLDER: read the reports of all ranks, and print what they have found, once."""
+"""megapatch audit FOLDER: read the reports of all ranks, and print their findings, each once."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class _Row(NamedTuple):
     Attributes:
         kind: of `_COLORS`.
         label: left of it.
-        title: what a browser shows where the mouse is.
+        title: the text that a browser shows where the mouse is.
         steps: the marks.
-        is_span: whether what is between the first and the last mark belongs to them.
+        is_span: whether the marks are one span, from the first to the last.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""megapatch doctor: import what is patched, and show the status of every site, and why."""
+"""megapatch doctor: import the patched modules, and show each site's status and the reason for it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ..._engine import advice
 from ..._engine.engine import this_process
+from ..._engine.record import NEEDS_ATTENTION
 from ..._reporting import terminal
 from ..._reporting.check import compare_files
 from ..._reporting.report import Report
-from ...patch import NEEDS_ATTENTION, PatchInfo, Status
+from ...patch import PatchInfo, Status
 from . import issue
 from .examination import COULD_NOT_LOOK, NOT_APPLIED, WELL, Examination, examine
 
@@ -29,7 +30,7 @@ exit codes:
 def doctor(
     as_json: bool, importing: bool = True, seconds: float | None = None, report_file: str | None = None
 ) -> int:
-    """Import each installed target, print the findings and what is wrong; return one of `EXIT_CODES`.
+    """Import each installed target, print the findings and the problems; return one of `EXIT_CODES`.
 
     Args:
         as_json: print JSON instead of text.
@@ -103,7 +104,7 @@ def _note_what_is_off(report: Report) -> None:
 
 
 def _note_problems(found: Examination) -> None:
-    """Say what is wrong, and once for all patches that are not in place what to do."""
+    """Print the problems, and once the remedy for all patches that are not in place."""
     for problem in found.problems:
         terminal.note(problem)
     bad = [

@@ -1,4 +1,4 @@
-"""Doctor's examination: every patch, where packages come from, the settings, the ways in, and what is wrong."""
+"""Doctor's examination: every patch, where packages come from, the settings, the ways in, and the problems."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
+from ..._engine.record import NEEDS_ATTENTION
 from ..._engine.settings import (
     ACCEPT,
     AUDIT,
@@ -30,7 +31,7 @@ from ..._reporting import files, terminal
 from ..._reporting.others import patched_by_others
 from ..._reporting.report import Report
 from ..._versions import find_module
-from ...patch import NEEDS_ATTENTION, Status
+from ...patch import Status
 from ...patches._catalogue import CATALOGUE
 from ...reach._run.site.sitecustomize import TARGETS
 from . import origins, probe, routes
@@ -46,7 +47,7 @@ class Examination(NamedTuple):
         packages: where each package that matters comes from.
         others: (module, function of Megatron or torch that it has patched), besides megapatch.
         settings: each MEGAPATCH_* variable that is set, its value, and its effect.
-        reach: each way into a process, and what it would do here.
+        reach: each way into a process, and its effect here.
         problems: in words, sites that need attention first.
         exit_code: WELL, NOT_APPLIED or COULD_NOT_LOOK.
     """
@@ -169,7 +170,7 @@ def _to_patch() -> list[str]:
 
 
 def _is_there(modules: Iterable[str]) -> bool:
-    """Return whether any of the modules could be imported; a status does not say so of what was switched off."""
+    """Return whether any of the modules could be imported; the status of a disabled patch does not say so."""
     return any(name in sys.modules or find_module(name) is not None for name in modules)
 
 

@@ -40,8 +40,7 @@ class _Answer(NamedTuple):
 
 
 def probe(report: Report, seconds: float = SECONDS) -> tuple[Report, list[str], list[tuple[str, str]]]:
-    """Return the report with every pending site as a child process found it, what could not be imported, and what
-    others have patched.
+    """Return the report with each pending site as a child process found it, failed imports, and others' patches.
 
     Args:
         report: of this process.
@@ -91,7 +90,7 @@ def child(result: str, modules: str) -> None:
 
 
 def import_target(name: str) -> str | None:
-    """Import a module. Return what went wrong, in words, or None.
+    """Import a module. Return the failure, in words, or None.
 
     MEGAPATCH_STRICT is off meanwhile: a refused site would keep those in other modules of its package from being
     judged.
@@ -117,7 +116,7 @@ def pending(patches: Iterable[PatchReport]) -> set[str]:
 
 
 def _merge(known: dict[str, PatchReport], module: str, answer: _Answer) -> None:
-    """Replace what was known of the module's sites by what a child found."""
+    """Replace the records of the module's sites by those of a child process."""
     reported = {patch["name"]: patch for patch in answer.patches}
     for name, patch in list(known.items()):
         sites: list[SiteReport] = []
@@ -174,7 +173,7 @@ class _Children:
                 process.kill()
 
     def ask(self, modules: list[str]) -> _Answer:
-        """Import the modules in a new process, and return what it found."""
+        """Import the modules in a new process, and return its findings."""
         result = os.path.join(self._folder, modules[-1])
         command = [sys.executable, "-c", _CHILD, result, ",".join(modules), *sys.path]
         with open(f"{result}.log", "w+", encoding="utf-8", errors="replace") as log:
@@ -203,7 +202,7 @@ class _Children:
 
 @contextlib.contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """Make SIGTERM an exception, so that what has to end first does; by default it ends this process at once."""
+    """Make SIGTERM an exception, so that clean-up runs first; by default it ends this process at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Describe what each way into a process would do here, from facts of this environment."""
+"""Describe the effect of each way into a process here, from facts of this environment."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def step_in_calls(model: Any, step: int, calls: int, *, finishing: str = "after"
 def fast_network() -> Iterator[None]:
     """Reduce each bucket group before anything else happens.
 
-    On a slow network what a backward pass adds after a reduce has begun may still come in, by chance.
+    On a slow network, gradients that a backward pass adds after a reduce has begun may be included by chance.
     """
     from unittest import mock
 

@@ -51,12 +51,12 @@ class Engine(Protocol):
     """
 
     MODES: tuple[str, ...]
-    """Ways to pause: "abort" ends the requests in flight, and the others go on with them afterwards."""
+    """Ways to pause: "abort" ends the requests in flight; after the others they continue."""
 
     def __init__(self, weights: Path) -> None: ...
 
     def generate(self, prompt: list[int], length: int, name: str) -> AsyncIterator[tuple[list[int], str]]:
-        """Yield all tokens so far, and why they ended, or "": greedily, and this many whatever they are."""
+        """Decode greedily, exactly `length` tokens; yield all tokens so far, and why they ended, or ""."""
 
     async def forget(self) -> None:
         """Empty the key-value cache."""
@@ -78,7 +78,7 @@ def main(folder: str, module: str) -> None:
 
 
 async def _found(folder: Path, new_engine: type[Engine]) -> dict[str, Any]:
-    """Return what the judge asks for."""
+    """Return the facts that the judge asks for."""
     old, new, half = (_checkpoint(folder / name, name) for name in ("old", "new", "half"))
     engine = new_engine(new)  # so that what it answers now has to do with no sync
     try:

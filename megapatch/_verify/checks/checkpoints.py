@@ -14,7 +14,7 @@ STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
 def idle_rerun_state(layout: Layout = DP) -> None:
-    """Ask an idle rerun state machine for what a checkpoint holds of it, and load strictly without."""
+    """Ask an idle rerun state machine for its part of a checkpoint, and load strictly without that."""
     layout.set_up()
     rerun = import_module("megatron.core.rerun_state_machine")
     machine = rerun.RerunStateMachine(mode=rerun.RerunMode.VALIDATE_RESULTS)

@@ -33,7 +33,7 @@ INTERVAL_TIMER = "interval-time"
 
 
 def finish_earlier_call(model: Sequence[Any]) -> None:
-    """Finish what an earlier call left open, so that this one begins from gathered parameters.
+    """Finish the work that an earlier call left open, so that this one begins from gathered parameters.
 
     Runs a collective where something is open: an exception on all ranks leaves it open on all of them.
     Raises MegapatchError where gathering is no longer possible (reuse_grad_buf_for_mxfp8_param_ag).
@@ -63,7 +63,7 @@ def gather_other_steps(model: Sequence[Any]) -> None:
 def without_own_no_sync(config: Any, model: Sequence[Any]) -> Iterator[None]:
     """Remove a no_sync_func that an earlier call set, for a train() that asserts there is none; keep a user's.
 
-    Also does what `config_hooks_restored` does.
+    Restores the config's hooks as well, as `config_hooks_restored` does.
     """
     found = config.no_sync_func
     with config_hooks_restored(config, model):

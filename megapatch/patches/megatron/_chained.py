@@ -9,7 +9,7 @@ CHILDREN = "chained_optimizers"
 
 
 def children_of(optimizer: Any) -> Iterator[Any]:
-    """Yield the optimizers of a chain, of chains in it too; one that is no chain is its own only child."""
+    """Yield the optimizers of a chain, of chains in it too; one that is not a chain is its own only child."""
     chained = vars(optimizer).get(CHILDREN)
     if chained is None:
         yield optimizer

@@ -20,7 +20,7 @@ class OneMicrobatch(NamedTuple):
 
 
 def one_microbatch(schedules: ModuleType, num_tokens: int, cp_size: int) -> OneMicrobatch:
-    """Return what becomes of the only microbatch of a step, whose loss is 0, on the last pipeline stage.
+    """Return the result of a step's only microbatch, whose loss is 0, on the last pipeline stage.
 
     The real functions run, with other globals: neither a process group nor a model is needed, and nothing is set.
     """

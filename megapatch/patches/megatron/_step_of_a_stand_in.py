@@ -72,9 +72,9 @@ def events_of_step(group: Any, passes: int, learned: int, unused: bool = False) 
 
 
 def missing_in_finish() -> list[str]:
-    """Return what patches of parameter gathers expect of finish_grad_sync(), and the real one does not do.
+    """Return the effects that patches of parameter gathers expect of finish_grad_sync(), and the real one lacks.
 
-    A step has new parameters to gather, so finishing its gradients ends what was dispatched for the old ones.
+    A step has new parameters to gather, so finishing its gradients ends the gathers of the old ones.
     """
     stand_in = StandIn(
         ddp_config=StandIn(overlap_grad_reduce=True, num_distributed_optimizer_instances=1),

@@ -1,7 +1,7 @@
 """The site of megatron.train-reentry for Megatron-Bridge's own train().
 
 Symptom   a second train() dies on "timer has already been started", and with overlap_param_gather on a KeyError
-          with the model's repr. An exception leaves behind whatever else Megatron's train() does; an exception in
+          with the model's repr. An exception leaves the same behind as in Megatron's train(); an exception in
           evaluation also leaves its timer running, and the next evaluation dies on that.
           From 0.6 on, with an MXFP8 recipe, a second call behaves as if it resumed from a checkpoint,
           where the forward pre-hooks are on. They are off, and parameters are never gathered again.

@@ -126,7 +126,7 @@ def _hooked_after(method: Callable[..., Any], stand_in: StandIn) -> bool:
 
 
 def _error(method: Callable[..., Any], stand_in: StandIn) -> str:
-    """Say what the method raises where nothing is left to do; an empty text if it works."""
+    """Return the error that the method raises where nothing is left to do, in words; an empty text if it works."""
     try:
         method(stand_in)
     except (KeyError, *ASSERTIONS) as error:

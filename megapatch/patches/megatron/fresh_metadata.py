@@ -48,9 +48,9 @@ FILE = ".metadata"
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Read twice from a folder that does not exist, with what reads the file counted instead.
+    """Read twice from a folder that does not exist, with a stand-in that counts the reads of the file.
 
-    A reader that looks at the file before it uses what it has kept would raise, or read again.
+    A reader that looks at the file before it uses kept metadata would raise, or read again.
     """
     reader = getattr(module, READER, None)
     if reader is None:
@@ -123,7 +123,7 @@ def forget_other_files(read_metadata: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _file_of(reader: Any) -> tuple[Any, ...] | None:
-    """Return what tells the file from one that replaces it; None where it cannot be opened."""
+    """Return a key that changes when the file is replaced; None where it cannot be opened."""
     try:
         path = os.path.join(reader.path, FILE)
         # Opened, not only asked for its status: NFS answers that from a cache of up to a minute.

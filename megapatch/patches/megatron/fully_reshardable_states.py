@@ -4,7 +4,7 @@ Symptom   the distributed optimizer saves its state as fully_reshardable from bu
           ends, and looks for parameters where they are with it. With several buckets (overlap_grad_reduce), one of
           which has padding, parameters of later buckets are saved with others' main parameters and moments,
           silently but for a warning on the last one ("can lead to data corruption"). The next load then trains
-          another model. Buckets have padding where their size is no multiple of 128 and of the data-parallel
+          another model. Buckets have padding where their size is not a multiple of 128 and of the data-parallel
           ranks, as with 24 of them.
 Upstream  NVIDIA/Megatron-LM#5077, which is in no release up to 0.19.2; the format came with 0.15.
 Seam      the class attribute DistributedOptimizer.sharded_param_state_fully_reshardable, around whose original the

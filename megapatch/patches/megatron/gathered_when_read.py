@@ -16,11 +16,11 @@ Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoi
           export that gathers, unmerged with new ones, the base weights would be changed for good.
           (2) DistributedDataParallel's state_dict() and state_dict_for_save_checkpoint(), and
           generate_state_dict() for the format "torch", may be called by one rank alone, where a gather would hang:
-          they raise MisuseError with what to call.
+          they raise a MisuseError that names the function to call.
           (3) DistributedOptimizer's step and the bucket groups' start_param_sync() record whether a gather is due.
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
-          Gathering in the step itself is not an option: avoiding that is what overlap_param_gather is for.
+          Gathering in the step itself is not an option: overlap_param_gather is there to avoid that.
 Limits    reading an unwrapped model's own state_dict() or its parameters is not seen: call
           `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. Call sharded_state_dict() on
           all ranks of a data-parallel group, as dist_checkpointing does. A model whose DistributedDataParallel is

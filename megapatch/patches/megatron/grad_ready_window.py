@@ -19,8 +19,8 @@ Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). 
 Limits    if you finished gradients in every call and start deferring them mid-run, the reduce has begun before
           anyone can know: the second call of that step raises MegapatchError.
           Finishing more than once a step is left to Megatron: with overlap it fails, or (from 0.18 on) silently
-          reduces only what the first call left. So are backward passes outside Megatron's schedules. Gradients
-          that are missing and not frozen are the business of megatron.parameters-without-gradients.
+          reduces only the gradients that the first call left. So are backward passes outside Megatron's schedules.
+          Gradients that are missing and not frozen are the business of megatron.parameters-without-gradients.
           A held step has no overlap. To keep that of its last call, put the others in no_sync().
           A run's first step is held: with virtual stages and a config.grad_sync_func its reduces come at its end,
           and in another order than Megatron's.

@@ -12,10 +12,10 @@ Upstream  SkyRL#1403 is a workaround; in 0.12 to 0.19. Main at d98e8a64 has the 
           buckets silently as above.
 Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers, whose original now finds
           parameters in fp32 among those that it updates, and of DistributedOptimizer
-          _set_main_param_and_optimizer_states, whose original gets what a format leaves out, and the right step,
-          in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading what is
-          there, and after which each parameter has its step tensor again. Nothing that SkyRL replaces is replaced
-          here, and nothing that another patch replaces.
+          _set_main_param_and_optimizer_states, whose original gets the state that a format leaves out, and the
+          right step, in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading
+          the present state, and after which each parameter has its step tensor again. Nothing that SkyRL replaces
+          is replaced here, and nothing that another patch replaces.
 Limits    Up to 0.15 buckets cannot be saved: an assertion ends that. In 0.14 and 0.16 torch may refuse to read the
           classes of optimizers in a checkpoint: pass them to torch.serialization.add_safe_globals().
           Megatron's load_state_dict() without parameter state, which no trainer seen calls alone, leaves torch's
@@ -116,7 +116,7 @@ def _copy_after_sync(module: ModuleType) -> bool:
 
 
 def _synchronizes(module: ModuleType, load: str) -> bool:
-    """Return whether loading buckets, of which there are none, ends with what updates the copies."""
+    """Return whether loading buckets, of which there are none, ends with an update of the copies."""
     calls: list[str] = []
     hybrid = object.__new__(answering_none(module.HybridDeviceOptimizer))
     vars(hybrid).update({SYNC: lambda: calls.append(SYNC), "state": {}, "param_groups": []})
@@ -199,7 +199,7 @@ def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _main_param(optimizer: Any, model_param: Any) -> Any:
-    """Return what is stepped for this parameter; None with Megatron-FSDP, whose optimizer has no such map."""
+    """Return the tensor that is stepped for this parameter; None with Megatron-FSDP, which has no such map."""
     where = getattr(optimizer, "model_param_group_index_map", {}).get(model_param)
     return where and optimizer.optimizer.param_groups[where[0]]["params"][where[1]]
 
@@ -216,7 +216,7 @@ def give_each_its_step(sharded_state_dict: Callable[..., Any]) -> Callable[..., 
 
 
 def _give_each_its_step(states: Any) -> None:
-    """Clone what several parameters have as their step: the optimizer counts up in place."""
+    """Clone a step tensor that several parameters share: the optimizer counts up in place."""
     seen: set[int] = set()
     for state in states.values():
         step = state.get("step") if isinstance(state, dict) else None

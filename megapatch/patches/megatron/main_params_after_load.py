@@ -1,7 +1,7 @@
 """Weights that are loaded without optimizer state are those that the next optimizer step starts from.
 
 Symptom   with bf16 or fp16, a load of the model without its optimizer is undone by the next optimizer.step(),
-          silently: load_state_dict() fills the model, the optimizer's fp32 main parameters keep what they had, and
+          silently: load_state_dict() fills the model, the optimizer's fp32 main parameters keep their values, and
           the step writes them over the loaded weights. A new process gets its initial weights back, and one that
           goes back to a checkpoint stays where it was.
           With overlap_param_gather, a load after a forward pass that raised is undone by the gathers that it left
@@ -17,9 +17,9 @@ Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers 
           swapped for others and back, nothing differs, and main parameters keep every bit. A load of main
           parameters after that of the weights settles it, whatever the weights are.
           Reloading only the elements that differ is not an option: with a small learning rate most weights round
-          to the same bf16 number for many steps, so most of what was gone back on would stay. Reloading at the
+          to the same bf16 number for many steps, so most of the discarded training would stay. Reloading at the
           load is not either: it would round the main parameters of a model whose weights are swapped.
-          A load waits for gathers under way before it begins; what it has loaded whole need not be gathered.
+          A load waits for gathers under way before it begins; parameters that it loads whole need not be gathered.
 Limits    a load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
           Ranks do not ask each other, and judge four kinds of parameters apart, so that copies of a parameter stay
           the same: those that tensor-parallel ranks hold alike, tied embeddings, experts, and the others, which
@@ -32,13 +32,13 @@ Limits    a load that changes no bf16 number looks like a swap there and back: t
           Weights that come into a model otherwise than by load_state_dict() of a MegatronModule or a data-parallel
           wrapper are not seen, such as those of a Hugging Face model that a bridge loads, or by load_state_dict()
           of a plain module around the model or inside it: call optimizer.reload_model_params() after it (the audit
-          finds the step in which that lacks). Adam's moments stay what they were. Left alone are FP8 parameters,
+          finds the step in which that lacks). Adam's moments do not change. Left alone are FP8 parameters,
           Megatron-FSDP, a step that is replayed from a CUDA graph, and, with use_precision_aware_optimizer, main
           parameters that are not in fp32 (store_param_remainders keeps less than half a bf16 step of the old
           ones). The parts for that optimizer, and for an offloaded one, are not tested.
 Numbers   change after a load of weights alone, to those of a new process that loads the same.
-Cost      about 0.1 us in each optimizer step. The step after a load compares what was loaded, for which the host
-          waits once.
+Cost      about 0.1 us in each optimizer step. The step after a load compares the loaded parameters, for which the
+          host waits once.
 """
 
 from __future__ import annotations
@@ -55,10 +55,8 @@ from typing import Any
 from ..._mcore.changes import Changes
 from ..._mcore.main_params import GROUPS, SHARDS, differing, has_memory, pairs, samples, stale_pairs
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
-from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
-    StandIn,
-    answering_none,
     cannot_run,
     lacking,
     missing_attributes,
@@ -66,9 +64,9 @@ from .._diagnosis import (
     missing_reads,
 )
 from ._chained import CHILDREN, children_of
+from ._load_of_a_stand_in import MODULES, load_one, steps_around_a_load
 
 OPTIMIZERS = "megatron.core.optimizer"
-MODULES = "megatron.core.transformer.module"
 WRAPPERS = "megatron.core.distributed.data_parallel_base"
 FLOAT16 = "optimizer.Float16OptimizerWithFloat16Params"
 DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
@@ -100,7 +98,7 @@ def diagnose_modules(module: ModuleType) -> Verdict:
         return lacking(missing)
     parameter = sys.modules["torch"].nn.Parameter(sys.modules["torch"].zeros(1))
     try:
-        _load_one(module.MegatronModule, parameter)
+        load_one(module.MegatronModule, parameter)
     except Exception as error:
         return cannot_run("load_state_dict()", error)
     if parameter.item() == 1 and parameter._version:
@@ -155,7 +153,7 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        stepped, loaded = _steps_around_a_load(module.optimizer)
+        stepped, loaded = steps_around_a_load(module.optimizer)
     except Exception as error:
         return cannot_run("step_with_ready_grads()", error)
     if (stepped, loaded) == (2, 2):
@@ -254,35 +252,6 @@ def _say() -> None:
         logger.info(
             "megatron.main-params-after-load: weights were loaded without optimizer state; main parameters follow"
         )
-
-
-# ------------------------------------------------------------------------ the code that a diagnosis runs
-def _load_one(kind: Any, parameter: Any) -> None:
-    """Load 1 into a module of this class that has one parameter."""
-    torch = sys.modules["torch"]
-    model = object.__new__(kind)  # without its configuration
-    torch.nn.Module.__init__(model)
-    model.weight = parameter
-    model.__class__ = answering_none(kind)  # not before: torch asks whether there is a weight already
-    unpatched(kind.load_state_dict)(model, {"weight": torch.ones(1)})
-
-
-def _steps_around_a_load(optimizers: ModuleType) -> tuple[float, float]:
-    """Return a bf16 parameter, whose main parameter is 2, after a step, and after a load of 1 and another step."""
-    torch = sys.modules["torch"]
-    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-    optimizer = object.__new__(answering_none(optimizers.Float16OptimizerWithFloat16Params))
-    vars(optimizer).update(
-        optimizer=StandIn(step=lambda: None),
-        config=StandIn(),
-        **dict(zip(GROUPS, ([[parameter]], [[torch.full((1,), 2.0)]]), strict=True)),
-    )
-    step = functools.partial(unpatched(optimizers.MixedPrecisionOptimizer.step_with_ready_grads), optimizer)
-    step()
-    stepped = parameter.item()
-    _load_one(sys.modules[MODULES].MegatronModule, parameter)
-    step()
-    return stepped, parameter.item()
 
 
 PATCH = Patch(

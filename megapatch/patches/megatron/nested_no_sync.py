@@ -9,8 +9,8 @@ Symptom   an optimizer step split over several forward-backward calls reduces to
 Upstream  unfixed in 0.12 to 0.19 and on main: leaving no_sync() lets every bucket group reduce, whatever its
           state before. NVIDIA-NeMo/RL#3660 and its forerunners #2683 and #2831 work around it.
 Seam      the class attribute of DistributedDataParallel; the original context manager runs inside ours, which
-          afterwards holds back again what was held back before it and throughout. The last exit, and any
-          use that is not nested, are Megatron's own.
+          afterwards holds back again the groups that were held back before it and throughout. The last exit, and
+          any use that is not nested, are Megatron's own.
 Limits    no_sync() holds back only the reduces that start when a gradient becomes ready. config.grad_sync_func and
           config.finalize_model_grads_func reduce inside it too, so set them aside as well. zero_grad_buffer()
           ends it, and so does leaving the outer context before the inner one.

@@ -146,7 +146,7 @@ def _with_rates(group: dict[str, Any], own: dict[Any, Any], saved: dict[Any, Any
 
 
 def _alone(groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
-    """Return the groups by what tells them apart; None for several that nothing does."""
+    """Return the groups by identity; None where several have the same."""
     found: dict[Any, Any] = {}
     for group in groups:
         identity = _identity(group)

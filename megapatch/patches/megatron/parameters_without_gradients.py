@@ -5,7 +5,7 @@ Symptom   with overlap_grad_reduce a bucket group is reduced once all its parame
           the step ends with "Communication call has not been issued for this bucket"; from 0.16 on the first such
           step ends with a bare assertion in reset(), and under python -O Megatron learns to reduce without it.
           With several instances of the distributed optimizer, up to 0.15 and later in a run, the group is never
-          reduced, silently. Where ranks differ in what they use, their collectives no longer match.
+          reduced, silently. Where ranks use different parameters, their collectives no longer match.
 Upstream  NVIDIA/Megatron-LM#1150 (open since 2024), #5643; 0.12 to 0.19 and main.
 Seam      start_grad_sync() of bucket groups: a group that is ready waits until those before it have started, in
           one order for all ranks: that of the backward pass, by the model's order of parameters. A reduce that has
@@ -18,7 +18,8 @@ Seam      start_grad_sync() of bucket groups: a group that is ready waits until 
           step would take for its own and fail, and the tokens that routers have counted, which would silently
           go into the next step's expert bias and global auxiliary loss.
 Limits    all ranks still have to call finish_grad_sync() in the same steps. A group that waits holds up the
-          overlap of those after it: set requires_grad to False, alike on all ranks, for what is never trained.
+          overlap of those after it: set requires_grad to False, alike on all ranks, for parameters that are never
+          trained.
           Chunks of virtual stages are put in order by config.no_sync_func, as Megatron's train() sets it; without
           it, and in a first step that no zero_grad_buffer() precedes, each chunk has an order of its own. Such a
           first step is Megatron's own where the chunk was made before the patch was applied.
@@ -141,7 +142,7 @@ class Line:
 
 
 def _after_this_stream(start: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that starts a reduce after what this stream was given to do, from whichever stream."""
+    """Return a function that starts a reduce, on any stream, after this stream's work so far."""
     import torch
 
     if not torch.cuda.is_initialized():

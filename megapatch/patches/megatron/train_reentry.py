@@ -12,9 +12,9 @@ Seam      the module function, rebound where others hold it by name. State is co
           no_sync is removed (a user's meets Megatron's assertion as before), and in a repeated call the timer is
           stopped, reduces left under way are waited for, and parameters not gathered since the last step are
           gathered before the forward pre-hooks go; in a first call those of a caller's own steps are.
-          At exit the timer is stopped. After an exception the config's
-          hooks are what they were at entry, timers started by the call are stopped, the rerun state machine is as
-          before the interrupted step, in its old mode, and the next forward pass gathers what is not gathered.
+          At exit the timer is stopped. After an exception the config's hooks are as at entry, timers started by
+          the call are stopped, the rerun state machine is as before the interrupted step, in its old mode, and the
+          next forward pass gathers all parameters that are not gathered.
           train_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts and
           expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
           All else in the first call of a process is as without megapatch.

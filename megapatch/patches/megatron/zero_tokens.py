@@ -5,8 +5,8 @@ Symptom   a microbatch whose loss mask is all zeros (a filtered rollout, a slice
           bf16 without the check all parameters become NaN.
 Upstream  the schedules divide the loss by its number of tokens; up to 0.14. From 0.15 on by 1 at
           least (NVIDIA/Megatron-LM@1aef9f8eff).
-Seam      schedules.forward_step, whose forward step function returns the loss function that is wrapped: of what
-          that returns, a number of tokens of 0 becomes 1.
+Seam      schedules.forward_step, whose forward step function returns the loss function that is wrapped: a
+          number of tokens of 0 in its result becomes 1.
 Limits    with calculate_per_token_loss nothing is changed: Megatron divides by the step's number of tokens there,
           and not at all if that is 0. A loss function that divides by the number of tokens itself, as one that
           returns two values does, has to see to it itself. With overlap_moe_expert_parallel_comm (0.14) the
@@ -60,7 +60,7 @@ def diagnose(package: ModuleType) -> Verdict:
 
 
 def _not_passed_on(schedules: ModuleType) -> list[str]:
-    """Return what the loss function is passed on to from 0.14 on, where forward_step() does not mention it."""
+    """Return the function that gets the loss function from 0.14 on, if forward_step() does not mention it."""
     name = "forward_step_calc_loss"
     return missing_names(FORWARD_STEP, name) if hasattr(schedules, name) else []
 

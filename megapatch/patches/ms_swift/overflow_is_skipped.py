@@ -68,7 +68,7 @@ def leave_overflows_to_the_optimizer(wrap_model: Callable[..., Any]) -> Callable
 
 # ------------------------------------------------------------------------------------------ the step
 def diagnose_step(module: ModuleType) -> Verdict:
-    """Read the real step, and call what it gives an overflow's norm to, without torch."""
+    """Read the real step, and pass an overflow's norm to the function that it calls, without torch."""
     path = f"{module.__name__}:{STEP}"
     if missing := missing_names(path, "optimizer", "step", REDUCE):
         return lacking(missing)

@@ -1,4 +1,4 @@
-"""Where NeMo-RL's workers are, and how to look at their methods."""
+"""The names of NeMo-RL's workers, and ways to look at their methods."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATE = "_train_step_state"
 
 
 def split_step_of(worker: str, methods: str) -> dict[str, str]:
-    """Return what a site adds to a worker class: the four calls of a split train step.
+    """Return the four calls of a split train step, for a site to add to a worker class.
 
     Args:
         worker: the name of the class.
@@ -40,7 +40,7 @@ def split_step_of(worker: str, methods: str) -> dict[str, str]:
 
 
 def methods_of(cls: str, module: str, *names: str) -> dict[str, str]:
-    """Return what a site adds to a class: functions of a module of `_nemo_rl_split_step`, by their names."""
+    """Return functions of a module of `_nemo_rl_split_step`, by their names, for a site to add to a class."""
     return {f"{cls}.{name}": f"megapatch._nemo_rl_split_step.{module}:{name}" for name in names}
 
 
@@ -49,7 +49,7 @@ def is_open(worker: Any) -> bool:
 
 
 def no_worker(module: ModuleType, actor: str = ACTOR) -> Verdict:
-    """Return the verdict on a worker that is not what it is from v0.6.0 on."""
+    """Return the verdict on a worker that is not as it is from v0.6.0 on."""
     if not _is_decorated(module, actor):
         return gone(f"{actor}Impl", module)
     trains = " and trains with a fork of Megatron" if actor == ACTOR else ""

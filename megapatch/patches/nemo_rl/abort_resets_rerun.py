@@ -34,7 +34,7 @@ BEFORE = "_megapatch_state_before_step"
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Look at what the real method mentions."""
+    """Look at the names that the real method mentions."""
     worker = getattr(module, WORKER, None)
     if worker is None:
         return no_worker(module)

@@ -7,7 +7,7 @@ Symptom   with several pipeline stages and overlap_grad_reduce off, Megatron's s
 Upstream  fixed by NVIDIA-NeMo/Megatron-Bridge#611, in all of Bridge's wheels that we know (0.3.0 and later).
           NeMo-RL 0.4.0 pins an earlier commit, and 0.3 has the same function from nemo.tron.
 Seam      the module function, rebound where NeMo-RL's worker holds it by name. It sets the model config's
-          no_sync_func and grad_sync_func whatever the setting; without overlap, they are put back to what they
+          no_sync_func and grad_sync_func whatever the setting; without overlap, they are put back as they
           were before the call, which is how upstream leaves them now.
 Limits    a model that was set up before the patch keeps its hooks. A custom no_sync_func stays.
 Numbers   change on the stages that reduced twice, and so does the gradient's norm.

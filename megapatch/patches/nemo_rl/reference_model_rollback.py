@@ -10,7 +10,7 @@ Upstream  v0.6.0, v0.7.0 and main at 7ea279abf, on the Megatron worker and both 
           In an open train step, where weights and gradients share a buffer (MXFP8 with overlap_param_gather), the
           swap overwrites the gradients.
 Seam      the context manager: after an exception the original resumes behind its `yield`, as if there had been
-          none, and swaps back itself whatever it swapped. The caller still gets the exception.
+          none, and swaps back itself everything that it swapped. The caller still gets the exception.
           A swap that would overwrite an open step's gradients is a MisuseError: see nemo_rl.open-step-guard.
 Limits    an exception while the reference's weights are being copied in, before the body has begun, is not rolled
           back. If the weights cannot be copied back, that error is raised, with the body's as its context.

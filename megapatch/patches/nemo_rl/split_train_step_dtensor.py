@@ -28,7 +28,7 @@ OF_DATA = ("from_batches", "get_batch", "select_indices", "slice")
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Look at the class, and at what its train() mentions."""
+    """Look at the class, and at the names that its train() mentions."""
     actor = WORKERS[module.__name__]
     worker = getattr(module, f"{actor}Impl", None)
     if worker is None:

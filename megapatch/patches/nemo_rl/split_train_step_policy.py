@@ -1,7 +1,7 @@
 """NeMo-RL's policies can split a train step over several calls.
 
 Symptom   AttributeError: an asynchronous controller drives a Policy (a TQPolicy where there is a data plane), and
-          these have only train(); nobody calls what `nemo_rl.split-train-step` gives their workers.
+          these have only train(); nobody calls the methods that `nemo_rl.split-train-step` gives their workers.
 Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 for TQPolicy, never for Policy, and in no release up to
           v0.7.0; prepare_logprobs_from_meta is of a draft of #2700, prepare_for_lp_inference(keep_train_buffers)
           of #3660.
@@ -48,7 +48,7 @@ STEP = ("begin_train_step", "finish_train_step", "abort_train_step")
 
 
 def diagnose_policy(module: ModuleType) -> Verdict:
-    """Look at what Policy.train() takes, and at what Policy.__init__() makes."""
+    """Look at the parameters of Policy.train(), and at the attributes that Policy.__init__() makes."""
     path = f"{module.__name__}:{POLICY}"
     found = _settled(module, POLICY, "begin_train_step")
     if found is not None:
@@ -70,7 +70,7 @@ def diagnose_policy(module: ModuleType) -> Verdict:
 
 
 def diagnose_tq_policy(module: ModuleType) -> Verdict:
-    """Look at TQPolicy and what its train_from_meta() calls."""
+    """Look at TQPolicy, and at the calls of its train_from_meta()."""
     found = _settled(module, TQ_POLICY, "begin_train_step")
     if found is not None:
         return found
@@ -92,7 +92,7 @@ def diagnose_tq_policy(module: ModuleType) -> Verdict:
 
 
 def diagnose_mixin(module: ModuleType) -> Verdict:
-    """Look at what the worker's train_presharded() calls."""
+    """Look at the calls of the worker's train_presharded()."""
     found = _settled(module, MIXIN, "begin_train_step_presharded")
     if found is not None:
         return found

@@ -3,7 +3,7 @@
 Symptom   several adapters are trained in turns, and their parameters are fp32: Adam's moments are those of the
           adapter before, silently. Weights end elsewhere than those of an adapter that is trained by itself.
 Upstream  NovaSky-AI/SkyRL#2153 (open); in 0.3.0 and 0.4.0.
-Seam      class attributes of AdapterStore: what allocates, fills and restores an adapter's slot. While one of them
+Seam      class attributes of AdapterStore that allocate, fill and restore an adapter's slot. While one of them
           runs, the optimizer shows its fp32 shards (shard_fp32_groups) among the main parameters that the store
           walks. With bf16 adapters there are none, and nothing changes.
 Limits    only Megatron's distributed optimizer, which is the one that SkyRL's store knows.

@@ -1,7 +1,7 @@
 """SkyRL's checkpoints hold the parameters of the last optimizer step.
 
 Symptom   with overlap_param_gather (SkyRL passes it on to Megatron), a checkpoint saved after a step is a mixture
-          of new and old parameters, silently: a data-parallel rank writes what it holds, its own shard beside
+          of new and old parameters, silently: a data-parallel rank writes its local memory, its own shard beside
           those of others, which are one step old.
 Upstream  not reported for SkyRL; in all releases of skyrl-train and skyrl, and on main. Megatron's own train()
           gathers before a save.

@@ -10,7 +10,7 @@ Upstream  THUDM/slime#1779; pull requests #1857 (leaves save() broken) and #2066
 Seam      train() and save() of megatron_utils.model, rebound in actor.py, which holds them by name. At entry, a
           no_sync_func that is a model chunk's own no_sync is removed (a user's meets slime's assertion as
           before), and after an earlier call reduces left under way are waited for and parameters not
-          gathered since the last step are gathered. After an exception the config's hooks are what they were.
+          gathered since the last step are gathered. After an exception the config's hooks are as before the call.
           train_one_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts
           and expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
           megatron.forward-pre-hook makes switching the forward pre-hooks safe; this patch needs it.

@@ -62,7 +62,10 @@ class ReplicaCalls:
         return noted
 
     async def resume_generation(self) -> None:
-        """Give each replica back what it has lost. Raise the first failure, when all have been tried."""
+        """Give each replica back the cache and the requests that it has lost.
+
+        Raises the first failure, when all have been tried.
+        """
         import asyncio
 
         # gather() raises the first exception and leaves the other calls to themselves.

@@ -3,7 +3,7 @@
 Symptom   with overlap_param_gather (verl passes it on to Megatron, in override_ddp_config and
           override_optimizer_config), a checkpoint, an export of shards (delta weight syncs) or a copy in the CPU's
           memory that is made after a step is a mixture of new and old parameters, silently: a data-parallel rank
-          reads what it holds, its own shard beside those of others, which are one step old.
+          reads its local memory, its own shard beside those of others, which are one step old.
 Upstream  not reported for verl; in 0.7.1 to 0.9.1 and on main. Megatron's own train() gathers before a save.
 Seam      MegatronCheckpointManager.save_checkpoint(), copy_megatron_model_to_cpu() and
           MegatronEngine.get_per_tensor_param_shard() read unwrapped models and buffers. The first two gather

@@ -5,7 +5,7 @@ Symptom   with fp16, "NotImplementedError: Megatron optimizer step failed. This 
           answered (False, None, None): it took no step, and the next one has a smaller loss scale.
 Upstream  verl-project/verl#5369 (open); in 0.6.1 to 0.9.1 and on main. verl's FSDP engine skips such a step.
 Seam      class attributes of MegatronEngine. optimizer_step() is the original, to which an optimizer that answers
-          so says that it has stepped, with a gradient norm of infinity; that is what verl's FSDP engine reports.
+          so says that it has stepped, with a gradient norm of infinity; verl's FSDP engine reports the same.
           lr_scheduler_step() leaves the learning rate where it is if all steps since the last call were skipped.
           train_batch() adds the metric "skipped_steps", 1 or 0: over the mini-batches of an update its mean says
           how many of them were skipped. MegatronEngine inherits train_batch(); it gets one of its own.

@@ -7,7 +7,7 @@ Upstream  verl-project/verl#7953, repaired by #7954 (open); in 0.6.1 to 0.9.1.
 Seam      the class attribute MegatronCheckpointManager.load_checkpoint(): where the optimizer is loaded, the
           original loads its schedule, too. verl gives the schedule the opposite of the option as
           override_opt_param_scheduler, so that it takes the number of steps from the checkpoint and keeps its own
-          rates, which is what Megatron's --override-opt_param-scheduler does.
+          rates, as with Megatron's --override-opt_param-scheduler.
 Limits    a schedule that does not override is left to the option. A load without the optimizer leaves the schedule
           alone. A checkpoint of the optimizer without a schedule, which no release writes, ends with verl's own
           "LR scheduler state dict not found".

@@ -7,7 +7,7 @@ Symptom   MegatronEngine.initialize() fails with "When overlap_grad_reduce is Tr
 Upstream  verl-project/verl#7380 (open); in 0.6.1 to 0.9.1 and on main.
 Seam      the module's function, and with it the names under which the engine and older workers import it. It is
           called chunk by chunk, each time without the no_sync_func that Megatron's DistributedDataParallel made;
-          what it sets for each chunk becomes the list that Megatron's interleaved schedule takes.
+          the hooks that it sets for each chunk become the list that Megatron's interleaved schedule takes.
 Limits    a no_sync_func that is not DistributedDataParallel's own is left in place, so verl still refuses it.
           Under python -O, which removes the assertion, there is no defect.
 Cost      once a model.

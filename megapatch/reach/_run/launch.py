@@ -57,7 +57,10 @@ def reaching(environment: Mapping[str, str], targets: set[str]) -> dict[str, str
 
 
 def warnings(command: list[str]) -> list[str]:
-    """Return what the command puts out of reach. Reads the script that it names, but not those called there."""
+    """Return warnings about processes that the command puts out of reach.
+
+    Reads the script that the command names, but not those called there.
+    """
     return of_command(command) + of_script(*_script(command))
 
 

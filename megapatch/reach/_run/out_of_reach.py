@@ -1,4 +1,4 @@
-"""Find what `megapatch run` cannot reach, as far as command lines, environments and scripts show it.
+"""Find processes that `megapatch run` cannot reach, as far as command lines, environments and scripts show it.
 
 Uses only the standard library: sitecustomize loads this file where megapatch may not be installed. `here` is the
 folder that `megapatch run` puts on PYTHONPATH. Functions that begin with `of_` return messages.
@@ -99,7 +99,7 @@ def of_process(command: object, environment: Mapping[str, str] | None, here: str
 
 
 def of_command(words: Sequence[str]) -> list[str]:
-    """Say what the command of `megapatch run` itself keeps out."""
+    """Say how the command of `megapatch run` itself keeps megapatch out."""
     return of_script(_quoted([*_interpreter(words[0]), *words]), "the command")
 
 
@@ -143,7 +143,7 @@ def _shortened(words: Iterable[str]) -> str:
 
 # ------------------------------------------------------------------------------------------ what a shell would do
 def findings(text: str, here: str = "$PYTHONPATH") -> Iterator[Finding]:
-    """Yield what lines of shell do to PYTHONPATH and to Python, in commands and in JSON."""
+    """Yield the effects of lines of shell on PYTHONPATH and on Python, in commands and in JSON."""
     kept = {"PYTHONPATH"}  # variables that hold the old value
     for line, words in _commands(text):
         for kind in _of_words(words, kept, here):
@@ -155,38 +155,42 @@ def findings(text: str, here: str = "$PYTHONPATH") -> Iterator[Finding]:
 
 
 def _of_words(words: list[str], kept: set[str], here: str) -> Iterator[str]:
-    """Yield what one simple command does. Its words are as they were written, with their quotes."""
-    rest = list(words)
+    """Yield the effects of one simple command. Its words are as they were written, with their quotes."""
     assigns = "unquoted"  # whether NAME=value is an assignment here: "", or "quoted" as well, for env and sudo
-    while rest:
-        word = _plain(rest[0])
-        assignment = _ASSIGNMENT.fullmatch(word if assigns == "quoted" else rest[0])
+    for number, written in enumerate(words, 1):
+        word = _plain(written)
+        assignment = _ASSIGNMENT.fullmatch(word if assigns == "quoted" else written)
         if assignment and assigns:
-            if assignment[1] == "PYTHONPATH" and not assignment[2] and not _keeps(rest[0], kept, here):
-                yield REPLACED
-            elif _keeps(rest[0], kept, here):
+            if _keeps(written, kept, here):
                 kept.add(assignment[1])
-        elif os.path.basename(word) == "env":
-            yield from _of_env(rest[1:])
-            assigns = "quoted"
-        elif word in ("sudo", *_DECLARING):
-            if word in _DECLARING and {"-n", "+x"} & set(rest) and "PYTHONPATH" in map(_plain, rest):
-                yield DROPPED
-            assigns = "quoted"
-        elif word == "unset" and "-f" not in rest and "PYTHONPATH" in map(_plain, rest):
-            yield DROPPED
-        elif is_python(word):
-            flag = _ignoring_flag(map(_plain, rest[1:]))
-            if flag:
-                yield flag
+            elif assignment[1] == "PYTHONPATH" and not assignment[2]:
+                yield REPLACED
+            continue
+        yield from _of_program(word, words[number:])
+        if is_python(word):
             return
+        if os.path.basename(word) == "env" or word in ("sudo", *_DECLARING):
+            assigns = "quoted"
         elif word not in _KEYWORDS and assigns == "unquoted":
             assigns = ""
-        rest.pop(0)
+
+
+def _of_program(word: str, rest: list[str]) -> Iterator[str]:
+    """Yield the effects of a program, or of a shell's builtin, that gets the rest of the words."""
+    if os.path.basename(word) == "env":
+        yield from _of_env(rest)
+    elif is_python(word):
+        flag = _ignoring_flag(map(_plain, rest))
+        if flag:
+            yield flag
+    elif "PYTHONPATH" in map(_plain, rest):
+        no_longer_exports = word in _DECLARING and {"-n", "+x"} & set(rest)
+        if no_longer_exports or (word == "unset" and "-f" not in rest):
+            yield DROPPED
 
 
 def _of_env(rest: list[str]) -> Iterator[str]:
-    """Yield DROPPED if `env` with these words starts a Python, or what may start one, without PYTHONPATH."""
+    """Yield DROPPED if `env` starts a Python, or a program that may start one, without PYTHONPATH."""
     dropped = False
     words = map(_plain, rest)
     for word in words:

@@ -10,7 +10,8 @@ from rigs.diagnosed_sources import assert_verdicts, words
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED, needs_training
 
-from megapatch.patch import MARK, unpatched
+from megapatch._layers import MARK
+from megapatch.patch import unpatched
 
 
 def hook_verdicts(rank, world_size):

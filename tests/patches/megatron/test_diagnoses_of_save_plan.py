@@ -11,7 +11,7 @@ from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
 from rigs.needs import needs_megatron
 
-from megapatch.patch import MARK
+from megapatch._layers import MARK
 
 
 def save_state_dict_async_plan(*args, **kwargs): ...  # the diagnoses replace these in the functions below

@@ -17,7 +17,7 @@ from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
 from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import minor
 
-from megapatch.patch import MARK
+from megapatch._layers import MARK
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._model import _gpt_of
 

@@ -17,7 +17,7 @@ from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor
 
-from megapatch.patch import MARK
+from megapatch._layers import MARK
 from megapatch.testing import init_parallel
 
 

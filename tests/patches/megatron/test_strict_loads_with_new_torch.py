@@ -16,7 +16,7 @@ from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import STRICTNESSES
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from megapatch.patch import MARK
+from megapatch._layers import MARK
 from megapatch.testing import init_parallel
 
 DEFAULT = STRICTNESSES[0]

@@ -15,7 +15,7 @@ from unittest import mock
 
 import megapatch
 from megapatch._engine.engine import this_process
-from megapatch.patch import MARK
+from megapatch._layers import MARK
 from megapatch.weight_sync._pause import _warned
 from rigs.cells import take_rules
 

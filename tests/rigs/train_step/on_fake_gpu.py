@@ -164,11 +164,11 @@ def finished_without_waiting(groups):
         group.param_gather_handle = None
 
 
-def scaled_by_a_number(of_backend):
+def scaled_by_a_number(weighing):
     """Multiply losses by a number that is read from the GPU."""
 
-    def scaling(self, scale, loss, others):
-        scaled = of_backend(self, scale, loss, others)
+    def scaling(self, scale):
+        scaled = weighing(self, scale)
         return lambda tensor, *args, **kwargs: scaled(tensor * float(tensor.new_ones(())), *args, **kwargs)
 
     return scaling

@@ -90,7 +90,7 @@ class FirstTarget:
         return spec
 
     def look_for_missed(self, name: str) -> None:
-        """Import megapatch if a target is loaded already; it patches what is."""
+        """Import megapatch if a target is loaded already; it patches those that are."""
         if self.may_have_missed:
             self.may_have_missed = False
             if not self.targets.isdisjoint(sys.modules):
@@ -135,7 +135,7 @@ class FirstTarget:
             self.bringing.discard(get_ident())
 
     def ask_the_others(self, name: str, path, target, top=None):
-        """Return what importlib would find without this finder, in the folders `top` instead of sys.path."""
+        """Return the spec that importlib would find without this finder, in the folders `top` instead of sys.path."""
         for finder in list(sys.meta_path):
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
@@ -194,7 +194,7 @@ def look_at(command, environment) -> None:
 
 
 def watch(subprocess) -> None:
-    """Look at what subprocess.Popen starts; change nothing."""
+    """Look at the processes that subprocess.Popen starts; change nothing."""
     from functools import wraps  # loaded with subprocess
 
     start = subprocess.Popen.__init__
@@ -219,7 +219,7 @@ STARTING = {  # the positions of command and environment; the other functions of
 
 
 def watch_os() -> None:
-    """Look at what the functions of os start; change nothing."""
+    """Look at the processes that the functions of os start; change nothing."""
     for name, (command, environment) in STARTING.items():
         function = getattr(os, name, None)
         if function is not None:
@@ -229,7 +229,7 @@ def watch_os() -> None:
 
 
 def watched(function, command: int, environment):
-    """Return a function that does the same, after a look at what it starts."""
+    """Return a function that does the same, after a look at the process that it starts."""
 
     def starting(*args, **options):
         values = (*args, *options.values())
