@@ -97,12 +97,12 @@ class Checkpoints(Part):
 
     @observes
     def begin_step(self, step: Step) -> None:
-        """Report what the saves before this step lack."""
+        """Report parameters that the saves before this step lack."""
         self._report_missing(step.chunks)
 
     @observes
     def judge(self) -> None:
-        """Report what the last saves lack."""
+        """Report parameters that the last saves lack."""
         self._report_missing(self.audit.models.chunks)
 
     def _report_missing(self, chunks: Iterable[Any]) -> None:

@@ -130,7 +130,7 @@ class Loads(Part):
     # ------------------------------------------------------------------------ judged in the step
     @observes
     def begin_step(self, step: Step) -> None:
-        """Report what is not there."""
+        """Report state that is missing."""
         schedules = self.audit.part(Schedules)
         known = schedules.of(step.optimizer)
         if not any(part in self._loaded for part in step.parts) and not any(map(schedules.was_loaded, known)):

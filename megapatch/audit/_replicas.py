@@ -22,7 +22,7 @@ class Replicas(NamedTuple):
 
 
 def replicas_of(parameters: list[Any]) -> Iterator[Replicas]:
-    """Yield what this rank, and others, have of some parameters: by group, if it has more than one rank."""
+    """Yield the parameters that this rank and others have, by group, if it has more than one rank."""
     from megatron.core import parallel_state
 
     dense = [parameter for parameter in parameters if getattr(parameter, "allreduce", True)]

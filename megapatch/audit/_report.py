@@ -76,7 +76,7 @@ class AuditReport(NamedTuple):
 
 
 def make(ledger: Ledger, settings: Settings | None, rules: tuple[Rule, ...], ended: bool) -> AuditReport:
-    """Return the report of what a ledger has by now."""
+    """Return the report of a ledger as it is now."""
     rank, size, _ = ledger.place = _place(ledger)
     this_process().load_families()
     return AuditReport(

@@ -49,7 +49,7 @@ NEEDS = MappingProxyType(
 
 
 class Rule(NamedTuple):
-    """A rule, and what became of it.
+    """A rule and its status.
 
     Attributes:
         name: a key of `INVARIANTS`.

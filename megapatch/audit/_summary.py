@@ -186,7 +186,7 @@ def _in_words(value: Any) -> str:
 
 
 def _found(seen: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], is_note: bool) -> list[Found]:
-    """Return what ranks have found: by rule and line, in the order of the steps in which it was first seen."""
+    """Return the findings of all ranks by rule and line, in the order of the steps in which they began."""
     alike: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
     for report, finding in seen:
         where = finding["where"]

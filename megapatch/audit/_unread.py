@@ -1,4 +1,4 @@
-"""What was compared in steps in which nobody waits for a device: it stays there until it is read."""
+"""Comparisons in steps in which nobody waits for a device: their results stay there until they are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _NEVER = 2**62
 
 
 class Unread:
-    """The first step in which something differed, by what it is: a number on each device, however many steps."""
+    """The first step in which tensors of a kind differed: one number on each device, however many steps."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, Any], Any] = {}
@@ -23,12 +23,12 @@ class Unread:
         self._first[place] = now if before is None else torch.minimum(before, now)
 
     def read(self) -> Iterator[tuple[str, int]]:
-        """Yield what has differed since it was last read, and the first step. Waits for the devices."""
+        """Yield the kinds that have differed since the last call, each with its first step. Waits for devices."""
         first, self._first = self._first, {}
         for (what, _), step in first.items():
             if int(step) < _NEVER:
                 yield what, int(step)
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Forget all results."""
         self._first.clear()

@@ -50,7 +50,7 @@ def headline(summary: Summary) -> str:
 
 
 def values(summary: Summary) -> Iterator[str]:
-    """Yield what ranks have, and who differs: version, digest, size, steps, settings."""
+    """Yield version, digest, size, steps and settings of the ranks, and which of them differ."""
     of_all = {_NAMES[name]: by_value for name, by_value in summary.values.items() if name in _NAMES}
     yield ", ".join(f"{name} {next(iter(by_value))}" for name, by_value in of_all.items() if len(by_value) == 1)
     for name, by_value in of_all.items():
