@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
-from rigs.megatron.options import UNPATCHED, Log, needs_training
+from rigs.megatron.options import UNPATCHED, Log
 
-from megapatch.testing import init_parallel, megatron_training_available
+from megapatch.testing import init_parallel
 
 MODULE = "megatron.core.tensor_parallel.random"
 EXPERTS = "expert-parallel-rng"
@@ -30,9 +27,14 @@ def tracker():
     return random_module().get_cuda_rng_tracker()
 
 
+def new_tracker():
+    """Make a new one, as a tracker warns once."""
+    vars(random_module()).update(_CUDA_RNG_STATE_TRACKER=None, _CUDA_RNG_STATE_TRACKER_INITIALIZED=False)
+    random_module().initialize_rng_tracker()
+
+
 def seed(number):
-    """Seed all streams; a tracker warns once, so each cell has a new one."""
-    random_module().initialize_rng_tracker(force_reset=True)
+    new_tracker()
     random_module().model_parallel_cuda_manual_seed(number)
 
 
@@ -111,32 +113,10 @@ def not_looked_at(states):
 def never_seeded():
     seed(1)
     saved = of_the_first()
-    random_module().initialize_rng_tracker(force_reset=True)
+    new_tracker()
     log = Log()
     tracker().set_states(saved)
     return log.texts
-
-
-def by_megatron(folder, each_its_own):
-    """Save by Megatron's own get_rng_state(), and load as its load_checkpoint() does."""
-    from megatron.core import dist_checkpointing, mpu
-    from megatron.training import checkpointing
-
-    def state():
-        groups = mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
-        return {"rng_state": checkpointing.get_rng_state("torch_dist", *groups)}
-
-    args = SimpleNamespace(data_parallel_random_init=each_its_own)
-    seed(1)
-    with mock.patch.object(checkpointing, "get_args", return_value=args):
-        os.makedirs(folder, exist_ok=True)
-        torch.distributed.barrier()
-        dist_checkpointing.save(state(), folder)
-        seed(1)
-        loaded = dist_checkpointing.load(state(), folder)["rng_state"]
-    log = Log()
-    tracker().set_states(loaded[mpu.get_data_parallel_rank() if each_its_own else 0]["rng_tracker_states"])
-    return log.texts, same_on_both(draw())
 
 
 # ------------------------------------------------------------------------------------------ the diagnosis
@@ -177,16 +157,15 @@ DIAGNOSES = {
     "unrelated": ("unknown", "expected expert ranks to differ"),
     "no class": ("unknown", "set_states"),
 }
-GENERATORS = {name: torch.Generator() for name in (EXPERTS, "model-parallel-rng")}
 OTHERS = {
-    "generators": GENERATORS,
+    "generators": {name: torch.Generator() for name in (EXPERTS, "model-parallel-rng")},
     "empty": {},
     "of another kind": {EXPERTS: 1},
     "float": {EXPERTS: torch.ones(9)},
 }
 
 
-def job(rank, world_size, folder):
+def job(rank, world_size):
     init_parallel(ep=2)
     yield "first", lambda: load(of_the_first)
     yield "first, another seed", lambda: load(of_the_first, seeds=(1, 7))
@@ -198,16 +177,13 @@ def job(rank, world_size, folder):
     for name, states in OTHERS.items():
         yield name, lambda states=states: not_looked_at(states)
     yield "never seeded", never_seeded
-    if megatron_training_available():
-        for each_its_own in (False, True):
-            yield each_its_own, lambda own=each_its_own: by_megatron(f"{folder}-{own}", own)
     yield "diagnoses", diagnoses
     init_parallel()
     yield "no expert parallelism", lambda: load(of_the_first)
 
 
-unpatched = cells_of(job, 2, folder="unpatched", env=UNPATCHED)
-patched = cells_of(job, 2, folder="patched")
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
 OF_THE_FIRST = ["first", "first, another seed"]
 
 
@@ -249,18 +225,6 @@ def test_a_tracker_that_was_never_seeded_has_no_streams_of_its_own(patched):
 
 def test_without_expert_parallelism_ranks_share_their_streams(patched):
     assert [found["no expert parallelism"] for found in patched] == [([], True)] * 2
-
-
-@needs_training
-def test_as_megatron_saves(patched):
-    (texts, same), (of_the_second, _) = (found[False] for found in patched)
-    assert texts == [] and same
-    assert len(of_the_second) == 1 and SAYS in of_the_second[0]
-
-
-@needs_training
-def test_with_data_parallel_random_init_each_rank_loads_its_own(patched):
-    assert [found[True] for found in patched] == [([], False)] * 2
 
 
 def test_diagnosis(unpatched, patched):
