@@ -40,7 +40,7 @@ def seed(number):
 
 def draw():
     with tracker().fork(EXPERTS):
-        return torch.rand(4)
+        return torch.rand(4, device="cuda")
 
 
 def same_on_both(tensor):
@@ -94,7 +94,7 @@ def recompute():
     log, found = Log(), []
     for run in (drop, lambda x: checkpoint(drop, False, x)):
         seed(1)
-        x = torch.arange(64.0, requires_grad=True)
+        x = torch.arange(64.0, device="cuda", requires_grad=True)
         output = run(x)
         draw()  # of a later layer
         output.sum().backward()
