@@ -20,6 +20,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "megatron": {
         "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
+        "megatron.expert-streams-loaded": ("megatron.core.tensor_parallel.random",),
         "megatron.forward-pre-hook": ("megatron.core.distributed.distributed_data_parallel",),
         "megatron.fresh-metadata": (
             "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",

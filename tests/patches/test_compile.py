@@ -174,6 +174,7 @@ NOT_COMPILED = {
     "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
     # Nor gathers, what reads a whole model for a file or a stream or writes it, and what loads from there.
     *targets(
+        "megatron.expert-streams-loaded",
         "megatron.fresh-metadata",
         "megatron.fully-reshardable-states",
         "megatron.gathered-when-read",

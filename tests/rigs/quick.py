@@ -13,6 +13,10 @@ OF_PATCHES = {
         "test_without_the_patch_two_ranks_halve_the_losses",
         "test_losses_weigh_as_much_as_without_context_parallel",
     ),
+    "megatron.expert-streams-loaded": (
+        "test_without_the_patch_nothing_is_said",
+        "test_a_rank_that_loads_another_ones_streams_says_so",
+    ),
     "megatron.forward-pre-hook": (
         "test_without_the_patch_a_repeated_call_fails",
         "test_switching_hooks_between_steps_gives_the_numbers_of_a_run_without_overlap",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -74,6 +75,32 @@ def rates_of_its_own(layout: Layout = DP) -> None:
     expect(rates == {0.5}, f"the learning rate is 0.5, and after a load {rates}")
 
 
+def streams_of_another(layout: Layout = DP) -> None:
+    """Load the random streams of the first expert rank on the second one."""
+    kind = import_module("megatron.core.tensor_parallel.random").CudaRNGStatesTracker
+    first, second = kind(), kind()
+    for rank, tracker in enumerate((first, second)):
+        tracker.add("model-parallel-rng", 2718)
+        tracker.add("expert-parallel-rng", 1024 + 100 * rank)
+    said = _Said()
+    logger = logging.getLogger("megapatch")
+    logger.addHandler(said)
+    try:
+        second.set_states(first.get_states())
+    finally:
+        logger.removeHandler(said)
+    expect(said.has_warned, "an expert rank loads another one's random streams, and nothing says so")
+
+
+class _Said(logging.Handler):
+    """Notes whether megapatch warns."""
+
+    has_warned = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.has_warned = self.has_warned or record.levelno >= logging.WARNING
+
+
 def in_place(layout: Layout = DP) -> float:
     """Go back to the second step of four with all that is saved, and step on; the reference has made two steps."""
     layout.set_up()
@@ -123,5 +150,6 @@ CHECKS = (
         layouts=True,
     ),
     Check("megatron.scheduler-after-load", scheduler_goes_back),
+    Check("megatron.expert-streams-loaded", streams_of_another),
     Check("load-in-place", in_place, "parameters, with those of a run that did not go back", layouts=True),
 )

@@ -31,6 +31,7 @@ READER = f"{CHECKPOINTING}.strategies.cached_metadata_filesystem_reader"
 WRITER = f"{CHECKPOINTING}.strategies.filesystem_async"
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
 STATE = "megatron.core.parallel_state"
+STREAMS = "megatron.core.tensor_parallel.random"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 ROUTERS = "megatron.core.transformer.moe.moe_utils"
 FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -47,6 +48,13 @@ HARMFUL = {
         (SCHEDULES, "backward_step", with_name("model_type", "another")),
         (ROUTERS, "MoEAuxLossAutoScaler.backward", with_name("main_loss_backward_scale", "another")),
         (ROUTERS, "MoEAuxLossAutoScaler.set_loss_scale", empty),
+    ),
+    "megatron.expert-streams-loaded": (
+        (STREAMS, "CudaRNGStatesTracker.set_states", empty),
+        (STREAMS, "CudaRNGStatesTracker.set_states", another_body),
+        (STREAMS, "CudaRNGStatesTracker.set_states", with_name("states_", "another")),
+        (STREAMS, "model_parallel_cuda_manual_seed", empty),
+        (STREAMS, "model_parallel_cuda_manual_seed", another_body),
     ),
     "megatron.forward-pre-hook": (
         KEEPS_GATHER,

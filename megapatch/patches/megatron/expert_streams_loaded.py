@@ -1,0 +1,149 @@
+"""A load that gives an expert rank the random streams of another one says so.
+
+Symptom   after a load all expert-parallel ranks draw the same random numbers, silently: those of the first rank.
+          Megatron's own layers draw from these streams when weights of experts are initialized, and with
+          moe_router_force_load_balancing; experts of your own that drop elements, in each step.
+Upstream  NVIDIA/Megatron-LM#6858 (merged after 0.19.2); in 0.12 to 0.19. get_rng_state() saves a state for each
+          tensor- and pipeline-parallel rank, and leaves expert parallelism out, as do verl, ms-swift and AReaL.
+Seam      CudaRNGStatesTracker.set_states(), by which Megatron and these frameworks load: a WARNING, once for each
+          tracker. A state begins with its seed. The expert seed less the model-parallel one is the rank's own, for
+          any --seed: where loaded states have another difference than those that the tracker holds, they are
+          another rank's. get_rng_state() is not an option: frameworks have their own, and old checkpoints stay.
+Limits    a warning: states that were not saved cannot be loaded. Seed again after the load. Transformer Engine's
+          tracker and graph-safe states, which are generators, are not looked at; nor are states loaded into a
+          tracker that was never seeded.
+Cost      below 200 ns for each recomputation of activations; 4 us where it has drawn from an expert stream.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from ..._troubleshooting import see
+from ...patch import NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
+from .._diagnosis import (
+    StandIn,
+    answering_none,
+    cannot_run,
+    lacking,
+    missing_attributes,
+    missing_reads,
+    torch_stand_in,
+    with_globals,
+)
+
+MODULE = "megatron.core.tensor_parallel.random"
+TRACKER = "CudaRNGStatesTracker"
+SEEDING = "model_parallel_cuda_manual_seed"
+STATES = "states_"
+EXPERTS = "expert-parallel-rng"
+MODEL_PARALLEL = "model-parallel-rng"
+SEED_BYTES = 8
+
+SAID = "_megapatch_said_whose_streams"
+"""Attribute of a tracker that has warned."""
+
+_logger = logging.getLogger("megapatch")
+
+
+def warn_of_others(set_states: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(set_states)
+    def patched_set_states(self: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
+        if states.get(EXPERTS) is not self.states_.get(EXPERTS):  # recomputation mostly has the same object
+            _compare(self, self.states_, states)
+        return set_states(self, states, *args, **kwargs)
+
+    return patched_set_states
+
+
+def _compare(tracker: Any, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    before, found = _seed(own.get(EXPERTS)), _seed(loaded.get(EXPERTS))
+    if before == found or hasattr(tracker, SAID):
+        return
+    others = _seed(own.get(MODEL_PARALLEL)), _seed(loaded.get(MODEL_PARALLEL))
+    if None in (before, found, *others) or (expected := before - others[0] + others[1]) == found:
+        return
+    setattr(tracker, SAID, True)
+    _logger.warning(
+        "megatron.expert-streams-loaded: this load gives an expert rank the random stream of another one: "
+        "expected one that was seeded with %d, found %d. Expert ranks now draw the same numbers. If yours draw "
+        "any in training, call model_parallel_cuda_manual_seed() on all ranks after the load, with a new seed"
+        + see("expert-streams"),
+        expected,
+        found,
+    )
+
+
+def _seed(state: Any) -> Any:
+    """Return the seed that a generator's state begins with, on CPU and GPU; None of what is not such a state."""
+    import torch
+
+    if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8 or state.numel() < SEED_BYTES:
+        return None
+    return int.from_bytes(state[:SEED_BYTES].tolist(), sys.byteorder)
+
+
+# ------------------------------------------------------------------------------------------ the diagnosis
+def diagnose(module: ModuleType) -> Verdict:
+    """Set states of the real tracker, and seed two expert ranks with two seeds; a made-up tracker keeps them."""
+    missing = [
+        *missing_attributes(f"{MODULE}:", TRACKER, SEEDING),
+        *missing_attributes(f"{MODULE}:{TRACKER}", "set_states", "add"),
+        *missing_reads(f"{MODULE}:{TRACKER}.add", STATES),
+    ]
+    if missing:
+        return lacking(missing)
+    states: dict[str, Any] = {}
+    try:
+        tracker = object.__new__(answering_none(getattr(module, TRACKER)))
+        unpatched(getattr(module, TRACKER).set_states)(tracker, states)
+        own = [_difference(module, seed, rank) for rank in (0, 1) for seed in (1, 5)]
+    except Exception as error:
+        return cannot_run(f"{SEEDING}()", error)
+    if getattr(tracker, STATES) is not states:
+        return Verdict(UNKNOWN, f"expected set_states() to keep the states that it is given in {STATES}")
+    first, again, second, again_second = own
+    if first != again or second != again_second or first == second:
+        return Verdict(
+            UNKNOWN, "expected expert ranks to differ in the expert seed less the model-parallel one, for any seed"
+        )
+    return Verdict(NEEDED, "a tracker takes another expert rank's streams without a word")
+
+
+def _difference(module: ModuleType, seed: int, rank: int) -> int:
+    """Return the expert seed less the model-parallel one, as an expert rank gets them of the real code."""
+    seeds: dict[str, int] = {}
+
+    def zero(*args: Any, **kwargs: Any) -> int:
+        return 0
+
+    seeding = with_globals(
+        getattr(module, SEEDING),
+        torch=torch_stand_in(cuda=StandIn(manual_seed=zero)),
+        initialize_rng_tracker=zero,
+        _CUDA_RNG_STATE_TRACKER=StandIn(reset=seeds.clear, add=seeds.__setitem__),
+        get_tensor_model_parallel_rank=zero,
+        get_expert_tensor_parallel_rank=zero,
+        get_expert_model_parallel_rank=lambda *args, **kwargs: rank,
+        # From 0.19 on, of generalized tensor parallelism.
+        **{
+            f"get_{kind}gtp_weight_remat_{what}": zero
+            for kind in ("", "expert_")
+            for what in ("rank", "world_size")
+        },
+    )
+    seeding(seed)
+    return seeds[EXPERTS] - seeds[MODEL_PARALLEL]
+
+
+PATCH = Patch(
+    name="megatron.expert-streams-loaded",
+    doc=__doc__,
+    upstream="https://github.com/NVIDIA/Megatron-LM/pull/6858",
+    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{TRACKER}.set_states": warn_of_others}),),
+)

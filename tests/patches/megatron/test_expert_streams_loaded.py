@@ -1,0 +1,232 @@
+"""megatron.expert-streams-loaded on the real tracker, of two expert ranks."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+from rigs.cells import cells_of
+from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
+from rigs.megatron.options import UNPATCHED, Log
+
+from megapatch.testing import init_parallel
+
+MODULE = "megatron.core.tensor_parallel.random"
+EXPERTS = "expert-parallel-rng"
+SAYS = "another one: expected one that was seeded with"
+
+
+def random_module():
+    return importlib.import_module(MODULE)
+
+
+def tracker():
+    return random_module().get_cuda_rng_tracker()
+
+
+def new_tracker():
+    """Make a new one, as a tracker warns once."""
+    vars(random_module()).update(_CUDA_RNG_STATE_TRACKER=None, _CUDA_RNG_STATE_TRACKER_INITIALIZED=False)
+    random_module().initialize_rng_tracker()
+
+
+def seed(number):
+    new_tracker()
+    random_module().model_parallel_cuda_manual_seed(number)
+
+
+def draw():
+    with tracker().fork(EXPERTS):
+        return torch.rand(4, device="cuda")
+
+
+def same_on_both(tensor):
+    found = [torch.empty_like(tensor) for _ in range(2)]
+    torch.distributed.all_gather(found, tensor)
+    return torch.equal(*found)
+
+
+def of_the_first():
+    """Return the first rank's states, as a checkpoint has them for all."""
+    saved = [copy.deepcopy(tracker().get_states())]
+    torch.distributed.broadcast_object_list(saved, 0)
+    return saved[0]
+
+
+def of_its_own():
+    return copy.deepcopy(tracker().get_states())
+
+
+def load(save, *, seeds=(1, 1), draws=3):
+    """Save, draw, and load into a process of another seed: what is said, and whether the ranks draw the same."""
+    seed(seeds[0])
+    draw()
+    saved = save()
+    seed(seeds[1])
+    for _ in range(draws):
+        draw()
+    log = Log()
+    tracker().set_states(saved)
+    return log.texts, same_on_both(draw())
+
+
+def load_again():
+    """Load another rank's states twice, with the rank's own in between."""
+    seed(1)
+    own, saved = of_its_own(), of_the_first()
+    log = Log()
+    for states in (saved, own, saved):
+        tracker().set_states(states)
+    return log.texts
+
+
+def recompute():
+    """Recompute a function that draws from the experts' stream; the reference does not recompute."""
+    from megatron.core.tensor_parallel import checkpoint
+
+    def drop(x):
+        with tracker().fork(EXPERTS):
+            return torch.nn.functional.dropout(x, 0.5) * x
+
+    log, found = Log(), []
+    for run in (drop, lambda x: checkpoint(drop, False, x)):
+        seed(1)
+        x = torch.arange(64.0, device="cuda", requires_grad=True)
+        output = run(x)
+        draw()  # of a later layer
+        output.sum().backward()
+        found.append((x.grad.tolist(), draw().tolist()))
+    return log.texts, found[0] == found[1]
+
+
+def not_looked_at(states):
+    """Load states of other kinds, which Megatron itself takes."""
+    seed(1)
+    log = Log()
+    tracker().set_states(states)
+    return log.texts, tracker().get_states() == states
+
+
+def never_seeded():
+    seed(1)
+    saved = of_the_first()
+    new_tracker()
+    log = Log()
+    tracker().set_states(saved)
+    return log.texts
+
+
+# ------------------------------------------------------------------------------------------ the diagnosis
+def keeps_nothing(self, states): ...
+
+
+def alike(seed, *args, **kwargs):
+    """Seed all expert ranks alike."""
+    _CUDA_RNG_STATE_TRACKER.add("model-parallel-rng", seed + 2718)  # noqa: F821
+    _CUDA_RNG_STATE_TRACKER.add("expert-parallel-rng", seed + 1024)  # noqa: F821
+
+
+def unrelated(seed, *args, **kwargs):
+    """Seed experts with no regard to the seed."""
+    _CUDA_RNG_STATE_TRACKER.add("model-parallel-rng", seed + 2718)  # noqa: F821
+    _CUDA_RNG_STATE_TRACKER.add("expert-parallel-rng", 100 * get_expert_model_parallel_rank())  # noqa: F821
+
+
+def diagnoses():
+    from megapatch.patches.megatron.expert_streams_loaded import diagnose
+
+    module = random_module()
+    return verdicts_of(
+        diagnose,
+        module,
+        {
+            **made_up(module.CudaRNGStatesTracker, "set_states", keeps_nothing),
+            **made_up(module, "model_parallel_cuda_manual_seed", alike, unrelated),
+            "no class": (module, "CudaRNGStatesTracker", None),
+        },
+    )
+
+
+DIAGNOSES = {
+    "as it is": ("needed", "without a word"),
+    "keeps_nothing": ("unknown", "keep the states"),
+    "alike": ("unknown", "expected expert ranks to differ"),
+    "unrelated": ("unknown", "expected expert ranks to differ"),
+    "no class": ("unknown", "set_states"),
+}
+OTHERS = {
+    "generators": {name: torch.Generator() for name in (EXPERTS, "model-parallel-rng")},
+    "empty": {},
+    "of another kind": {EXPERTS: 1},
+    "float": {EXPERTS: torch.ones(9)},
+}
+
+
+def job(rank, world_size):
+    init_parallel(ep=2)
+    yield "first", lambda: load(of_the_first)
+    yield "first, another seed", lambda: load(of_the_first, seeds=(1, 7))
+    yield "own", lambda: load(of_its_own)
+    yield "own, another seed", lambda: load(of_its_own, seeds=(1, 7))
+    yield "own, at once", lambda: load(of_its_own, draws=0)
+    yield "again", load_again
+    yield "recompute", recompute
+    for name, states in OTHERS.items():
+        yield name, lambda states=states: not_looked_at(states)
+    yield "never seeded", never_seeded
+    yield "diagnoses", diagnoses
+    init_parallel()
+    yield "no expert parallelism", lambda: load(of_the_first)
+
+
+unpatched = cells_of(job, 2, env=UNPATCHED)
+patched = cells_of(job, 2)
+OF_THE_FIRST = ["first", "first, another seed"]
+
+
+@pytest.mark.parametrize("case", OF_THE_FIRST)
+def test_without_the_patch_nothing_is_said(unpatched, case):
+    assert [found[case] for found in unpatched] == [([], True)] * 2
+
+
+@pytest.mark.parametrize("case", OF_THE_FIRST)
+def test_a_rank_that_loads_another_ones_streams_says_so(patched, case):
+    (texts, same), (of_the_second, same_there) = (found[case] for found in patched)
+    assert texts == [] and same and same_there
+    (text,) = of_the_second
+    assert f"{SAYS} 1125, found 1025." in text
+    assert "#expert-streams" in text
+
+
+@pytest.mark.parametrize("case", ["own", "own, another seed", "own, at once"])
+def test_a_rank_that_loads_its_own_streams_says_nothing(patched, case):
+    assert [found[case] for found in patched] == [([], False)] * 2
+
+
+def test_it_is_said_once(patched):
+    assert [len(found["again"]) for found in patched] == [0, 1]
+
+
+def test_recomputation_says_nothing_and_draws_the_same(patched):
+    assert [found["recompute"] for found in patched] == [([], True)] * 2
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_states_of_other_kinds_are_loaded_as_before(patched, kind):
+    assert [found[kind] for found in patched] == [([], True)] * 2
+
+
+def test_a_tracker_that_was_never_seeded_has_no_streams_of_its_own(patched):
+    assert [found["never seeded"] for found in patched] == [[], []]
+
+
+def test_without_expert_parallelism_ranks_share_their_streams(patched):
+    assert [found["no expert parallelism"] for found in patched] == [([], True)] * 2
+
+
+def test_diagnosis(unpatched, patched):
+    assert unpatched[0]["diagnoses"] == patched[0]["diagnoses"]
+    assert_verdicts(patched[0]["diagnoses"], DIAGNOSES)
