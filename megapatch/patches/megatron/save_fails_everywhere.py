@@ -81,7 +81,7 @@ def _keeping(finish: Callable[..., Any], failure: Failure) -> Callable[..., Any]
 
 
 def _returning_errors(retrieve_write_results: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that returns its error, as torch's planners do: the ranks are about to gather the results."""
+    """Return a function that returns its error: the ranks are about to gather the results, and look for errors."""
 
     @functools.wraps(retrieve_write_results)
     def kept_retrieve_write_results(*args: Any, **kwargs: Any) -> Any:
