@@ -89,9 +89,9 @@ def _error_of_others(failed: list[_Failed]) -> BaseException:
 
     ranks = "; ".join(f"rank {each.rank} raised {each.text}" for each in failed)
     error = MegapatchError(
-        f"the save failed on another rank: {ranks}. Expected every rank to finish its part. The checkpoint is "
-        "incomplete: do not load it. Repair the cause, and save again into another folder. All ranks have left "
-        "the save, and may continue to train"
+        f"the save failed on another rank: {ranks}. Expected every rank to finish its part. Take the checkpoint "
+        "for incomplete, repair the cause, and save again into another folder. All ranks have left the save, and "
+        "may continue to train"
     )
     if failed[0].is_exception:
         return error
