@@ -18,6 +18,7 @@ from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import ALONE, BASE, Saves, has_working_writer, minor, strategies
 
 from megapatch._versions import find_module
+from megapatch.patches.megatron._failures import Failure
 from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.skipif(not has_working_writer(), reason="0.12's writer does not work with this torch")
@@ -132,12 +133,35 @@ class Failing:
         return self.failed(functools.partial(self.queue.maybe_finalize_async_calls, blocking=True))
 
     def interrupted(self):
-        """Both ranks get a signal in a function of the trainer."""
+        """Both ranks get a signal in a function of the trainer. Return how often they meet after it, too."""
+        met = []
 
         def interrupt():
+            met.clear()
             raise SystemExit
 
-        return self.failed(self.later, interrupt)
+        reduce = torch.distributed.all_reduce
+
+        def all_reduce(*args, **kwargs):
+            met.append("all_reduce")
+            return reduce(*args, **kwargs)
+
+        counted = mock.patch.object(torch.distributed, "all_reduce", all_reduce)
+        return (*self.failed(self.later, interrupt, changed=counted), len(met))
+
+    def asked(self):
+        """Return how often the ranks ask each other in a save at once, and in one by the queue."""
+        asked, ask = [], Failure._ranks_failed
+
+        def ranks_failed(*args):
+            asked[-1] += 1
+            return ask(*args)
+
+        with mock.patch.object(Failure, "_ranks_failed", ranks_failed):
+            for save in (self.at_once, self.later):
+                asked.append(0)
+                save()
+        return asked
 
 
 # ------------------------------------------------------------------------------------------ without the patch
@@ -209,6 +233,7 @@ def failing(rank, world_size, folder):
         yield (writer, "results"), here.without_results
         yield (writer, "unwritten"), here.unwritten
         yield (writer, "interrupted"), here.interrupted
+        yield (writer, "asked"), here.asked
 
 
 unpatched = cells_of(waiting, 2, folder="unpatched", env=UNPATCHED)
@@ -279,6 +304,12 @@ def test_what_upstream_raises_on_rank_0_is_raised_as_the_same_error(patched, wri
 @each_writer
 def test_an_exit_is_not_waited_with(patched, writer):
     for found in patched:
-        error, _, after = found[writer, "interrupted"]
-        assert error == "SystemExit"
+        error, _, after, met = found[writer, "interrupted"]
+        assert (error, met) == ("SystemExit", 0)
         assert_goes_on(after)
+
+
+@each_writer
+def test_the_costs_are_those_that_the_patch_states(patched, writer):
+    for found in patched:
+        assert found[writer, "asked"] == [2 if minor() >= 15 else 3, 4]
