@@ -11,6 +11,9 @@ from ..._mcore.process_groups import device_of
 from ..._troubleshooting import see
 from ...errors import MegapatchError
 
+KNOWN = "_megapatch_all_ranks_know"
+"""Attribute of an error that has been raised on all ranks."""
+
 _logger = logging.getLogger("megapatch")
 
 
@@ -28,9 +31,11 @@ class Failure:
         try:
             yield
         except (Exception, CheckpointException) as error:
-            if self.error is None:
-                self.error = error
-                # Others may never come to where they would learn of it.
+            if self.error is not None:
+                return
+            self.error = error
+            if not hasattr(error, KNOWN):
+                # Logged here, as others may never come to where they would learn of it.
                 _logger.error(
                     "megatron.save-fails-everywhere: on this rank a save failed with %s; it is raised on all ranks"
                     + see("save-fails"),
@@ -45,13 +50,14 @@ class Failure:
             if self.error is None:
                 raise  # otherwise the rank's own error says more
             failed = []
+        if self.error is None:
+            self.error = _error_of_others(failed) if failed else None
         if self.error is not None:
+            setattr(self.error, KNOWN, True)
             try:
                 raise self.error
             finally:
                 self.error = None  # an error that is kept would keep all frames of the save
-        if failed:
-            raise _error_of_others(failed)
 
     def _ranks_failed(self, group: Any) -> list[_Failed]:
         import torch

@@ -82,6 +82,7 @@ def failing(rank, world_size, folder):
     hashed = hasattr(importlib.import_module(f"{CORE}.validation"), "INTEGRITY_FNAME")
     for writer in WRITERS:
         here = Failing(rank, folder, writer)
+        yield (writer, "logged"), here.logged
         for when, save in (("later", here.later), ("at once", here.at_once)):
             yield (writer, when, "metadata"), functools.partial(here.without_metadata, save)
             yield (writer, when, "config"), functools.partial(here.without_config, save)
@@ -119,6 +120,13 @@ def test_a_save_that_fails_on_one_rank_fails_on_the_others(patched, writer, when
     if what == "manifest" and (writer, when, what) not in patched[0]:
         pytest.skip("this Megatron has no manifests")
     assert_failed_everywhere([found[writer, when, what] for found in patched], *fails)
+
+
+@each_writer
+def test_only_the_rank_that_failed_logs_its_error_and_once(patched, writer):
+    (text,), of_other = (found[writer, "logged"] for found in patched)
+    assert "on this rank a save failed with OSError: [Errno 28] No space left on device;" in text
+    assert of_other == []
 
 
 @each_writer

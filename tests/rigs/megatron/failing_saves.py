@@ -13,7 +13,7 @@ import torch
 
 from megapatch._versions import find_module
 from megapatch.patches.megatron._failures import Failure
-from rigs.megatron.options import attempt, quick_writer
+from rigs.megatron.options import Log, attempt, quick_writer
 from rigs.megatron.save import BASE, Saves, minor, strategies
 
 CORE = "megatron.core.dist_checkpointing"
@@ -137,6 +137,12 @@ class Failing:
 
         counted = mock.patch.object(torch.distributed, "all_reduce", all_reduce)
         return (*self.failed(self.later, interrupt, changed=counted), len(met))
+
+    def logged(self):
+        """Return what is logged when the metadata cannot be written."""
+        log = Log()
+        self.without_metadata(self.later)
+        return log.texts
 
     def asked(self):
         """Return how often the ranks ask each other in a save at once, and in one by the queue."""
