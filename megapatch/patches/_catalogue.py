@@ -63,6 +63,14 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.dist_checkpointing.validation",
         ),
         "megatron.rerun-transient-fault": ("megatron.core.rerun_state_machine",),
+        "megatron.save-fails-everywhere": (
+            "megatron.core.dist_checkpointing.strategies.state_dict_saver",
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver",
+            "megatron.core.dist_checkpointing.serialization",
+            "megatron.core.dist_checkpointing.validation",
+            "megatron.core.dist_checkpointing.strategies.async_utils",
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+        ),
         "megatron.save-plan-cache": (
             "megatron.core.dist_checkpointing.strategies.torch",
             "megatron.core.dist_checkpointing.strategies.fully_parallel",

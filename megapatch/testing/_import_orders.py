@@ -76,10 +76,11 @@ def held_by_name(engine: Engine) -> None:
     holder = types.ModuleType("megapatch_contract_holder")
     sys.modules[holder.__name__] = holder
     for record in engine.roster.sites:
-        for path in record.site.replace if record.site.module in sys.modules else ():
+        module = sys.modules.get(record.site.module)
+        for path in record.site.replace:
             target = f"{record.site.module}:{path}"
-            if "." not in path:
-                function = getattr(sys.modules[record.site.module], path)
+            if "." not in path and hasattr(module, path):  # in some releases there is no such target
+                function = getattr(module, path)
                 vars(holder).update({target: function, f"alias of {target}": function})
     engine.activate()
     for record in engine.roster.sites:

@@ -78,6 +78,10 @@ OF_PATCHES = {
         "test_without_the_patch_a_transient_fault_is_saved_and_cannot_be_resumed",
         "test_with_the_patch_the_job_ends_and_nothing_is_saved",
     ),
+    "megatron.save-fails-everywhere": (
+        "test_without_the_patch_a_rank_waits_for_one_that_has_failed",
+        "test_a_save_that_fails_on_one_rank_fails_on_the_others",
+    ),
     "megatron.save-plan-cache": (
         "test_without_the_patch_a_change_is_lost",
         "test_a_change_is_planned_once_by_all_ranks_and_saved",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from importlib import import_module
 from types import SimpleNamespace
@@ -98,6 +99,36 @@ def save_given_up(layout: Layout = DP) -> None:
         module._results_queue = common
 
 
+def failed_save(layout: Layout = DP) -> None:
+    """Finalize a save whose metadata cannot be written, on every rank, and count how often it meets the others."""
+    from unittest import mock
+
+    import torch
+
+    layout.set_up()
+    module = import_module(f"{STRATEGIES}.state_dict_saver")
+    failures, met = [], []
+    reduce = torch.distributed.all_reduce
+
+    def finish(*args: Any) -> None:
+        failures.append(True)
+        raise OSError("No space left on device")
+
+    def all_reduce(*args: Any, **kwargs: Any) -> Any:
+        met.extend(failures)
+        return reduce(*args, **kwargs)
+
+    writer = SimpleNamespace(retrieve_write_results=list, finish=finish)
+    # Each rank takes itself for the one that writes, so that none waits for another that has raised.
+    ranks = SimpleNamespace(
+        is_coordinator=True, coordinator_rank=0, group=None, gather_object=lambda results: [results]
+    )
+    with mock.patch.object(torch.distributed, "all_reduce", all_reduce), contextlib.suppress(OSError):
+        module.save_state_dict_async_finalize(writer, object(), ranks)
+    assert failures, "the metadata were not to be written"
+    expect(bool(met), "a rank that cannot write metadata raises, and leaves the others to wait for it")
+
+
 def states_in_buckets(layout: Layout = DP) -> None:
     """Prepare a save of the optimizer's state as fully_reshardable, from several buckets."""
     from ...testing._model import _gpt_of
@@ -134,6 +165,7 @@ CHECKS = (
     Check("megatron.fresh-metadata", overwritten_checkpoint),
     Check("megatron.fully-reshardable-states", states_in_buckets),
     Check("megatron.own-save-results", save_given_up),
+    Check("megatron.save-fails-everywhere", failed_save),
     Check("megatron.rerun-state-dict", idle_rerun_state),
     Check("megatron.rerun-transient-fault", fault_that_went_away),
     Check("megatron.strict-loads-with-new-torch", strides_in_metadata),

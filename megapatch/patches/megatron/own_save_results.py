@@ -15,8 +15,6 @@ Seam      the class attributes of FileSystemWriterAsync, in Megatron and in nvid
 Limits    a save that was given up stays incomplete, unless it is finalized later; then it is complete.
           Where the common queue was replaced by one without a manager there is no other: a warning says so, once.
           A save that is finalized before it was written fails, as before: "results_queue should not be empty".
-          Where rank 0 cannot write the metadata (a full disk), it raises and the others wait for it, until
-          their timeout, as before: seen with 0.16.1 and 0.19.2. End all ranks when one raises in a save.
 Numbers   change where a load would have given tensors each other's values: to those that were saved.
 Cost      a save asks the manager for one queue, below 10 ms on a busy machine. That of a save given up is kept.
 """

@@ -35,6 +35,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._dotted import find
+from ..._mcore.process_groups import device_of
 from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
@@ -66,9 +67,8 @@ def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> b
     import torch
 
     changed = vars(owner).pop(STRUCTURE, None) != now
-    device = "cpu" if torch.distributed.get_backend() == "gloo" else torch.cuda.current_device()
     # After a failure one rank may have nothing cached while others have a plan; together that counts as a change.
-    somewhere = torch.tensor([cached, changed], dtype=torch.int8, device=device)
+    somewhere = torch.tensor([cached, changed], dtype=torch.int8, device=device_of())
     torch.distributed.all_reduce(somewhere, op=torch.distributed.ReduceOp.MAX)
     return all(somewhere.tolist())
 

@@ -29,6 +29,9 @@ PARALLEL = f"{CHECKPOINTING}.strategies.fully_parallel"
 VALIDATION = f"{CHECKPOINTING}.validation"
 READER = f"{CHECKPOINTING}.strategies.cached_metadata_filesystem_reader"
 WRITER = f"{CHECKPOINTING}.strategies.filesystem_async"
+SAVER = f"{CHECKPOINTING}.strategies.state_dict_saver"
+SAVING = f"{CHECKPOINTING}.serialization"
+CALLS = f"{CHECKPOINTING}.strategies.async_utils"
 SCHEDULER = "megatron.core.optimizer_param_scheduler"
 STATE = "megatron.core.parallel_state"
 STREAMS = "megatron.core.tensor_parallel.random"
@@ -168,6 +171,13 @@ HARMFUL = {
         (RERUN, f"{MACHINE}.should_checkpoint_and_exit", another_body),
         (RERUN, f"{MACHINE}.should_checkpoint_and_exit", with_name("state", "another")),
         (RERUN, f"{MACHINE}.should_checkpoint_and_exit", with_name("RERUNNING_IN_PLACE", "another")),
+    ),
+    "megatron.save-fails-everywhere": (
+        *((SAVER, "save_state_dict_async_finalize", edit) for edit in (empty, another_body)),
+        (SAVER, "save_state_dict_async_finalize", with_name("finish", "another")),
+        *((SAVING, "save", edit) for edit in (empty, another_body, with_name("save_config", "another"))),
+        *((CALLS, "AsyncCallsQueue.maybe_finalize_async_calls", edit) for edit in (empty, another_body)),
+        *((CALLS, "AsyncCallsQueue.schedule_async_request", edit) for edit in (empty, another_body)),
     ),
     "megatron.save-plan-cache": (
         (TORCH, "TorchDistSaveShardedStrategy.__init__", with_name("cached_local_plan", "another")),

@@ -1,0 +1,193 @@
+"""The diagnoses of megatron.save-fails-everywhere: what a rank does after its part of a save has failed.
+
+Copies of the real functions run on one rank, with stand-ins for what is collective.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+from ...patch import FIXED, NEEDED, UNKNOWN, Verdict, unpatched
+from .._diagnosis import (
+    AnswersNone,
+    StandIn,
+    cannot_run,
+    gone,
+    lacking,
+    missing_attributes,
+    missing_names,
+    missing_parameters,
+    missing_reads,
+    reads_in_order,
+    torch_stand_in,
+    with_globals,
+)
+
+FINALIZE = "save_state_dict_async_finalize"
+MANIFEST = "save_integrity_manifest"
+QUEUE = "AsyncCallsQueue"
+
+
+class _Failed(Exception):
+    """What the work raises."""
+
+
+class _Rank:
+    """A rank whose work fails, and the collectives that it calls afterwards."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self.collectives: list[str] = []
+        self.torch = torch_stand_in(
+            distributed=_Distributed(self),
+            tensor=lambda values, **kwargs: _Tensor(values),
+            cuda=StandIn(current_device=lambda: None),
+        )
+
+    def fail(self, *args: Any, **kwargs: Any) -> None:
+        self.has_failed = True
+        raise _Failed
+
+    def verdict(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Verdict:
+        """Return the verdict on a function of which the work is a part."""
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            if not self.has_failed:
+                return cannot_run(f"{what}()", error)
+            if not self.collectives and isinstance(error, _Failed):
+                return Verdict(NEEDED, f"a rank that fails in {what}() leaves the others to wait for it")
+        if self.collectives:
+            return Verdict(FIXED, f"a rank that fails in {what}() meets the others")
+        return Verdict(UNKNOWN, f"expected {what}() to raise where its work fails; it does not")
+
+
+class _Distributed(AnswersNone):
+    """A torch.distributed that notes its collectives."""
+
+    def __init__(self, rank: _Rank) -> None:
+        self._rank = rank
+        self.ReduceOp = StandIn()
+
+    def _note(self, name: str) -> None:
+        if self._rank.has_failed:
+            self._rank.collectives.append(name)
+
+    def get_rank(self, *args: Any) -> int:
+        return 0
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._note("barrier")
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> None:
+        self._note("broadcast")
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> None:
+        self._note("all_reduce")
+
+    def broadcast_object_list(self, *args: Any, **kwargs: Any) -> None:
+        self._note("broadcast_object_list")
+
+    def all_gather_object(self, *args: Any, **kwargs: Any) -> None:
+        self._note("all_gather_object")
+
+
+class _Tensor(AnswersNone):
+    """A tensor of one number."""
+
+    def __init__(self, values: Any) -> None:
+        self._value = values[0]
+
+    def item(self) -> Any:
+        return self._value
+
+    def __bool__(self) -> bool:
+        return bool(self._value)
+
+
+def diagnose_finalize(module: ModuleType) -> Verdict:
+    """Finalize the tensors of a save whose metadata cannot be written."""
+    path = f"{module.__name__}:{FINALIZE}"
+    if missing := [
+        *missing_parameters(path, "storage_writer", "global_metadata", "dist_wrapper"),
+        *missing_reads(path, "retrieve_write_results", "gather_object", "finish", "is_coordinator"),
+    ]:
+        return lacking(missing)
+    rank = _Rank()
+    writer = StandIn(retrieve_write_results=list, finish=rank.fail)
+    ranks = StandIn(is_coordinator=True, coordinator_rank=0, gather_object=lambda found: [found])
+    finalize = with_globals(getattr(module, FINALIZE), torch=rank.torch)
+    return rank.verdict(FINALIZE, finalize, writer, object(), ranks)
+
+
+def diagnose_checkpoint(module: ModuleType) -> Verdict:
+    """Finalize a checkpoint whose configuration cannot be written: a function inside save()."""
+    path = f"{module.__name__}:save"
+    if missing := [
+        *missing_attributes(f"{module.__name__}:", "save_config"),
+        *missing_reads(path, "finalize_fns", "save_config", "barrier"),
+    ]:
+        return lacking(missing)
+    function = unpatched(module.save)
+    codes = [code for code in function.__code__.co_consts if isinstance(code, CodeType)]
+    code = next((code for code in codes if {"save_config", "barrier"} <= {*code.co_names}), None)
+    if code is None:
+        return lacking([f"a function in {path} that reads save_config and barrier"])
+    rank = _Rank()
+    stand_ins = {"torch": rank.torch, "save_config": rank.fail, "CheckpointingConfig": lambda *args: None}
+    cells = tuple(CellType(StandIn()) for _ in code.co_freevars)
+    finalize = FunctionType(code, {**function.__globals__, **stand_ins}, code.co_name, None, cells)
+    return rank.verdict(code.co_name, finalize)
+
+
+def diagnose_manifest(module: ModuleType) -> Verdict:
+    """Look whether there is a manifest of hashes, and whether writing it is left to one rank."""
+    if not hasattr(module, MANIFEST):
+        return gone(MANIFEST, module, _without_manifests)
+    path = f"{module.__name__}:{MANIFEST}"
+    if missing := missing_parameters(path, "checkpoint_dir"):
+        return lacking(missing)
+    if reads_in_order(getattr(module, MANIFEST), "distributed"):
+        return Verdict(UNKNOWN, f"expected {MANIFEST}() to be the work of one rank; it calls others")
+    return Verdict(NEEDED, "a rank that fails to write the manifest leaves the others to wait for it")
+
+
+def _without_manifests(module: ModuleType) -> str:
+    return "" if hasattr(module, "verify_integrity_manifest") else "checkpoints have no manifest, before 0.17.1"
+
+
+def diagnose_queue(module: ModuleType) -> Verdict:
+    """Finalize a request that a queue has, whose finalize function fails."""
+    maybe_finalize = f"{module.__name__}:{QUEUE}.maybe_finalize_async_calls"
+    schedule = f"{module.__name__}:{QUEUE}.schedule_async_request"
+    if missing := [
+        *missing_attributes(f"{module.__name__}:", "AsyncRequest", "_ActiveAsyncRequest"),
+        *missing_names(maybe_finalize, "async_calls", "blocking"),
+        *missing_parameters(schedule, "async_request"),
+        *missing_reads(schedule, "async_calls"),
+    ]:
+        return lacking(missing)
+    rank = _Rank()
+    caller = StandIn(is_current_async_call_done=lambda *args, **kwargs: True)
+    active = vars(module)["_ActiveAsyncRequest"](0, caller, module.AsyncRequest(None, (), [rank.fail]))
+    finalize = with_globals(getattr(module, QUEUE).maybe_finalize_async_calls, torch=rank.torch)
+    return rank.verdict(
+        "maybe_finalize_async_calls", finalize, StandIn(async_calls=deque([active])), blocking=True
+    )
+
+
+def diagnose_request(module: ModuleType) -> Verdict:
+    """Finalize a request whose finalize function fails."""
+    path = f"{module.__name__}:AsyncRequest.execute_finalize_fns"
+    if missing := [
+        *missing_parameters(path, "validate_matching_call_idx"),
+        *missing_reads(path, "finalize_fns"),
+    ]:
+        return lacking(missing)
+    rank = _Rank()
+    finalize = with_globals(module.AsyncRequest.execute_finalize_fns, torch=rank.torch)
+    request = module.AsyncRequest(None, (), [rank.fail])
+    return rank.verdict("execute_finalize_fns", finalize, request, validate_matching_call_idx=True)

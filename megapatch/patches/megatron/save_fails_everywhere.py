@@ -1,0 +1,230 @@
+"""A save that fails on one rank fails on all ranks, instead of leaving the others to wait for it.
+
+Symptom   rank 0 writes a checkpoint's metadata alone. Where it cannot (a full disk, a lost mount: OSError), it
+          raises, and all other ranks wait in the next collective until their timeout. The same with a finalize
+          function of rank 0 alone, such as the one that writes latest_checkpointed_iteration.txt; and up to 0.13
+          with each error of writing: rank 0 alone raises "CheckpointException", or another rank "Worker failure"
+          while rank 0 waits. A trainer that catches the error and continues hangs in the middle of the next step.
+Upstream  not reported; in 0.12 to 0.19 and on main, and in nvidia-resiliency-ext 0.4 to 0.7. From 0.14 on, all
+          ranks raise when writing has failed, and not when the metadata have.
+Seam      where ranks finalize a save together: save_state_dict_async_finalize(); dist_checkpointing.save() with
+          save_config() and save_integrity_manifest(); AsyncCallsQueue.schedule_async_request(), which makes one
+          function of those that a request is finalized with, and in nvidia-resiliency-ext
+          AsyncRequest.execute_finalize_fns(). What rank 0 does alone keeps its error until the others come to the
+          end of the collectives around it; then the ranks ask each other whether one has failed. A rank that
+          failed raises its own error. The others raise MegapatchError, or CheckpointException if that rank did;
+          the message says which rank failed, and with what.
+          AsyncRequest.freeze() is not the place: requests of other classes pass through Megatron's queue.
+Limits    an error before the checkpoint is finalized is not shared: in planning, and of rank 0 in writing
+          common.pt. Nor is one of rank 0 after dist_checkpointing.save(), where trainers write the file that names
+          the latest checkpoint after a synchronous save.
+          In a finalize function in which the other ranks wait for the one that failed, they wait, as before;
+          that rank logs its error before it waits for them. Megatron's own ones are repaired.
+          KeyboardInterrupt and SystemExit are raised at once, on their rank alone.
+          A request that nvidia-resiliency-ext finalizes with no_dist is finalized by each rank for itself.
+          The folder of a failed save stays as it is, without metadata.
+Cost      when a save is finalized: two all-reduces of 4 bytes in a synchronous one (three up to 0.14), four in an
+          asynchronous one, and one more with hashes of all files. Nothing in a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from ...patch import Patch, Site
+from .._temporarily import temporarily_set
+from ._diagnoses_of_save_failures import (
+    diagnose_checkpoint,
+    diagnose_finalize,
+    diagnose_manifest,
+    diagnose_queue,
+    diagnose_request,
+)
+from ._failures import Failure
+
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+
+_finalizing: ContextVar[Failure | None] = ContextVar("_finalizing", default=None)
+"""What keeps the error of work that rank 0 does alone, as long as all ranks finalize a checkpoint."""
+
+
+# ------------------------------------------------------------------------------------------ the tensors
+def finalize_together(save_state_dict_async_finalize: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save_state_dict_async_finalize)
+    def patched_save_state_dict_async_finalize(
+        storage_writer: Any, global_metadata: Any, dist_wrapper: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        failure, result = Failure(), None
+        finish = _keeping(storage_writer.finish, failure)
+        retrieve = _returning_errors(storage_writer.retrieve_write_results)
+        with temporarily_set(storage_writer, finish=finish, retrieve_write_results=retrieve), failure.kept():
+            result = save_state_dict_async_finalize(storage_writer, global_metadata, dist_wrapper, *args, **kwargs)
+        failure.raise_everywhere(dist_wrapper.group)
+        return result
+
+    return patched_save_state_dict_async_finalize
+
+
+def _keeping(finish: Callable[..., Any], failure: Failure) -> Callable[..., Any]:
+    """Return a function that keeps its error: after finish() the ranks meet once more."""
+
+    @functools.wraps(finish)
+    def kept_finish(*args: Any, **kwargs: Any) -> Any:
+        with failure.kept():
+            return finish(*args, **kwargs)
+
+    return kept_finish
+
+
+def _returning_errors(retrieve_write_results: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that returns its error: the ranks are about to gather the results, and look for errors."""
+
+    @functools.wraps(retrieve_write_results)
+    def kept_retrieve_write_results(*args: Any, **kwargs: Any) -> Any:
+        from torch.distributed.checkpoint.api import _wrap_exception
+
+        try:
+            return retrieve_write_results(*args, **kwargs)
+        except Exception as error:
+            return _wrap_exception(error)
+
+    return kept_retrieve_write_results
+
+
+# ------------------------------------------------------------------------------------------ the checkpoint
+def save_together(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def patched_save(*args: Any, **kwargs: Any) -> Any:
+        failure = Failure()
+        with _kept_in(failure):
+            request = save(*args, **kwargs)
+        if request is None:
+            failure.raise_everywhere()
+        else:
+            request.finalize_fns[:] = [_together(function) for function in request.finalize_fns]
+        return request
+
+    return patched_save
+
+
+def _together(finalize: Callable[[], Any]) -> Callable[[], None]:
+    """Return one of Megatron's own finalize functions, all of which return only when all ranks have come."""
+
+    @functools.wraps(finalize)
+    def finalize_together() -> None:
+        failure = Failure()
+        with _kept_in(failure):
+            finalize()
+        failure.raise_everywhere()
+
+    return finalize_together
+
+
+@contextlib.contextmanager
+def _kept_in(failure: Failure) -> Iterator[None]:
+    token = _finalizing.set(failure)
+    try:
+        yield
+    finally:
+        _finalizing.reset(token)
+
+
+def keeping_error_of_config(save_config: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save_config)
+    def patched_save_config(*args: Any, **kwargs: Any) -> Any:
+        return _write(save_config, *args, **kwargs)
+
+    return patched_save_config
+
+
+def keeping_error_of_manifest(save_integrity_manifest: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save_integrity_manifest)
+    def patched_save_integrity_manifest(*args: Any, **kwargs: Any) -> Any:
+        return _write(save_integrity_manifest, *args, **kwargs)
+
+    return patched_save_integrity_manifest
+
+
+def _write(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Write what rank 0 writes alone. While ranks finalize, keep an error; after one, write nothing more."""
+    failure = _finalizing.get()
+    if failure is None:
+        return write(*args, **kwargs)
+    with failure.kept():
+        return write(*args, **kwargs) if failure.error is None else None
+
+
+# ------------------------------------------------------------------------------------------ the queue
+def with_one_function(schedule_async_request: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(schedule_async_request)
+    def patched_schedule_async_request(self: Any, async_request: Any, *args: Any, **kwargs: Any) -> Any:
+        return schedule_async_request(self, _with_one_function(async_request), *args, **kwargs)
+
+    return patched_schedule_async_request
+
+
+def in_one_function(execute_finalize_fns: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(execute_finalize_fns)
+    def patched_execute_finalize_fns(
+        self: Any, validate_matching_call_idx: bool = True, *args: Any, **kwargs: Any
+    ) -> Any:
+        # Without that validation ranks need not come here together.
+        request = _with_one_function(self) if validate_matching_call_idx else self
+        return execute_finalize_fns(request, validate_matching_call_idx, *args, **kwargs)
+
+    return patched_execute_finalize_fns
+
+
+def _with_one_function(request: Any) -> Any:
+    """Return the request with one finalize function for all: ranks may have different numbers of them."""
+    return request._replace(finalize_fns=[functools.partial(_finalize_all, request.finalize_fns)])
+
+
+def _finalize_all(functions: Sequence[Callable[[], Any]]) -> None:
+    failure = Failure()
+    with failure.kept():
+        for function in functions:
+            function()
+    failure.raise_everywhere()
+
+
+PATCH = Patch(
+    name="megatron.save-fails-everywhere",
+    doc=__doc__,
+    upstream=None,
+    sites=(
+        *(
+            Site(
+                module=f"{package}.state_dict_saver",
+                diagnose=diagnose_finalize,
+                replace={"save_state_dict_async_finalize": finalize_together},
+            )
+            for package in (STRATEGIES, NVRX)
+        ),
+        Site(
+            module="megatron.core.dist_checkpointing.serialization",
+            diagnose=diagnose_checkpoint,
+            replace={"save_config": keeping_error_of_config, "save": save_together},
+        ),
+        Site(
+            module="megatron.core.dist_checkpointing.validation",
+            diagnose=diagnose_manifest,
+            replace={"save_integrity_manifest": keeping_error_of_manifest},
+        ),
+        Site(
+            module=f"{STRATEGIES}.async_utils",
+            diagnose=diagnose_queue,
+            replace={"AsyncCallsQueue.schedule_async_request": with_one_function},
+        ),
+        Site(
+            module=f"{NVRX}.core",
+            diagnose=diagnose_request,
+            replace={"AsyncRequest.execute_finalize_fns": in_one_function},
+        ),
+    ),
+)
