@@ -17,7 +17,7 @@ from way_back.search import drawn, run, shrunk
 
 DRAWN = 20  # of a thorough run: half a minute on two idle cores
 BY_ITSELF = {row.report for row in REPORTED_HERE}
-TRIES = 12  # batches of drawn sequences, of this many each
+TRIES = 16  # batches of drawn sequences, of this many each
 BATCH = 25
 HERE = [
     row
