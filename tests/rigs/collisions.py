@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from megapatch import apply, report, restore
 from megapatch._reporting.others import patched_by_others
+from rigs.stand_ins import is_stand_in
 
 NOT_IN_PLACE = {"refused", "failed", "overwritten", "missed"}
 
@@ -14,7 +15,7 @@ class Together(NamedTuple):
     """The fate of both. `numbers`: the results of a run with megapatch alone, ours first, and theirs first."""
 
     others: list[tuple[str, str]]
-    not_in_place: list[tuple[str, str, str]]
+    not_in_place: list[tuple[str, str, str, str]]
     numbers: list[Any]
 
 
@@ -34,5 +35,9 @@ def together(theirs, numbers):
 
 
 def _not_in_place():
-    patches = report().to_dict()["patches"]
-    return [(patch["name"], patch["status"]) for patch in patches if patch["status"] in NOT_IN_PLACE]
+    return [
+        (patch["name"], site["module"], site["status"])
+        for patch in report().to_dict()["patches"]
+        for site in patch["sites"]
+        if site["status"] in NOT_IN_PLACE and not is_stand_in(site["module"])
+    ]

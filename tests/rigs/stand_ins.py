@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from importlib.machinery import ModuleSpec, PathFinder
 
@@ -34,6 +35,11 @@ class StandIns:
         if name.startswith("__"):
             raise AttributeError(f"{module} is a stand-in and has no {name}")
         return self.make(module, name)
+
+
+def is_stand_in(name):
+    """Return whether the module of this name, which is imported, is a stand-in."""
+    return isinstance(getattr(sys.modules[name].__spec__, "loader", None), StandIns)
 
 
 class BarePackages:
