@@ -11,6 +11,7 @@ import pytest
 from rigs.needs import needs_megatron, needs_torch
 
 from megapatch._engine.ranks import numbered
+from megapatch._mcore import devices
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
 from megapatch._version import exact_version
@@ -97,7 +98,7 @@ def test_looking_that_raises_is_a_fact(monkeypatch):
 @needs_torch
 def test_devices():
     backends = ("nccl", "gloo", "cpu:gloo,cuda:nccl", "cuda:nccl", "xccl", "npu:hccl", "unheard-of")
-    kinds = [agreement._kinds_of_devices(backend) for backend in backends]
+    kinds = [devices.kinds_of_devices(backend) for backend in backends]
     assert kinds[0] == kinds[3] == ["cuda"] and "cpu" in kinds[1] and "cpu" in kinds[2]
     assert kinds[4:] == [["xpu"], ["npu"], ["cpu"]]
 
@@ -112,8 +113,8 @@ def test_a_backend_that_others_have_registered(monkeypatch):
     npu = types.SimpleNamespace(current_device=lambda: 3)
     monkeypatch.setattr(torch, "npu", npu, raising=False)
     monkeypatch.setattr(torch, "device", lambda *kind: kind)
-    assert agreement._device_for("hccl") == ("npu", 3)
-    assert agreement._device_for("gloo") == ("cpu",)
+    assert devices.device_for("hccl") == ("npu", 3)
+    assert devices.device_for("gloo") == ("cpu",)
 
 
 def test_what_this_process_has_loaded(modules):

@@ -62,10 +62,3 @@ def _holders() -> Iterator[Any]:
     state = vars(sys.modules[PARALLEL_STATE])
     yield state
     yield from (value for value in state.values() if isinstance(value, list))
-
-
-def device_of(group: Any = None) -> Any:
-    """Return a device whose tensors the group's collectives take, as Megatron itself chooses it."""
-    import torch
-
-    return "cpu" if torch.distributed.get_backend(group) == "gloo" else torch.cuda.current_device()

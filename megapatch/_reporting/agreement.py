@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _versions
 from .._engine.ranks import numbered
+from .._mcore.devices import device_of
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
 from .arrivals import naming_the_missing
@@ -65,7 +66,7 @@ def differing(group: torch.distributed.ProcessGroup | None = None) -> str | None
     import torch.distributed as dist
 
     here = look()
-    device = _device_for(dist.get_backend(group))
+    device = device_of(group)
     lowest_and_highest = torch.tensor(_table(here), dtype=torch.int64, device=device)
     with naming_the_missing(group):
         dist.all_reduce(lowest_and_highest, op=dist.ReduceOp.MIN, group=group)
@@ -159,28 +160,3 @@ def _digest(text: str) -> int:
     return (
         int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
     )  # so that negatives have room, too
-
-
-def _device_for(backend: str) -> torch.device:
-    """Return a device whose tensors the backend's collectives take: the CPU, or else this rank's current one."""
-    import torch
-
-    kinds = _kinds_of_devices(backend)
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    kind = kinds[0]
-    return torch.device(kind, getattr(torch, kind).current_device())
-
-
-def _kinds_of_devices(backend: str) -> list[str]:
-    """Return the kinds of devices that a backend serves.
-
-    torch knows that of its own backends (nccl, xccl) and of those that others have registered (hccl for npu);
-    ``cpu:gloo,cuda:nccl`` names them.
-    """
-    from torch.distributed import Backend
-
-    if ":" in backend:
-        return [part.partition(":")[0] for part in backend.split(",")]
-    known: dict[str, list[str]] = Backend.backend_capability
-    return known.get(backend.lower()) or ["cpu"]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ..._mcore.process_groups import device_of
+from ..._mcore.devices import device_of
 from ..._troubleshooting import see
 from ...errors import MegapatchError
 

@@ -35,7 +35,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._dotted import find
-from ..._mcore.process_groups import device_of
+from ..._mcore.devices import device_of
 from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
