@@ -88,8 +88,7 @@ class Masters(Part):
     def judge(self) -> None:
         """Report differences in the steps that were not looked at closely."""
         for what, step in self._unread.read():
-            with self.ledger.looking_back():
-                self._report(f"some {what} are", step=step)
+            self._report(f"some {what} are", step=step)
 
     def _report(self, what: str, where: tuple[str, ...] | None = None, step: int | None = None) -> None:
         text = f"{what} not what the optimizer's main parameter says, and is overwritten"

@@ -41,7 +41,7 @@ class Scales(Part):
         """By chunk: the number of the last time that anybody asked for the loss scale of one of its optimizers."""
         self._asks_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """By chunk: the same, as its last step ended."""
-        self._factors: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        self._multiplied_by: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         """By chunk: what the first loss since its last step was multiplied by, if nobody had asked by then."""
         self._divided: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
         """By optimizer: the gradients as they were once it had divided them."""
@@ -134,8 +134,8 @@ class Scales(Part):
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """Note what a loss was multiplied by."""
-        if chunk.config.fp16 and chunk not in self._factors and not self._has_asked(chunk):
-            self._factors[chunk] = _factors.of_loss(loss)
+        if chunk.config.fp16 and chunk not in self._multiplied_by and not self._has_asked(chunk):
+            self._multiplied_by[chunk] = _factors.of_loss(loss)
 
     def _has_asked(self, chunk: Any) -> bool:
         """Return whether anybody has asked for a loss scale of the chunk since its last step."""
@@ -143,7 +143,7 @@ class Scales(Part):
 
     def _is_multiplied(self, chunks: list[Any], scale: Any) -> bool:
         """Return whether a loss was multiplied by the scale though nobody asked for it. Waits for the GPU."""
-        factors = [factor for chunk in chunks for factor in self._factors.get(chunk, ())]
+        factors = [factor for chunk in chunks for factor in self._multiplied_by.get(chunk, ())]
         factors += [factor for chunk in chunks for factor in _factors.of_hook(chunk.config, scale)]
         return float(scale) in (1.0, *map(float, factors))
 
@@ -169,7 +169,7 @@ class Scales(Part):
             self._asked.pop(part, None)
         for chunk in step.chunks:
             self._asks_before[chunk] = self._last_ask.get(chunk, 0)
-            self._factors.pop(chunk, None)
+            self._multiplied_by.pop(chunk, None)
         self._unscaled_losses.difference_update(step.chunks)
 
 

@@ -94,11 +94,10 @@ def swapped_on_one_rank(model, step):
 
 
 def adapter_merged_for_good(model, step):
-    """Matrices that it is merged into for an export are not unmerged."""
+    """Weights that are merged for an export are not unmerged."""
     if step == 1:
-        for parameter in parameters_of(model):
-            if parameter.dim() > 1:
-                parameter.data.add_(0.25)
+        next(iter(model.chunks[0].parameters())).data.add_(0.25)
+        log_probabilities(model, step)
     model.train_step(step)
 
 
