@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .._engine.ranks import numbered
+from .._mcore import random_streams
 
 DATA, EXPERTS = "data-parallel", "expert-parallel"
-_STREAM = "expert-parallel-rng"
-"""Megatron's name of the random stream of an expert rank."""
 
 
 class Replicas(NamedTuple):
@@ -52,7 +51,7 @@ def _expert_streams(device: Any) -> list[Any]:
     import torch
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    state = get_cuda_rng_tracker().get_states().get(_STREAM)
+    state = get_cuda_rng_tracker().get_states().get(random_streams.EXPERTS)
     return [state.to(device)] if isinstance(state, torch.Tensor) else []
 
 

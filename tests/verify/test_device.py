@@ -34,8 +34,8 @@ STEPS = {  # layout, options of the model and of TrainStep, forward step: that o
 }
 
 
-def made_alike():
-    """Compare ranks over a group of NCCL."""
+def over_nccl(function, *args):
+    """Return what a function does on the device, with a group of NCCL."""
     import torch
 
     with (
@@ -43,23 +43,20 @@ def made_alike():
         mock.patch.object(torch.cuda, "current_device", return_value=0),
         Device().watched() as device,
     ):
-        megapatch.assert_consistent()
+        function(*args)
     return device.words
+
+
+def made_alike():
+    """Compare ranks."""
+    return over_nccl(megapatch.assert_consistent)
 
 
 def plan_compared():
-    """Compare a checkpoint's structure, over NCCL."""
-    import torch
-
+    """Compare a checkpoint's structure."""
     from megapatch.patches.megatron import save_plan_cache
 
-    with (
-        mock.patch.object(torch.distributed, "get_backend", return_value="nccl"),
-        mock.patch.object(torch.cuda, "current_device", return_value="cuda"),
-        Device().watched() as device,
-    ):
-        save_plan_cache._changed_anywhere(mock.Mock(), [], True)
-    return device.words
+    return over_nccl(save_plan_cache._changed_anywhere, mock.Mock(), [], True)
 
 
 def step_on_top(layout, options, settings, ours, megatrons):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
 from ..check import DP, Check, Layout, expect, same, the_defect
 from ._steps import ADAM, SHARDED
 
@@ -80,8 +81,8 @@ def streams_of_another(layout: Layout = DP) -> None:
     kind = import_module("megatron.core.tensor_parallel.random").CudaRNGStatesTracker
     first, second = kind(), kind()
     for rank, tracker in enumerate((first, second)):
-        tracker.add("model-parallel-rng", 2718)
-        tracker.add("expert-parallel-rng", 1024 + 100 * rank)
+        tracker.add(MODEL_PARALLEL, 2718)
+        tracker.add(EXPERTS, 1024 + 100 * rank)
     said = _Said()
     logger = logging.getLogger("megapatch")
     logger.addHandler(said)

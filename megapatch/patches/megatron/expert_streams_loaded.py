@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
 from ..._troubleshooting import see
 from ...patch import NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
@@ -41,8 +42,6 @@ MODULE = "megatron.core.tensor_parallel.random"
 TRACKER = "CudaRNGStatesTracker"
 SEEDING = "model_parallel_cuda_manual_seed"
 STATES = "states_"
-EXPERTS = "expert-parallel-rng"
-MODEL_PARALLEL = "model-parallel-rng"
 SEED_BYTES = 8
 
 SAID = "_megapatch_said_whose_streams"
