@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -12,6 +14,7 @@ GROUPS = ("float16_groups", "fp32_from_float16_groups")
 SHARDS = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups")
 """Lists of DistributedOptimizer."""
 
+_loans = threading.local()
 _SAMPLES = 16
 _JUDGED_BY = {
     "tied": {"tied"},  # by the first and the last pipeline stage
@@ -45,8 +48,8 @@ def pairs(
         yield parameter, parameter.data.view(-1)[part.start : part.end], main
 
 
-def stale_pairs(loaded: Collection[tuple[Any, Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return the pairs (part, main parameter) whose weights are new, rather than swapped for others and back.
+def stale_pairs(loaded: Collection[tuple[Any, Any, Any]]) -> list[tuple[Any, Any, Any]]:
+    """Return the triples of `pairs` whose weights are new, rather than swapped for others and back.
 
     A pair is new if its main parameter, rounded, differs from the weights; then all pairs of its kind are, because
     with a small learning rate most weights round to the same number for many steps. Ranks cannot ask each other,
@@ -57,7 +60,7 @@ def stale_pairs(loaded: Collection[tuple[Any, Any, Any]]) -> list[tuple[Any, Any
     """
     flags = differing([(part, main) for _, part, main in loaded])
     new = {_kind(parameter) for (parameter, *_), differs in zip(loaded, flags, strict=True) if differs}
-    return [(part, main) for parameter, part, main in loaded if new & _JUDGED_BY[_kind(parameter)]]
+    return [triple for triple in loaded if new & _JUDGED_BY[_kind(triple[0])]]
 
 
 def differing(pairs: Collection[tuple[Any, Any]]) -> list[bool]:
@@ -67,6 +70,30 @@ def differing(pairs: Collection[tuple[Any, Any]]) -> list[bool]:
     torch = sys.modules["torch"]
     flags = [(second.to(first.device, first.dtype) != first).any() for first, second in pairs]
     return list(torch.stack([flag.to(flags[0].device) for flag in flags]).tolist())
+
+
+@contextlib.contextmanager
+def lent_weights() -> Iterator[None]:
+    """Take what this thread loads inside for lent, not restored: the optimizer's main parameters stay as they are.
+
+        with lent_weights():
+            model.load_state_dict(quantized)  # the next optimizer step keeps its own full precision
+
+    With bf16 and fp16 an optimizer steps main parameters of its own, in fp32, and writes them into the model. Of
+    weights that were loaded without optimizer state the patch `megatron.main-params-after-load` cannot always tell
+    whether the step should start from them. Inside it asks nothing and says nothing. After a load that should be
+    started from call Megatron's ``optimizer.reload_model_params()`` instead.
+    """
+    before, _loans.under_way = are_lent(), True
+    try:
+        yield
+    finally:
+        _loans.under_way = before
+
+
+def are_lent() -> bool:
+    """Return whether what this thread loads now is lent."""
+    return getattr(_loans, "under_way", False)
 
 
 def samples(optimizer: Any) -> list[Any]:

@@ -7,7 +7,8 @@ may set the flag for good only if the optimizer is known to have stepped since t
 `megatron.gathered-when-read` records that, in STEPPED. Without it each read gathers, and the forward pass again.
 
 The flag and STEPPED change in collectives over the data-parallel group and in the optimizer's step, which the
-ranks of that group run, or skip, together. So all of them find the same groups to be gathered.
+ranks of that group run, or skip, together. So all of them find the same groups to be gathered. A load is none of
+these: one rank may load for all, and broadcast. So it is noted apart, in WHOLE, for readers that gather nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from typing import Any
 
 from ..errors import MisuseError
 from .bucket_groups import MODULE, bucket_groups, groups_within
+from .side_table import SideTable
 
 OPTIMIZER_MODULE = "megatron.core.optimizer.distrib_optimizer"
 
-STEPPED = "_megapatch_stepped"
-"""Attribute of a bucket group: whether its optimizer has stepped since its last gather; absent if not known."""
+STEPPED = SideTable()
+"""Of a bucket group: whether its optimizer has stepped since its last gather; absent if not known."""
+WHOLE = SideTable()
+"""Of a bucket group: present if this rank, perhaps alone, has loaded all its parameters since that step."""
 RECORDS = "_megapatch_records_steps"
 """Attribute of a function that replaces DistributedOptimizer.step_with_ready_grads(), and keeps STEPPED true."""
 
@@ -55,8 +59,8 @@ def refuse_stale_read(ddp: Any, reader: str) -> None:
     Raises:
         MisuseError: the optimizer is known to have stepped since the last gather.
     """
-    pending = pending_groups(ddp)
-    if any(_has_stepped(group) for group in pending if group.param_gather_handle is None):
+    pending = (group for group in pending_groups(ddp) if group.param_gather_handle is None)
+    if any(_has_stepped(group) and group not in WHOLE for group in pending):
         raise MisuseError(
             f"{NOT_GATHERED}, and {reader} cannot gather them, as one rank alone may call it: call "
             "megapatch.weight_sync.gathered_parameters(model) on all ranks before it"
@@ -87,14 +91,17 @@ def pending_groups(ddp: Any) -> list[Any]:
 
 
 def record_gathered(group: Any) -> None:
-    """Note that the parameters of a bucket group are gathered, or on their way."""
-    setattr(group, STEPPED, False)
+    """Note that the parameters of a bucket group are gathered, or on their way, on all ranks."""
+    STEPPED.set(group, False)
 
 
 def record_loaded(ddp: Any, parameters: Iterable[Any]) -> None:
-    """Note that parameters were loaded: a bucket group that has no others has nothing left to gather."""
+    """Note that this rank has loaded parameters: of a bucket group that has no others it may read them all.
+
+    What is to be gathered stays the same. Other ranks may not have loaded, and would wait in the gather.
+    """
     for group in groups_within(pending_groups(ddp), parameters):
-        record_gathered(group)
+        WHOLE.set(group, True)
 
 
 def record_step(ddp: Any) -> None:
@@ -102,7 +109,8 @@ def record_step(ddp: Any) -> None:
     if ddp.ddp_config.overlap_param_gather:
         for group in bucket_groups(ddp):
             if group.param_gather_handle is None:  # else: overlap_param_gather_with_optimizer_step
-                setattr(group, STEPPED, True)
+                STEPPED.set(group, True)
+                WHOLE.pop(group)
                 group.param_gather_dispatched = False
 
 
@@ -111,7 +119,8 @@ def _has_stepped(group: Any) -> bool | None:
     optimizer = getattr(sys.modules.get(OPTIMIZER_MODULE), "DistributedOptimizer", None)
     if not hasattr(getattr(optimizer, "step_with_ready_grads", None), RECORDS):
         return None  # the patch was not applied, or was taken back
-    return getattr(group, STEPPED, None)
+    answer: bool | None = STEPPED.get(group)
+    return answer
 
 
 def _finish(groups: Iterable[Any]) -> None:

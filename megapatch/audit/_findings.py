@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from .._engine.settings import ACCEPT
+from .._places import Line, in_words, user_lines
 from .._troubleshooting import see
 from ..errors import AuditError
 from ._invariants import INVARIANTS
-from ._places import Line, in_words, user_lines
 from ._repairs import Repair, repairs
 from ._timeline import Timeline
 

@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from .._engine.ranks import place
+from .._places import user_lines
 from ._audit import Audit, Call, Part, Step
 from ._findings import observes
-from ._places import user_lines
 
 _APART = 60.0
 """Seconds from one report of a process to the next, if nothing is found meanwhile."""

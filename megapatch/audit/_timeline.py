@@ -8,7 +8,7 @@ from collections import deque
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ._places import user_lines
+from .._places import user_lines
 
 KINDS = MappingProxyType(
     {

@@ -10,7 +10,8 @@ import torch
 from rigs.audit import idle_audit, part_of
 
 import megapatch
-from megapatch.audit import _findings, _places, _scales
+from megapatch import _places
+from megapatch.audit import _findings, _scales
 from megapatch.audit._audit import Call, Part, Step
 from megapatch.audit._buckets import state_of
 from megapatch.audit._checkpoints import Checkpoints

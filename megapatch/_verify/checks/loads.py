@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
@@ -28,8 +30,27 @@ SCHEDULE: dict[str, Any] = {
 }
 
 
+def read_back(state: Any) -> Any:
+    """Return a state as Megatron's load() gives it, from a checkpoint of common state that is written for that."""
+    import torch
+
+    checkpointing = import_module("megatron.core.dist_checkpointing")
+    of_shards = SimpleNamespace(
+        can_handle_sharded_objects=True,
+        check_backend_compatibility=lambda *_: None,
+        check_version_compatibility=lambda *_: None,
+        load=lambda *_: {},
+    )
+    versions = {"sharded_backend_version": 1, "common_backend_version": 1}
+    with tempfile.TemporaryDirectory(prefix="megapatch-verify-") as folder:
+        torch.save(state, os.path.join(folder, "common.pt"))
+        with open(os.path.join(folder, "metadata.json"), "w") as file:
+            json.dump({"sharded_backend": "torch_dist", "common_backend": "torch", **versions}, file)
+        return checkpointing.load({}, folder, sharded_strategy=of_shards)
+
+
 def weights_alone(layout: Layout = DP) -> float:
-    """Go back to the weights of an earlier step, and step on; the reference calls reload_model_params()."""
+    """Go back to a checkpoint's weights alone, and step on; the reference calls reload_model_params()."""
     layout.set_up()
     options = {**(SHARDED if layout is DP else {"lr": ADAM["lr"]}), "dtype": "bf16"}
     model, reference = layout.model(**options), layout.model(**options)
@@ -40,8 +61,8 @@ def weights_alone(layout: Layout = DP) -> float:
     ]
     for trained in (model, reference):
         trained.train_step(0)
-        for chunk, state in zip(trained.chunks, saved, strict=True):
-            chunk.load_state_dict(state)
+        for number, chunk in enumerate(trained.chunks):
+            chunk.load_state_dict(read_back(dict(enumerate(saved)))[number])
     reference.optimizer.reload_model_params()
     for trained in (model, reference):
         trained.train_step(1)
@@ -50,8 +71,6 @@ def weights_alone(layout: Layout = DP) -> float:
 
 def scheduler_goes_back(layout: Layout = DP) -> None:
     """Load an earlier state into a scheduler that has stepped on."""
-    from types import SimpleNamespace
-
     kind = import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
     scheduler = kind(SimpleNamespace(param_groups=[]), **SCHEDULE)
     scheduler.step(5)

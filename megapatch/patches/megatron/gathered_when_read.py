@@ -17,7 +17,8 @@ Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoi
           (2) DistributedDataParallel's state_dict() and state_dict_for_save_checkpoint(), and
           generate_state_dict() for the format "torch", may be called by one rank alone, where a gather would hang:
           they raise a MisuseError that names the function to call.
-          (3) DistributedOptimizer's step and the bucket groups' start_param_sync() record whether a gather is due.
+          (3) DistributedOptimizer's step, the bucket groups' start_param_sync() and broadcast_params(), which all
+          ranks make together, record whether a gather is due. A load, which one rank may make alone, does not.
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
           Gathering in the step itself is not an option: overlap_param_gather is there to avoid that.
@@ -96,7 +97,7 @@ def record_birth(init: Callable[..., Any]) -> Callable[..., Any]:
         init(self, *args, **kwargs)
         for chunk in _overlapping_chunks(self):
             for group in bucket_groups(chunk):
-                if not hasattr(group, STEPPED):
+                if group not in STEPPED:
                     record_gathered(group)  # nothing has stepped yet
 
     return patched_init
@@ -129,7 +130,7 @@ def diagnose_ddp(module: ModuleType) -> Verdict:
         *missing_parameters(f"{GROUP}.finish_param_sync", "skip_next_bucket_dispatch"),
         *missing_names(f"{GROUP}.finish_grad_sync", "param_gather_dispatched"),
         *missing_attributes(GROUP, "start_param_sync"),
-        *missing_attributes(DDP, "state_dict", "state_dict_for_save_checkpoint"),
+        *missing_attributes(DDP, "broadcast_params", "state_dict", "state_dict_for_save_checkpoint"),
     ]
     if missing:
         return lacking(missing)
@@ -166,11 +167,23 @@ def record_gathers(start_param_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(start_param_sync)
     def patched_start_param_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = start_param_sync(self, *args, **kwargs)
-        if hasattr(self, STEPPED):
+        if self in STEPPED:
             record_gathered(self)
         return result
 
     return patched_start_param_sync
+
+
+def record_broadcasts(broadcast_params: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(broadcast_params)
+    def patched_broadcast_params(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = broadcast_params(self, *args, **kwargs)
+        for group in bucket_groups(self):
+            if group in STEPPED:
+                record_gathered(group)  # by a collective of all its ranks: they have the same parameters
+        return result
+
+    return patched_broadcast_params
 
 
 def refuse_stale(reader: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,6 +266,7 @@ PATCH = Patch(
             diagnose=diagnose_ddp,
             replace={
                 "param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync": record_gathers,
+                "distributed_data_parallel.DistributedDataParallel.broadcast_params": record_broadcasts,
                 "distributed_data_parallel.DistributedDataParallel.state_dict": refuse_stale,
                 "distributed_data_parallel.DistributedDataParallel.state_dict_for_save_checkpoint": refuse_stale,
             },

@@ -1,43 +1,47 @@
-"""Weights that are loaded without optimizer state are those that the next optimizer step starts from.
+"""Weights that come from a checkpoint without optimizer state are those that the next optimizer step starts from.
 
 Symptom   with bf16 or fp16, a load of the model without its optimizer is undone by the next optimizer.step(),
           silently: load_state_dict() fills the model, the optimizer's fp32 main parameters keep their values, and
           the step writes them over the loaded weights. A new process gets its initial weights back, and one that
           goes back to a checkpoint stays where it was.
           With overlap_param_gather, a load after a forward pass that raised is undone by the gathers that it left
-          under way: whoever waits for them writes them over the loaded weights.
+          under way: waiting for them writes them over the loaded weights.
 Upstream  NovaSky-AI/SkyRL#2149 (open); in 0.12 to 0.19. Megatron leaves it to callers, which have
           optimizer.reload_model_params(). Its own load_checkpoint(), slime, miles and ms-swift call that. SkyRL
           with load_optimizer_states=False, verl with load_contents=["model"] and AReaL with with_optim=False do
           not.
-Seam      load_state_dict() of MegatronModule and of the data-parallel wrappers notes which parameters a load that
-          succeeded has changed. Optimizers look at that before they step, and before their state is saved: if any
-          loaded parameter differs from its main parameter, rounded, the main parameters of all of its kind that
-          were loaded are taken from the model. After both were loaded, in any order, and after weights were
-          swapped for others and back, nothing differs, and main parameters keep every bit. A load of main
-          parameters after that of the weights settles it, whatever the weights are.
+Seam      dist_checkpointing.load() notes the tensors that it returns. load_state_dict() of MegatronModule and of
+          the data-parallel wrappers notes which parameters it has changed, and whether from such tensors.
+          Optimizers look at that before they step. Weights that still differ from the main parameters, rounded,
+          were restored or lent by then, as for quantization-aware training, and a step cannot see which. Two facts
+          together are taken for a restore: the weights come from a checkpoint, and gradients have changed since
+          the load. Then main parameters follow. Otherwise they are left alone, as without megapatch. Either way a
+          WARNING says so, once for each line that loads, and how to say what was meant:
+          optimizer.reload_model_params() restores, `with megapatch.weight_sync.lent_weights():` lends.
+          Where nothing differs nothing is said or done: after weights and optimizer were loaded, in any order,
+          and after weights were swapped for others and back.
           Reloading only the elements that differ is not an option: with a small learning rate most weights round
           to the same bf16 number for many steps, so most of the discarded training would stay. Reloading at the
           load is not either: it would round the main parameters of a model whose weights are swapped.
-          A load waits for gathers under way before it begins; parameters that it loads whole need not be gathered.
-Limits    a load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
+          A load waits for gathers under way before it begins.
+Limits    weights that come from elsewhere are not restored, but warned of: a copy in memory, torch.load(), tensors
+          of a checkpoint that were cast or moved. Call optimizer.reload_model_params() after such a load.
+          Optimizer state that is saved between such a load and the next step is that from before the load.
+          A load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
           Ranks do not ask each other, and judge four kinds of parameters apart, so that copies of a parameter stay
           the same: those that tensor-parallel ranks hold alike, tied embeddings, experts, and the others, which
           are also new where one of the first two is.
-          Optimizer state that is saved while other weights are swapped in is taken for that of a load: it has
-          their main parameters, and those that were there lose the bits that bf16 has not.
           Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, training
-          continues from the weights if the optimizer is loaded first, if its load changes no main parameter, or
-          if other weights are swapped in and out before the first step.
+          continues from the weights if the optimizer is loaded first, or if its load changes no main parameter.
           Weights that come into a model otherwise than by load_state_dict() of a MegatronModule or a data-parallel
           wrapper are not seen, such as those of a Hugging Face model that a bridge loads, or by load_state_dict()
-          of a plain module around the model or inside it: call optimizer.reload_model_params() after it (the audit
-          finds the step in which that lacks). Adam's moments do not change. Left alone are FP8 parameters,
-          Megatron-FSDP, a step that is replayed from a CUDA graph, and, with use_precision_aware_optimizer, main
-          parameters that are not in fp32 (store_param_remainders keeps less than half a bf16 step of the old
-          ones). The parts for that optimizer, and for an offloaded one, are not tested.
-Numbers   change after a load of weights alone, to those of a new process that loads the same.
-Cost      about 0.1 us in each optimizer step. The step after a load compares the loaded parameters, for which the
+          of a plain module around the model or inside it (the audit finds the step in which a reload lacks).
+          Adam's moments do not change. Left alone are FP8 parameters, Megatron-FSDP, a step that is replayed from
+          a CUDA graph, and, with use_precision_aware_optimizer, main parameters that are not in fp32
+          (store_param_remainders keeps less than half a bf16 step of the old ones). The parts for that optimizer,
+          and for an offloaded one, are not tested.
+Numbers   change after a load of weights alone from a checkpoint, to those of a new process that loads the same.
+Cost      about 0.2 us in each optimizer step. The step after a load compares the loaded parameters, for which the
           host waits once.
 """
 
@@ -47,20 +51,33 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.changes import Changes
-from ..._mcore.main_params import GROUPS, SHARDS, differing, has_memory, pairs, samples, stale_pairs
+from ..._mcore.changes import Changes, count_of
+from ..._mcore.main_params import (
+    GROUPS,
+    SHARDS,
+    are_lent,
+    differing,
+    has_memory,
+    pairs,
+    samples,
+    stale_pairs,
+)
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
+from ..._mcore.side_table import SideTable
+from ..._places import user_line
+from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
     cannot_run,
     lacking,
     missing_attributes,
     missing_names,
+    missing_parameters,
     missing_reads,
 )
 from ._chained import CHILDREN, children_of
@@ -68,6 +85,7 @@ from ._load_of_a_stand_in import MODULES, load_one, steps_around_a_load
 
 OPTIMIZERS = "megatron.core.optimizer"
 WRAPPERS = "megatron.core.distributed.data_parallel_base"
+CHECKPOINTS = "megatron.core.dist_checkpointing.serialization"
 FLOAT16 = "optimizer.Float16OptimizerWithFloat16Params"
 DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
@@ -76,19 +94,53 @@ GRADS = "_copy_model_grads_to_main_grads"
 INNER = "param_to_inner_param"
 """The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
 
-LOADED = "_megapatch_loaded"
-"""Attribute of a parameter: the number of the last load that changed it."""
-SEEN = "_megapatch_loads_seen"
-"""Attribute of an optimizer: the number of the last load that its main parameters agree with."""
-
-SETTLES = "_megapatch_load_settles"
-"""Attribute of an optimizer: when its state was loaded, the last load's number, and its main parameters."""
+_read = SideTable()
+"""Of a tensor that dist_checkpointing.load() has returned: how often it had been changed by then."""
+_loaded = SideTable()
+"""Of a parameter: the last load that changed it."""
+_seen = SideTable()
+"""Of an optimizer: the number of the last load that its main parameters agree with."""
+_settling = SideTable()
+"""Of an optimizer whose state was loaded: the last load's number by then, and some of its main parameters."""
 
 _loads = 0
 """Number of the last load."""
-_said = False
+_said: set[tuple[str, bool]] = set()
+"""The lines whose loads were warned of, and whether main parameters followed."""
 
 logger = logging.getLogger("megapatch")
+
+
+# ------------------------------------------------------------------------ checkpoints: what was read?
+def diagnose_checkpoints(module: ModuleType) -> Verdict:
+    missing = missing_parameters(f"{CHECKPOINTS}:load", "sharded_state_dict", "checkpoint_dir")
+    return lacking(missing) if missing else Verdict(NEEDED, "optimizers do not learn that a checkpoint was read")
+
+
+def note_read(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def patched_load(*args: Any, **kwargs: Any) -> Any:
+        result = load(*args, **kwargs)
+        for tensor in _tensors_in(result):
+            _read.set(tensor, count_of(tensor))
+        return result
+
+    return patched_load
+
+
+def _tensors_in(state: Any) -> Iterator[Any]:
+    if isinstance(state, Mapping):
+        state = tuple(state.values())
+    if isinstance(state, list | tuple):
+        for part in state:
+            yield from _tensors_in(part)
+    elif isinstance(state, sys.modules["torch"].Tensor):
+        yield state
+
+
+def _is_as_read(state_dict: Any) -> bool:
+    tensors = list(_tensors_in(state_dict))
+    return bool(tensors) and all(tensor in _read and _read.get(tensor) == count_of(tensor) for tensor in tensors)
 
 
 # ------------------------------------------------------------------------ the model: what was loaded?
@@ -112,16 +164,46 @@ def diagnose_wrappers(module: ModuleType) -> Verdict:
     return lacking(missing) if missing else Verdict(NEEDED, "optimizers do not learn that weights were loaded")
 
 
+class _Load:
+    """One load of weights.
+
+    Attributes:
+        number: of all loads of the process, from 1 on.
+        line: of the user's code that loads.
+    """
+
+    def __init__(self, number: int, line: str, of_checkpoint: bool, parameters: list[Any]) -> None:
+        self.number, self.line = number, line
+        self._of_checkpoint = of_checkpoint
+        self._gradients = [(weakref.ref(parameter), *_gradient(parameter)) for parameter in parameters]
+
+    def is_restore(self) -> bool:
+        """Return whether a step that comes now should start from what was loaded: the seam's two facts."""
+        now = ((reference(), gradient, count) for reference, gradient, count in self._gradients)
+        return self._of_checkpoint and any(
+            (found := _gradient(parameter))[0] is not gradient or found[1] != count
+            for parameter, gradient, count in now
+            if parameter is not None
+        )
+
+
+def _gradient(parameter: Any) -> tuple[weakref.ref[Any] | None, int | None]:
+    """Return a reference, which keeps no gradient alive, to a parameter's, and how often that was changed."""
+    gradient = vars(parameter).get("main_grad", parameter.grad)
+    return (None, None) if gradient is None else (weakref.ref(gradient), count_of(gradient))
+
+
 def note_loaded(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_state_dict)
-    def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         ddps = overlapping_ddps(self)
         for ddp in ddps:
             finish_gathers(ddp)  # they would write over what is loaded
-        changes = Changes(self.parameters())
-        result = load_state_dict(self, *args, **kwargs)
+        changes, of_checkpoint = Changes(self.parameters()), _is_as_read(state_dict)
+        result = load_state_dict(self, state_dict, *args, **kwargs)
         changed = changes.made()
-        _note(changed)
+        if not are_lent():
+            _note(changed, of_checkpoint)
         for ddp in ddps:
             record_loaded(ddp, changed)
         return result
@@ -129,12 +211,14 @@ def note_loaded(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     return patched_load_state_dict
 
 
-def _note(parameters: list[Any]) -> None:
+def _note(parameters: list[Any], of_checkpoint: bool) -> None:
     global _loads
-    if parameters:
-        _loads += 1
-        for parameter in parameters:
-            setattr(parameter, LOADED, _loads)
+    if not parameters:
+        return
+    _loads += 1
+    load = _Load(_loads, user_line(), of_checkpoint, parameters)
+    for parameter in parameters:
+        _loaded.set(parameter, load)
 
 
 # ------------------------------------------------------------------------ the optimizers: do they agree?
@@ -166,41 +250,37 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     )
 
 
-def settle_by_state(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a load of main parameters settle the loads of the model before it."""
+def settle_by_state(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a load of main parameters settle the loads of the model before it.
 
-    @functools.wraps(init)
-    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if hook := getattr(self.optimizer, "register_load_state_dict_post_hook", None):
-            hook(functools.partial(_begin_to_settle, weakref.ref(self)))
+    They come with the optimizer's state, after it (a distributed optimizer's), or not at all.
+    """
 
-    return patched_init
+    @functools.wraps(load_state_dict)
+    def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _seen.get(self, 0) != _loads:
+            _settling.set(self, (_loads, samples(self)))
+        return load_state_dict(self, *args, **kwargs)
 
-
-def _begin_to_settle(owner: weakref.ref[Any], inner: Any) -> None:
-    """Called by torch's optimizer once its state was loaded. Main parameters come afterwards, or not at all."""
-    optimizer = owner()
-    if optimizer is not None and vars(optimizer).get(SEEN, 0) != _loads:
-        setattr(optimizer, SETTLES, (_loads, samples(optimizer)))
+    return patched_load_state_dict
 
 
-def _end_to_settle(optimizer: Any) -> None:
-    loads, before = vars(optimizer).pop(SETTLES, (0, ()))
+def _settle(optimizer: Any) -> None:
+    loads, before = _settling.pop(optimizer, (0, ()))
     if not loads:
         return
     now = samples(optimizer)
     is_known = len(before) == len(now) and all(one is not None for one in (*before, *now))
     if not is_known or any(differing(list(zip(before, now, strict=True)))):
-        setattr(optimizer, SEEN, loads)
+        _seen.set(optimizer, loads)
 
 
 def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let main parameters agree with the loads of the model before the method uses them."""
+    """Let main parameters agree with the loads of the model before a step uses them."""
 
     @functools.wraps(method)
     def patched_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get(SEEN, 0) != _loads:
+        if _seen.get(self, 0) != _loads:
             _agree(self)
         return method(self, *args, **kwargs)
 
@@ -210,20 +290,20 @@ def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
 def _agree(optimizer: Any) -> None:
     children = list(children_of(optimizer))
     for child in children:
-        _end_to_settle(child)
+        _settle(child)
     loaded = [triple for child in children for triple in _loaded_pairs(child)]
-    copies = [pair for child in children for pair in _copies(child)]
     if not all(has_memory(tensor) for _, *tensors in loaded for tensor in tensors):
         return  # offloaded by a framework: it cannot step now either
-    if stale := stale_pairs(loaded):
-        _say()
-        for model, main in stale:
-            main.copy_(model)
+    restored, lent = _apart(loaded)
+    copies = [pair for child in children for pair in _copies(child)] if restored else []
+    for _, model, main in _said_of(stale_pairs(restored), followed=True):
+        main.copy_(model)
+    _said_of(stale_pairs(lent), followed=False)
     for (main, copy), differs in zip(copies, differing(copies), strict=True):
         if differs:
             copy.copy_(main)
     for each in (optimizer, *children):
-        setattr(each, SEEN, _loads)
+        _seen.set(each, _loads)
 
 
 def _loaded_pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -231,6 +311,16 @@ def _loaded_pairs(optimizer: Any) -> Iterator[tuple[Any, Any, Any]]:
     for parameter, model, main in pairs(optimizer):
         if _is_newer(parameter, optimizer) and main is not None:
             yield parameter, model, main.data
+
+
+def _apart(loaded: list[tuple[Any, Any, Any]]) -> tuple[list[tuple[Any, Any, Any]], list[tuple[Any, Any, Any]]]:
+    """Return the parameters that were restored, and those that were lent, as far as one can know."""
+    loads = {_loaded.get(parameter) for parameter, *_ in loaded}
+    restores = {load for load in loads if load.is_restore()}
+    apart: tuple[list[Any], list[Any]] = ([], [])
+    for triple in loaded:
+        apart[_loaded.get(triple[0]) not in restores].append(triple)
+    return apart
 
 
 def _copies(optimizer: Any) -> Iterator[tuple[Any, Any]]:
@@ -242,16 +332,29 @@ def _copies(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _is_newer(parameter: Any, optimizer: Any) -> bool:
-    return bool(getattr(parameter, LOADED, 0) > vars(optimizer).get(SEEN, 0))
+    load = _loaded.get(parameter)
+    return load is not None and load.number > _seen.get(optimizer, 0)
 
 
-def _say() -> None:
-    global _said
-    if not _said:
-        _said = True
-        logger.info(
-            "megatron.main-params-after-load: weights were loaded without optimizer state; main parameters follow"
-        )
+def _said_of(stale: list[tuple[Any, Any, Any]], followed: bool) -> list[tuple[Any, Any, Any]]:
+    """Warn of each line whose loads these are, once."""
+    outcome = (
+        "they come from a checkpoint, so the optimizer's main parameters follow, and this step starts from them"
+        if followed
+        else "nothing shows that they were restored, so the optimizer's main parameters are left alone, as "
+        "without megapatch, and this step writes them over the loaded weights"
+    )
+    for line in {_loaded.get(parameter).line for parameter, *_ in stale}:
+        if (line, followed) not in _said:
+            _said.add((line, followed))
+            logger.warning(
+                "megatron.main-params-after-load: weights were loaded without optimizer state at %s; %s. To say "
+                "what was meant: optimizer.reload_model_params() after a load that restores, `with "
+                "megapatch.weight_sync.lent_weights():` around a load that lends" + see("weights-loaded"),
+                line,
+                outcome,
+            )
+    return stale
 
 
 PATCH = Patch(
@@ -264,17 +367,15 @@ PATCH = Patch(
             module=OPTIMIZERS,
             diagnose=diagnose_optimizers,
             replace={
-                "optimizer.MixedPrecisionOptimizer.__init__": settle_by_state,
                 f"{FLOAT16}.{GRADS}": agree_first,
-                f"{FLOAT16}.state_dict": agree_first,
+                f"{FLOAT16}.load_state_dict": settle_by_state,
                 f"{DISTRIBUTED}.{GRADS}": agree_first,
-                f"{DISTRIBUTED}.state_dict": agree_first,
+                f"{DISTRIBUTED}.load_state_dict": settle_by_state,
                 f"{CHAINED}.prepare_grads": agree_first,
-                f"{CHAINED}.state_dict": agree_first,
-                f"{CHAINED}.sharded_state_dict": agree_first,
             },
         ),
         Site(module=MODULES, diagnose=diagnose_modules, replace={"MegatronModule.load_state_dict": note_loaded}),
+        Site(module=CHECKPOINTS, diagnose=diagnose_checkpoints, replace={"load": note_read}),
         Site(
             module=WRAPPERS,
             diagnose=diagnose_wrappers,

@@ -12,9 +12,10 @@ from rigs.cells import cells_of
 from rigs.megatron.main_params import (
     children,
     equal,
-    load_weights,
     mains,
     new_with,
+    prepare,
+    restore_weights,
     train,
     trained,
     weights,
@@ -41,7 +42,7 @@ def one_rank_loads_others(rank, options, kind):
     name = next(name for name in state if name.endswith(CHANGED[kind]))
     if rank == 0 or kind == "replicated":
         state[name][0] *= 2
-    load_weights(model, [state])
+    restore_weights(model, [state])
     train(model, 2, 3)
     all_pairs = itertools.chain.from_iterable(map(pairs, children(model)))
     return [
@@ -57,9 +58,9 @@ def loaded_state_without_mains(options):
     train(model, 2, 3)
     state = copy.deepcopy(model.optimizer.state_dict())
     state.pop("fp32_from_fp16_params", None)
-    load_weights(model, saved)
+    restore_weights(model, saved)
     error, _ = attempt(model.optimizer.load_state_dict, state)
-    model.optimizer.state_dict()
+    prepare(model)
     return error, equal(mains(model), mains(new_with(options, saved)))
 
 
@@ -67,12 +68,12 @@ def waits_after_a_swap(options):
     """Load the weights that are there, and count how often the host waits before the next step."""
     init_parallel()
     model = trained(options, 0, 1)
-    load_weights(model, weights(model))
+    restore_weights(model, weights(model))
     with Operations() as operations:
-        children(model)[0].state_dict()
+        prepare(model)
     before = len(operations.waits)
     with Operations() as operations:
-        children(model)[0].state_dict()
+        prepare(model)
     return before - len(operations.waits)
 
 

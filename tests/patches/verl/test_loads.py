@@ -1,6 +1,6 @@
 """verl's own checkpoint manager loads weights alone (load_contents: [model]), or the optimizer with its schedule.
 
-Real: MegatronCheckpointManager.load_checkpoint(), Megatron's model, optimizer and schedule. The
+Real: MegatronCheckpointManager.load_checkpoint(), Megatron's model, optimizer, schedule and load(). The
 checkpoint is ours.
 """
 
@@ -16,6 +16,7 @@ from rigs.megatron.options import UNPATCHED, linear_schedule
 from rigs.verl.engine import RELEASES, needs_verl
 from rigs.verl.reads import load_checkpoint
 
+from megapatch._verify.checks.loads import read_back
 from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = needs_verl
@@ -46,7 +47,9 @@ def load(model, read, folder, schedule=None, contents="model"):
 
 
 def loads(rank, world_size, folder):
-    return after_load(lambda trained, new: load(new, {"model": trained.chunks[0].module.state_dict()}, folder))
+    return after_load(
+        lambda trained, new: load(new, read_back({"model": trained.chunks[0].module.state_dict()}), folder)
+    )
 
 
 def schedules(rank, world_size, folder):

@@ -7,6 +7,7 @@ import itertools
 
 import torch
 
+from megapatch._verify.checks.loads import read_back
 from megapatch.testing import tiny_gpt
 
 SHARDING = {
@@ -38,6 +39,11 @@ def weights(model):
 def load_weights(model, state):
     for chunk, of_chunk in zip(model.chunks, state, strict=True):
         chunk.load_state_dict(of_chunk)
+
+
+def restore_weights(model, state):
+    """Load them as a checkpoint's, which dist_checkpointing.load() has read."""
+    load_weights(model, read_back({"chunks": state})["chunks"])
 
 
 def optimizer_state(model):
@@ -80,6 +86,13 @@ def trained(options, *steps):
     model = tiny_gpt(**options)
     train(model, *steps)
     return model
+
+
+def prepare(model):
+    """Begin a step of the optimizer: a backward pass, and what it does before it steps."""
+    model.zero_grad()
+    model.forward_backward(9)
+    model.optimizer.prepare_grads()
 
 
 def forget_moments(model):

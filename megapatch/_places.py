@@ -8,7 +8,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-_OURS = str(Path(__file__).resolve().parent.parent) + os.sep
+_OURS = str(Path(__file__).resolve().parent) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 _MEGATRON, _CORE = f"{os.sep}megatron{os.sep}", f"{os.sep}core{os.sep}"
 _FRAMES = 6
@@ -36,6 +36,11 @@ def user_lines() -> tuple[Line, ...]:
             found.append(Line(frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(found)
+
+
+def user_line() -> str:
+    """Return the innermost of these lines in words."""
+    return str(next(iter(user_lines()), "an unknown line"))
 
 
 def in_words(lines: tuple[Line, ...]) -> tuple[str, ...]:
