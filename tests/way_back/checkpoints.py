@@ -12,6 +12,8 @@ import torch
 from rigs.megatron.options import Interrupted, attempt
 from rigs.megatron.save import strategies
 
+from megapatch._verify.checks.loads import read_back
+
 from . import streams
 from .faults import raises
 from .layouts import ON_DISK
@@ -22,7 +24,7 @@ def checkpoints_of(trainer):
 
 
 class StateDicts:
-    """Saves in memory, as torch.save would write them."""
+    """Saves in memory, as torch.save would write them; weights are read by Megatron's load(), from a file."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -45,11 +47,11 @@ class StateDicts:
         assert error == Interrupted.__name__
 
     def read(self, slot, weights_only=False):
-        return slot
+        return {**slot, "model": read_back({"model": slot["model"]})["model"]}
 
     def load_weights(self, read):
         for chunk, state in zip(self.trainer.model.chunks, read["model"], strict=True):
-            chunk.load_state_dict(copy.deepcopy(state))
+            chunk.load_state_dict(state)
 
     def load_optimizer(self, read):
         self.trainer.model.optimizer.load_state_dict(copy.deepcopy(read["optimizer"]))

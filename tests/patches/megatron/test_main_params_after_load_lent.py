@@ -1,4 +1,4 @@
-"""Weights that a correct program lends to a model, 2 ranks: the next steps are those without megapatch, bit for bit.
+"""Weights that a correct program lends to a model, 2 ranks: the next steps are as without megapatch, bit for bit.
 
 What was meant by a load that no checkpoint explains is not guessed: a WARNING names the line and what to call.
 """
