@@ -250,19 +250,23 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     )
 
 
-def settle_by_state(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a load of main parameters settle the loads of the model before it.
+def settle_by_state(init: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a load of main parameters settle the loads of the model before it."""
 
-    They come with the optimizer's state, after it (a distributed optimizer's), or not at all.
-    """
+    @functools.wraps(init)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if hook := getattr(self.optimizer, "register_load_state_dict_post_hook", None):
+            hook(functools.partial(_begin_to_settle, weakref.ref(self)))  # torch pickles and copies no hooks
 
-    @functools.wraps(load_state_dict)
-    def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _seen.get(self, 0) != _loads:
-            _settling.set(self, (_loads, samples(self)))
-        return load_state_dict(self, *args, **kwargs)
+    return patched_init
 
-    return patched_load_state_dict
+
+def _begin_to_settle(owner: weakref.ref[Any], inner: Any) -> None:
+    """Called by torch's optimizer once its state was loaded. Main parameters come afterwards, or not at all."""
+    optimizer = owner()
+    if optimizer is not None and _seen.get(optimizer, 0) != _loads:
+        _settling.set(optimizer, (_loads, samples(optimizer)))
 
 
 def _settle(optimizer: Any) -> None:
@@ -367,10 +371,9 @@ PATCH = Patch(
             module=OPTIMIZERS,
             diagnose=diagnose_optimizers,
             replace={
+                "optimizer.MixedPrecisionOptimizer.__init__": settle_by_state,
                 f"{FLOAT16}.{GRADS}": agree_first,
-                f"{FLOAT16}.load_state_dict": settle_by_state,
                 f"{DISTRIBUTED}.{GRADS}": agree_first,
-                f"{DISTRIBUTED}.load_state_dict": settle_by_state,
                 f"{CHAINED}.prepare_grads": agree_first,
             },
         ),
