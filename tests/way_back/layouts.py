@@ -63,6 +63,10 @@ class Layout(NamedTuple):
         return self.options.get("dtype") == "fp16"
 
     @property
+    def has_main_parameters(self) -> bool:
+        return "dtype" in self.options
+
+    @property
     def is_random(self) -> bool:
         """Whether passes in training mode draw random numbers."""
         return "hidden_dropout" in self.options.get("config", {})

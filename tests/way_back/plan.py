@@ -160,6 +160,8 @@ def _possible(layout: Layout, then: Then, operation: str) -> bool:
         return layout.offload is None
     if operation in SAVES and not layout.can_save:
         return False
+    if operation in ("save", "async save") and _is_half_loaded(layout, then):
+        return False
     place = next((place for place in ABORTS if operation.endswith(place)), None)
     if place and layout.is_pipeline and not ABORTS[place]:
         return False
@@ -182,6 +184,12 @@ def _possible(layout: Layout, then: Then, operation: str) -> bool:
         # A distributed checkpoint is read with its weights in place, and a sharded one's moments are only there.
         return bool(then.slots) and then.has_stepped and not (layout.is_sharded or layout.is_on_disk)
     return operation not in (*LOADS, REFUSED) or bool(then.slots)
+
+
+def _is_half_loaded(layout: Layout, then: Then) -> bool:
+    """Return whether weights were loaded and not trained on: until then main parameters are those of before."""
+    last = next((part for part in reversed(then.program) if not isinstance(part, (Draws, RandomOf))), None)
+    return layout.has_main_parameters and isinstance(last, WeightsOf)
 
 
 class Planned(NamedTuple):
