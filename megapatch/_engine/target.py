@@ -22,8 +22,8 @@ from .holders import Holder
 def _for_objects_of(kind: type, replacement: FunctionType, original: Any) -> FunctionType:
     """Return a method that leaves all objects but those of its class to the original.
 
-    Tests of upstream call methods with Mocks, of which a patch knows nothing. An object's type says what it is; its
-    `__class__` does not, which a Mock with a spec makes up.
+    Tests of upstream call methods with Mocks, of which a patch knows nothing. Its type says what an object is; the
+    `__class__` of a Mock with a spec is made up.
     """
 
     def patched_method(*args: Any, **kwargs: Any) -> Any:

@@ -141,35 +141,42 @@ def differences(rank, world_size):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     megapatch.apply()
-    compared = [of_each_target()]
+    patched = replaced_targets()
+    found = in_each(patched)
     audit.start()
-    compared.append(of_each_target(parts=1))  # it looks at what it is shown, and keeps its errors to itself
-    return compared
+    watched = {name: target for name, target in replaced_targets().items() if name not in patched}
+    found |= in_each(watched, parts=1)  # the audit looks at what it is shown, and keeps its errors to itself
+    return len(patched), len(watched), found
 
 
-def of_each_target(parts=2):
-    """Return the number of patched functions, and what is different in calls with odd arguments.
-
-    parts   of an outcome that are compared
-    """
-    targets = {
+def replaced_targets():
+    return {
         target.target: target
         for record in this_process().records
         for target in record.installed
         if type(target) is ReplacedTarget and target.target not in EXCEPTIONS
     }
+
+
+def in_each(targets, parts=2):
+    """Return what is different in calls with odd arguments, in some parts of their outcome."""
     found = {}
     for name, target in targets.items():
         patched = getattr(target.parent, target.attribute)
         for words, arguments in calls(target):
-            expected, seen = (outcome(function, arguments)[:parts] for function in (unpatched(patched), patched))
-            if seen != expected:
+            for _ in range(2):  # the first call may leave something behind in upstream's own modules
+                expected, seen = (
+                    outcome(function, arguments)[:parts] for function in (unpatched(patched), patched)
+                )
+                if seen == expected:
+                    break
+            else:
                 found[f"{name} with {words}"] = expected, seen
-    return len(targets), found
+    return found
 
 
 def test_odd_arguments_meet_upstreams_own_outcome(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ((patches, audited),) = run_ranks(differences, 1, setup=find_frameworks, env={"MEGAPATCH_AUDIT": ""})
-    assert patches[1] == audited[1] == {}
-    assert audited[0] > patches[0] > 60
+    ((patched, watched, found),) = run_ranks(differences, 1, setup=find_frameworks, env={"MEGAPATCH_AUDIT": ""})
+    assert found == {}
+    assert patched > 60 and watched > 20

@@ -28,7 +28,6 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._layers import vars_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes
 
@@ -113,7 +112,7 @@ def _forget_all() -> None:
 
 def _forget(optimizer: Any) -> None:
     """Forget it in a chain's children too: step() skips them after an overflow, and may raise in any of them."""
-    attributes = vars_of(optimizer)  # a child may be anything
+    attributes = optimizer.__dict__
     if PREPARED in attributes:
         del attributes[PREPARED]
     if "chained_optimizers" in attributes:

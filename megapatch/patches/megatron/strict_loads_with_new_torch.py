@@ -22,7 +22,6 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._mcore.known import is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 
@@ -30,7 +29,6 @@ MODULE = "megatron.core.dist_checkpointing.strategies.torch"
 STRATEGY = f"{MODULE}:TorchDistLoadShardedStrategy"
 READER = "_get_filesystem_reader"
 """The function that makes a reader, from 0.13 on; before that Megatron takes torch's class."""
-METADATA = "torch.distributed.checkpoint.metadata:Metadata"
 TAKEN = frozenset(("dtype", "layout", "requires_grad", "memory_format", "pin_memory"))
 """The properties that torch.empty() takes: all of torch 2.6 to 2.13 (torch.distributed.checkpoint.metadata)."""
 
@@ -89,7 +87,7 @@ def leave_out_strides(load_tensors_metadata: Callable[..., Any]) -> Callable[...
             reader = getattr(module, READER, module.FileSystemReader)
             with contextlib.suppress(Exception):  # the original will meet it
                 metadata = reader(checkpoint_dir).read_metadata()
-        if is_a(metadata, METADATA):
+        if isinstance(getattr(metadata, "state_dict_metadata", None), dict):
             metadata = _with_taken_properties(metadata)
         return load_tensors_metadata(self, checkpoint_dir, metadata, *args, **kwargs)
 
