@@ -45,6 +45,8 @@ class Slots:
     def __init__(self):
         self.param_groups = []
 
+    def load_state_dict(self, state_dict): ...
+
 
 KINDS = {
     "a Mock": lambda name, kind: mock.Mock(name=name),
