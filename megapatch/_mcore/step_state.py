@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._dotted import find
+from .known import OPTIMIZER, is_a
 from .logged_losses import TRACKERS
 
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
@@ -144,7 +145,8 @@ def _found(module: str, path: str) -> Iterator[tuple[Any, str]]:
 
 
 def _loss_scalers(optimizer: Any) -> Iterator[Any]:
-    for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
+    known = [optimizer] if is_a(optimizer, OPTIMIZER) else []
+    for part in (*known, *(chain for each in known for chain in getattr(each, "chained_optimizers", ()))):
         if (scaler := getattr(part, "grad_scaler", None)) is not None:
             yield scaler
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.known import OPTIMIZER, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
 from .._temporarily import temporarily_set
@@ -93,8 +94,8 @@ def note_override(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if hasattr(self.optimizer, "load_state_dict"):
-            for optimizer in children_of(self.optimizer):
+        for optimizer in children_of(self.optimizer):
+            if is_a(optimizer, OPTIMIZER):
                 setattr(optimizer, OVERRIDES, bool(getattr(self, FLAG)))
 
     return patched_init
@@ -113,6 +114,8 @@ def keep_rates(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_rates_of_each(children: list[Any], state: Any) -> Any:
     """Return a copy of a chain's state: that of its only optimizer, or a list or a dictionary of several."""
+    if not isinstance(state, (dict, list)):
+        return state
     if len(children) == 1:
         return _with_rates_of(children[0], state)
     if len(children) != len(state):
@@ -124,7 +127,9 @@ def _with_rates_of_each(children: list[Any], state: Any) -> Any:
 
 
 def _with_rates_of(child: Any, state: Any) -> Any:
-    return state if child.optimizer is None else _with_rates_of_groups(child.optimizer.param_groups, state)
+    if child.optimizer is None or not isinstance(state, dict):
+        return state
+    return _with_rates_of_groups(child.optimizer.param_groups, state)
 
 
 def _with_rates_of_groups(groups: Iterable[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:

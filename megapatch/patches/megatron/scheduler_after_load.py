@@ -90,7 +90,8 @@ def _names(state: Mapping[Any, Any]) -> str:
 
 
 def _groups(scheduler: Any) -> Any:
-    return getattr(scheduler.optimizer, "param_groups", ())
+    groups = getattr(scheduler.optimizer, "param_groups", ())
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
 def _steps_after_a_load(kind: Any) -> list[int]:
