@@ -19,10 +19,12 @@ Cost      nothing in a step.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
 from .._temporarily import temporarily_set
@@ -34,14 +36,15 @@ SCHEDULER = "OptimizerParamScheduler"
 FLAG = "override_opt_param_scheduler"
 FP32 = "optimizer.FP32Optimizer"
 CHAINED = "optimizer.ChainedOptimizer"
+OPTIMIZER = "MegatronOptimizer"
 GROUPS = "param_groups"
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Settings that a group may have in place of its scheduler's."""
 TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
 """Settings by which groups differ, besides their rates; NeMo's names begin with `pre_`."""
 
-OVERRIDES = "_megapatch_overrides"
-"""Attribute of an optimizer whose scheduler overrides what a checkpoint says."""
+OVERRIDES = SideTable()
+"""Whether the scheduler of an optimizer overrides what a checkpoint says."""
 
 
 def diagnose_scheduler(module: ModuleType) -> Verdict:
@@ -59,17 +62,16 @@ def diagnose_scheduler(module: ModuleType) -> Verdict:
 
 def diagnose_optimizers(module: ModuleType) -> Verdict:
     """Load a group of another rate with the real optimizer."""
-    missing = [
-        name
-        for owner in (FP32, CHAINED)
-        for name in missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
-    ]
+    missing = missing_attributes(f"{OPTIMIZERS}:", OPTIMIZER)
+    for owner in (FP32, CHAINED):
+        missing += missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
     if missing:
         return lacking(missing)
     loaded: list[Any] = []
     optimizer = object.__new__(answering_none(module.optimizer.FP32Optimizer))
     inner = StandIn(param_groups=[_group(max_lr=1.0)], load_state_dict=loaded.append)
-    vars(optimizer).update({"optimizer": inner, OVERRIDES: True})
+    OVERRIDES.set(optimizer, True)
+    vars(optimizer).update({"optimizer": inner})
     state = {"state": {}, GROUPS: [_group(max_lr=2.0)]}
     one_stage = StandIn(get_pipeline_model_parallel_world_size=lambda: 1)  # 0.12 asks, for nothing
     try:
@@ -93,9 +95,9 @@ def note_override(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if hasattr(self.optimizer, "load_state_dict"):
+        if isinstance(self.optimizer, getattr(sys.modules.get(OPTIMIZERS), OPTIMIZER, ())):
             for optimizer in children_of(self.optimizer):
-                setattr(optimizer, OVERRIDES, bool(getattr(self, FLAG)))
+                OVERRIDES.set(optimizer, bool(getattr(self, FLAG)))
 
     return patched_init
 
@@ -104,7 +106,7 @@ def keep_rates(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_state_dict)
     def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         children = list(children_of(self))
-        if any(vars(child).get(OVERRIDES) for child in children):
+        if any(map(OVERRIDES.get, children)):
             state_dict = _with_rates_of_each(children, state_dict)
         return load_state_dict(self, state_dict, *args, **kwargs)
 
