@@ -19,35 +19,97 @@ def process_groups() -> list[Any]:
     return list(distributed_c10d._world.pg_map)
 
 
-def destroy_unused(groups: list[Any]) -> int:
-    """Destroy the process groups that no rank refers to any more; return their number on this rank.
+class Noted:
+    """A place that ranks come to, and whether all of them have, as far as can be known without waiting.
 
-    The others stay in the list. A collective over the default group, which every rank has to call: none is
-    destroyed while another rank still communicates in it. Only torch, Megatron's parallel_state and this list may
-    refer to a group.
+    A rank's own history must not decide whether it enters a collective: it may have imported megapatch later than
+    others. Ranks count themselves in the default group's store. The first one that asks whether all have come
+    answers for all that have: a rank that is late is not waited for, and still does the same as the others.
+
+    Attributes:
+        place: its name, the same on all ranks; once for a default group.
     """
-    import torch
 
-    gc.collect()  # a model's hooks refer to it, and it to its groups
-    there = {id(group) for group in process_groups()}
-    groups[:] = [group for group in groups if id(group) in there]  # somebody may have destroyed some
-    used: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(used, _names_of_used(groups))
-    kept = {name for of_rank in used for name in of_rank}
-    before = len(groups)
-    unused = [group for group in groups if group.group_name not in kept]
-    groups[:] = [group for group in groups if group.group_name in kept]
-    while unused:
-        torch.distributed.destroy_process_group(unused.pop())
-    return before - len(groups)
+    def __init__(self, place: str) -> None:
+        from torch.distributed import distributed_c10d
+
+        self.place = place
+        # Private, and the only way to the store of every kind of start: torch 2.1 to 2.15.
+        self._store = distributed_c10d._get_default_store()
+        self._store.add(f"megapatch/{place}", 1)
+
+    def by_all(self) -> bool:
+        """Return whether all ranks have come here; the same on each that has."""
+        import torch
+
+        name = f"megapatch/{self.place}"
+        if self._store.add(f"{name}/asked", 1) == 1:
+            came = self._store.add(name, 0)
+            self._store.set(f"{name}/all", str(int(came == torch.distributed.get_world_size())))
+        return bool(int(self._store.get(f"{name}/all")))
 
 
-def _names_of_used(groups: list[Any]) -> list[str]:
+def groups_made() -> int:
+    """Return the number of process groups made so far, on all ranks alike, whether they are in them or not."""
+    from torch.distributed import distributed_c10d
+
+    return int(distributed_c10d._world.group_count)  # private; torch 2.1 to 2.15
+
+
+GARBAGE = 64
+"""So many groups more than after the last garbage collection are referred to before there is another one."""
+
+
+class Leftovers:
+    """Process groups of this rank that nobody needs any more, unless something still refers to one.
+
+    Attributes:
+        groups: the groups. Only torch, Megatron's parallel_state and this list refer to one that is not used.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+        self._held = 0  # how many something referred to after the last garbage collection
+
+    def destroy(self) -> int:
+        """Destroy those that no rank refers to; return their number on this rank.
+
+        A collective over the default group, which every rank has to call: none is destroyed while another rank
+        communicates in it, or has it and does not have it among its own. Garbage that refers to groups, such as a
+        model, whose hooks refer to it, is collected only when there may be much: that takes seconds in a large
+        process.
+        """
+        import torch
+
+        groups = self.groups
+        there = {id(group): group.group_name for group in process_groups()[1:]}
+        groups[:] = [group for group in groups if id(group) in there]  # somebody may have destroyed some
+        used = _used(groups)
+        if len(used) > self._held + GARBAGE:
+            gc.collect()
+            used = _used(groups)
+            self._held = len(used)
+        self._held = min(self._held, len(used))
+        unused = {id(group) for place, group in enumerate(groups) if place not in used}
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(
+            of_ranks, [name for identity, name in there.items() if identity not in unused]
+        )
+        kept = {name for of_rank in of_ranks for name in of_rank}
+        before = len(groups)
+        going = [group for group in groups if group.group_name not in kept]
+        groups[:] = [group for group in groups if group.group_name in kept]
+        while going:
+            torch.distributed.destroy_process_group(going.pop())
+        return before - len(groups)
+
+
+def _used(groups: list[Any]) -> set[int]:
+    """Return the places in the list of the groups that something else refers to."""
     # References are counted, as garbage collection does not track a dict or a tuple of nothing but groups.
     known = Counter(id(value) for holder in (groups, *_holders()) for value in gc.get_referents(holder))
     places = range(len(groups))  # a variable would be one reference more; getrefcount()'s argument is one
-    used = [place for place in places if sys.getrefcount(groups[place]) - 1 > known[id(groups[place])]]
-    return [groups[place].group_name for place in used]
+    return {place for place in places if sys.getrefcount(groups[place]) - 1 > known[id(groups[place])]}
 
 
 def _holders() -> Iterator[Any]:

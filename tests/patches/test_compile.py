@@ -167,7 +167,7 @@ NOT_COMPILED = {
     f"{CORE}.distributed:distributed_data_parallel.DistributedDataParallel.finish_grad_sync",
     f"{CORE}.distributed:distributed_data_parallel.DistributedDataParallel.zero_grad_buffer",
     # Nor the process groups.
-    *(f"megatron.core.parallel_state:{name}_model_parallel" for name in ("initialize", "destroy")),
+    "megatron.core.parallel_state:initialize_model_parallel",
     # Nor the saving of checkpoints, in which ranks agree and write files.
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistSaveShardedStrategy.async_save",
     "megatron.core.dist_checkpointing.strategies.fully_parallel:"

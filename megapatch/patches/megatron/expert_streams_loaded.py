@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
+from ..._mcore.side_table import SideTable
 from ..._troubleshooting import see
 from ...patch import NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
@@ -44,8 +45,8 @@ SEEDING = "model_parallel_cuda_manual_seed"
 STATES = "states_"
 SEED_BYTES = 8
 
-SAID = "_megapatch_said_whose_streams"
-"""Attribute of a tracker that has warned."""
+SAID = SideTable()
+"""Trackers that have warned."""
 
 _logger = logging.getLogger("megapatch")
 
@@ -64,12 +65,12 @@ def warn_of_others(set_states: Callable[..., Any]) -> Callable[..., Any]:
 
 def _compare(tracker: Any, own: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
     before, found = _seed(own.get(EXPERTS)), _seed(loaded.get(EXPERTS))
-    if before == found or hasattr(tracker, SAID):
+    if before == found or tracker in SAID:
         return
     others = _seed(own.get(MODEL_PARALLEL)), _seed(loaded.get(MODEL_PARALLEL))
     if None in (before, found, *others) or (expected := before - others[0] + others[1]) == found:
         return
-    setattr(tracker, SAID, True)
+    SAID.set(tracker, True)
     _logger.warning(
         "megatron.expert-streams-loaded: this load gives an expert rank the random stream of another one: "
         "expected one that was seeded with %d, found %d. Expert ranks now draw the same numbers. If yours draw "

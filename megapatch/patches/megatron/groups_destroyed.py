@@ -10,9 +10,13 @@ Seam      initialize_model_parallel() notes the groups that it creates. After de
           still refers to, such as a model that was kept, stays on all ranks, until a later one finds it unused.
 Limits    the groups of the last layout stay until the process ends. Groups created before the patch was applied,
           or outside of initialize_model_parallel(), are left alone. References that C++ alone holds are not seen.
-          A model that garbage collection does not free (after gc.freeze()) keeps its groups.
-          All ranks need the patch, as the collective needs them all.
-Cost      a collective of some bytes and a garbage collection in each initialize_model_parallel() but the first.
+          A model that is dropped keeps its groups until Python's garbage collection frees it, and for good after
+          gc.freeze(). The patch collects when 64 groups more are referred to than after its last collection.
+          Groups that a rank has set up without the patch stay on all of its ranks. Groups stay for a layout more
+          if a rank had not begun to set up theirs when the first rank came to the next one. A rank must not lose
+          the patch (restore()) while others keep it.
+Cost      four operations of the default group's store and a collective of some bytes in each
+          initialize_model_parallel(), in the first one an operation of the store.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from __future__ import annotations
 import builtins
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._mcore.process_groups import PARALLEL_STATE, destroy_unused, process_groups
+from ..._mcore.process_groups import PARALLEL_STATE, Leftovers, Noted, groups_made, process_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -65,13 +70,50 @@ class _Layout:
     Attributes:
         groups: its process groups.
         left: those of layouts that were taken down.
+        begun: the last call that began to set up a layout.
+        noted: the call that set up this one, until it is known whether all ranks have noted it.
         world: the default process group when they were created; with another one, torch has destroyed them all.
+        worlds: the number of default process groups.
     """
 
     def __init__(self) -> None:
-        self.groups: list[Any] = []
-        self.left: list[Any] = []
         self.world: Any = None
+        self.worlds = 0
+        self.forget()
+
+    def forget(self) -> None:
+        self.groups: list[Any] = []
+        self.left = Leftovers()
+        self.begun: Noted | None = None
+        self.noted: Noted | None = None
+
+    def begin(self, world: Any) -> None:
+        """Destroy groups of earlier layouts, and note that one is being set up."""
+        if world is not self.world:
+            self.forget()
+            self.world, self.worlds = world, self.worlds + 1
+        state = vars(sys.modules[PARALLEL_STATE])
+        if all(state.get(name) is None for name in GROUPS):  # otherwise Megatron raises
+            self.left.groups += self.groups
+            self.groups = []
+            if self.noted is not None and self.noted.by_all():
+                logger.debug("process groups of earlier layouts that were destroyed: %d", self.left.destroy())
+            self.noted = None
+        place = f"layout {self.worlds}.{groups_made()}"
+        if self.begun is None or self.begun.place != place:
+            self.begun = _noted(place)
+
+    def end(self, groups: list[Any]) -> None:
+        if groups:
+            self.groups += groups
+            self.noted = self.begun
+
+
+def _noted(place: str) -> Noted | None:
+    try:
+        return Noted(place)
+    except Exception:  # no store (MPI), or one that does not count (of a fake backend)
+        return None
 
 
 _layout = _Layout()
@@ -134,32 +176,15 @@ def note_groups(initialize_model_parallel: Callable[..., Any]) -> Callable[..., 
     @functools.wraps(initialize_model_parallel)
     def patched_initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         # No list of all groups in a variable here: it would refer to them.
-        world = next(iter(process_groups()), None)
-        if world is not _layout.world:
-            _layout.groups.clear()
-            _layout.left.clear()
-        if _layout.left:
-            destroyed = destroy_unused(_layout.left)
-            logger.debug("process groups of earlier layouts that were destroyed: %d", destroyed)
+        if (world := next(iter(process_groups()), None)) is not None:  # otherwise Megatron raises
+            _layout.begin(world)
         count = len(process_groups())
         try:
             return initialize_model_parallel(*args, **kwargs)
         finally:
-            _layout.groups += process_groups()[count:]
-            _layout.world = world
+            _layout.end(process_groups()[count:])
 
     return patched_initialize_model_parallel
-
-
-def leave_groups(destroy_model_parallel: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(destroy_model_parallel)
-    def patched_destroy_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        result = destroy_model_parallel(*args, **kwargs)
-        _layout.left += _layout.groups
-        _layout.groups = []
-        return result
-
-    return patched_destroy_model_parallel
 
 
 PATCH = Patch(
@@ -170,7 +195,7 @@ PATCH = Patch(
         Site(
             module=PARALLEL_STATE,
             diagnose=diagnose,
-            replace={INITIALIZE: note_groups, DESTROY: leave_groups},
+            replace={INITIALIZE: note_groups},
         ),
     ),
 )

@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.known import OPTIMIZER, is_a
+from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
 from .._temporarily import temporarily_set
@@ -41,8 +42,8 @@ RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
 """Settings by which groups differ, besides their rates; NeMo's names begin with `pre_`."""
 
-OVERRIDES = "_megapatch_overrides"
-"""Attribute of an optimizer whose scheduler overrides what a checkpoint says."""
+OVERRIDES = SideTable()
+"""Whether the scheduler of an optimizer overrides what a checkpoint says."""
 
 
 def diagnose_scheduler(module: ModuleType) -> Verdict:
@@ -60,17 +61,16 @@ def diagnose_scheduler(module: ModuleType) -> Verdict:
 
 def diagnose_optimizers(module: ModuleType) -> Verdict:
     """Load a group of another rate with the real optimizer."""
-    missing = [
-        name
-        for owner in (FP32, CHAINED)
-        for name in missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
-    ]
+    missing = missing_attributes(OPTIMIZER, "load_state_dict")
+    for owner in (FP32, CHAINED):
+        missing += missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
     if missing:
         return lacking(missing)
     loaded: list[Any] = []
     optimizer = object.__new__(answering_none(module.optimizer.FP32Optimizer))
     inner = StandIn(param_groups=[_group(max_lr=1.0)], load_state_dict=loaded.append)
-    vars(optimizer).update({"optimizer": inner, OVERRIDES: True})
+    OVERRIDES.set(optimizer, True)
+    vars(optimizer).update({"optimizer": inner})
     state = {"state": {}, GROUPS: [_group(max_lr=2.0)]}
     one_stage = StandIn(get_pipeline_model_parallel_world_size=lambda: 1)  # 0.12 asks, for nothing
     try:
@@ -96,7 +96,7 @@ def note_override(init: Callable[..., Any]) -> Callable[..., Any]:
         init(self, *args, **kwargs)
         for optimizer in children_of(self.optimizer):
             if is_a(optimizer, OPTIMIZER):
-                setattr(optimizer, OVERRIDES, bool(getattr(self, FLAG)))
+                OVERRIDES.set(optimizer, bool(getattr(self, FLAG)))
 
     return patched_init
 
@@ -105,7 +105,7 @@ def keep_rates(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_state_dict)
     def patched_load_state_dict(self: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         children = list(children_of(self))
-        if any(vars(child).get(OVERRIDES) for child in children):
+        if any(map(OVERRIDES.get, children)):
             state_dict = _with_rates_of_each(children, state_dict)
         return load_state_dict(self, state_dict, *args, **kwargs)
 

@@ -37,6 +37,7 @@ from typing import Any
 from ..._dotted import find
 from ..._mcore.devices import device_of
 from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
+from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
     answering_none,
@@ -54,8 +55,8 @@ DISTRIBUTION_MODULE = "megatron.core.dist_checkpointing.strategies.fully_paralle
 WRAPPER = f"{DISTRIBUTION_MODULE}:FullyParallelSaveStrategyWrapper"
 METADATA = "cached_global_metadata"
 REUSE = "validated_cache_reuse"
-STRUCTURE = "_megapatch_structure"
-"""Attribute of a strategy or wrapper: the leaves of its last save, unless that failed."""
+STRUCTURE = SideTable()
+"""Of a strategy or wrapper the leaves of its last save, unless that failed."""
 
 
 def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> bool:
@@ -66,7 +67,7 @@ def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> b
     """
     import torch
 
-    changed = vars(owner).pop(STRUCTURE, None) != now
+    changed = STRUCTURE.pop(owner) != now
     # After a failure one rank may have nothing cached while others have a plan; together that counts as a change.
     somewhere = torch.tensor([cached, changed], dtype=torch.int8, device=device_of())
     torch.distributed.all_reduce(somewhere, op=torch.distributed.ReduceOp.MAX)
@@ -78,14 +79,14 @@ def replan_when_changed(async_save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(async_save)
     def patched_async_save(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.use_cached_ckpt_structure or not isinstance(sharded_state_dict, dict):
-            vars(self).pop(STRUCTURE, None)  # this save caches plans too, for a structure not compared
+            STRUCTURE.pop(self)  # this save caches plans too, for a structure not compared
             return async_save(self, sharded_state_dict, *args, **kwargs)
         now = structure(sharded_state_dict)
         planned = any(getattr(self, name, None) is not None for name in (*PLANS, NVRX))
         if _changed_anywhere(self, now, cached=planned):
             _forget_plans(self)
         saving = async_save(self, sharded_state_dict, *args, **kwargs)
-        setattr(self, STRUCTURE, now)
+        STRUCTURE.set(self, now)
         return saving
 
     return patched_async_save
@@ -111,7 +112,7 @@ def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) 
         if _changed_anywhere(self, now, cached=self.cached_distribution is not None):
             self.cached_distribution = None
         result = apply_saving_parallelization(self, sharded_state_dict, *args, **kwargs)
-        setattr(self, STRUCTURE, now)
+        STRUCTURE.set(self, now)
         return result
 
     return patched_apply_saving_parallelization

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 from .._overflow import COUNT, OVERFLOW, count_overflow, overflow_answered, standing_still
@@ -31,8 +32,8 @@ from .._overflow import COUNT, OVERFLOW, count_overflow, overflow_answered, stan
 MODULE = "verl.workers.engine.megatron.transformer_impl"
 ENGINE = "MegatronEngine"
 METRIC = "skipped_steps"
-_TAKEN, _SKIPPED = "_megapatch_steps_taken", "_megapatch_steps_skipped"
-"""Attributes of an engine: how many steps since the last call of its scheduler."""
+_TAKEN, _SKIPPED = SideTable(), SideTable()
+"""Of an engine, how many steps since the last call of its scheduler."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -63,7 +64,8 @@ def accept_overflow(optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
     def patched_optimizer_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         with overflow_answered(self.optimizer, (True, math.inf, None)) as skipped:
             norm = optimizer_step(self, *args, **kwargs)
-        _add(self, _SKIPPED if skipped else _TAKEN, 1)
+        steps = _SKIPPED if skipped else _TAKEN
+        steps.set(self, steps.get(self, 0) + 1)
         if skipped:
             count_overflow(self)
         return norm
@@ -74,7 +76,7 @@ def accept_overflow(optimizer_step: Callable[..., Any]) -> Callable[..., Any]:
 def stay_without_steps(lr_scheduler_step: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(lr_scheduler_step)
     def patched_lr_scheduler_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        taken, skipped = vars(self).pop(_TAKEN, 0), vars(self).pop(_SKIPPED, 0)
+        taken, skipped = _TAKEN.pop(self, 0), _SKIPPED.pop(self, 0)
         if taken or not skipped:
             return lr_scheduler_step(self, *args, **kwargs)
         with standing_still(self.lr_scheduler):
@@ -94,10 +96,6 @@ def add_metric(train_batch: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return patched_train_batch
-
-
-def _add(engine: Any, name: str, value: int) -> None:
-    setattr(engine, name, getattr(engine, name, 0) + value)
 
 
 PATCH = Patch(

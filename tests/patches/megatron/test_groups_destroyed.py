@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from rigs.cells import run_cells
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.megatron.options import UNPATCHED
 
-from megapatch._mcore.process_groups import process_groups
+from megapatch._mcore.process_groups import GARBAGE, process_groups
+from megapatch.patch import unpatched
+from megapatch.patches.megatron import groups_destroyed
 from megapatch.patches.megatron.groups_destroyed import GROUPS, diagnose
+from megapatch.testing import tiny_gpt
 
 CYCLES = 4
+LAYOUT = 17
+"""Process groups of a layout at least."""
+WITHOUT = (1, 2, 6)
+"""Numbers of layouts that rank 1 sets up before it imports megapatch, of six."""
 
 
 def initialize(**sizes):
@@ -37,6 +46,66 @@ def cycles():
         found.append(resources())
         state.destroy_model_parallel()
     return found
+
+
+def dropped_models():
+    """Groups after each initialization, of layouts with a model that is garbage when the next one comes."""
+    found = []
+    gc.disable()
+    try:
+        for _ in range(12):
+            state = initialize()
+            found.append(len(process_groups()))
+            tiny_gpt()
+            state.destroy_model_parallel()
+    finally:
+        gc.enable()
+    gc.collect()
+    initialize().destroy_model_parallel()
+    return found, len(process_groups())
+
+
+def collections():
+    """The number of garbage collections of a patched process in three initializations, with no model."""
+    before = gc.get_stats()[2]["collections"]
+    gc.disable()
+    try:
+        for _ in range(3):
+            initialize().destroy_model_parallel()
+    finally:
+        gc.enable()
+    return gc.get_stats()[2]["collections"] - before
+
+
+def late(rank, without):
+    """Groups after each of six layouts, of which the first ones of rank 1 are set up without the patch."""
+    own = torch.distributed.new_group([0, 1])  # so that no layout was begun at this number of groups
+    groups_destroyed._layout.forget()  # as in a new process
+    counts, first = [], ""
+    for layout in range(6):
+        state = importlib.import_module("megatron.core.parallel_state")
+        patched = rank == 0 or layout >= without
+        (state.initialize_model_parallel if patched else unpatched(state.initialize_model_parallel))()
+        counts.append(len(process_groups()))
+        first = first or state.get_data_parallel_group().group_name
+        state.destroy_model_parallel()
+    torch.distributed.destroy_process_group(own)
+    return counts, works({group.group_name: group for group in process_groups()}[first])
+
+
+def in_vain(rank):
+    """Rank 0 alone makes a call that raises before any group is made; both ranks set up layouts around it."""
+    counts, errors = [], 0
+    for layout in range(4):
+        state = initialize()
+        counts.append(len(process_groups()))
+        if rank == 0 and layout % 2:
+            try:
+                initialize()
+            except (AssertionError, RuntimeError):
+                errors += 1
+        state.destroy_model_parallel()
+    return counts, errors
 
 
 def works(group):
@@ -99,6 +168,11 @@ def job(rank, world_size):
     if not UNPATCHED.items() <= os.environ.items():
         yield "kept by one", functools.partial(kept_by_one, rank)
         yield "other calls", other_calls
+        yield "collections", collections
+        yield "dropped models", dropped_models
+        yield "in vain", functools.partial(in_vain, rank)
+        for without in WITHOUT:
+            yield without, functools.partial(late, rank, without)
         yield "other world", functools.partial(other_world, rank)
 
 
@@ -110,8 +184,14 @@ def test_a_process_does_not_grow():
         assert files[-1] > files[0]
 
 
-def test_groups_that_nothing_refers_to_are_destroyed(tmp_path):
-    for found in run_cells(job, 2, env={"STORE": str(tmp_path / "store")}):
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory):
+    store = tmp_path_factory.mktemp("groups") / "store"
+    return run_cells(job, 2, env={"STORE": str(store)})
+
+
+def test_groups_that_nothing_refers_to_are_destroyed(patched):
+    for found in patched:
         groups, threads, files = zip(*found["cycles"], strict=True)
         assert groups[2:] == groups[:2]  # the layouts take turns
         for counted in (threads, files):
@@ -122,6 +202,32 @@ def test_groups_that_nothing_refers_to_are_destroyed(tmp_path):
         assert (more, later) == (1, 0)  # the one that rank 0 has kept, and then let go
         assert found["other calls"] == 2
         assert found["other world"]
+
+
+def test_garbage_is_collected_only_where_there_may_be_much(patched):
+    for found in patched:
+        assert found["collections"] == 0
+        counts, last = found["dropped models"]
+        assert counts[1] > counts[0]  # the model of the first layout is garbage that is not collected yet
+        assert max(counts) <= counts[0] + GARBAGE + 2 * LAYOUT
+        assert last <= counts[0]
+
+
+@pytest.mark.parametrize("without", WITHOUT)
+def test_a_rank_that_imports_megapatch_later_is_not_waited_for(patched, without):
+    """Layouts that both ranks have noted are destroyed; of the others, the groups that both are in stay."""
+    for found in patched:
+        counts, first_works = found[without]
+        assert first_works
+        assert counts[: without + 1] == sorted({*counts[: without + 1]})
+        assert len({*counts[without + 1 :]}) <= 1
+
+
+def test_a_call_that_a_rank_makes_alone_and_that_raises_is_not_met(patched):
+    for found in patched:
+        counts, _ = found["in vain"]
+        assert len(set(counts)) == 1
+    assert [found["in vain"][1] for found in patched] == [2, 0]
 
 
 def verdicts(rank, world_size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -29,11 +30,11 @@ def scheduler_of(optimizer):
     return linear_schedule(optimizer, steps=20, max_lr=0.5, warm_up=2, end_wd=0.1)
 
 
-def train(model, scheduler, steps):
+def train(model, scheduler, steps, rates=lambda model: rates_of(model)[0]):
     """Return the learning rate and weight decay of each step."""
     found = []
     for step in steps:
-        found.append(rates_of(model)[0])
+        found.append(rates(model))
         model.train_step(step)
         scheduler.step(1)
     return found
@@ -63,6 +64,79 @@ def load(model, scheduler, saved):
     for chunk, state in zip(model.chunks, saved[0], strict=True):
         chunk.load_state_dict(state)
     scheduler.load_state_dict(saved[1])
+
+
+SETTINGS = {
+    "another end": {"end_wd": 0.7},
+    "another beginning": {"start_wd": 0.05, "end_wd": 0.1},
+    "constant": {"start_wd": 0.6, "end_wd": 0.6, "wd_incr_style": "constant"},
+    "the same": {"end_wd": 0.1},
+}
+LAYOUTS = {
+    "fp32": {"lr": 0.5},
+    "bf16": {"lr": 0.5, "dtype": "bf16", "use_distributed_optimizer": True, "optimizer": "adam"},
+}
+
+
+def resumed(layout, settings):
+    """After three steps, load into a new schedule of other settings; two steps more, and those of the old one."""
+    (model, scheduler), (other, its_own) = (
+        (model, scheduler_of(model.optimizer)) for model in (tiny_gpt(**LAYOUTS[layout]) for _ in range(2))
+    )
+    for each in ((model, scheduler), (other, its_own)):
+        train(*each, range(SAVED))
+    new = linear_schedule(other.optimizer, steps=20, max_lr=0.5, warm_up=2, **settings)
+    new.load_state_dict(its_own.state_dict())
+    steps = range(SAVED, SAVED + 2)
+    expected, found = (train(*each, steps, rates_of) for each in ((model, scheduler), (other, new)))
+    parameters, reference = other.parameters(), model.parameters()
+    return expected, found, all(torch.equal(parameters[name], reference[name]) for name in reference)
+
+
+def overridden():
+    """Load a run's third step into a schedule that overrides its settings; and one that steps there itself."""
+    flags = {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": False}
+    own = {"steps": 20, "max_lr": 0.5, "warm_up": 2, "start_wd": 0.2, "end_wd": 0.7, **flags}
+    saved = scheduler_of(tiny_gpt(lr=0.5).optimizer)
+    saved.step(SAVED)
+    new, itself = (linear_schedule(tiny_gpt(lr=0.5).optimizer, **own) for _ in range(2))
+    new.load_state_dict(saved.state_dict())
+    itself.step(SAVED)
+    return rates_of(new) == rates_of(itself), new.state_dict() == itself.state_dict()
+
+
+def rates_that_are_tensors():
+    """Load a state that lacks its last key, with learning rates that step() writes into."""
+    model = tiny_gpt(lr=0.5)
+    scheduler = scheduler_of(model.optimizer)
+    scheduler.step(SAVED)
+    tensors = []
+    for group in model.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+        tensors.append(group["lr"])
+    before = [tensor.clone() for tensor in tensors]
+    state = {**scheduler.state_dict(), "num_steps": SAVED + 4}
+    del state["end_wd"]
+    error, _ = attempt(scheduler.load_state_dict, state)
+    after = [group["lr"] for group in model.optimizer.param_groups]
+    return error, all(map(torch.equal, before, after)), all(a is b for a, b in zip(tensors, after, strict=True))
+
+
+class Slots:
+    """An optimizer of one's own that has no dictionary."""
+
+    __slots__ = ("load_state_dict", "param_groups")
+
+
+def of_its_own():
+    optimizer = Slots()
+    optimizer.param_groups = [{"wd_mult": 1.0}]
+    optimizer.load_state_dict = None
+    scheduler = scheduler_of(optimizer)
+    scheduler.step(SAVED)
+    new = scheduler_of(optimizer)
+    new.load_state_dict(scheduler.state_dict())
+    return new.num_steps, rates_of(new) == rates_of(scheduler)
 
 
 def fails(lacking):
@@ -112,6 +186,24 @@ def adds(self, state_dict):
 def stays(self, state_dict): ...
 
 
+def resets_and_reads_late(self, state_dict):
+    resets(self, state_dict)
+    self.end_wd = state_dict["end_wd"]
+
+
+def resets_and_reads_first(self, state_dict):
+    self.end_wd = state_dict["end_wd"]
+    resets(self, state_dict)
+
+
+def adds_and_reads_first(self, state_dict):
+    self.end_wd = state_dict["end_wd"]
+    adds(self, state_dict)
+
+
+LOADS = (resets, resets_and_reads_late, resets_and_reads_first, adds, adds_and_reads_first, stays)
+
+
 def diagnoses():
     from megapatch.patches.megatron.scheduler_after_load import diagnose
 
@@ -121,7 +213,7 @@ def diagnoses():
         diagnose,
         module,
         {
-            **made_up(kind, "load_state_dict", resets, adds, stays),
+            **made_up(kind, "load_state_dict", *LOADS),
             "no class": (module, "OptimizerParamScheduler", None),
         },
     )
@@ -130,6 +222,9 @@ def diagnoses():
 DIAGNOSES = {
     "as it is": ("needed", "adds the steps"),
     "resets": ("fixed", "checkpoint's step"),
+    "resets_and_reads_late": ("needed", "the first step after a load"),
+    "resets_and_reads_first": ("fixed", "so are its rates"),
+    "adds_and_reads_first": ("needed", "adds the steps"),
     "adds": ("needed", "adds the steps"),
     "stays": ("unknown", "found 0 and 3"),
     "no class": ("unknown", "OptimizerParamScheduler"),
@@ -144,6 +239,12 @@ def job(rank, world_size):
     for lacking in LACKING:
         yield lacking, lambda lacking=lacking: fails(lacking)
     yield "older", older_names
+    for layout in LAYOUTS:
+        for case, settings in SETTINGS.items():
+            yield (layout, case), partial(resumed, layout, settings)
+    yield "overridden", overridden
+    yield "tensors", rates_that_are_tensors
+    yield "own", of_its_own
     yield "diagnoses", diagnoses
 
 
@@ -165,6 +266,53 @@ def test_training_goes_the_same_way_again(patched):
         assert at == [SAVED, SAVED]
         assert rates == expected
         assert equal
+
+
+OTHER = [case for case in SETTINGS if case != "the same"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", OTHER)
+def test_without_the_patch_the_first_step_has_the_weight_decay_of_the_schedule_before_the_load(
+    unpatched, layout, case
+):
+    for found in unpatched:
+        (expected, _), (first, second), equal = found[layout, case]
+        assert [rate for rate, _ in first] == [rate for rate, _ in expected]
+        assert [decay for _, decay in first] != [decay for _, decay in expected]
+        assert second == found[layout, case][0][1]
+        assert not equal
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", SETTINGS)
+def test_the_first_step_is_that_of_a_run_that_was_not_interrupted(patched, layout, case):
+    for found in patched:
+        expected, steps, equal = found[layout, case]
+        assert steps == expected
+        assert len({decay for rates in expected for _, decay in rates}) > 1  # a schedule of weight decay
+        assert equal
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_load_with_the_settings_of_the_checkpoint_stays_as_it_is(unpatched, patched, layout):
+    for before, found in zip(unpatched, patched, strict=True):
+        assert found[layout, "the same"] == before[layout, "the same"]
+
+
+def test_a_schedule_that_overrides_keeps_its_own_settings(unpatched, patched):
+    for found in (*unpatched, *patched):
+        assert found["overridden"] == (True, True)
+
+
+def test_rates_that_are_tensors_are_put_back_in_place(patched):
+    for found in patched:
+        assert found["tensors"] == ("KeyError", True, True)
+
+
+def test_an_optimizer_without_a_dictionary_has_a_schedule(unpatched, patched):
+    for found in (*unpatched, *patched):
+        assert found["own"] == (SAVED, True)
 
 
 @pytest.mark.parametrize("lacking", LACKING)

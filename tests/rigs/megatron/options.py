@@ -194,6 +194,5 @@ def linear_schedule(
         start_wd=start_wd,
         end_wd=end_wd,
         wd_incr_steps=steps,
-        wd_incr_style="linear",
-        **flags,
+        **{"wd_incr_style": "linear", **flags},
     )
