@@ -1,0 +1,31 @@
+"""Run the grid, or pairs of it whose names have the given texts in them, and print what differs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+
+from . import runs
+from .compare import different
+from .table import pairs
+
+
+def main() -> int:
+    chosen = [pair for pair in pairs() if all(text in " in ".join(pair) for text in sys.argv[1:])]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["NO_HARM_FOLDER"] = folder
+        begin = time.monotonic()
+        plain = runs.run(chosen, runs.PLAIN)
+        other = runs.run(chosen, os.environ.get("MODE", runs.PATCHED))
+    for pair in chosen:
+        words = different(plain[pair], other[pair])
+        if words:
+            print(pair, words, flush=True)
+    print(len(chosen), "programs", time.monotonic() - begin, "s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
