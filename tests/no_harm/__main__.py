@@ -15,10 +15,9 @@ from .table import pairs
 def main() -> int:
     chosen = [pair for pair in pairs() if all(text in " in ".join(pair) for text in sys.argv[1:])]
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["NO_HARM_FOLDER"] = folder
         begin = time.monotonic()
-        plain = runs.run(chosen, runs.PLAIN)
-        other = runs.run(chosen, os.environ.get("MODE", runs.PATCHED))
+        plain = runs.run(chosen, runs.PLAIN, f"{folder}/plain")
+        other = runs.run(chosen, os.environ.get("MODE", runs.PATCHED), f"{folder}/other")
     for pair in chosen:
         words = different(plain[pair], other[pair])
         if words:

@@ -8,7 +8,7 @@ import pickle
 
 import torch
 
-from .layouts import DENSE, EVERY, HALF, OVERLAPPED, SHARDS
+from .layouts import DENSE, EVERY, HALF, OVERLAPPED
 from .table import program
 from .trainer import is_weight, parts_of, scaled
 
@@ -49,7 +49,7 @@ def rolled_back_in_memory_optimizer_first(run):
     trainer.train(3)
 
 
-@program(*DENSE, *SHARDS, "tp")
+@program(*DENSE, "fp16, sharded", "bf16, sharded", "tp")
 def the_optimizer_alone_is_loaded(run):
     trainer = run.trainer()
     trainer.train(0)
@@ -374,13 +374,14 @@ def a_new_model_loads_trained_weights_alone(run):
 
 
 @program(
-    "bf16, sharded, overlaps", "fp32, sharded, overlaps", patch="megatron.gathered-when-read", changes=("read",)
+    "bf16, sharded, overlaps",
+    "fp32, sharded, overlaps",
+    patch="megatron.gathered-when-read",
+    changes=("collectives", "read"),
 )
 def parameters_read_right_after_a_step(run):
     trainer = run.trainer()
     trainer.train(0)
-    state = trainer.model.chunks[0].state_dict()
-    run.note("read", {name: value for name, value in state.items() if is_weight(value)})
+    state = trainer.model.chunks[0].sharded_state_dict()
+    run.note("read", {name: each.data for name, each in state.items() if is_weight(getattr(each, "data", None))})
     trainer.train(1)
-
-

@@ -12,6 +12,7 @@ import warnings
 from datetime import timedelta
 
 import torch
+from torch.utils._pytree import tree_flatten
 from rigs.cells import AUDITED, run_cells, take_rules
 from rigs.imported import WITHOUT_MEGAPATCH
 from rigs.megatron.options import quick_writer
@@ -36,14 +37,17 @@ FINDINGS = "findings"
 MODULES = (steps, loads, saves)
 
 
-def run(pairs, mode, **env):
+def run(pairs, mode, folder, **env):
     """Return each rank's record by pair, or, of a pair that failed, the text of its failure.
+
+    folder   for checkpoints; it is new
 
     A program that hangs, or leaves the ranks apart, ends its processes. The others run in new ones.
     """
     found, left = {}, list(pairs)
     while left:
-        ranks = run_cells(job, 2, left, timeout=120 + 10 * len(left), env={**ENVIRONMENTS[mode], **env})
+        saves = f"{folder}/{len(left)}"
+        ranks = run_cells(job, 2, left, saves, timeout=120 + 10 * len(left), env={**ENVIRONMENTS[mode], **env})
         for pair in left:
             if pair in ranks[0].failures:
                 found[pair] = ranks[0].failures[pair]
@@ -54,39 +58,75 @@ def run(pairs, mode, **env):
 
 
 # ------------------------------------------------------------------------------------------ in the ranks
-def job(rank, world_size, pairs):
+def job(rank, world_size, pairs, folder):
     warnings.simplefilter("ignore", DeprecationWarning)
     signal.signal(signal.SIGALRM, _too_long)
     init_parallel()
     quick_writer()
-    folder = os.environ["NO_HARM_FOLDER"]
-    if "RIGS_WITHOUT_MEGAPATCH" in os.environ:
-        assert not (found := made_by_patches()), found
-    for number, pair in enumerate(pairs):
-        yield pair, functools.partial(outcome, *pair, rank, f"{folder}/{os.getppid()}-{number}")
+    collectives = recorded_collectives()
+    found = made_by_patches()
+    assert bool(found) == ("RIGS_WITHOUT_MEGAPATCH" not in os.environ), found
+    for name in dict.fromkeys(layout for _, layout in pairs):
+        set_up(LAYOUTS[name])
+        for number, pair in enumerate(pairs):
+            if pair[1] == name:
+                yield pair, functools.partial(outcome, *pair, rank, f"{folder}/{number}", collectives)
 
 
-def outcome(program, name, rank, folder):
-    layout = LAYOUTS[name]
+def set_up(layout):
+    """Set up the layout, with collectives that do not wait for ever."""
     layout.set_up()
     for group in (None, *process_groups()):
         with contextlib.suppress(ValueError):  # a group that this rank is not in
             torch.distributed.distributed_c10d._set_pg_timeout(ALONE, group)  # there is no public way
+
+
+def outcome(program, name, rank, folder, collectives):
+    layout = LAYOUTS[name]
     streams.seed()
     take_logged()
     if rank == 0:
         os.makedirs(folder)
     torch.distributed.barrier()
     run = Run(layout, rank, folder)
+    collectives.clear()
     signal.alarm(LONGEST)
     try:
         with layout.in_use():
-            run.recorded(PROGRAMS[program].function, run)
-            found = run.outcome()
+            PROGRAMS[program].function(run)
+            found = {("collectives", "all"): list(collectives), **run.outcome()}
     finally:
         signal.alarm(0)
     if "MEGAPATCH_AUDIT" in os.environ:
         found[FINDINGS, ""] = take_rules()
+    return found
+
+
+COLLECTIVES = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather"),
+    *("recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced"),
+    *("_reduce_scatter_base", "scatter", "send"),
+)
+"""The methods of a process group by which torch.distributed makes collectives and sends messages."""
+
+
+def recorded_collectives():
+    """Return a list to which each collective from now on is added: kind, ranks and shapes."""
+    found = []
+
+    def recorded(name, method):
+        @functools.wraps(method)
+        def recording(group, *args, **kwargs):
+            tensors = tree_flatten((args, kwargs))[0]
+            shapes = [tuple(each.shape) for each in tensors if torch.is_tensor(each)]
+            found.append((name, tuple(torch.distributed.get_process_group_ranks(group)), shapes))
+            return method(group, *args, **kwargs)
+
+        return recording
+
+    for name in COLLECTIVES:
+        setattr(torch.distributed.ProcessGroup, name, recorded(name, getattr(torch.distributed.ProcessGroup, name)))
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from rigs.megatron.options import linear_schedule, raising_half_way
 
@@ -92,11 +94,12 @@ def gradient_noise_scale(run):
 
 @program("fp32", "bf16", "bf16, sharded", "pp")
 def two_optimizers_over_one_model(run):
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import get_megatron_optimizer
 
     trainer = run.trainer()
-    config = vars(parts_of(trainer.optimizer)[0].config)
-    warm_up = get_megatron_optimizer(OptimizerConfig(**{**config, "lr": 0.001}), trainer.model.chunks)
+    config = copy.copy(parts_of(trainer.optimizer)[0].config)
+    config.lr = config.min_lr = 0.001
+    warm_up = get_megatron_optimizer(config, trainer.model.chunks)
     for data in range(3):
         trainer.model.zero_grad()
         trainer.backward(data)

@@ -16,7 +16,6 @@ from way_back import streams
 from way_back.checkpoints import Distributed
 from way_back.pictures import parts_of, picture, take_logged
 
-from megapatch._verify.operations import Operations
 from megapatch.testing import mean_loss, tiny_gpt
 from megapatch.testing._model import _gpt_of
 
@@ -26,7 +25,7 @@ class Run:
 
     def __init__(self, layout, rank, folder):
         self.layout, self.rank, self.folder = layout, rank, folder
-        self.trainers, self.found, self.collectives = [], {}, []
+        self.trainers, self.found = [], {}
 
     def trainer(self, **options):
         """Build a model, with its optimizer and schedule, that the end of the program compares."""
@@ -45,23 +44,17 @@ class Run:
             return
         self.note("raised", "nothing")
 
-    def recorded(self, function, *args):
-        with Operations() as operations:
-            result = function(*args)
-        self.collectives += [each for each in operations.found if not each.is_wait]
-        return result
-
     def in_thread(self, function, *args):
         """Call a function in a thread of its own, and return its result."""
         results = []
-        thread = threading.Thread(target=lambda: results.append(self.recorded(function, *args)))
+        thread = threading.Thread(target=lambda: results.append(function(*args)))
         thread.start()
         thread.join()
         return results[0]
 
     def outcome(self):
         """Return what the program has shown and left, by (kind, name)."""
-        found = {**self.found, ("collectives", "all"): [tuple(each) for each in self.collectives]}
+        found = dict(self.found)
         for number, trainer in enumerate(self.trainers):
             found.update({(kind, f"model {number}, {name}"): value for (kind, name), value in trainer.left().items()})
         found.update({("random streams", name): state for name, state in streams.take().items()})
