@@ -14,6 +14,15 @@ LAYOUTS = {
     "bf16, overlapped reduce": Layout({}, {**ADAM, **BF16, "overlap_grad_reduce": True}),
     "fp32, sharded, overlaps": Layout({}, {**SHARDED, **OVERLAPS}, BUCKETS),
     "cp": Layout({"cp": 2}, {**SHARDED, **BF16, "attention": False}, BUCKETS),
+    "cp, moe": Layout(
+        {"cp": 2},
+        {
+            **ADAM,
+            "attention": False,
+            "experts": 2,
+            "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+        },
+    ),
     "pp, tied": Layout({"pp": 2}, {**ADAM, **BF16, "tied_embeddings": True}),
     "precision-aware": Layout(
         {}, {**SHARDED, **BF16, "lr": 0.01}, BUCKETS, offload="precision-aware", oldest=16

@@ -14,6 +14,8 @@ from .layouts import DENSE, EVERY, FEW, SHARDS
 from .table import program
 from .trainer import parts_of
 
+WRONG = ("main parameters", "moments", "parameters", "weights", "loss", "gradient norm")
+
 
 @program(*EVERY)
 def steps(run):
@@ -244,7 +246,7 @@ def three_models_in_turn(run):
             trainer.train(data)
 
 
-@program("fp16", "fp16, sharded", patch="megatron.prepare-grads-once", changes=())
+@program("fp16", "fp16, sharded", patch="megatron.prepare-grads-once", changes=WRONG)
 def gradients_prepared_to_look_for_an_overflow(run):
     trainer = run.trainer()
     for data in range(3):
@@ -254,17 +256,17 @@ def gradients_prepared_to_look_for_an_overflow(run):
         trainer.update()
 
 
-@program("bf16, overlapped reduce", patch="megatron.nested-no-sync", changes=())
-def no_sync_around_the_calls_of_a_step(run):
+@program("bf16, overlapped reduce", "bf16, sharded, overlaps", patch="megatron.nested-no-sync", changes=WRONG)
+def no_sync_around_a_call_of_a_step(run):
     trainer = run.trainer()
     (ddp,) = trainer.model.chunks
     trainer.train(0)
-    for data in range(1, 3):
-        trainer.model.zero_grad()
-        with ddp.no_sync():
-            trainer.backward(data)
-        trainer.backward(data + 10)
-        trainer.update()
+    trainer.model.zero_grad()
+    with ddp.no_sync():
+        trainer.model.config.finalize_model_grads_func, finalize = None, trainer.model.config.finalize_model_grads_func
+        trainer.backward(1)
+        trainer.model.config.finalize_model_grads_func = finalize
+    run.raising(trainer.backward, 2)
 
 
 @program("bf16, overlapped reduce", "fp32, sharded, overlaps", patch="megatron.parameters-without-gradients")
@@ -274,7 +276,18 @@ def a_layer_that_gets_no_gradient_in_a_step(run):
     trainer.train(0)
     for parameter in frozen:
         parameter.requires_grad_(False)
-    trainer.train(1)
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    trainer.train(2)
+    run.raising(trainer.train, 1)
+
+
+@program("bf16, overlapped reduce", "bf16, sharded, overlaps", "pp, vpp")
+def more_microbatches_in_a_later_step(run):
+    trainer = run.trainer()
+    for data, count in enumerate((2, 4, 2)):
+        trainer.model.zero_grad()
+        trainer.backward(data, num_microbatches=count)
+        trainer.update()
+
+
+@program("cp, moe", patch="megatron.aux-loss-over-context-parallel", changes=WRONG)
+def auxiliary_losses_over_context_parallel(run):
+    run.trainer().train(0, 1)
