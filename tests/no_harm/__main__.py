@@ -9,7 +9,7 @@ import time
 
 from . import runs
 from .compare import different
-from .table import pairs
+from .table import PROGRAMS, pairs
 
 
 def main() -> int:
@@ -20,8 +20,8 @@ def main() -> int:
         other = runs.run(chosen, os.environ.get("MODE", runs.PATCHED), f"{folder}/other")
     for pair in chosen:
         words = different(plain[pair], other[pair])
-        if words:
-            print(pair, words, flush=True)
+        if words.keys() != PROGRAMS[pair[0]].kinds:
+            print(pair, "expected", PROGRAMS[pair[0]].kinds, words, flush=True)
     print(len(chosen), "programs", time.monotonic() - begin, "s")
     return 0
 

@@ -24,9 +24,7 @@ LAYOUTS = {
         },
     ),
     "pp, tied": Layout({"pp": 2}, {**ADAM, **BF16, "tied_embeddings": True}),
-    "precision-aware": Layout(
-        {}, {**SHARDED, **BF16, "lr": 0.01}, BUCKETS, offload="precision-aware", oldest=16
-    ),
+    "precision-aware": Layout({}, {**SHARDED, **BF16, "lr": 0.01}, BUCKETS, offload="precision-aware", oldest=16),
 }
 LAYOUTS = {
     name: layout if layout.is_on_disk else layout._replace(saved=BUCKETS if layout.is_sharded else ON_DISK)

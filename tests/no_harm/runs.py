@@ -12,10 +12,10 @@ import warnings
 from datetime import timedelta
 
 import torch
-from torch.utils._pytree import tree_flatten
 from rigs.cells import AUDITED, run_cells, take_rules
 from rigs.imported import WITHOUT_MEGAPATCH
 from rigs.megatron.options import quick_writer
+from torch.utils._pytree import tree_flatten
 from way_back import streams
 from way_back.pictures import take_logged
 
@@ -61,6 +61,8 @@ def run(pairs, mode, folder, **env):
 def job(rank, world_size, pairs, folder):
     warnings.simplefilter("ignore", DeprecationWarning)
     signal.signal(signal.SIGALRM, _too_long)
+    # Fills what torch.empty() returns: Megatron saves gaps of its buckets that nothing has written.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     init_parallel()
     quick_writer()
     collectives = recorded_collectives()
@@ -126,7 +128,9 @@ def recorded_collectives():
         return recording
 
     for name in COLLECTIVES:
-        setattr(torch.distributed.ProcessGroup, name, recorded(name, getattr(torch.distributed.ProcessGroup, name)))
+        setattr(
+            torch.distributed.ProcessGroup, name, recorded(name, getattr(torch.distributed.ProcessGroup, name))
+        )
     return found
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 import io
 
 import torch
+from rigs.megatron.options import quick_writer
 from way_back.checkpoints import Distributed
 
 from .layouts import ON_DISKS
+from .loads import TAKEN_OVER
 from .table import program
 from .trainer import scaled
 
+AGREED = {"megatron.save-fails-everywhere": ("collectives",)}
+"""After a save ranks ask each other whether it has failed."""
 
-@program("fp32", *ON_DISKS, "fp16", "bf16, sharded", "tp", "pp", "moe", "cp")
+
+@program("fp32", *ON_DISKS, "fp16", "bf16, sharded", "tp", "pp", "moe", "cp", changed=AGREED)
 def saved_and_trained_on(run):
     trainer = run.trainer()
     trainer.train(0)
@@ -21,8 +26,20 @@ def saved_and_trained_on(run):
     trainer.save("second")
 
 
-@program("fp32", *ON_DISKS, "bf16, sharded", "tp")
+@program("fp32", "bf16", "tp", changed=AGREED)
 def resumed_in_a_new_model(run):
+    _resumed_in_a_new_model(run)
+
+
+@program(
+    *("bf16, sharded", "bf16, sharded, overlaps", "pp, vpp", "ep"),
+    changed={**AGREED, "megatron.load-offloaded-state": (*TAKEN_OVER, "Adam's step")},
+)
+def resumed_in_a_new_model_from_buckets(run):
+    _resumed_in_a_new_model(run)
+
+
+def _resumed_in_a_new_model(run):
     first = run.trainer()
     first.train(0)
     path = first.save()
@@ -36,7 +53,7 @@ def resumed_in_a_new_model(run):
     first.train(1)
 
 
-@program("bf16", "bf16, sharded, overlaps", "pp")
+@program("bf16", "bf16, sharded, overlaps", "pp", changed=AGREED)
 def saved_in_the_background(run):
     trainer = run.trainer()
     trainer.train(0)
@@ -47,7 +64,7 @@ def saved_in_the_background(run):
     trainer.note_files(path)
 
 
-@program("bf16", "bf16, sharded")
+@program("bf16", "bf16, sharded", changed=AGREED)
 def saved_from_a_thread(run):
     trainer = run.trainer()
     trainer.train(0)
@@ -55,7 +72,7 @@ def saved_from_a_thread(run):
     trainer.train(1)
 
 
-@program("bf16", "bf16, sharded, overlaps", "ep")
+@program("bf16", "bf16, sharded, overlaps", "ep", changed=AGREED)
 def two_models_saved_by_turns(run):
     actor, critic = run.trainer(), run.trainer()
     for data in range(2):
@@ -80,7 +97,7 @@ def saved_by_the_first_rank(run):
     trainer.train(1)
 
 
-@program("bf16", "bf16, sharded, overlaps")
+@program("bf16", "bf16, sharded, overlaps", changed=AGREED)
 def a_save_interrupted_by_ctrl_c(run):
     trainer = run.trainer()
     trainer.train(0)
@@ -95,7 +112,7 @@ def a_save_interrupted_by_ctrl_c(run):
     trainer.save("again")
 
 
-@program("bf16", "bf16, sharded, overlaps", patch="megatron.own-save-results", changes=())
+@program("bf16", "bf16, sharded, overlaps", changed={**AGREED, "megatron.own-save-results": ("checkpoint",)})
 def a_save_given_up_and_the_next_one(run):
     """Written and never finished: the trainer has caught an exception and goes on with a queue of its own."""
     trainer = run.trainer()
@@ -105,13 +122,14 @@ def a_save_given_up_and_the_next_one(run):
     trainer.disk = Distributed(trainer)
     trainer.train(1)
     trainer.save("next")
+    quick_writer()  # in this process saves would be mixed up from now on
 
 
-@program("bf16", "bf16, sharded", "bf16, sharded, overlaps", "fp32, sharded, overlaps")
+@program("bf16", "bf16, sharded", "bf16, sharded, overlaps", "fp32, sharded, overlaps", changed=AGREED)
 def the_first_rank_loads_and_broadcasts(run):
     trainer = run.trainer()
-    trainer.train(0)
     saved = scaled(trainer.weights(), 0.5)
+    trainer.train(0)
     if run.rank == 0:
         trainer.load(saved)
     for chunk in trainer.model.chunks:
@@ -122,7 +140,7 @@ def the_first_rank_loads_and_broadcasts(run):
     trainer.train(1)
 
 
-@program("bf16", "bf16, sharded", patch="megatron.main-params-after-load", changes=("main parameters",))
+@program("bf16", "bf16, sharded", changed={**AGREED, "megatron.main-params-after-load": TAKEN_OVER})
 def weights_alone_from_a_checkpoint(run):
     trainer = run.trainer()
     trainer.train(0)
@@ -130,5 +148,3 @@ def weights_alone_from_a_checkpoint(run):
     trainer.train(1, 2)
     trainer.disk.load_weights(trainer.disk.read(path, weights_only=True))
     trainer.train(3)
-
-

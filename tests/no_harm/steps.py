@@ -22,8 +22,17 @@ def steps(run):
     run.trainer().train(0, 1, 2)
 
 
-@program("fp32", "bf16", "bf16, sharded, overlaps", "pp, vpp", "ep", "tp, dropout")
+@program("fp32", "bf16", "pp, vpp", "ep", "tp, dropout")
 def evaluation_between_steps_and_inside(run):
+    _evaluation_between_steps_and_inside(run)
+
+
+@program("bf16, sharded, overlaps", changed={"megatron.gathered-when-read": WRONG})
+def evaluation_inside_a_step_before_a_gather(run):
+    _evaluation_between_steps_and_inside(run)
+
+
+def _evaluation_between_steps_and_inside(run):
     trainer = run.trainer()
     for data in range(3):
         trainer.evaluate(100)
@@ -38,7 +47,10 @@ def gradients_of_two_batches_accumulated(run):
     trainer = run.trainer()
     for data in range(2):
         trainer.model.zero_grad()
-        trainer.model.config.finalize_model_grads_func, finalize = None, trainer.model.config.finalize_model_grads_func
+        trainer.model.config.finalize_model_grads_func, finalize = (
+            None,
+            trainer.model.config.finalize_model_grads_func,
+        )
         trainer.backward(2 * data)
         trainer.model.config.finalize_model_grads_func = finalize
         trainer.backward(2 * data + 1)
@@ -246,7 +258,7 @@ def three_models_in_turn(run):
             trainer.train(data)
 
 
-@program("fp16", "fp16, sharded", patch="megatron.prepare-grads-once", changes=WRONG)
+@program("fp16", "fp16, sharded", changed={"megatron.prepare-grads-once": (*WRONG, "collectives", "loss scale")})
 def gradients_prepared_to_look_for_an_overflow(run):
     trainer = run.trainer()
     for data in range(3):
@@ -256,20 +268,25 @@ def gradients_prepared_to_look_for_an_overflow(run):
         trainer.update()
 
 
-@program("bf16, overlapped reduce", "bf16, sharded, overlaps", patch="megatron.nested-no-sync", changes=WRONG)
+@program("bf16, overlapped reduce", "bf16, sharded, overlaps", changed={"megatron.nested-no-sync": WRONG})
 def no_sync_around_a_call_of_a_step(run):
     trainer = run.trainer()
     (ddp,) = trainer.model.chunks
     trainer.train(0)
     trainer.model.zero_grad()
     with ddp.no_sync():
-        trainer.model.config.finalize_model_grads_func, finalize = None, trainer.model.config.finalize_model_grads_func
+        trainer.model.config.finalize_model_grads_func, finalize = (
+            None,
+            trainer.model.config.finalize_model_grads_func,
+        )
         trainer.backward(1)
         trainer.model.config.finalize_model_grads_func = finalize
     run.raising(trainer.backward, 2)
 
 
-@program("bf16, overlapped reduce", "fp32, sharded, overlaps", patch="megatron.parameters-without-gradients")
+@program(
+    "bf16, overlapped reduce", "fp32, sharded, overlaps", changed={"megatron.parameters-without-gradients": WRONG}
+)
 def a_layer_that_gets_no_gradient_in_a_step(run):
     trainer = run.trainer()
     frozen = [each for name, each in trainer.model._named_parameters() if "layers.0.mlp" in name]
@@ -288,6 +305,6 @@ def more_microbatches_in_a_later_step(run):
         trainer.update()
 
 
-@program("cp, moe", patch="megatron.aux-loss-over-context-parallel", changes=WRONG)
+@program("cp, moe", changed={"megatron.aux-loss-over-context-parallel": WRONG})
 def auxiliary_losses_over_context_parallel(run):
     run.trainer().train(0, 1)

@@ -10,21 +10,25 @@ PROGRAMS: dict[str, Program] = {}
 
 
 class Program(NamedTuple):
-    """A function of a `Run`, which does what people do, and what differs with megapatch: kinds, by layout."""
+    """A function of a `Run`, which does what people do."""
 
     function: Any
     layouts: tuple[str, ...]
-    patch: str = ""
-    changes: tuple[str, ...] = ()  # kinds of values that differ, if there is a patch that is meant to change them
+    changed: dict[str, tuple[str, ...]]  # by patch, the kinds of values that it is meant to change
+
+    @property
+    def kinds(self):
+        """The kinds of values that differ with megapatch, each of which has to."""
+        return {kind for kinds in self.changed.values() for kind in kinds}
 
 
-def program(*layouts, patch="", changes=()):
+def program(*layouts, changed=None):
     """Put the function into the table, by its name."""
 
     def add(function):
-        name = function.__name__.strip("_").replace("_", " ")
+        name = function.__name__.replace("_", " ")
         assert name not in PROGRAMS, name
-        PROGRAMS[name] = Program(function, layouts, patch, changes)
+        PROGRAMS[name] = Program(function, layouts, changed or {})
         return function
 
     return add

@@ -56,7 +56,9 @@ class Run:
         """Return what the program has shown and left, by (kind, name)."""
         found = dict(self.found)
         for number, trainer in enumerate(self.trainers):
-            found.update({(kind, f"model {number}, {name}"): value for (kind, name), value in trainer.left().items()})
+            found.update(
+                {(kind, f"model {number}, {name}"): value for (kind, name), value in trainer.left().items()}
+            )
         found.update({("random streams", name): state for name, state in streams.take().items()})
         return found
 
@@ -71,9 +73,7 @@ class Trainer:
             options["optim"] = {**options.get("optim", {}), **OFFLOADS[run.layout.offload]}
         self.model = tiny_gpt(**options)
         self.optimizer = self.model.optimizer
-        self.schedule = linear_schedule(
-            self.optimizer, steps=40, max_lr=options["lr"], start_wd=0.01, end_wd=0.1
-        )
+        self.schedule = linear_schedule(self.optimizer, steps=40, max_lr=options["lr"], start_wd=0.01, end_wd=0.1)
         self.disk = Distributed(self)
 
     def models(self):
