@@ -1,8 +1,8 @@
-"""A grid of correct programs: each runs plain, in processes that have not activated megapatch, and with all patches.
+"""A grid of correct programs: each runs plain, in processes that never activate megapatch, and with all patches.
 
 Both give the same, to the bit: parameters, main parameters, moments, step counts, schedules, loss scales, losses,
-logged ones too, random streams, the bytes of checkpoints, the collectives (which, over which ranks, in which order),
-and exceptions. A program of which a patch is meant to change numbers names that patch, and what differs.
+logged ones too, random streams, the bytes of checkpoints, collectives (kind, ranks and order), and exceptions.
+A program of which a patch is meant to change numbers names that patch, and what differs.
 
 table    the programs, by name, with the layouts in which each runs
 layouts  the layouts

@@ -13,6 +13,7 @@ from .table import program
 from .trainer import is_weight, parts_of, scaled
 
 TAKEN_OVER = ("main parameters", "weights", "parameters")
+SCHEDULE = ("learning rate", "weight decay", "schedule")
 """What differs where weights were loaded and the main parameters follow."""
 
 
@@ -72,10 +73,8 @@ def the_optimizer_alone_is_loaded(run):
 def part_of_the_weights_and_then_reload_model_params(run):
     trainer = run.trainer()
     trainer.train(0)
-    part = [
-        {name: value for name, value in state.items() if "embedding" in name}
-        for state in scaled(trainer.weights(), 0.5)
-    ]
+    half = scaled(trainer.weights(), 0.5)
+    part = [{name: value for name, value in state.items() if "embedding" in name} for state in half]
     trainer.train(1)
     trainer.load(part, strict=False)
     trainer.optimizer.reload_model_params()
@@ -84,7 +83,7 @@ def part_of_the_weights_and_then_reload_model_params(run):
 
 @program("fp32", "bf16", "bf16, sharded", "bf16, sharded, overlaps")
 def an_adapter_over_a_frozen_base(run):
-    """As with LoRA: only the adapter is trained, saved and loaded; for a rollout it is merged, and then taken out."""
+    """As with LoRA: only the adapter is trained, saved and loaded. For a rollout it is merged into the base."""
     trainer = run.trainer(frozen=("embedding*", "*norm*", "*attention*", "output*"))
     trainer.train(0)
     adapter = [
@@ -265,7 +264,7 @@ def a_load_that_raises_and_training_that_continues(run):
     trainer.train(1)
 
 
-# ---------------------------------------------------------------------------------------- other weights, policies of old
+# ------------------------------------------------------------------------------------ other weights for a while
 
 
 def quantized(weights, levels):
@@ -329,7 +328,7 @@ def optimizer_state_read_while_a_reference_is_in(run):
     trainer.train(1, 2)
 
 
-# ---------------------------------------------------------------------------------------- copies
+# ------------------------------------------------------------------------------------ copies
 @program("fp32", "bf16", "bf16, sharded, overlaps")
 def copies_and_pickles_after_a_load(run):
     trainer = run.trainer()
@@ -340,11 +339,10 @@ def copies_and_pickles_after_a_load(run):
     run.note("attributes", [sorted(vars(each)) for each in trainer.parameters()])
     run.note("attributes", [sorted(vars(part)) for part in parts_of(trainer.optimizer)])
     run.note("attributes", [sorted(vars(each)) for each in (trainer.optimizer, trainer.schedule)])
-    plain = torch.nn.Parameter(trainer.parameters()[0].detach().clone())
-    vars(plain).update(
-        {name: each for name, each in vars(trainer.parameters()[0]).items() if isinstance(each, int)}
-    )
-    run.note("pickle", pickle.dumps(plain))
+    first = trainer.parameters()[0]
+    alone = torch.nn.Parameter(first.detach().clone())  # without its gradient in a buffer
+    vars(alone).update({name: value for name, value in vars(first).items() if isinstance(value, int)})
+    run.note("pickle", pickle.dumps(alone))
     inner = parts_of(trainer.optimizer)[0].optimizer
     run.note("pickle", str(copy.deepcopy(inner).state_dict()))
     file = io.BytesIO()
@@ -353,11 +351,11 @@ def copies_and_pickles_after_a_load(run):
     trainer.train(1)
 
 
-# ---------------------------------------------------------------------------------------- meant to differ
+# ------------------------------------------------------------------------------------ meant to differ
 @program(
     "fp32",
     "bf16, sharded",
-    changed={"megatron.scheduler-after-load": (*TAKEN_OVER, "learning rate", "weight decay", "schedule")},
+    changed={"megatron.scheduler-after-load": (*TAKEN_OVER, *SCHEDULE)},
 )
 def the_schedule_is_loaded_in_place(run):
     trainer = run.trainer()
@@ -368,9 +366,7 @@ def the_schedule_is_loaded_in_place(run):
     trainer.train(2)
 
 
-@program(
-    "fp32", changed={"megatron.scheduler-after-load": ("raised", "learning rate", "weight decay", "schedule")}
-)
+@program("fp32", changed={"megatron.scheduler-after-load": ("raised", *SCHEDULE)})
 def a_schedule_without_one_of_its_keys(run):
     trainer = run.trainer()
     trainer.train(0)

@@ -127,10 +127,9 @@ def recorded_collectives():
 
         return recording
 
+    group = torch.distributed.ProcessGroup
     for name in COLLECTIVES:
-        setattr(
-            torch.distributed.ProcessGroup, name, recorded(name, getattr(torch.distributed.ProcessGroup, name))
-        )
+        setattr(group, name, recorded(name, getattr(group, name)))
     return found
 
 

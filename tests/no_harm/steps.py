@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import torch
 from rigs.megatron.options import linear_schedule, raising_half_way
@@ -15,6 +16,11 @@ from .table import program
 from .trainer import parts_of
 
 WRONG = ("main parameters", "moments", "parameters", "weights", "loss", "gradient norm")
+
+
+def unfinished(trainer):
+    """Return a context in which gradients are left for a later call to finish."""
+    return mock.patch.object(trainer.model.config, "finalize_model_grads_func", None)
 
 
 @program(*EVERY)
@@ -47,12 +53,8 @@ def gradients_of_two_batches_accumulated(run):
     trainer = run.trainer()
     for data in range(2):
         trainer.model.zero_grad()
-        trainer.model.config.finalize_model_grads_func, finalize = (
-            None,
-            trainer.model.config.finalize_model_grads_func,
-        )
-        trainer.backward(2 * data)
-        trainer.model.config.finalize_model_grads_func = finalize
+        with unfinished(trainer):
+            trainer.backward(2 * data)
         trainer.backward(2 * data + 1)
         trainer.update()
 
@@ -274,13 +276,8 @@ def no_sync_around_a_call_of_a_step(run):
     (ddp,) = trainer.model.chunks
     trainer.train(0)
     trainer.model.zero_grad()
-    with ddp.no_sync():
-        trainer.model.config.finalize_model_grads_func, finalize = (
-            None,
-            trainer.model.config.finalize_model_grads_func,
-        )
+    with ddp.no_sync(), unfinished(trainer):
         trainer.backward(1)
-        trainer.model.config.finalize_model_grads_func = finalize
     run.raising(trainer.backward, 2)
 
 

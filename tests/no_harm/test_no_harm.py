@@ -1,4 +1,4 @@
-"""Correct programs give the same with megapatch as without, to the bit, but for what a patch is meant to change."""
+"""Correct programs give the same with megapatch, to the bit, but for what a patch is meant to change."""
 
 from __future__ import annotations
 

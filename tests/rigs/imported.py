@@ -30,7 +30,7 @@ MODULES = (  # what init_parallel() and tiny_gpt() import
 )
 
 WITHOUT_MEGAPATCH = {"RIGS_WITHOUT_MEGAPATCH": "1"}
-"""The environment of ranks in which `import megapatch` has never run: of it they have the helpers for tests alone."""
+"""The environment of ranks that never activate megapatch, and import only its helpers for tests."""
 
 START = """
 import os
