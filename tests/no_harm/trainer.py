@@ -136,11 +136,12 @@ class Trainer:
 
     def left(self):
         """Return what a step reads and leaves. Parameters as they are come first, before they are gathered."""
-        raw = {
-            ("parameters", str(number)): parameter.detach().clone()
-            for number, parameter in enumerate(self.parameters())
-        }
-        return {**raw, **picture(self), **take_logged()}
+        raw = {}
+        if not self.model.ddp_config.overlap_param_gather:  # or a gather may be under way
+            for number, parameter in enumerate(self.parameters()):
+                raw["parameters", str(number)] = parameter.detach().clone()
+        logged = {key: value for key, value in take_logged().items() if value.any()}
+        return {**raw, **picture(self), **logged}
 
 
 def files_of(path):
