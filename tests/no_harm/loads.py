@@ -13,6 +13,8 @@ from .table import program
 from .trainer import is_weight, parts_of, scaled
 
 TAKEN_OVER = ("main parameters", "weights", "parameters")
+COPIES = ("megatron.reload-offloaded-params", "megatron.main-params-after-load")
+"""Each of them refreshes the copies of an offloaded optimizer."""
 SCHEDULE = ("learning rate", "weight decay", "schedule")
 """What differs where weights were loaded and the main parameters follow."""
 
@@ -22,7 +24,7 @@ def weights_and_then_reload_model_params(run):
     _weights_and_then_reload_model_params(run)
 
 
-@program("offloaded", changed={"megatron.reload-offloaded-params": TAKEN_OVER})
+@program("offloaded", changed=dict.fromkeys(COPIES, TAKEN_OVER))
 def weights_and_then_reload_model_params_of_an_offloaded_optimizer(run):
     _weights_and_then_reload_model_params(run)
 

@@ -13,8 +13,8 @@ from .loads import TAKEN_OVER
 from .table import program
 from .trainer import scaled
 
-AGREED = {"megatron.save-fails-everywhere": ("collectives",)}
-"""After a save ranks ask each other whether it has failed."""
+AGREED = dict.fromkeys(("megatron.save-fails-everywhere", "megatron.save-plan-cache"), ("collectives",))
+"""Ranks ask each other whether a save has failed, and whether the plan of the last one will do."""
 
 
 @program("fp32", *ON_DISKS, "fp16", "bf16, sharded", "tp", "pp", "moe", "cp", changed=AGREED)
