@@ -29,10 +29,17 @@ MODULES = (  # what init_parallel() and tiny_gpt() import
     "megatron.core.tensor_parallel",
 )
 
+WITHOUT_MEGAPATCH = {"RIGS_WITHOUT_MEGAPATCH": "1"}
+"""The environment of ranks that never activate megapatch, and import only its helpers for tests."""
+
 START = """
 import os
 os.environ.clear()
 os.environ.update(environment)
+if "RIGS_WITHOUT_MEGAPATCH" in os.environ:
+    # The package without its body, which would activate it: modules below it can be imported.
+    import importlib.util, sys
+    sys.modules["megapatch"] = importlib.util.module_from_spec(importlib.util.find_spec("megapatch"))
 import megapatch.testing._rank_process
 from rigs.imported import serve
 serve(listener, alive)
@@ -99,7 +106,7 @@ def run_with_megatron(function, world_size, *args, **options):
 
 def forked_with(environment):
     """Return a context in which `run_ranks` forks ranks from a server with the MEGAPATCH_* of this environment."""
-    key = tuple(sorted(item for item in environment.items() if item[0].startswith("MEGAPATCH_")))
+    key = tuple(sorted(item for item in environment.items() if item[0].startswith(("MEGAPATCH_", "RIGS_"))))
     server = _servers.pop(key, None) or Server(environment)
     _servers[key] = server
     while len(_servers) > MOST:

@@ -1,0 +1,18 @@
+"""A grid of correct programs: each runs plain, in processes that never activate megapatch, and with all patches.
+
+Both give the same, to the bit: parameters, main parameters, moments, step counts, schedules, loss scales, losses,
+logged ones too, random streams, the bytes of checkpoints, collectives (kind, ranks and order), and exceptions.
+A program of which a patch is meant to change numbers names that patch, and what differs.
+
+table    the programs, by name, with the layouts in which each runs
+layouts  the layouts
+steps    programs of steps, optimizers and schedules
+loads    programs of loads and swaps
+saves    programs of saves
+trainer  what programs build, and what is recorded of it
+runs     the job of the ranks
+compare  where two records differ
+known    false alarms of the audit
+
+`python -m no_harm [TEXT ...]`, in tests/, prints what differs in the pairs whose names have these texts in them.
+"""

@@ -1,0 +1,149 @@
+"""The job of the ranks: each program of a list in each of its layouts, plain or with megapatch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import signal
+import sys
+import warnings
+from datetime import timedelta
+
+import torch
+from rigs.cells import AUDITED, run_cells, take_rules
+from rigs.imported import WITHOUT_MEGAPATCH
+from rigs.megatron.options import quick_writer
+from torch.utils._pytree import tree_flatten
+from way_back import streams
+from way_back.pictures import take_logged
+
+from megapatch._mcore.process_groups import process_groups
+from megapatch.testing import init_parallel
+
+from . import loads, saves, steps
+from .layouts import LAYOUTS
+from .table import PROGRAMS
+from .trainer import Run
+
+PLAIN, PATCHED, AUDIT = "plain", "with megapatch", "with the audit"
+ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}, AUDIT: AUDITED}
+ALONE = timedelta(seconds=15)
+"""How long a rank waits for the other one in a collective."""
+LONGEST = 40
+"""Seconds that a program may take."""
+FINDINGS = "findings"
+MODULES = (steps, loads, saves)
+
+
+def run(pairs, mode, folder, **env):
+    """Return each rank's record by pair, or, of a pair that failed, the text of its failure.
+
+    folder   for checkpoints; it is new
+
+    A program that hangs, or leaves the ranks apart, ends its processes. The others run in new ones.
+    """
+    found, left = {}, list(pairs)
+    while left:
+        saves = f"{folder}/{len(left)}"
+        ranks = run_cells(job, 2, left, saves, timeout=120 + 10 * len(left), env={**ENVIRONMENTS[mode], **env})
+        for pair in left:
+            if pair in ranks[0].failures:
+                found[pair] = ranks[0].failures[pair]
+            elif all(pair in rank.values for rank in ranks):
+                found[pair] = [rank.values[pair] for rank in ranks]
+        left = [pair for pair in left if pair not in found]
+    return found
+
+
+# ------------------------------------------------------------------------------------------ in the ranks
+def job(rank, world_size, pairs, folder):
+    warnings.simplefilter("ignore", DeprecationWarning)
+    signal.signal(signal.SIGALRM, _too_long)
+    # Fills what torch.empty() returns: Megatron saves gaps of its buckets that nothing has written.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    init_parallel()
+    quick_writer()
+    collectives = recorded_collectives()
+    found = made_by_patches()
+    assert bool(found) == ("RIGS_WITHOUT_MEGAPATCH" not in os.environ), found
+    for name in dict.fromkeys(layout for _, layout in pairs):
+        set_up(LAYOUTS[name])
+        for number, pair in enumerate(pairs):
+            if pair[1] == name:
+                yield pair, functools.partial(outcome, *pair, rank, f"{folder}/{number}", collectives)
+
+
+def set_up(layout):
+    """Set up the layout, with collectives that do not wait for ever."""
+    layout.set_up()
+    for group in (None, *process_groups()):
+        with contextlib.suppress(ValueError):  # a group that this rank is not in
+            torch.distributed.distributed_c10d._set_pg_timeout(ALONE, group)  # there is no public way
+
+
+def outcome(program, name, rank, folder, collectives):
+    layout = LAYOUTS[name]
+    streams.seed()
+    take_logged()
+    if rank == 0:
+        os.makedirs(folder)
+    torch.distributed.barrier()
+    run = Run(layout, rank, folder)
+    collectives.clear()
+    signal.alarm(LONGEST)
+    try:
+        with layout.in_use():
+            PROGRAMS[program].function(run)
+            found = {("collectives", "all"): list(collectives), **run.outcome()}
+    finally:
+        signal.alarm(0)
+    if "MEGAPATCH_AUDIT" in os.environ:
+        found[FINDINGS, ""] = take_rules()
+    return found
+
+
+COLLECTIVES = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather"),
+    *("recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced"),
+    *("_reduce_scatter_base", "scatter", "send"),
+)
+"""The methods of a process group by which torch.distributed makes collectives and sends messages."""
+
+
+def recorded_collectives():
+    """Return a list to which each collective from now on is added: kind, ranks and shapes."""
+    found = []
+
+    def recorded(name, method):
+        @functools.wraps(method)
+        def recording(group, *args, **kwargs):
+            tensors = tree_flatten((args, kwargs))[0]
+            shapes = [tuple(each.shape) for each in tensors if torch.is_tensor(each)]
+            found.append((name, tuple(torch.distributed.get_process_group_ranks(group)), shapes))
+            return method(group, *args, **kwargs)
+
+        return recording
+
+    group = torch.distributed.ProcessGroup
+    for name in COLLECTIVES:
+        setattr(group, name, recorded(name, getattr(group, name)))
+    return found
+
+
+def _too_long(*_):
+    raise TimeoutError(f"the program takes more than {LONGEST} seconds")
+
+
+def made_by_patches():
+    """Return the modules of patches in this process, and the functions in Megatron's modules that are of such."""
+    (folder,) = sys.modules["megapatch"].__path__
+    found = [name for name in sys.modules if name.startswith("megapatch.patches.") and "_catalogue" not in name]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron."):
+            places = [module, *(value for value in vars(module).values() if isinstance(value, type))]
+            functions = [each for place in places for each in vars(place).values() if inspect.isfunction(each)]
+            found += [each.__qualname__ for each in functions if f"{folder}/patches" in each.__code__.co_filename]
+    return found

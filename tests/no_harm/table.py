@@ -1,0 +1,39 @@
+"""The table of programs, each with the layouts in which it runs, and what a patch is meant to change of it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .layouts import here
+
+PROGRAMS: dict[str, Program] = {}
+
+
+class Program(NamedTuple):
+    """A function of a `Run`, which does what people do."""
+
+    function: Any
+    layouts: tuple[str, ...]
+    changed: dict[str, tuple[str, ...]]  # by patch, the kinds of values that it is meant to change
+
+    @property
+    def kinds(self):
+        """The kinds of values that differ with megapatch, each of which has to."""
+        return {kind for kinds in self.changed.values() for kind in kinds}
+
+
+def program(*layouts, changed=None):
+    """Put the function into the table, by its name."""
+
+    def add(function):
+        name = function.__name__.replace("_", " ")
+        assert name not in PROGRAMS, name
+        PROGRAMS[name] = Program(function, layouts, changed or {})
+        return function
+
+    return add
+
+
+def pairs():
+    """Return all (program, layout) that this Megatron can run."""
+    return [(name, layout) for name, entry in PROGRAMS.items() for layout in here(entry.layouts)]

@@ -1,0 +1,86 @@
+"""Correct programs give the same with megapatch, to the bit, but for what a patch is meant to change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rigs.megatron.save import minor
+from rigs.turns import chosen, with_nightly
+
+from . import runs
+from .compare import different, same
+from .known import FALSE_ALARMS
+from .runs import FINDINGS
+from .table import PROGRAMS, pairs
+
+pytestmark = pytest.mark.skipif(minor() < 16, reason="older Megatrons lack half of what these programs do")
+
+PAIRS = pairs()
+MEANT = [pair for pair in PAIRS if PROGRAMS[pair[0]].changed]
+NUMBERS_OF_THE_AUDIT = {FINDINGS, "collectives", "attributes"}
+"""What is the audit's own: it compares ranks, and notes what it has seen."""
+
+
+@pytest.fixture(scope="module")
+def records(request, tmp_path_factory):
+    """Return a function: the records of all pairs that are tested, in this mode, with these variables."""
+    wanted = chosen(request, "program", "layout")
+    asked = {}
+
+    def of_mode(mode, only=PAIRS, **env):
+        key = mode, *env.values()
+        if key not in asked:
+            folder = tmp_path_factory.mktemp("saves")
+            asked[key] = runs.run([pair for pair in only if pair in wanted], mode, folder, **env)
+        return asked[key]
+
+    return of_mode
+
+
+@pytest.mark.parametrize(("program", "layout"), with_nightly(PAIRS))
+def test_a_correct_program_is_the_same_with_megapatch(records, program, layout):
+    pair = program, layout
+    found = different(records(runs.PLAIN)[pair], records(runs.PATCHED)[pair])
+    assert set(found) == PROGRAMS[program].kinds, in_lines(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("program", "layout"), MEANT)
+def test_without_its_patch_nothing_differs(records, program, layout):
+    pair = program, layout
+    patches = PROGRAMS[program].changed
+    alike = [each for each in MEANT if PROGRAMS[each[0]].changed.keys() == patches.keys()]
+    disabled = records(runs.PATCHED, alike, MEGAPATCH_DISABLE=",".join(patches))
+    found = different(records(runs.PLAIN)[pair], disabled[pair])
+    assert not found, in_lines(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("program", "layout"), PAIRS)
+def test_the_audit_finds_nothing_and_changes_nothing(records, program, layout):
+    pair = program, layout
+    audited = records(runs.AUDIT)[pair]
+    found = different(records(runs.PLAIN)[pair], audited)
+    assert set(found) - NUMBERS_OF_THE_AUDIT == PROGRAMS[program].kinds, in_lines(found)
+    rules = {rule for record in audited for rule in record[FINDINGS, ""]}
+    assert rules <= set(FALSE_ALARMS.get(program, ())), rules
+
+
+def test_there_are_enough_programs():
+    assert len(PAIRS) >= 150
+
+
+def test_one_bit_is_seen():
+    one = torch.ones(2)
+    for other in (one.double(), one.view(1, 2), torch.tensor([1.0, 1.0 + 2**-23]), [1.0, 1.0]):
+        assert not same(one, other)
+    assert not same(torch.zeros(1), -torch.zeros(1)) and not same(0.0, -0.0) and not same(1, True)
+    assert same({"a": [(one, float("nan"))]}, {"a": [(one.clone(), float("nan"))]})
+    assert (
+        "number 1"
+        in different([{("collectives", "all"): [1, 2]}], [{("collectives", "all"): [1, 3]}])["collectives"]
+    )
+
+
+def in_lines(found):
+    return "\n".join(f"{kind}: {words}" for kind, words in found.items()) or "nothing differs"
