@@ -47,6 +47,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.main-params-after-load": (
             "megatron.core.optimizer",
             "megatron.core.transformer.module",
+            "megatron.core.dist_checkpointing.serialization",
             "megatron.core.distributed.data_parallel_base",
         ),
         "megatron.nested-no-sync": ("megatron.core.distributed.distributed_data_parallel",),
