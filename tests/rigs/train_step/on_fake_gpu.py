@@ -6,7 +6,6 @@ import contextlib
 import linecache
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
