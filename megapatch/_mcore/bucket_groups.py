@@ -11,12 +11,14 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from .side_table import SideTable
+
 MODULE = "megatron.core.distributed.distributed_data_parallel"
 DDP = f"{MODULE}:DistributedDataParallel"
 GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 
-LINE = "_megapatch_line"
-"""Attribute of a bucket group: where its turn to be reduced is decided, if that patch is in place."""
+LINES = SideTable()
+"""By bucket group: where its turn to be reduced is decided, if that patch is in place."""
 
 
 def chunks_of(model: Any) -> list[Any] | None:
@@ -100,7 +102,7 @@ def begin_lines(ddp: Any) -> None:
 
 
 def lines_of(ddp: Any) -> list[Any]:
-    found = [getattr(group, LINE, None) for group in bucket_groups(ddp)]
+    found = [LINES.get(group) for group in bucket_groups(ddp)]
     return list(dict.fromkeys(line for line in found if line is not None))
 
 

@@ -24,6 +24,10 @@ class SideTable:
         """Note the fact. It must not refer to its owner, which would live for ever."""
         key = id(owner)
         entries = self._entries
+        entry = entries.get(key)
+        if entry is not None and entry[0]() is owner:
+            entries[key] = entry[0], value
+            return
 
         def forget(reference: weakref.ref[Any]) -> None:
             if (entry := entries.get(key)) is not None and entry[0] is reference:

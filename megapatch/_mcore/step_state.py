@@ -10,12 +10,14 @@ Counts belong to the gradients: code that zeroes those calls `forget_counts`. `S
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._dotted import find
 from .known import OPTIMIZER, is_a
 from .logged_losses import TRACKERS
+from .side_table import SideTable
 
 COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb_beta_accum", "qb_beta_count")
 """Buffers of a router that are zero between steps: from 0.12 on, from 0.15 on (two), and two of 0.19."""
@@ -29,8 +31,11 @@ PROCESS_WIDE = (
 )
 """Module, and attribute: one for all models of the process, as are the trackers of losses to be logged."""
 
-MODULES = "_megapatch_modules_with_step_state"
-"""Attribute of a chunk: its modules that have any of the above. Walking through all modules takes milliseconds."""
+_with_state = SideTable()
+"""By chunk: its modules that have any of the above. Walking through all modules takes milliseconds.
+
+Weak references, as a module refers to its config, whose functions refer to the chunk.
+"""
 
 
 def forget_counts(chunk: Any) -> None:
@@ -98,18 +103,18 @@ def running_timers(timers: Any) -> set[str]:
 
 # ---------------------------------------------------------------------------- a model's modules
 def _modules(chunk: Any) -> list[Any]:
-    found: list[Any] | None = vars(chunk).get(MODULES)
+    found: list[weakref.ref[Any]] | None = _with_state.get(chunk)
     if found is None:
         names = {*COUNTS, *BIASES}
         found = [
-            module
+            weakref.ref(module)
             for module in chunk.modules()
             if any(module._buffers.get(name) is not None for name in names)
             or getattr(module, "router_replay", None) is not None
             or hasattr(module, LARGEST_LOGITS)
         ]
-        setattr(chunk, MODULES, found)
-    return found
+        _with_state.set(chunk, found)
+    return [module for reference in found if (module := reference()) is not None]
 
 
 def _buffers(chunk: Any, names: Iterable[str]) -> Iterator[Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 from .._mcore.bucket_groups import bucket_groups
+from .._mcore.side_table import SideTable
 
-_STATE = "_megapatch_audit_bucket"
-"""Attribute of a bucket: its BucketState."""
-STATES = "_megapatch_audit_buckets"
-"""Attribute of a chunk, a bucket group or a gradient buffer: the states of its buckets."""
+_STATE = SideTable()
+"""By bucket: its BucketState."""
+STATES = SideTable()
+"""By chunk, bucket group or gradient buffer: the states of its buckets."""
 
 
 class BucketState:
@@ -19,8 +21,8 @@ class BucketState:
     A model may have thousands of buckets, which hooks and steps go through: all that they ask is kept here.
 
     Attributes:
-        bucket: whose history it is.
-        group: the bucket group that it is part of, once a chunk's states were asked for.
+        bucket: whose history it is, a weak reference, as the state is kept for as long as the bucket.
+        group: the bucket group that it is part of, also one, once a chunk's states were asked for.
         parameters: of the bucket, in an order of their own.
         numbers: of the parameters in that order, by id.
         watcher: the part of the audit that watches it now, or None.
@@ -55,7 +57,8 @@ class BucketState:
     )
 
     def __init__(self, bucket: Any) -> None:
-        self.bucket, self.group = bucket, None
+        self.bucket: weakref.ref[Any] = weakref.ref(bucket)
+        self.group: weakref.ref[Any] | None = None
         self.parameters = list(bucket.params)
         self.numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}
         self.arrived = [False] * len(self.parameters)
@@ -89,29 +92,32 @@ class BucketState:
 
 def state_of(bucket: Any) -> BucketState:
     """Return the history of a bucket: one object for all audits, as hooks keep it."""
-    known: BucketState | None = vars(bucket).get(_STATE)
+    known: BucketState | None = _STATE.get(bucket)
     if known is None:
-        vars(bucket)[_STATE] = known = BucketState(bucket)
+        known = BucketState(bucket)
+        _STATE.set(bucket, known)
     return known
 
 
 def states_in(holder: Any) -> list[BucketState]:
-    """Return the histories of the buckets of a bucket group or a gradient buffer, which keeps them."""
-    known: list[BucketState] | None = vars(holder).get(STATES)
+    """Return the histories of the buckets of a bucket group or a gradient buffer."""
+    known: list[BucketState] | None = STATES.get(holder)
     if known is None:
-        vars(holder)[STATES] = known = [state_of(bucket) for bucket in holder.buckets]
+        known = [state_of(bucket) for bucket in holder.buckets]
+        STATES.set(holder, known)
     return known
 
 
 def states_of(chunk: Any) -> list[BucketState]:
-    """Return the histories of a chunk's buckets, which the chunk keeps."""
-    known: list[BucketState] | None = vars(chunk).get(STATES)
+    """Return the histories of a chunk's buckets."""
+    known: list[BucketState] | None = STATES.get(chunk)
     if known is None:
-        vars(chunk)[STATES] = known = []
+        known = []
         for group in bucket_groups(chunk):
             for state in states_in(group):
-                state.group = group
+                state.group = weakref.ref(group)
                 known.append(state)
+        STATES.set(chunk, known)
     return known
 
 
@@ -130,8 +136,9 @@ def is_zero(state: BucketState, param: Any) -> bool:
     return bool(grads) and not any(bool(grad.any()) for grad in grads)
 
 
-def ranks_of(group: Any) -> int:
-    """Return the number of ranks over which a bucket group is reduced."""
+def ranks_of(state: BucketState) -> int:
+    """Return the number of ranks over which a bucket is reduced, with its group."""
+    group: Any = state.group and state.group()
     size = getattr(group, "intra_distributed_optimizer_instance_size", None)
     ranks = int(group.data_parallel_group.size() if size is None else size)
     others = getattr(group, "inter_distributed_optimizer_instance_group", None)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from .._mcore.bucket_groups import chunks_of
@@ -42,7 +43,7 @@ class Calls(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._left: Notes[tuple[dict[str, Any], tuple[str, ...]]] = Notes("left")
+        self._left: Notes[tuple[dict[str, Any], tuple[str, ...]]] = Notes()
         """About a model's first chunk: by name, the changes that a call that raised has left behind, and where."""
         self.interrupted_machines: weakref.WeakSet[Any] = weakref.WeakSet()
         """Rerun machines that were inside a step when a call raised."""
@@ -137,11 +138,21 @@ class Calls(Part):
         self.interrupted_machines.discard(machine)
 
 
+def _weakly(function: Any) -> Any:
+    """Return what equals only that of the same function, and keeps nothing: the function may be of a chunk."""
+    if function is None:
+        return None
+    try:
+        return (weakref.WeakMethod if isinstance(function, MethodType) else weakref.ref)(function)
+    except TypeError:  # of a type that has no weak references
+        return id(function)
+
+
 def _snapshot(chunks: list[Any]) -> dict[str, Any]:
     config, found = chunks[0].config, {}
     for name, value in vars(config).items():
         if name.endswith("_func"):
-            found[f"config.{name}"] = list(value) if isinstance(value, list) else value
+            found[f"config.{name}"] = [*map(_weakly, value)] if isinstance(value, list) else _weakly(value)
     for name, timer in getattr(getattr(config, "timers", None), "_timers", {}).items():
         if getattr(timer, "_started", False):  # a call makes those that it needs
             found[f"the timer {name}"] = True

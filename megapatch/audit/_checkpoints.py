@@ -47,9 +47,9 @@ class Checkpoints(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._saved: Notes[_Saved] = Notes("saved")
+        self._saved: Notes[_Saved] = Notes()
         """About a strategy."""
-        self._missing: Notes[_Missing] = Notes("missing")
+        self._missing: Notes[_Missing] = Notes()
         """About a chunk, of which a part is saved, until its next step."""
 
     def sites(self) -> tuple[Site, ...]:

@@ -40,9 +40,9 @@ class Chunks(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._factors: Notes[list[float]] = Notes("factors")
+        self._factors: Notes[list[float]] = Notes()
         """About a chunk: of each bucket."""
-        self._trained: Notes[_Trained] = Notes("trained")
+        self._trained: Notes[_Trained] = Notes()
         """About a chunk."""
 
     @observes
@@ -98,4 +98,4 @@ class Chunks(Part):
 
 
 def _factors_of(chunk: Any) -> list[float]:
-    return [state.bucket.gradient_scaling_factor for state in states_of(chunk)]
+    return [bucket.gradient_scaling_factor for state in states_of(chunk) if (bucket := state.bucket()) is not None]

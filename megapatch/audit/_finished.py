@@ -30,7 +30,7 @@ class Finished(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._finished: Notes[_State] = Notes("finished")
+        self._finished: Notes[_State] = Notes()
         """About a buffer: its state as its gradients were finished."""
         self._differ: list[Any] = []
         """Whether elements have changed uncounted in the step that is under way, as tensors."""

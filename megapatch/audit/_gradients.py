@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._mcore.rerun_machine import is_rerunning
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._buckets import STATES, BucketState, ever_arrived, is_zero, ranks_of, state_of, states_in, states_of
 from ._findings import describe, observes
 from ._sites import site
 
-_WATCHER = "_megapatch_audit_gradients"
-"""Attribute of a chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
+_watchers = SideTable()
+"""By chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
 _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 
 
@@ -100,8 +101,8 @@ class Gradients(Part):
 
     @observes
     def _join(self, chunk: Any) -> None:
-        if vars(chunk).get(_WATCHER) is not self:
-            vars(chunk)[_WATCHER] = self
+        if _watchers.get(chunk) is not self:
+            _watchers.set(chunk, self)
             self.audit.models.add([chunk])
             self.events.may_have_broken = True
             for state in states_of(chunk):
@@ -173,7 +174,7 @@ class Gradients(Part):
             result = start_grad_sync(group, *args, **kwargs)
             if not under_way:
                 # It runs for each group in each step; a chunk's groups know their buckets since it joined.
-                for state in getattr(group, STATES, ()):
+                for state in STATES.get(group, ()):
                     state.reduces += 1
             return result
 
@@ -187,7 +188,7 @@ class Gradients(Part):
     @observes
     def end(self) -> None:
         for chunk in list(self.audit.models.chunks):
-            vars(chunk).pop(_WATCHER, None)
+            _watchers.pop(chunk)
             for state in states_of(chunk):
                 state.begin(None)
 
@@ -219,7 +220,7 @@ class Gradients(Part):
             when = "were zeroed after they were reduced, and others came, before the optimizer step"
             self._report_zeroed("gradients-dropped", chunk, dropped, when)
         if suspects:
-            self._report_reduces(chunk, [state for state in suspects if ranks_of(state.group) > 1])
+            self._report_reduces(chunk, [state for state in suspects if ranks_of(state) > 1])
         return any(state.arrivals or state.stepped for state in states)
 
     def _report_zeroed(self, rule: str, chunk: Any, states: list[BucketState], event: str) -> None:

@@ -35,7 +35,7 @@ class Microbatches(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._trained: Notes[_Trained] = Notes("microbatches")
+        self._trained: Notes[_Trained] = Notes()
         """About a chunk."""
 
     @observes

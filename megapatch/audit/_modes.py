@@ -14,6 +14,7 @@ Cost      a fraction of a microsecond a layer and call; a look through a chunk's
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 from ._audit import Audit, Call, Part
@@ -44,7 +45,7 @@ class Modes(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._droppers: Notes[list[Any]] = Notes("dropout")
+        self._droppers: Notes[list[weakref.ref[Any]]] = Notes()
         """About a chunk: its model, and the layers that drop something, if any is dropped."""
         self._suspected: dict[Call, list[_Suspect]] = {}
         """By call that is under way, the models that it began to run in the wrong mode."""
@@ -57,7 +58,8 @@ class Modes(Part):
             model = _unwrapped(chunk)
             if model is chunk:
                 continue
-            parts = self._droppers.get_or_make(chunk, functools.partial(_droppers, chunk, model))
+            known = self._droppers.get_or_make(chunk, functools.partial(_droppers, chunk, model))
+            parts = [part for reference in known if (part := reference()) is not None]
             if not parts and call.trains and has_router_losses(chunk.config):
                 parts = [model]
             if any(part.training != call.trains for part in parts):
@@ -81,12 +83,12 @@ def _mode_of(module: Any) -> bool:
     return bool(module.training)
 
 
-def _droppers(chunk: Any, model: Any) -> list[Any]:
+def _droppers(chunk: Any, model: Any) -> list[weakref.ref[Any]]:
     """Return a chunk's model, and its layers that drop something and have something that is trained."""
     modules = dict(model.named_modules())
     dropping = {name: module for name, module in modules.items() if _drops(module)}
     trained = [module for name, module in dropping.items() if _is_trained(name, modules)]
-    return [model, *trained] if dropping or _has_rate(chunk.config) else []
+    return [*map(weakref.ref, (model, *trained))] if dropping or _has_rate(chunk.config) else []
 
 
 def _drops(module: Any) -> bool:

@@ -58,7 +58,7 @@ class Offloads(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._places: Notes[_Places] = Notes("places")
+        self._places: Notes[_Places] = Notes()
         """About a chunk, and about an optimizer that others consist of."""
         self._known = 0
         self._latest: tuple[int, str] | None = None

@@ -52,9 +52,9 @@ class Ranks(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._participants = Participants()
-        self._compared: Notes[list[_Compared]] = Notes("compared")
+        self._compared: Notes[list[_Compared]] = Notes()
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
-        self._compare_together: Notes[dict[str, bool]] = Notes("compare_together")
+        self._compare_together: Notes[dict[str, bool]] = Notes()
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""

@@ -31,7 +31,7 @@ class Tokens(Part):
 
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._counted: Notes[Any] = Notes("tokens")
+        self._counted: Notes[Any] = Notes()
         """About a chunk's first gradient buffer: the tokens of the microbatches since it was zeroed."""
         self._in_call: Any = 0
         """The tokens of the forward-backward call that is under way, or of the last one."""

@@ -14,7 +14,7 @@ OVERFLOW = (False, None, None)
 """The result of step() of Megatron's optimizers when they have found an overflow and not stepped."""
 
 COUNT = "megapatch_skipped_steps"
-"""Attribute of a framework's trainer: the optimizer steps that were skipped so far."""
+"""Attribute of a framework's trainer: the optimizer steps that were skipped so far. Users read it by this name."""
 
 log = logging.getLogger("megapatch")
 

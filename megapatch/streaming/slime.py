@@ -99,7 +99,7 @@ class GroupWeights(PausedBySync):
 
 # ---------------------------------------------------------------------------- in the actors
 _STEP = "_megapatch_step"
-"""Attribute of an actor: its _RankStep."""
+"""Attribute of an actor: its _RankStep, which refers to it; nobody pickles an actor."""
 
 
 def _call(actor: Any, method: str, *arguments: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import torch
+from rigs.audit import Thing
 
 from megapatch.audit._buckets import is_zero, state_of
 
@@ -13,7 +12,7 @@ def bucket_of(*main_grads):
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in main_grads]
     for parameter, grad in zip(parameters, main_grads, strict=True):
         parameter.main_grad = torch.tensor([grad])
-    return state_of(SimpleNamespace(params=parameters))
+    return state_of(Thing(params=parameters))
 
 
 def test_a_parameter_that_had_a_gradient_in_one_step_has_had_one():

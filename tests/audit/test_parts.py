@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
-from rigs.audit import idle_audit, part_of
+from rigs.audit import Thing, idle_audit, part_of
 
 import megapatch
 from megapatch import _places
@@ -35,12 +34,12 @@ class Chunk:
 
     def __init__(self, **config):
         self.parameter = torch.nn.Parameter(torch.ones(1))
-        self.bucket = SimpleNamespace(params=[self.parameter], gradient_scaling_factor=1.0)
-        group = SimpleNamespace(buckets=[self.bucket], param_to_bucket={self.parameter: self.bucket})
+        self.bucket = Thing(params=[self.parameter], gradient_scaling_factor=1.0)
+        group = Thing(buckets=[self.bucket], param_to_bucket={self.parameter: self.bucket})
         self.bucket_groups, self.expert_parallel_bucket_groups = [group], []
         self.param_to_bucket_group = {self.parameter: group}
-        self.buffer = SimpleNamespace(buckets=[self.bucket])
-        self.config = SimpleNamespace(**config)
+        self.buffer = Thing(buckets=[self.bucket])
+        self.config = Thing(**config)
 
 
 def arrive(gradients, chunk):
@@ -97,7 +96,7 @@ def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_
     ],
 )
 def test_which_models_have_losses_of_their_own_that_nobody_scales(config, has):
-    assert _scales._has_unscaled_losses(SimpleNamespace(**config)) == has
+    assert _scales._has_unscaled_losses(Thing(**config)) == has
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -137,10 +136,10 @@ def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(watching, 
     ],
 )
 def test_slimes_weights_are_compared_where_another_model_was_loaded_and_is_sent(watching, loaded, options, wrong):
-    actor = SimpleNamespace(
+    actor = Thing(
         _active_model_tag=loaded,
-        args=SimpleNamespace(**{"offload_train": False, "colocate": False, **options}),
-        weights_backuper=SimpleNamespace(
+        args=Thing(**{"offload_train": False, "colocate": False, **options}),
+        weights_backuper=Thing(
             get={"actor": {"w": torch.ones(2)}}.get, _source_getter=lambda: [("w", torch.zeros(2))]
         ),
     )

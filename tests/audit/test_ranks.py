@@ -173,7 +173,9 @@ def released(rank, world_size):
     return chunk() is None, optimizer() is None
 
 
-@pytest.mark.parametrize("env", [{}, AUDITED], ids=["plain", "audited"])
+@pytest.mark.parametrize(
+    "env", [{}, AUDITED, {**AUDITED, "MEGAPATCH_DISABLE": ""}], ids=["plain", "audited", "patched"]
+)
 def test_a_model_that_is_gone_is_not_kept_alive(env):
     assert run_with_megatron(released, 2, env={**UNPATCHED, **env}) == [(True, True)] * 2
 

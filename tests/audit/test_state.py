@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
-from rigs.audit import idle_audit, part_of
+from rigs.audit import Thing, idle_audit, part_of
 
 from megapatch.audit._arrivals import Arrivals
 from megapatch.audit._audit import Step
@@ -55,11 +53,11 @@ def step_without(watching, lost, **attributes):
     parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     for name, value in attributes.items():
         setattr(parameters[lost], name, value)
-    bucket = SimpleNamespace(params=parameters)
-    chunk = SimpleNamespace(
-        bucket_groups=[SimpleNamespace(buckets=[bucket])],
+    bucket = Thing(params=parameters)
+    chunk = Thing(
+        bucket_groups=[Thing(buckets=[bucket])],
         expert_parallel_bucket_groups=[],
-        module=SimpleNamespace(named_parameters=lambda: zip("ab", parameters, strict=True)),
+        module=Thing(named_parameters=lambda: zip("ab", parameters, strict=True)),
     )
     state = state_of(bucket)
     for arrived in ([True, True], [number != lost for number in range(2)]):
@@ -90,7 +88,7 @@ class Optimizer:
 
     def __init__(self, moment):
         state = {"step": torch.tensor(5.0), "exp_avg": torch.full((2,), moment)}
-        self.optimizer = SimpleNamespace(state={torch.nn.Parameter(torch.ones(2)): state}, param_groups=[])
+        self.optimizer = Thing(state={torch.nn.Parameter(torch.ones(2)): state}, param_groups=[])
 
 
 GROUPS = {"param_groups": [{"step": 5}]}

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from megapatch import audit
 from megapatch.audit._audit import Audit
 from megapatch.audit._settings import Settings
+
+
+class Thing(SimpleNamespace):
+    """Stands in for an object of Megatron's: unlike its base it takes weak references, as those do."""
 
 
 def found():

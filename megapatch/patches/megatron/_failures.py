@@ -12,7 +12,7 @@ from ..._troubleshooting import see
 from ...errors import MegapatchError
 
 KNOWN = "_megapatch_all_ranks_know"
-"""Attribute of an error that has been raised on all ranks."""
+"""Attribute of an error that has been raised on all ranks: built-in exceptions take no weak references."""
 
 _logger = logging.getLogger("megapatch")
 

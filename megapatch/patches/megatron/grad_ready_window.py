@@ -38,6 +38,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
+from ..._mcore.side_table import SideTable
 from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
@@ -51,15 +52,15 @@ NO_PIPELINING = "forward_backward_no_pipelining"
 PIPELINING = "forward_backward_pipelining_without_interleaving"
 INTERLEAVING = "forward_backward_pipelining_with_interleaving"
 
-FINISHED = "_megapatch_finished"
-"""Attribute of a bucket group: whether this step's gradients are reduced."""
-UNUSUAL = "_megapatch_unusual"
-"""Attribute of a bucket group: whether Megatron should not learn from this step."""
-COUNTED = "_megapatch_counted"
-"""Attribute of a bucket group: the number of microbatches it has learned with; None if only the last counts."""
-DEFERS = "_megapatch_defers"
-"""Attribute of a model's first chunk: whether its config.finalize_model_grads_func was seen to leave gradients
-unfinished; absent before the first call."""
+_finished = SideTable()
+"""By bucket group: whether this step's gradients are reduced."""
+_unusual = SideTable()
+"""By bucket group: whether Megatron should not learn from this step."""
+_counted = SideTable()
+"""By bucket group: the number of microbatches it has learned with; None if only the last counts."""
+_defers = SideTable()
+"""By a model's first chunk: whether its config.finalize_model_grads_func was seen to leave gradients
+unfinished; nothing before the first call."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -114,11 +115,11 @@ def finish_without_frozen(finish_grad_sync: Callable[..., Any]) -> Callable[...,
     def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.ddp_config.overlap_grad_reduce:
             return finish_grad_sync(self, *args, **kwargs)
-        if self.grad_reduce_handle is None and not getattr(self, FINISHED, False) and _lacks_only_frozen(self):
+        if self.grad_reduce_handle is None and not _finished.get(self, False) and _lacks_only_frozen(self):
             self.is_first_batch = True
-            setattr(self, UNUSUAL, True)
+            _unusual.set(self, True)
         result = finish_grad_sync(self, *args, **kwargs)
-        setattr(self, FINISHED, True)
+        _finished.set(self, True)
         _release(self)
         return result
 
@@ -129,10 +130,10 @@ def learn_from_usual_steps(reset: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reset)
     def patched_reset(self: Any, *args: Any, **kwargs: Any) -> Any:
         _release(self)
-        if getattr(self, UNUSUAL, False):
-            setattr(self, UNUSUAL, False)
+        if _unusual.get(self, False):
+            _unusual.set(self, False)
             self.per_param_grad_ready_counts = {}
-        setattr(self, FINISHED, False)
+        _finished.set(self, False)
         return reset(self, *args, **kwargs)
 
     return patched_reset
@@ -181,7 +182,7 @@ class _Call:
             )
 
     def comes_after_the_reduce(self) -> bool:
-        return any(getattr(group, FINISHED, False) for group in self.groups)
+        return any(_finished.get(group, False) for group in self.groups)
 
     def begin(self) -> bool:
         """Set the groups' switches, and return whether the reduce is held back."""
@@ -191,11 +192,11 @@ class _Call:
         )
         for group in self.groups:
             if not _has_learned(group):
-                setattr(group, COUNTED, self.counted)
+                _counted.set(group, self.counted)
             if held:
                 group.is_first_batch = True
             if is_one_of_several:
-                setattr(group, UNUSUAL, True)
+                _unusual.set(group, True)
         return held
 
     def end(self) -> None:
@@ -204,15 +205,15 @@ class _Call:
         if not ready:  # the whole call was in the caller's own no_sync(), and does not matter to later calls
             for group in self.groups:
                 _release(group)
-        elif self.finalize is not None and not getattr(self.first, DEFERS, False):
-            setattr(self.first, DEFERS, not all(getattr(group, FINISHED, False) for group in ready))
+        elif self.finalize is not None and not _defers.get(self.first, False):
+            _defers.set(self.first, not all(_finished.get(group, False) for group in ready))
 
     def _may_leave_gradients(self) -> bool:
         """Return whether calls have not been seen to finish their gradients."""
-        return self.finalize is None or getattr(self.first, DEFERS, True)
+        return self.finalize is None or _defers.get(self.first, True)
 
     def _differs_from_learned(self, group: Any) -> bool:
-        return _has_learned(group) and getattr(group, COUNTED, None) != self.counted
+        return _has_learned(group) and _counted.get(group) != self.counted
 
 
 def _overlapping(model: Any) -> list[Any]:
@@ -226,7 +227,7 @@ def _is_reducing(group: Any) -> bool:
     if group.grad_reduce_handle is not None:
         return True
     counts = group.per_param_grad_ready_counts
-    if not counts or group.is_first_batch or getattr(group, FINISHED, False):
+    if not counts or group.is_first_batch or _finished.get(group, False):
         return False
     return bool(counts == group.golden_per_param_grad_ready_counts)
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -44,12 +45,13 @@ from typing import Any
 from ..._mcore.bucket_groups import (
     DDP,
     GROUP,
-    LINE,
+    LINES,
     begin_lines,
     forget_partly_seen_first_step,
     lines_of,
     settle_grad_reduces,
 )
+from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import forget_counts
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names
@@ -57,8 +59,8 @@ from ._step_of_a_stand_in import FINISH, events_of_step
 
 MODULE = "megatron.core.distributed"
 
-CHUNKS = "_megapatch_chunks_in_line"
-"""Attribute of a chunk: with how many chunks, itself included, its bucket groups share their lines."""
+_chunks_in_line = SideTable()
+"""By chunk: with how many chunks, itself included, its bucket groups share their lines."""
 
 logger = logging.getLogger("megapatch")
 
@@ -93,55 +95,62 @@ def diagnose(module: ModuleType) -> Verdict:
 
 
 class Line:
-    """The bucket groups that share a communicator, in the order in which every rank reduces them."""
+    """The bucket groups that share a communicator, in the order in which every rank reduces them.
+
+    It refers to them weakly, as it is kept for as long as they are.
+    """
 
     def __init__(self, groups: list[Any]) -> None:
-        self.groups = groups
-        self.places = {group: place for place, group in enumerate(groups)}
+        self.groups = [weakref.ref(group) for group in groups]
+        self.places = {id(group): place for place, group in enumerate(groups)}
         self.begin()
 
     def begin(self) -> None:
         """Begin a step."""
         self.next = 0
-        self.started: set[Any] = set()
-        self.waiting: dict[Any, Callable[[], Any]] = {}
+        self.started: set[int] = set()
+        self.waiting: dict[int, Callable[[Any], Any]] = {}
 
-    def start(self, group: Any, start: Callable[[], Any]) -> None:
+    def start(self, group: Any, start: Callable[[Any], Any]) -> None:
         """Start the reduce of a group now, or as soon as those before it have started."""
-        if group in self.started:
+        key = id(group)
+        if key in self.started:
             # finish_grad_sync() starts a group that is in its first step once more, which has no effect except
             # with several instances of the distributed optimizer, where nothing remembers the first start.
             if not getattr(group, "is_first_batch", False):
-                start()
+                start(group)
             return
-        self.waiting[group] = start
-        if self.places[group] < self.next:
+        self.waiting[key] = start
+        if self.places[key] < self.next:
             self._start(group)
-        while self.next < len(self.groups) and self._may_pass(self.groups[self.next]):
+        while self.next < len(self.groups) and self._may_pass(self.groups[self.next]()):
             self.next += 1
-        if group in self.waiting:
-            self.waiting[group] = _after_this_stream(start)
+        if key in self.waiting:
+            self.waiting[key] = _after_this_stream(start)
 
     def _may_pass(self, group: Any) -> bool:
-        if group in self.waiting:
+        if group is None:  # its chunk is gone
+            return True
+        if id(group) in self.waiting:
             self._start(group)
         # A frozen parameter never gets a gradient, on any rank: its group is left to the end of the step.
-        return group in self.started or _is_partly_frozen(group)
+        return id(group) in self.started or _is_partly_frozen(group)
 
     def _start(self, group: Any) -> None:
-        self.started.add(group)
-        self.waiting.pop(group)()
+        self.started.add(id(group))
+        self.waiting.pop(id(group))(group)
 
     def finish(self, arguments: dict[str, Any]) -> None:
         """Start all groups that have not started: in their order, those with frozen parameters last."""
-        left = [group for group in self.groups if group not in self.started]
+        groups = [group for reference in self.groups if (group := reference()) is not None]
+        left = [group for group in groups if id(group) not in self.started]
         for group in sorted(left, key=_is_partly_frozen):
-            if group not in self.started:  # it may have waited for one that has started here
+            if id(group) not in self.started:  # it may have waited for one that has started here
                 group.start_grad_sync(**arguments)
         _report(left)
 
 
-def _after_this_stream(start: Callable[[], Any]) -> Callable[[], Any]:
+def _after_this_stream(start: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a function that starts a reduce, on any stream, after this stream's work so far."""
     import torch
 
@@ -149,9 +158,9 @@ def _after_this_stream(start: Callable[[], Any]) -> Callable[[], Any]:
         return start
     event = torch.cuda.current_stream().record_event()
 
-    def start_later() -> Any:
+    def start_later(group: Any) -> Any:
         torch.cuda.current_stream().wait_event(event)
-        return start()
+        return start(group)
 
     return start_later
 
@@ -159,10 +168,10 @@ def _after_this_stream(start: Callable[[], Any]) -> Callable[[], Any]:
 def start_in_line(start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(start_grad_sync)
     def patched_start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
-        line = getattr(self, LINE, None)
+        line = LINES.get(self)
         if line is None or not self.ddp_config.overlap_grad_reduce:
             return start_grad_sync(self, *args, **kwargs)
-        return line.start(self, functools.partial(start_grad_sync, self, *args, **kwargs))
+        return line.start(self, lambda group: start_grad_sync(group, *args, **kwargs))
 
     return patched_start_grad_sync
 
@@ -211,15 +220,16 @@ def begin_in_line(zero_grad_buffer: Callable[..., Any]) -> Callable[..., Any]:
 
 def _line_up(ddp: Any) -> None:
     chunks = _chunks_of_model(ddp)
-    if getattr(ddp, CHUNKS, 0) == len(chunks):
+    if _chunks_in_line.get(ddp) == len(chunks):
         return
     for kind in ("bucket_groups", "expert_parallel_bucket_groups"):  # they reduce over other process groups
         # The last virtual stage is the first in the backward pass.
-        line = Line([group for chunk in reversed(chunks) for group in _as_in_backward(chunk, kind)])
-        for group in line.groups:
-            setattr(group, LINE, line)
+        groups = [group for chunk in reversed(chunks) for group in _as_in_backward(chunk, kind)]
+        line = Line(groups)
+        for group in groups:
+            LINES.set(group, line)
     for chunk in chunks:
-        setattr(chunk, CHUNKS, len(chunks))
+        _chunks_in_line.set(chunk, len(chunks))
 
 
 def _chunks_of_model(ddp: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes
 
@@ -37,8 +38,8 @@ FLOAT16 = "optimizer.Float16OptimizerWithFloat16Params"
 DISTRIBUTED = "distrib_optimizer.DistributedOptimizer"
 CHAINED = "optimizer.ChainedOptimizer"
 BUFFER = "_ParamAndGradBuffer"
-PREPARED = "_megapatch_prepared"
-"""Attribute of an optimizer whose gradients are prepared: (`_discards` at that time, whether it overflowed)."""
+_prepared = SideTable()
+"""By optimizer whose gradients are prepared: (`_discards` at that time, whether it overflowed)."""
 
 _discards = 0
 """How often gradients were thrown away; optimizers prepared before the last time count as unprepared."""
@@ -70,12 +71,12 @@ def prepare_once(prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(prepare_grads)
     def patched_prepare_grads(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepared = getattr(self, PREPARED, None)
+        prepared = _prepared.get(self)
         if prepared is not None and prepared[0] == _discards:
             return prepared[1]
         found_inf = prepare_grads(self, *args, **kwargs)
         if self.grad_scaler:
-            setattr(self, PREPARED, (_discards, found_inf))
+            _prepared.set(self, (_discards, found_inf))
         return found_inf
 
     return patched_prepare_grads
@@ -112,9 +113,8 @@ def _forget_all() -> None:
 
 def _forget(optimizer: Any) -> None:
     """Forget it in a chain's children too: step() skips them after an overflow, and may raise in any of them."""
+    _prepared.pop(optimizer)
     attributes = optimizer.__dict__
-    if PREPARED in attributes:
-        del attributes[PREPARED]
     if "chained_optimizers" in attributes:
         for child in attributes["chained_optimizers"]:
             _forget(child)

@@ -30,7 +30,9 @@ from .._ray_actors import actors_of
 from ._workers import MODULE, SPLIT_STEP, WORKER, has_own_split_step, is_open, names_in, no_worker
 
 BEFORE = "_megapatch_state_before_step"
-"""Attribute of a worker: what its open step changes outside of gradients, as it was."""
+"""Attribute of a worker: what its open step changes outside of gradients, as it was.
+
+That refers to the worker's model, which a table would keep; nobody pickles a worker."""
 
 
 def diagnose(module: ModuleType) -> Verdict:

@@ -6,7 +6,6 @@ import contextlib
 import linecache
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -112,8 +111,8 @@ def reduced_from_another_stream():
     gradient = torch.zeros(4, device="cuda")
     with in_a_side_stream():
         gradient.add_(1)
-        line.start(second, partial(torch.distributed.all_reduce, gradient))
-    line.start(first, lambda: None)
+        line.start(second, lambda group: torch.distributed.all_reduce(gradient))
+    line.start(first, lambda group: None)
     return gradient.tolist()
 
 
