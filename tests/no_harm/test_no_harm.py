@@ -41,7 +41,7 @@ def records(request, tmp_path_factory):
 def test_a_correct_program_is_the_same_with_megapatch(records, program, layout):
     pair = program, layout
     found = different(records(runs.PLAIN)[pair], records(runs.PATCHED)[pair])
-    assert set(found) == PROGRAMS[program].kinds, in_lines(found)
+    assert set(found) == PROGRAMS[program].kinds(layout), in_lines(found)
 
 
 @pytest.mark.nightly
@@ -61,7 +61,7 @@ def test_the_audit_finds_nothing_and_changes_nothing(records, program, layout):
     pair = program, layout
     audited = records(runs.AUDIT)[pair]
     found = different(records(runs.PLAIN)[pair], audited)
-    assert set(found) - NUMBERS_OF_THE_AUDIT == PROGRAMS[program].kinds, in_lines(found)
+    assert set(found) - NUMBERS_OF_THE_AUDIT == PROGRAMS[program].kinds(layout), in_lines(found)
     rules = {rule for record in audited for rule in record[FINDINGS, ""]}
     assert rules <= set(FALSE_ALARMS.get(program, ())), rules
 
