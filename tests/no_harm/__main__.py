@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         plain = runs.run(chosen, runs.PLAIN, f"{folder}/plain")
-        other = runs.run(chosen, os.environ.get("MODE", runs.PATCHED), f"{folder}/other")
+        other = runs.run(chosen, runs.PATCHED, f"{folder}/other")
     for program, layout in chosen:
         words = different(plain[program, layout], other[program, layout])
         if words.keys() != (expected := PROGRAMS[program].kinds(layout)):
