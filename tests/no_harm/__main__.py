@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -17,11 +16,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         plain = runs.run(chosen, runs.PLAIN, f"{folder}/plain")
-        other = runs.run(chosen, os.environ.get("MODE", runs.PATCHED), f"{folder}/other")
-    for pair in chosen:
-        words = different(plain[pair], other[pair])
-        if words.keys() != PROGRAMS[pair[0]].kinds:
-            print(pair, "expected", PROGRAMS[pair[0]].kinds, words, flush=True)
+        other = runs.run(chosen, runs.PATCHED, f"{folder}/other")
+    for program, layout in chosen:
+        words = different(plain[program, layout], other[program, layout])
+        if words.keys() != (expected := PROGRAMS[program].kinds(layout)):
+            print((program, layout), "expected", expected, words, flush=True)
     print(len(chosen), "programs", time.monotonic() - begin, "s")
     return 0
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 
 import torch
 
 from .layouts import DENSE, EVERY, HALF, OVERLAPPED
+from .steps import WRONG
 from .table import program
-from .trainer import is_weight, parts_of, scaled
+from .trainer import Trainer, is_weight, parts_of, scaled
 
 TAKEN_OVER = ("main parameters", "weights", "parameters")
-COPIES = ("megatron.reload-offloaded-params", "megatron.main-params-after-load")
-"""Each of them refreshes the copies of an offloaded optimizer."""
-SCHEDULE = ("learning rate", "weight decay", "schedule")
 """What differs where weights were loaded and the main parameters follow."""
+SCHEDULE = ("learning rate", "weight decay", "schedule")
 
 
 @program(*(name for name in EVERY if name != "offloaded"))
@@ -24,7 +22,7 @@ def weights_and_then_reload_model_params(run):
     _weights_and_then_reload_model_params(run)
 
 
-@program("offloaded", changed=dict.fromkeys(COPIES, TAKEN_OVER))
+@program("offloaded", changed={"megatron.reload-offloaded-params": TAKEN_OVER})
 def weights_and_then_reload_model_params_of_an_offloaded_optimizer(run):
     _weights_and_then_reload_model_params(run)
 
@@ -306,17 +304,32 @@ def quantized_to_8_bits(run):
     _trained_on_quantized_weights(run, 127)
 
 
-@program(*HALF)
-def another_policy_evaluated_between_backward_and_step(run):
+def _another_policy_evaluated_between_backward_and_step(run, load):
     """The step restores the policy: it writes the main parameters into the model."""
     trainer = run.trainer()
     old = scaled(trainer.weights(), 0.9)
     for data in range(3):
         trainer.model.zero_grad()
         trainer.backward(data)
-        trainer.load(old)
+        load(trainer, old)
         trainer.evaluate(100)
         trainer.update()
+
+
+@program(*(name for name in HALF if name != "bf16, sharded, overlaps"))
+def another_policy_evaluated_between_backward_and_step(run):
+    _another_policy_evaluated_between_backward_and_step(run, Trainer.load)
+
+
+@program(*(name for name in HALF if name != "bf16, sharded, overlaps"))
+def the_policy_of_a_checkpoint_evaluated_between_backward_and_step(run):
+    _another_policy_evaluated_between_backward_and_step(run, Trainer.load_as_read)
+
+
+@program("bf16, sharded, overlaps", changed={"megatron.gathered-when-read": WRONG})
+def another_policy_evaluated_between_backward_and_step_before_a_gather(run):
+    """An evaluation there is a finding of its own: see `evaluation inside a step before a gather`."""
+    _another_policy_evaluated_between_backward_and_step(run, Trainer.load)
 
 
 @program("bf16", "fp16", "bf16, sharded", "bf16, sharded, overlaps", "ep")
@@ -344,7 +357,9 @@ def copies_and_pickles_after_a_load(run):
     first = trainer.parameters()[0]
     alone = torch.nn.Parameter(first.detach().clone())  # without its gradient in a buffer
     vars(alone).update({name: value for name, value in vars(first).items() if isinstance(value, int)})
-    run.note("pickle", pickle.dumps(alone))
+    file = io.BytesIO()
+    torch.save(alone, file)  # pickle.dumps() would write the address of the storage
+    run.note("pickle", file.getvalue())
     inner = parts_of(trainer.optimizer)[0].optimizer
     run.note("pickle", str(copy.deepcopy(inner).state_dict()))
     file = io.BytesIO()
@@ -377,16 +392,26 @@ def a_schedule_without_one_of_its_keys(run):
     run.raising(trainer.schedule.load_state_dict, saved)
 
 
-@program(*HALF, changed={"megatron.main-params-after-load": TAKEN_OVER})
-def a_new_model_loads_trained_weights_alone(run):
+def _a_new_model_loads_trained_weights_alone(run, load):
     trained = run.trainer()
     trained.train(0, 1)
     trainer = run.trainer()
     for parameter in trainer.parameters():  # random weights
         parameter.data.normal_()
     trainer.optimizer.reload_model_params()
-    trainer.load(trained.weights())
+    load(trainer, trained.weights())
     trainer.train(2)
+
+
+@program(*HALF)
+def a_new_model_loads_trained_weights_from_memory(run):
+    """They are lent, for all that one can know: the step writes the main parameters over them."""
+    _a_new_model_loads_trained_weights_alone(run, Trainer.load)
+
+
+@program(*HALF, changed={"megatron.main-params-after-load": TAKEN_OVER})
+def a_new_model_loads_trained_weights_of_a_checkpoint(run):
+    _a_new_model_loads_trained_weights_alone(run, Trainer.load_as_read)
 
 
 @program(

@@ -12,7 +12,7 @@ import warnings
 from datetime import timedelta
 
 import torch
-from rigs.cells import AUDITED, run_cells, take_rules
+from rigs.cells import run_cells
 from rigs.imported import WITHOUT_MEGAPATCH
 from rigs.megatron.options import quick_writer
 from torch.utils._pytree import tree_flatten
@@ -27,13 +27,12 @@ from .layouts import LAYOUTS
 from .table import PROGRAMS
 from .trainer import Run
 
-PLAIN, PATCHED, AUDIT = "plain", "with megapatch", "with the audit"
-ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}, AUDIT: AUDITED}
+PLAIN, PATCHED = "plain", "with megapatch"
+ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}}
 ALONE = timedelta(seconds=15)
 """How long a rank waits for the other one in a collective."""
 LONGEST = 40
 """Seconds that a program may take."""
-FINDINGS = "findings"
 MODULES = (steps, loads, saves)
 
 
@@ -96,12 +95,9 @@ def outcome(program, name, rank, folder, collectives):
     try:
         with layout.in_use():
             PROGRAMS[program].function(run)
-            found = {("collectives", "all"): list(collectives), **run.outcome()}
+            return {("collectives", "all"): list(collectives), **run.outcome()}
     finally:
         signal.alarm(0)
-    if "MEGAPATCH_AUDIT" in os.environ:
-        found[FINDINGS, ""] = take_rules()
-    return found
 
 
 COLLECTIVES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .layouts import here
+from .layouts import LAYOUTS, here
 
 PROGRAMS: dict[str, Program] = {}
 
@@ -16,10 +16,11 @@ class Program(NamedTuple):
     layouts: tuple[str, ...]
     changed: dict[str, tuple[str, ...]]  # by patch, the kinds of values that it is meant to change
 
-    @property
-    def kinds(self):
-        """The kinds of values that differ with megapatch, each of which has to."""
-        return {kind for kinds in self.changed.values() for kind in kinds}
+    def kinds(self, layout):
+        """Return the kinds of values that differ with megapatch in this layout, each of which has to."""
+        found = {kind for kinds in self.changed.values() for kind in kinds}
+        # of overlapping ones a run records parameters only once they are gathered, as weights
+        return found - {"parameters"} if LAYOUTS[layout].options.get("overlap_param_gather") else found
 
 
 def program(*layouts, changed=None):

@@ -113,6 +113,10 @@ class Trainer:
         for chunk, state in zip(self.model.chunks, weights, strict=True):
             chunk.load_state_dict(state, **options)
 
+    def load_as_read(self, weights):
+        """Load them as those of a checkpoint, which Megatron's load() has read."""
+        main_params.restore_weights(self.model, weights)
+
     def parameters(self):
         return [parameter for chunk in self.model.chunks for parameter in chunk.parameters()]
 
