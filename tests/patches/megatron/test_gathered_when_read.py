@@ -23,6 +23,7 @@ from rigs.megatron.gathers import (
 from rigs.megatron.options import UNPATCHED, buckets, needs_training
 
 from megapatch import apply, restore
+from megapatch._mcore.param_gathers import STEPPED
 from megapatch._versions import find_module
 from megapatch.patches._readers import Reader
 from megapatch.testing import init_parallel, megatron_training_available, tiny_gpt
@@ -173,7 +174,7 @@ def alike():
             model.chunks[0].enable_forward_pre_hook,
         ):
             call()
-            groups = [vars(group).get("_megapatch_stepped") for group in model.chunks[0].bucket_groups]
+            groups = [STEPPED.get(group) for group in model.chunks[0].bucket_groups]
             found.append((state_of(model), groups))
     return found
 
