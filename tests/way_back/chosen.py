@@ -19,6 +19,7 @@ CHOSEN = (
             "load of the weights",
             "evaluation that raises",
             REFUSED,
+            "step",
             "save",
             "load of the first save",
             "step",
