@@ -205,9 +205,8 @@ class Programs(RuleBasedStateMachine):
             if status == "applied":
                 assert sorted(in_place) == sorted(record.site.paths)
                 for path in record.site.paths if self.target() else ():
-                    owner, name = at(self.target(), path)
-                    function = getattr(owner() if "." in path else owner, name)
-                    assert function("you").replace("?", "") == "hello you!"
+                    function = getattr(*at(self.target(), path))
+                    assert function(*[None] * ("." in path), "you").replace("?", "") == "hello you!"
             elif status != "overwritten":
                 assert not in_place
             assert status != "overwritten" or len(in_place) < len(record.site.paths)

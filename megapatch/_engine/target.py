@@ -6,37 +6,15 @@ and a proxy cannot be pickled or deep-copied.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
-from inspect import getattr_static, iscoroutinefunction
 from types import FunctionType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 import wrapt
 
 from .._layers import MARK, attribute_of, innermost, layers_of, reaches
 from .holders import Holder
-
-
-def _for_objects_of(kind: type, replacement: FunctionType, original: Any) -> FunctionType:
-    """Return a method that leaves all objects but those of its class to the original.
-
-    Tests of upstream call methods with Mocks, of which a patch knows nothing. Its type says what an object is; the
-    `__class__` of a Mock with a spec is made up.
-    """
-
-    def patched_method(*args: Any, **kwargs: Any) -> Any:
-        known = args and kind in type(args[0]).__mro__
-        return (replacement if known else original)(*args, **kwargs)
-
-    async def patched_coroutine(*args: Any, **kwargs: Any) -> Any:
-        return await patched_method(*args, **kwargs)
-
-    guarded: Any = patched_coroutine if iscoroutinefunction(replacement) else patched_method
-    functools.update_wrapper(guarded, replacement).__wrapped__ = original
-    guarded.__code__ = guarded.__code__.replace(co_name=replacement.__code__.co_name)
-    return cast("FunctionType", guarded)
 
 
 class ReplacedTarget:
@@ -80,8 +58,6 @@ class ReplacedTarget:
 
     def _make_replacement(self, patch_name: str, make: Callable[..., Any]) -> Any:
         replacement = self._check_plain(make(self.original))
-        if isinstance(self.parent, type) and type(getattr_static(self.parent, self.attribute)) is FunctionType:
-            replacement = _for_objects_of(self.parent, replacement, self.original)
         setattr(replacement, MARK, patch_name)
         if self.inherited:  # pickle goes by these, and would find the parent's
             replacement.__module__ = self.parent.__module__

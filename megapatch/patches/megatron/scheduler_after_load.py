@@ -99,8 +99,7 @@ def _names(state: Mapping[Any, Any]) -> str:
 
 
 def _groups(scheduler: Any) -> Any:
-    groups = getattr(scheduler.optimizer, "param_groups", ())
-    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return getattr(scheduler.optimizer, "param_groups", ())
 
 
 def _after_a_load(kind: Any, steps: int) -> tuple[int, bool]:
