@@ -19,6 +19,7 @@ Cost      nothing in a step.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
