@@ -39,23 +39,21 @@ def _weights_and_then_reload_model_params(run):
 
 @program("fp32", *HALF, "bf16, overlapped reduce", "pp, vpp", "moe")
 def rolled_back_in_memory_weights_first(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    weights, state = trainer.weights(), trainer.optimizer_state()
-    trainer.train(1, 2)
-    trainer.load(weights)
-    trainer.load_optimizer(state)
-    trainer.train(3)
+    _rolled_back_in_memory(run, Trainer.load, Trainer.load_optimizer)
 
 
 @program("fp32", *HALF)
 def rolled_back_in_memory_optimizer_first(run):
+    _rolled_back_in_memory(run, Trainer.load_optimizer, Trainer.load)
+
+
+def _rolled_back_in_memory(run, *loads):
     trainer = run.trainer()
     trainer.train(0)
-    weights, state = trainer.weights(), trainer.optimizer_state()
+    saved = {Trainer.load: trainer.weights(), Trainer.load_optimizer: trainer.optimizer_state()}
     trainer.train(1, 2)
-    trainer.load_optimizer(state)
-    trainer.load(weights)
+    for load in loads:
+        load(trainer, saved[load])
     trainer.train(3)
 
 

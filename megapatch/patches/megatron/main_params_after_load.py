@@ -94,6 +94,7 @@ GRADS = "_copy_model_grads_to_main_grads"
 INNER = "param_to_inner_param"
 """The copies of a HybridDeviceOptimizer, by the parameters that it steps."""
 
+NEVER = -1
 _read = SideTable()
 """Of a tensor that dist_checkpointing.load() has returned: how often it had been changed by then."""
 _loaded = SideTable()
@@ -140,7 +141,7 @@ def _tensors_in(state: Any) -> Iterator[Any]:
 
 def _is_as_read(state_dict: Any) -> bool:
     tensors = list(_tensors_in(state_dict))
-    return bool(tensors) and all(tensor in _read and _read.get(tensor) == count_of(tensor) for tensor in tensors)
+    return bool(tensors) and all(_read.get(tensor, NEVER) == count_of(tensor) for tensor in tensors)
 
 
 # ------------------------------------------------------------------------ the model: what was loaded?

@@ -91,7 +91,7 @@ def saved(model, scheduler):
 
 
 def kept(options):
-    """What is there of ours, by moment and place: after steps, an evaluation, loads and a TrainStep."""
+    """Return what of ours is found, by moment and place: after steps, an evaluation, loads and a TrainStep."""
     model = tiny_gpt(**options)
     scheduler = linear_schedule(model.optimizer, steps=100, max_lr=0.05)
     found = {}
