@@ -5,41 +5,64 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+_NOTHING = object()
+
+
+class _Fact:
+    """What is known about one object, or _NOTHING."""
+
+    __slots__ = ("owner", "value")
+
+    def __init__(self, owner: weakref.ref[Any], value: Any) -> None:
+        self.owner, self.value = owner, value
+
 
 class SideTable:
     """One fact about each of some objects, until the object is gone.
 
     By identity, as tensors compare by elements. A copy of an object has none of its facts. An attribute of ours
     would be in every pickled parameter and in the ``vars()`` of every optimizer that somebody saves.
+
+    The dictionary itself changes only when a new object comes: torch.compile looks at all that is in there, and
+    repeats a change of it later, when some may be gone.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._facts: dict[int, _Fact] = {}
+        self._gone: list[int] = []
+
+    def _fact(self, owner: Any) -> _Fact | None:
+        fact = self._facts.get(id(owner))
+        return None if fact is None or fact.owner() is not owner else fact
 
     def get(self, owner: Any, default: Any = None) -> Any:
-        entry = self._entries.get(id(owner))
-        return default if entry is None or entry[0]() is not owner else entry[1]
+        fact = self._fact(owner)
+        return default if fact is None or fact.value is _NOTHING else fact.value
 
     def set(self, owner: Any, value: Any) -> None:
         """Note the fact. It must not refer to its owner, which would live for ever."""
-        key = id(owner)
-        entries = self._entries
-        entry = entries.get(key)
-        if entry is not None and entry[0]() is owner:
-            entries[key] = entry[0], value
+        if (fact := self._fact(owner)) is not None:
+            fact.value = value
             return
+        key, facts, gone = id(owner), self._facts, self._gone
 
         def forget(reference: weakref.ref[Any]) -> None:
-            if (entry := entries.get(key)) is not None and entry[0] is reference:
-                del entries[key]
+            if (fact := facts.get(key)) is not None and fact.owner is reference:
+                fact.value = _NOTHING
+                gone.append(key)
 
-        entries[key] = weakref.ref(owner, forget), value
+        while gone:
+            past = gone.pop()
+            if (fact := facts.get(past)) is not None and fact.owner() is None:
+                facts.pop(past, None)
+        facts[key] = _Fact(weakref.ref(owner, forget), value)
 
     def pop(self, owner: Any, default: Any = None) -> Any:
         value = self.get(owner, default)
-        self._entries.pop(id(owner), None)
+        if (fact := self._fact(owner)) is not None:
+            fact.value = _NOTHING
         return value
 
     def __contains__(self, owner: Any) -> bool:
-        entry = self._entries.get(id(owner))
-        return entry is not None and entry[0]() is owner
+        fact = self._fact(owner)
+        return fact is not None and fact.value is not _NOTHING

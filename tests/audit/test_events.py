@@ -185,11 +185,15 @@ def test_a_helper_that_is_called_for_each_buffer_is_one_event_a_step(watching):
     assert watching.looks() and events_of(watching) == {"offload": [("pause()", 2)] * 2}
 
 
+class Chunk(SimpleNamespace):
+    """One that weak references may refer to, as to a model."""
+
+
 @pytest.mark.parametrize("cause", ["helper", "load", None])
 def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause):
     part = part_of(watching, Offloads)
     buffer = SimpleNamespace(param_data=None, grad_data=torch.zeros(1), buckets=[])
-    chunk = SimpleNamespace(buffers=[buffer])
+    chunk = Chunk(buffers=[buffer])
     part.begin_call(Call([chunk], trains=True))
     if cause == "helper":
         part.watch("offload", len)("")
@@ -203,7 +207,7 @@ def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause)
 def test_memory_that_is_freed_is_an_offload(watching):
     part, parameter = part_of(watching, Offloads), torch.nn.Parameter(torch.ones(4))
     bucket = SimpleNamespace(params_list=[parameter])
-    chunk = SimpleNamespace(buffers=[SimpleNamespace(grad_data=torch.zeros(1), buckets=[bucket])])
+    chunk = Chunk(buffers=[SimpleNamespace(grad_data=torch.zeros(1), buckets=[bucket])])
     part.begin_call(Call([chunk], trains=True))
     parameter.untyped_storage().resize_(0)
     part.begin_call(Call([chunk], trains=True))

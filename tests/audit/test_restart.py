@@ -102,8 +102,18 @@ def test_findings_stay_until_the_next_start(nothing_left):
 
 
 # ------------------------------------------------------------------------ the modules
-IMMUTABLE = {"MappingProxyType", "ParamSpec", "Reader", "TypeVar", "getLogger", "object", "str", "timedelta"}
-"""Calls whose result a module may keep."""
+IMMUTABLE = {
+    "MappingProxyType",
+    "ParamSpec",
+    "Reader",
+    "SideTable",
+    "TypeVar",
+    "getLogger",
+    "object",
+    "str",
+    "timedelta",
+}
+"""Calls whose result a module may keep. In a side table are facts about objects, gone with them."""
 PROCESS = ("__init__.py", "_PROCESS")
 """The one place that knows the audit of this process."""
 
