@@ -1,8 +1,7 @@
 """The one rule for text that leaves megapatch: no secret, and no character that moves a cursor or forges a line.
 
-Exceptions, names and settings are other people's text. The terminal (`_reporting.terminal`), the log, JSON,
-reports for issues and `megapatch run` send theirs through here. Uses only the standard library: sitecustomize
-loads this file where megapatch may not be installed.
+Exceptions, names and settings are other people's text. The terminal (`_reporting.terminal`), the log, JSON and
+reports for issues send theirs through here.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from configparser import ConfigParser
@@ -58,3 +59,24 @@ def test_with_a_gpu_tox_installs_neither_torch_nor_megatron():
     tox = ConfigParser(interpolation=None)
     assert tox.read(Path(__file__).parent.parent / "tox.ini")
     assert tox["testenv:gpu"]["deps"] == ""
+
+
+def test_no_function_of_the_standard_library_is_replaced():
+    """Not even for a moment: whoever debugs a process that imports megapatch finds Python as it is."""
+    replaced = []
+    for path in Path(megapatch.__file__).parent.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        imported = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in nodes
+            if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0)
+            for alias in node.names
+            if (getattr(node, "module", None) or alias.name).partition(".")[0] in sys.stdlib_module_names
+        }
+        for node in nodes:
+            changed = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+            setter = isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr")
+            owner = ast.unparse(node if changed else node.args[0] if setter else ast.Constant(""))
+            if (changed or setter) and owner.partition(".")[0] in imported and "[" not in owner:
+                replaced.append(f"{path.name}: {owner}")
+    assert set(replaced) <= {"_training_loop.py: sys.argv"}

@@ -20,7 +20,6 @@ from megapatch._cli.doctor.origins import Package
 from megapatch._reporting import terminal
 from megapatch._reporting.report import PatchReport, Report, SiteReport
 from megapatch.patch import PatchInfo, Status
-from megapatch.reach._run.site import sitecustomize
 
 FORGED = "all well: every patch that is needed is in place"
 LETTERS = string.ascii_letters + string.digits
@@ -94,7 +93,6 @@ def printed(found: Examination, monkeypatch) -> dict[str, str]:
         "report": lambda: terminal.write(str(found.report)),
         "issue": lambda: terminal.write(issue.markdown(found)),
         "notes": lambda: [terminal.note(problem) for problem in found.problems],
-        "run": lambda: [sitecustomize.say(problem) for problem in found.problems],
     }.items():
         with monkeypatch.context() as patched:
             output = io.StringIO()

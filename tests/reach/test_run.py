@@ -64,6 +64,7 @@ def test_a_command_that_cannot_be_started(tmp_path):
     (tmp_path / "bare").write_text("echo\n")
     for name in ("stray", "bare"):
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "locked").mkdir(mode=0o000)  # on PATH: to others than root, whose exec says "permission denied"
     commands = [
         [],
         [""],
@@ -71,7 +72,8 @@ def test_a_command_that_cannot_be_started(tmp_path):
         *([f"./{name}"] for name in ("absent", "plain/x", "stray", "plain", "bare")),
     ]
     script = f"from megapatch.reach._run.launch import launch\nprint([launch(words) for words in {commands}])"
-    shown = start(sys.executable, "-c", script, env=environment(), cwd=tmp_path)
+    path = f"{os.environ['PATH']}{os.pathsep}{tmp_path / 'locked'}"
+    shown = start(sys.executable, "-c", script, env=environment(PATH=path), cwd=tmp_path)
     assert shown.stdout == "[2, 2, 127, 127, 127, 127, 126, 126]\n"
     told = shown.stderr.splitlines()
     assert told[0] == told[1]
@@ -85,6 +87,36 @@ def test_a_command_that_cannot_be_started(tmp_path):
         "./bare cannot be started: [Errno 8] Exec format error: './bare'. A script is started by",
     ], strict=True):  # fmt: skip
         assert line.startswith("megapatch run: ") and sentence in line
+
+
+def test_once_as_it_starts_it_says_what_it_reaches():
+    shown = run(sys.executable, "-c", "pass", env=environment(MEGAPATCH_QUIET="0"))
+    assert shown.stderr == f"megapatch run: {launch.REACH}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "sign"),
+    [
+        ("/opt/bin/python3.11 -u -IB -m train", "with -E, -I or -S"),
+        ("nohup python -S train.py", "with -E, -I or -S"),
+        ("python -m train -E", None),
+        ("python train.py -I", None),
+        ("torchrun -S train.py", None),
+        ("env -i python train.py", "drops"),
+        ("/usr/bin/env -v B=1 -uPYTHONPATH bash train.sh", "drops"),
+        ("env A=1 - python train.py", "drops"),
+        ("env -u X python train.py", None),
+        ("bash -c PYTHONPATH=/new python train.py", "replaces"),
+        ("env PYTHONPATH=/new:$PYTHONPATH_OLD python", "replaces"),
+        ("bash -c MY_PYTHONPATH=/new PYTHONPATH=$(pwd):${PYTHONPATH} python", None),
+        ("ray job submit -- python train.py", "the cluster starts the job"),
+        ("ray job submit -- python train.py --custom-megatron-init-path megapatch.activate", None),
+        ("ray job list", None),
+    ],
+)
+def test_signs_in_the_command_that_it_reaches_nothing(command, sign):
+    told = launch.out_of_reach(command.split())
+    assert [sign in text for text in told] == [True] * bool(sign)
 
 
 def test_pythonpath_keeps_what_it_held_and_gets_no_empty_part():

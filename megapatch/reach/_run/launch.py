@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -10,10 +11,36 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ..._engine.engine import this_process
-from .out_of_reach import SHELLS, of_command, of_script
-from .site.sitecustomize import HERE, TARGETS, say
+from ..._reporting.terminal import note
+from .site.sitecustomize import HERE, TARGETS
 
 BAD_USAGE, CANNOT_START, NOT_FOUND = 2, 126, 127  # the last two as shells have them
+
+REACH = (
+    "every Python below imports megapatch with the first module that it patches, if it inherits PYTHONPATH and "
+    f"{TARGETS}. Not reached: python -E, -I and -S, scripts that replace PYTHONPATH, Ray jobs, ssh, containers."
+)
+
+OUT_OF_REACH = (
+    (
+        r"\b(?:python|pypy)[\d.]*t?(?: -[bBdOPqsuvx]+)* -[bBdOPqsuvx]*[EIS]",
+        "with -E, -I or -S Python ignores PYTHONPATH or sitecustomize. Drop the option.",
+    ),
+    (
+        r"\benv (?:-\S+ |\S+=\S* )*(?:-i?|--ignore-environment|-u ?PYTHONPATH|--unset=PYTHONPATH) ",
+        f"the command drops PYTHONPATH. Pass on PYTHONPATH and {TARGETS}.",
+    ),
+    (
+        r"\bPYTHONPATH=(?!\S*\$\{?PYTHONPATH\b)",
+        "the command replaces PYTHONPATH. Keep the old value, as in PYTHONPATH=/new:$PYTHONPATH.",
+    ),
+    (
+        r"\bray job submit\b(?!.*(?:worker_process_setup_hook|megapatch\.activate))",
+        'the cluster starts the job. Give its runtime env "worker_process_setup_hook": "megapatch.activate", or '
+        "with slime pass --custom-megatron-init-path megapatch.activate.",
+    ),
+)
+"""Signs in the command itself that processes are out of reach, with what to do. Scripts are not read."""
 
 
 def launch(command: list[str]) -> int:
@@ -22,30 +49,30 @@ def launch(command: list[str]) -> int:
     Returns an exit code if there is no command or it cannot be started, and says why on standard error.
     """
     if not command or not command[0]:
-        say("there is no command. Give a command after `--`, as in: megapatch run -- torchrun train.py")
+        _say("there is no command. Give a command after `--`, as in: megapatch run -- torchrun train.py")
         return BAD_USAGE
     if os.pathsep in HERE:
-        say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep} in its name. Move it.")
+        _say(f"megapatch is in {HERE}; PYTHONPATH cannot hold a folder with {os.pathsep} in its name. Move it.")
         return BAD_USAGE
-    targets = {module for record in this_process().records for module in record.modules}
-    for warning in warnings(command):
-        say(warning)
+    engine = this_process()
+    targets = {module for record in engine.records for module in record.modules}
+    for text in (*([] if engine.settings.quiet else [REACH]), *out_of_reach(command)):
+        _say(text)
     sys.stdout.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and the command would inherit that
         with suppress(AttributeError):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, reaching(os.environ, targets))
-    except (FileNotFoundError, NotADirectoryError):
-        found = shutil.which(command[0])
-        say(
-            f"{found} cannot be started: the interpreter in its first line does not exist."
-            if found
-            else f"{command[0]}: no such command. Give a program on PATH, or its path."
-        )
-        return NOT_FOUND
-    except (OSError, ValueError) as error:
-        say(f"{command[0]} cannot be started: {error}. A script is started by its interpreter: bash {command[0]}")
+    except OSError as error:
+        found = shutil.which(command[0], mode=os.F_OK)
+        if found is None:  # whatever the error is: one of PATH's folders may be unreadable
+            _say(f"{command[0]}: no such command. Give a program on PATH, or its path.")
+            return NOT_FOUND
+        if isinstance(error, FileNotFoundError):
+            _say(f"{found} cannot be started: the interpreter in its first line does not exist.")
+            return NOT_FOUND
+        _say(f"{command[0]} cannot be started: {error}. A script is started by its interpreter: bash {command[0]}")
         return CANNOT_START
 
 
@@ -56,30 +83,11 @@ def reaching(environment: Mapping[str, str], targets: set[str]) -> dict[str, str
     return {**environment, "PYTHONPATH": os.pathsep.join([HERE, *others]), TARGETS: ",".join(sorted(targets))}
 
 
-def warnings(command: list[str]) -> list[str]:
-    """Return warnings about processes that the command puts out of reach.
-
-    Reads the script that the command names, but not those called there.
-    """
-    return of_command(command) + of_script(*_script(command))
+def out_of_reach(command: list[str]) -> list[str]:
+    """Return a sentence for each sign in the command that megapatch will not be active below it."""
+    found = [advice for sign, advice in OUT_OF_REACH if re.search(sign, " ".join(command))]
+    return [f"megapatch will not be active: {advice}" for advice in found]
 
 
-def _script(command: list[str]) -> tuple[str, str]:
-    """Return the text and the path of the shell script that the command names; the text is empty without one."""
-    words = iter(command)
-    if any(os.path.basename(word) in SHELLS for word in words):
-        file = next(filter(os.path.isfile, words), "")
-    else:
-        file = shutil.which(command[0]) or ""
-        first = _text(file, 256).partition("\n")[0]
-        if first[:2] != "#!" or not any(os.path.basename(word) in SHELLS for word in first[2:].split()):
-            return "", file
-    return _text(file), file
-
-
-def _text(file: str, characters: int = -1) -> str:
-    try:
-        with open(file, encoding="utf-8", errors="replace") as opened:
-            return opened.read(characters)
-    except OSError:
-        return ""
+def _say(text: str) -> None:
+    note(f"megapatch run: {text}")
