@@ -1,9 +1,8 @@
-"""Other people's failures: a log handler's, a signal handler's, those of metadata beside ours."""
+"""Other people's failures: a signal handler's, those of metadata beside ours."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import signal
 import subprocess
@@ -14,37 +13,9 @@ import pytest
 from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
 import megapatch
-from megapatch._engine.edges import guard_log
 
 HERE = Path(megapatch.__file__).parent.parent
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sends itself signals")
-
-
-# ------------------------------------------------------------------------------------------ log handlers
-class Raising(logging.Handler):
-    def emit(self, record):
-        raise ConnectionError("the log server is gone")
-
-
-def test_a_log_handler_that_raises_breaks_no_import(modules, monkeypatch, capfd):
-    log = logging.getLogger("megapatch")
-    handler = Raising()
-    monkeypatch.setattr(log, "handlers", [handler])
-    name = modules.write(TARGET)
-    engine = make_engine(make_patch(name), make_patch(name, "Nobody.greet", name="test.broken"))
-    engine.activate()
-    assert importlib.import_module(name).greet("you") == "hello you!"
-    assert (
-        "test.broken" in capfd.readouterr().err.partition("(a handler of this message raised ConnectionError)")[0]
-    )
-
-
-def test_a_filter_that_raises_loses_no_message(capfd):
-    log = logging.Logger("a log")
-    guard_log(log)
-    log.addFilter(lambda record: 1 / 0)
-    log.warning("%s is refused", "a patch")
-    assert capfd.readouterr().err.startswith("megapatch: a patch is refused")
 
 
 # ------------------------------------------------------------------------------------------ signals
@@ -149,38 +120,6 @@ def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
     names, said = found(environment={"PYTHONPATH": path}, cwd=tmp_path)
     assert "third_party.good" in names
     assert "abad-1.0.dist-info" in said
-
-
-@pytest.mark.parametrize("pwd", [True, False], ids=["PWD", "no PWD"])
-def test_a_relative_folder_of_pythonpath_after_chdir(pwd, tmp_path):
-    """As Hydra changes it. Without a trace of where Python was started, a WARNING says what is lost."""
-    distribution(tmp_path, "good", b"[megapatch.patches]\ntarget = good:PATCH\n")
-    (tmp_path / "outputs").mkdir()
-    environment = {"PYTHONPATH": os.pathsep.join([".", str(HERE)]), "PWD": str(tmp_path) if pwd else "/"}
-    names, said = found("import os; os.chdir('outputs')", environment=environment, cwd=tmp_path)
-    if pwd:
-        assert names == "['third_party.good']" and "PYTHONPATH" not in said
-    else:
-        assert names == "[]" and "PYTHONPATH names ., and the working directory has changed" in said
-
-
-def test_a_script_shows_where_python_was_started(tmp_path):
-    distribution(tmp_path, "good", b"[megapatch.patches]\ntarget = good:PATCH\n")
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "train.py").write_text(
-        "import os; os.chdir('/'); import megapatch\n"
-        "print([p.patch.name for p in megapatch.report().patches if 'third' in p.patch.name])"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", str(HERE)]), "PWD": "/"}
-    done = subprocess.run(
-        [sys.executable, os.path.join("sub", "train.py")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert done.stdout.strip() == "['third_party.good']", done.stderr
 
 
 # ------------------------------------------------------------------------------------------ misspelt variables

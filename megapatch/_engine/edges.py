@@ -1,4 +1,4 @@
-"""Guards where the code of others runs inside ours: log handlers, and signal handlers that raise."""
+"""Guards where the code of others runs inside ours, or interrupts it."""
 
 from __future__ import annotations
 
@@ -14,25 +14,8 @@ from .._troubleshooting import see
 log = logging.getLogger("megapatch")
 
 
-def guard_log(log: logging.Logger) -> None:
-    """Clean all messages, and have handlers and filters that raise break nothing: neither an import nor the resume
-    of generation.
-
-    A message that they lose goes to stderr. logging itself guards only those that call Handler.handleError().
-    """
-    log.addFilter(_clean_record)
-    handle = log.handle
-
-    def guarded_handle(record: logging.LogRecord) -> None:
-        try:
-            handle(record)
-        except Exception as error:
-            say(f"megapatch: {_text(record)} (a handler of this message raised {type(error).__name__})")
-
-    log.handle = guarded_handle  # type: ignore[method-assign]
-
-
-def _clean_record(record: logging.LogRecord) -> bool:
+def clean_record(record: logging.LogRecord) -> bool:
+    """Log filter: clean a message and its traceback."""
     from .._printable import clean_record  # many processes log nothing
 
     return clean_record(record)
@@ -43,13 +26,6 @@ def say(text: str) -> None:
     if sys.stderr is not None:  # print() would take standard output instead
         with contextlib.suppress(Exception):
             print(text, file=sys.stderr, flush=True)
-
-
-def _text(record: logging.LogRecord) -> str:
-    try:
-        return record.getMessage()
-    except Exception:
-        return str(record.msg)
 
 
 @contextlib.contextmanager

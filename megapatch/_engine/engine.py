@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 from .._troubleshooting import see
 from ..patch import Patch, Status
 from . import watch
-from .edges import broken_modules_are_logged, guard_log
+from .edges import broken_modules_are_logged, clean_record
 from .entry_points import third_parties
 from .families import families
 from .first_sign import FirstSign
-from .record import Record, Unloaded
+from .record import Off, Record, Unloaded
 from .roster import Roster
 from .settings import Settings
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .site_record import SiteRecord
 
 log = logging.getLogger("megapatch")
-guard_log(log)
+log.addFilter(clean_record)
 
 
 class Engine:
@@ -65,15 +65,13 @@ class Engine:
         """
         with self._activating:
             first, self._active = not self._active, True
+        if first and (home := watch.other_copy()) is not None:  # two would patch everything twice
+            self._stay_off(home)
+        if not self._active:
+            return
         if first:
-            if others := watch.other_copies():
-                from .copies import take_over  # as a rule there are none
-
-                if not take_over(others):
-                    self.retire()
             self._warn_of_settings()
         watch.call_when_missed(self._on_missed)
-        watch.front_finder.retire = self.retire
         self._consider_all_loaded()
         self._raise_if_strict(self.records)
 
@@ -125,15 +123,14 @@ class Engine:
             if self._active:
                 self._consider_all_loaded()
 
-    def retire(self) -> None:
-        """Restore everything, and stay away for good.
-
-        Raises:
-            RestoreError: when someone else has patched on top of megapatch; nothing is changed then.
-        """
-        self._restore(self.records)
+    def _stay_off(self, home: str) -> None:
+        """Leave this process to the copy of megapatch in the folder `home`."""
         self._active = False
-        self.roster.supersede()
+        for record in self.records:
+            record.stay_away(Off.SECOND_COPY)
+        log.warning(
+            "megapatch was loaded twice: the copy in %s stays, this one is off" + see("loaded-twice"), home
+        )
 
     def load_families(self) -> None:
         """Load all of megapatch's own patches now, whether their targets are imported or not."""

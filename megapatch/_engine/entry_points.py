@@ -6,7 +6,6 @@ when that module is. Until then the report shows the distribution instead.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -95,7 +94,7 @@ def _installed_or_named(path: list[str]) -> list[str]:
     or the working directory: Python puts them there by itself, also in the processes of multiprocessing, and
     anything may lie about in them.
     """
-    named = _named_by_pythonpath(path)
+    named = {os.path.realpath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
     standard_library = os.path.realpath(os.path.dirname(os.__file__))
     kept, behind = [], False
     for folder in path:
@@ -104,36 +103,6 @@ def _installed_or_named(path: list[str]) -> list[str]:
             kept.append(folder)
         behind = behind or place == standard_library
     return kept
-
-
-def _named_by_pythonpath(path: list[str]) -> set[str]:
-    """Return the folders that PYTHONPATH names; a relative one as of Python's start, before any os.chdir()."""
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    named = {os.path.realpath(folder) for folder in folders if os.path.isabs(folder)}
-    relative = [folder for folder in folders if not os.path.isabs(folder)]
-    if relative and not sys.flags.ignore_environment:
-        places = {os.path.realpath(folder) for folder in path if os.path.isabs(folder)}
-        for folder in relative:
-            found = {os.path.realpath(os.path.join(start, folder)) for start in _working_directories()} & places
-            named |= found
-            if not found:
-                log.warning(
-                    "PYTHONPATH names %s, and the working directory has changed since: patches of distributions "
-                    "there are not found. Name the whole path" + see("pythonpath"),
-                    folder,
-                )
-    return named
-
-
-def _working_directories() -> Iterator[str]:
-    """Yield the folders that may have been the working directory when Python started."""
-    with contextlib.suppress(OSError):  # it may be gone
-        yield os.getcwd()
-    if shell := os.environ.get("PWD"):
-        yield shell
-    script, given = str(getattr(sys.modules.get("__main__"), "__file__", "")), sys.argv[0] if sys.argv else ""
-    if given and not os.path.isabs(given) and script.endswith(os.sep + given):
-        yield script.removesuffix(given)
 
 
 def _normalized(name: str | None) -> str:

@@ -36,7 +36,7 @@ class Off(enum.Enum):
     BY_SETTINGS = "the environment has switched it off"
     RESTORED = "restored in this process; megapatch.apply() installs it again"
     DUPLICATE = "another patch has the same name"
-    SUPERSEDED = "another copy of megapatch in this process has taken over"
+    SECOND_COPY = "another copy of megapatch is active in this process"
 
 
 class Record:
@@ -101,19 +101,14 @@ class Record:
         Args:
             found: the holders of all replacements that go, as `holders.find` found them.
         """
-        self._stay_away()
+        self.stay_away(Off.RESTORED)
 
-    def _stay_away(self) -> None:
+    def stay_away(self, why: Off) -> None:
+        """Do nothing when the module is loaded."""
         with self.lock:
             if not self.off:
-                self.set(Status.DISABLED, Off.RESTORED.value)
-                self.off = Off.RESTORED  # last, as Ctrl-C may come between any two lines
-
-    def supersede(self) -> None:
-        """Stay away for good: another copy of megapatch has taken over."""
-        with self.lock:
-            self.off = Off.SUPERSEDED
-            self.set(Status.DISABLED, Off.SUPERSEDED.value)
+                self.set(Status.DISABLED, why.value)
+                self.off = why  # last, as Ctrl-C may come between any two lines
 
     def allow_again(self) -> None:
         """Take back a restore; patches that the environment has switched off stay off."""

@@ -26,7 +26,6 @@ class Roster:
     def __init__(self, patches: Iterable[Patch], settings: Settings, unloaded: Iterable[Unloaded]) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._superseded = False
         self.records: tuple[SiteRecord | Unloaded, ...] = ()
         self.lowest: tuple[SiteRecord, ...] = ()
         for patch in patches:
@@ -105,12 +104,6 @@ class Roster:
             self.lowest = tuple(_record_of(patch, site, None) for patch in patches for site in patch.sites)
             self.records = (*self.lowest, *others)
 
-    def supersede(self) -> None:
-        """Have all records stay away for good, those of patches that are loaded later, too."""
-        self._superseded = True
-        for record in self.records:
-            record.supersede()
-
     def after_fork(self) -> list[SiteRecord]:
         """In a forked child, release the locks of other threads; return the sites that they have left undone."""
         self._lock = threading.Lock()
@@ -127,9 +120,6 @@ class Roster:
             for record in records:
                 record.off = Off.DUPLICATE
                 record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
-        if self._superseded:
-            for record in records:
-                record.supersede()
         return records
 
 

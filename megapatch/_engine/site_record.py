@@ -17,7 +17,7 @@ from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
 from .rebuilt import RebuiltTarget
-from .record import Record
+from .record import Off, Record
 from .target import ReplacedTarget
 
 _STATUS_OF_VERDICT = {
@@ -189,7 +189,7 @@ class SiteRecord(Record):
 
     def _note_restored(self) -> None:
         self.installed, self.phase = (), Phase.IDLE
-        self._stay_away()
+        self.stay_away(Off.RESTORED)
 
     def _note_not_restored(self, error: BaseException) -> None:
         """Note the targets that a restore has left when it raised: as a rule all, none after Ctrl-C at its end."""

@@ -14,6 +14,7 @@ wrapt's import hooks do the watching. Some of their habits need care:
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -113,8 +114,6 @@ class _FrontFinder:
 
     def __init__(self) -> None:
         self.on_missed: Callable[[], object] = lambda: None
-        self.retire: Callable[[], object] = lambda: None
-        """Called by another copy of megapatch that is imported into this process."""
         self.home = __file__
         self.registered: set[str] = set()
         """Modules for which a hook is registered with wrapt, and has not been called."""
@@ -163,19 +162,13 @@ class _FrontFinder:
             self.on_missed()
 
 
-def other_copies() -> list[Any]:
-    """Return the finders of other copies of megapatch: vendored ones, and those that `sys.modules` has lost."""
-    return [
-        finder
-        for finder in sys.meta_path
-        if type(finder).__name__ == _FrontFinder.__name__ and callable(getattr(finder, "retire", None))
-        if finder is not front_finder
-    ]
-
-
-def remove(finder: Any) -> None:
-    """Take a finder of a copy that has retired off `sys.meta_path`."""
-    sys.meta_path[:] = [other for other in sys.meta_path if other is not finder]
+def other_copy() -> str | None:
+    """Return the folder of a copy of megapatch that watches already: a vendored one, or one that `sys.modules` has
+    lost."""
+    for finder in sys.meta_path:
+        if type(finder).__name__ == _FrontFinder.__name__ and finder is not front_finder:
+            return os.path.dirname(os.path.dirname(getattr(finder, "home", "")))
+    return None
 
 
 def _is_wrapts(finder: Any) -> bool:
