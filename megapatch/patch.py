@@ -107,8 +107,6 @@ class Site(_Immutable):
             process group, and leaves no trace.
         replace: attribute path in the module, such as ``"Class.method"``, to a factory that takes the original
             and returns the plain function to install.
-        holders: dictionaries and classes, as ``"module:path"``, that hold an original by value and want the
-            replacement. Names at module level are found without being declared.
         add: attribute path where nothing is, to the plain function to put there, as ``"package.module:name"``. The
             function is loaded with the site, and by every process that unpickles a class that has it.
         rebuild: for objects made of the others, such as Ray actor classes: called with the module when all else is
@@ -119,7 +117,6 @@ class Site(_Immutable):
     module: str
     diagnose: Callable[[ModuleType], Verdict]
     replace: Mapping[str, Callable[[Any], Callable[..., Any]]]
-    holders: tuple[str, ...]
     add: Mapping[str, str]
     rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None
 
@@ -128,7 +125,6 @@ class Site(_Immutable):
         module: str,
         diagnose: Callable[[ModuleType], Verdict],
         replace: Mapping[str, Callable[[Any], Callable[..., Any]]] | None = None,
-        holders: tuple[str, ...] = (),
         add: Mapping[str, str] | None = None,
         rebuild: Callable[[ModuleType], Mapping[str, Callable[[Any], Any]]] | None = None,
     ) -> None:
@@ -136,7 +132,6 @@ class Site(_Immutable):
             module=module,
             diagnose=diagnose,
             replace=MappingProxyType(dict(replace or {})),
-            holders=tuple(holders),
             add=MappingProxyType(dict(add or {})),
             rebuild=rebuild,
         )
@@ -150,7 +145,7 @@ class Site(_Immutable):
         return f"<Site {self.module}: {', '.join(self.paths) or 'no targets'}>"
 
     def __reduce__(self) -> tuple[Any, ...]:  # a mapping proxy cannot be pickled
-        return Site, (self.module, self.diagnose, {**self.replace}, self.holders, {**self.add}, self.rebuild)
+        return Site, (self.module, self.diagnose, {**self.replace}, {**self.add}, self.rebuild)
 
 
 class PatchInfo(_Immutable):

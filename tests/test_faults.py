@@ -28,7 +28,6 @@ class Greeter:
         return "hello " + name
 
 alias = greet
-HANDLERS = {{"greet": greet}}
 actor = Actor(Greeter)
 """
 FILES = {module.__file__ for module in (batch, engine, holders, install, rebuilt, record, site_record, target)}
@@ -52,21 +51,18 @@ def make(name):
         replace={"greet": louder, "Greeter.greet": louder},
         add={"Greeter.wave": f"{__name__}:wave"},
         rebuild=lambda module: {f"{name}:actor": lambda actor: Actor(actor.cls)},
-        holders=(f"{name}:HANDLERS",),
     )
     return make_engine(Patch("test.louder", "Greetings are loud.", "https://example.com/1", sites=(site,)))
 
 
 def original(module):
     """Return the contents of all places, before anything is patched."""
-    return {**vars(module), **vars(module.Greeter), "handler": module.HANDLERS["greet"]}
+    return {**vars(module), **vars(module.Greeter)}
 
 
 def patched(module):
     """Whether each of the places has the replacement."""
-    shown = [
-        call("you") for call in (module.greet, module.alias, module.HANDLERS["greet"], module.Greeter().greet)
-    ]
+    shown = [call("you") for call in (module.greet, module.alias, module.Greeter().greet)]
     shown.append(module.actor.methods["greet"](None, "you"))
     assert set(shown) <= {"hello you", "hello you!"}  # never twice
     return {text.endswith("!") for text in shown} | {
@@ -118,8 +114,7 @@ def name(modules, monkeypatch):
     name = modules.write(SOURCE)
     # No sweep over all modules of the test run, for each of hundreds of faults.
     few = types.SimpleNamespace(modules=_Only(name))
-    for searching in (holders, _loaded_modules):
-        monkeypatch.setattr(searching, "sys", few)
+    monkeypatch.setattr(_loaded_modules, "sys", few)
     return name
 
 
@@ -129,9 +124,6 @@ class _Only(dict):
 
     def items(self):
         return [(self.name, sys.modules[self.name])] if self.name in sys.modules else []
-
-    def get(self, name):
-        return sys.modules.get(name)
 
 
 @pytest.mark.parametrize(

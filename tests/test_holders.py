@@ -5,29 +5,20 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import sys
-import types
-from unittest import mock
 
 import pytest
 from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
-from megapatch._engine.target import ReplacedTarget
 from megapatch._reporting.report import make_report
 
 REGISTRY = """
 from {target} import greet
 
-HANDLERS = {{"greet": greet, "other": print}}
+HANDLERS = {{"greet": greet}}
 
 class Desk:
-    answer = staticmethod(print)
     greet = greet
-
-class Nested:
-    class Inner:
-        table = {{1: greet}}
 """
 
 
@@ -76,21 +67,6 @@ def test_an_alias_of_a_method_is_rebound_and_one_of_an_inherited_function_is_not
     engine.restore()
     make_engine(make_patch(name, "Greeter.greet")).activate()
     assert target.alias is target.Greeter.greet is not original
-
-
-def test_dictionaries_and_classes_that_a_site_declares(modules, target):
-    name = modules.write(REGISTRY.format(target=target.__name__), stem="registry")
-    user = importlib.import_module(name)
-    declared = (f"{name}:HANDLERS", f"{name}:Desk", f"{name}:Nested.Inner.table", f"{name}:nothing", "nowhere:X")
-    original = target.greet
-    engine = make_engine(make_patch(target.__name__, holders=declared))
-    engine.activate()
-    assert user.HANDLERS["greet"] is user.Desk.greet is user.Nested.Inner.table[1] is target.greet is not original
-    for place in (f"{name}:HANDLERS['greet']", f"{name}:Desk.greet", f"{name}:Nested.Inner.table[1]"):
-        assert place in reached(engine).rebound
-    assert reached(engine).out_of_reach == ()
-    engine.restore()
-    assert user.HANDLERS["greet"] is user.Desk.greet is user.Nested.Inner.table[1] is user.greet is original
 
 
 def test_what_someone_else_has_put_there_in_the_meantime_stays():
@@ -147,9 +123,7 @@ def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch)
     other = importlib.import_module(modules.write(TARGET + "alias = greet\n"))
     sweeps = []
     find = holders.find
-    monkeypatch.setattr(
-        holders, "find", lambda objects, declared: sweeps.append(objects) or find(objects, declared)
-    )
+    monkeypatch.setattr(holders, "find", lambda objects: sweeps.append(objects) or find(objects))
     engine = make_engine(make_patch(target.__name__), make_patch(other.__name__, name="test.other"))
     engine.activate()
     assert [len(originals) for originals in sweeps] == [2]
@@ -178,7 +152,7 @@ def test_a_name_for_the_topmost_of_several_patches_gets_the_original_back(module
 def test_what_nobody_else_refers_to_is_not_searched_for(modules, monkeypatch, paths):
     name = modules.write(TARGET)
     searched = []
-    monkeypatch.setattr(holders, "find", lambda objects, declared: searched.extend(objects) or {})
+    monkeypatch.setattr(holders, "find", lambda objects: searched.extend(objects) or {})
     engine = make_engine(make_patch(name, *paths))
     engine.activate()
     importlib.import_module(name)
@@ -199,30 +173,11 @@ HELD = {
 def test_what_something_refers_to_is_searched_for(modules, monkeypatch, how):
     name = modules.write(f"{TARGET}\n{HELD[how]}\n")
     searched = []
-    monkeypatch.setattr(holders, "find", lambda objects, declared: searched.extend(objects) or {})
+    monkeypatch.setattr(holders, "find", lambda objects: searched.extend(objects) or {})
     engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
     engine.activate()
     importlib.import_module(name)
     assert len(searched) == 1
-
-
-def test_what_is_taken_after_it_was_found_is_searched_for(modules):
-    """By another thread, say, between the finding of the original and its replacement."""
-    name = modules.write(TARGET)
-    holder = types.ModuleType("megapatch_test_holder")
-    target = importlib.import_module(name)
-    engine = make_engine(make_patch(name), make_patch(name, "Greeter.greet", name="test.other"))
-    install = ReplacedTarget.install
-
-    def taken_first(self):
-        holder.taken = target.greet
-        install(self)
-
-    with mock.patch.dict(sys.modules, {holder.__name__: holder}):
-        with mock.patch.object(ReplacedTarget, "install", taken_first):
-            engine.activate()
-        assert holder.taken is target.greet
-        assert holder.taken("you") == "hello you!"
 
 
 def test_the_report_says_that_frozen_objects_hide_holders(target):

@@ -16,7 +16,6 @@ from rigs.engine import TARGET, make_engine, make_patch
 
 from megapatch import RestoreError, _loaded_modules, _versions
 from megapatch._dotted import find
-from megapatch._engine import holders
 from megapatch._reporting.report import make_report
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -228,8 +227,7 @@ def _few_modules(monkeypatch, modules):
                 if name.startswith(("target_", "base_", "holder_"))
             ]
 
-    for searching in (holders, _loaded_modules):
-        monkeypatch.setattr(searching, "sys", types.SimpleNamespace(modules=Ours()))
+    monkeypatch.setattr(_loaded_modules, "sys", types.SimpleNamespace(modules=Ours()))
     monkeypatch.setattr(sys.modules["megapatch._reporting.report"], "left_behind", lambda installed: {})  # as slow
     monkeypatch.setattr(_versions, "here", dict)
     monkeypatch.setattr(Programs, "modules", modules)

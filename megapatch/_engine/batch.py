@@ -50,7 +50,7 @@ def _search(
     # In this order: another thread searches for the targets that it installs meanwhile.
     seen = [(record, record.installed) for record in fresh]
     originals = [target.original for _, installed in seen for target in installed if target.may_be_held]
-    return seen, holders.find(originals, [path for record in fresh for path in record.site.holders])
+    return seen, holders.find(originals)
 
 
 def restore(records: Collection[Record]) -> None:
@@ -64,7 +64,6 @@ def restore(records: Collection[Record]) -> None:
             locks.enter_context(record.lock)
         going = [target for record in records for target in record.installed]
         check_current(going, going)
-        declared = [path for record in records if isinstance(record, SiteRecord) for path in record.site.holders]
-        found = holders.find([target.replacement for target in going], declared)
+        found = holders.find([target.replacement for target in going])
         for record in sorted(records, key=lambda record: record.installation, reverse=True):
             record.restore(found)

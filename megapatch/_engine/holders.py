@@ -1,8 +1,8 @@
 """Finds other holders of a replaced function by identity: they get the replacement, or are named in the report.
 
 `from x import f` binds the function itself, so that changing `x.f` is not enough. Names at module level are
-found in one sweep over `sys.modules`, dictionaries and classes when a site declares them. Only dictionaries are
-read, so that a module's lazy attributes are never triggered.
+found in one sweep over `sys.modules`. Only dictionaries are read, so that a module's lazy attributes are never
+triggered.
 
 The sweep takes some ten milliseconds once torch is loaded. A function that nobody else refers to is not looked
 for: see `ReplacedTarget.may_be_held`.
@@ -12,40 +12,30 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 from collections.abc import Collection, Iterable, Sequence
 from types import CellType, FrameType, MethodType
 from typing import Any, NamedTuple
 
-from .._loaded_modules import loaded_modules, names_of
-
-Owner = dict[Any, Any] | type
+from .._loaded_modules import loaded_modules
 
 
 class Holder(NamedTuple):
-    """One place that holds an object by value: a key of a module's dictionary, of another one, or of a class."""
+    """A name at module level that holds an object: a key of the module's dictionary."""
 
     where: str
-    owner: Owner
-    key: Any
+    names: dict[str, Any]
+    name: str
 
     def swap(self, old: Any, new: Any) -> bool:
         """Put `new` where `old` is. Returns False, with nothing changed, when something else is there by now."""
-        if _entries(self.owner).get(self.key) is not old:
+        if self.names.get(self.name) is not old:
             return False
-        if isinstance(self.owner, type):
-            setattr(self.owner, self.key, new)
-        else:
-            self.owner[self.key] = new
+        self.names[self.name] = new
         return True
 
 
-def find(objects: Iterable[Any], declared: Collection[str] = ()) -> dict[int, list[Holder]]:
-    """Find everything that holds one of the objects, in one sweep. Returns holders by the object's id.
-
-    Args:
-        declared: dictionaries and classes as ``"module:path"``; those that are not loaded are skipped.
-    """
+def find(objects: Iterable[Any]) -> dict[int, list[Holder]]:
+    """Find everything that holds one of the objects, in one sweep. Returns holders by the object's id."""
     wanted = {id(held) for held in objects}
     found: dict[int, list[Holder]] = {}
     if not wanted:
@@ -56,18 +46,11 @@ def find(objects: Iterable[Any], declared: Collection[str] = ()) -> dict[int, li
         for name, value in list(names.items()):
             if id(value) in wanted:
                 found.setdefault(id(value), []).append(Holder(f"{module_name}:{name}", names, name))
-    for path in dict.fromkeys(declared):
-        if (owner := _resolve(path)) is None:
-            continue
-        for key, value in list(_entries(owner).items()):
-            if id(value) in wanted:
-                where = f"{path}.{key}" if isinstance(owner, type) else f"{path}[{key!r}]"
-                found.setdefault(id(value), []).append(Holder(where, owner, key))
     return found
 
 
 def out_of_reach(originals: Sequence[Any], ours: Collection[int]) -> dict[int, list[str]]:
-    """Describe the holders that no sweep finds: closures, lists, bound methods, dictionaries that nobody declared.
+    """Describe the holders that no sweep finds: closures, lists, bound methods, classes, other dictionaries.
 
     Goes through all objects of the process: about a tenth of a second once torch is loaded.
 
@@ -115,16 +98,3 @@ def _name_of(container: Any) -> str:
         if getattr(owner, "__dict__", None) is container:
             return f" (attributes of a {type(owner).__qualname__})"
     return ""
-
-
-def _resolve(path: str) -> Owner | None:
-    module_name, _, attributes = path.partition(":")
-    found: Any = sys.modules.get(module_name)
-    for attribute in attributes.split("."):
-        names = vars(found) if isinstance(found, type) else names_of(found)
-        found = (names or {}).get(attribute)
-    return found if isinstance(found, (dict, type)) else None
-
-
-def _entries(owner: Owner) -> Any:
-    return vars(owner) if isinstance(owner, type) else owner

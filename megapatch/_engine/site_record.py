@@ -201,7 +201,7 @@ class SiteRecord(Record):
             self.fail(error)
 
     def _uninstall_earlier(self) -> None:
-        found = holders.find([target.replacement for target in self._earlier], self.site.holders)
+        found = holders.find([target.replacement for target in self._earlier])
         uninstall(self._earlier, found)  # still known afterwards: others who patched on top may put one back
 
     # ------------------------------------------------------------------------ changes from outside

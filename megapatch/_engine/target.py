@@ -29,7 +29,6 @@ class ReplacedTarget:
     """
 
     __slots__ = (
-        "_references",
         "_was_alone",
         "attribute",
         "holders",
@@ -49,7 +48,6 @@ class ReplacedTarget:
         self.inherited = self.attribute not in vars(self.parent)
         self.holders: tuple[Holder, ...] = ()
         self.replacement = self._make_replacement(patch_name, make)
-        self._references = sys.getrefcount(self.original)
 
     def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
         """Return parent, attribute and current value of the target in this module."""
@@ -88,13 +86,10 @@ class ReplacedTarget:
     def may_be_held(self) -> bool:
         """Whether something else may hold the original by value, and has to be looked for.
 
-        Nothing does if the parent held the only reference when the original was found, and as many were added
-        as taken away since then. Nobody else can get at it while the factory runs: the module is still being
-        imported, or other threads would have to import from it in those microseconds.
+        Nothing does if the parent held the only reference when the original was found, as is usual while the
+        module is still being imported. Without this look, an import of Megatron makes twenty searches, not one.
         """
-        if self.inherited:
-            return False
-        return not self._was_alone or sys.getrefcount(self.original) >= self._references
+        return not (self.inherited or self._was_alone)
 
     @property
     def is_current(self) -> bool:
@@ -189,16 +184,8 @@ class ReplacedTarget:
 
 def _is_alone(parent: Any, attribute: str) -> bool:
     """Return whether nothing but the parent's dictionary refers to the value of this attribute."""
-    names = vars(parent)
-    return attribute in names and sys.getrefcount(names[attribute]) == _REFERENCES_TO_ONE_THAT_IS_ALONE
-
-
-def _references_to_one_that_is_alone() -> int:
-    names = {"attribute": lambda: None}
-    return sys.getrefcount(names["attribute"])
-
-
-_REFERENCES_TO_ONE_THAT_IS_ALONE = _references_to_one_that_is_alone()
+    names, alone = vars(parent), {"attribute": lambda: None}
+    return attribute in names and sys.getrefcount(names[attribute]) == sys.getrefcount(alone["attribute"])
 
 
 class AddedTarget(ReplacedTarget):

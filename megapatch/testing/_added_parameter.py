@@ -28,7 +28,7 @@ def lost() -> list[str]:
 
 def _site(site: Site) -> Site:
     replace = {path: _factory(f"{site.module}:{path}", make) for path, make in site.replace.items()}
-    return Site(site.module, site.diagnose, replace, site.holders, {**site.add}, site.rebuild)
+    return Site(site.module, site.diagnose, replace, {**site.add}, site.rebuild)
 
 
 def _factory(path: str, make: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:

@@ -30,11 +30,9 @@ def needed(module):
     return Verdict(NEEDED, "it is too quiet")
 
 
-def make_patch(
-    module, *paths, diagnose=needed, factory=louder, name="test.louder", changes_numbers=False, holders=()
-):
+def make_patch(module, *paths, diagnose=needed, factory=louder, name="test.louder", changes_numbers=False):
     replace = {path: factory for path in paths or ("greet",)}
-    site = Site(module=module, diagnose=diagnose, replace=replace, holders=holders)
+    site = Site(module=module, diagnose=diagnose, replace=replace)
     return Patch(
         name=name,
         doc="Greetings are loud.\n\nSymptom   whispers",
