@@ -93,6 +93,9 @@ def machine(tmp_path):
     vcs = {"url": "https://example.com/bridge.git", "vcs_info": {"vcs": "git", "commit_id": "b" * 40}}
     distribute("megatron-bridge", "0.4.0", direct_url__json=json.dumps(vcs))
     write(slime / "slime/__init__.py")
+    for repository in (slime, acme):
+        for name in ("objects", "refs"):
+            (repository / ".git" / name).mkdir(parents=True)
     write(slime / ".git/HEAD", "ref: refs/heads/main\n")
     write(slime / ".git/packed-refs", f"{'c' * 40} refs/heads/main\n")
     write(acme / "acme_patches.py", ACME)

@@ -1,14 +1,13 @@
 """Find out where each package comes from: a wheel, an editable installation, a commit, a checkout or a folder.
 
-Reads metadata and files in .git; imports and runs nothing. A commit does not show changes on top of it: that would
-take git.
+Reads metadata, and asks git for commits; imports nothing. A commit does not show changes on top of it.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -41,6 +40,9 @@ RELEVANT = (
     ("ray", "ray"),
 )
 """Distribution, and the package that shows where it is; doctor lists them in this order."""
+
+_SECONDS = 10
+"""For an answer of git, which takes milliseconds: its folder may be on a file system that has gone away."""
 
 
 class Package(NamedTuple):
@@ -156,39 +158,11 @@ def _repository(folder: str) -> str | None:
 
 
 def commit_of(checkout: str) -> str | None:
-    """Read by hand which commit is checked out in a folder with a .git; None where that cannot be found out."""
-    git = os.path.join(checkout, ".git")
-    if os.path.isfile(git):
-        line = _first_line(git)
-        if not line.startswith("gitdir: "):
-            return None
-        git = os.path.join(checkout, line.removeprefix("gitdir: "))
-    head = _first_line(os.path.join(git, "HEAD"))
-    if not head.startswith("ref: "):
-        return _hash(head)
-    ref = head.removeprefix("ref: ")
-    shared = os.path.join(git, _first_line(os.path.join(git, "commondir")))  # a worktree's branches are elsewhere
-    for place in (git, shared):
-        if commit := _hash(_first_line(os.path.join(place, ref))):
-            return commit
-    for line in _lines(os.path.join(shared, "packed-refs")):
-        commit, _, name = line.partition(" ")
-        if name == ref:
-            return _hash(commit)
-    return None
-
-
-def _hash(text: str) -> str | None:
-    return text if re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", text) else None
-
-
-def _first_line(path: str) -> str:
-    return next(iter(_lines(path)), "")
-
-
-def _lines(path: str) -> list[str]:
+    """Ask git which commit is checked out in a folder with a .git; None where there is no git, or no answer."""
+    # Named, as otherwise git looks further up where this .git is none, and refuses one that another user owns.
+    command = ["git", "--git-dir", os.path.join(checkout, ".git"), "rev-parse", "--verify", "--quiet", "HEAD"]
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().splitlines()
-    except OSError:
-        return []
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
