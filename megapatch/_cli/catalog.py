@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from .._engine.advice import sections
 from .._engine.engine import this_process
@@ -19,19 +18,13 @@ _ALIGNED = 10
 _HEADING = re.compile("[A-Z][a-z]+ {2,}")
 _PARAGRAPH_ENDS = re.compile(r"\n(?! )")
 
-SCHEMA = 1
-"""Version of the JSON of both commands. It grows when a key is removed or changes its meaning."""
 
-
-def list_patches(markdown: bool, as_json: bool = False) -> int:
+def list_patches(markdown: bool) -> int:
     """Print one line for each patch, in the catalogue's order."""
     if markdown:
         terminal.write(markdown_table(PATCHES))
         return 0
     patches = _all_patches()
-    if as_json:
-        _write_json([_summary(patch) for patch in patches])
-        return 0
     width = max(len(patch.name) for patch in patches)
     columns = terminal.columns_of_a_terminal()
     if columns and columns < width + 40:
@@ -51,7 +44,7 @@ def markdown_table(patches: Iterable[Patch]) -> str:
     return "\n".join(rows)
 
 
-def explain(names: Sequence[str], as_json: bool = False) -> int:
+def explain(names: Sequence[str]) -> int:
     """Print everything about the named patches, from their docstrings and sites."""
     patches = _all_patches()
     try:
@@ -59,11 +52,7 @@ def explain(names: Sequence[str], as_json: bool = False) -> int:
     except MegapatchError as error:
         terminal.note(str(error))
         return 2
-    patches = [patch for patch in patches if patch.name in chosen]
-    if as_json:
-        _write_json([_description(patch) for patch in patches])
-        return 0
-    for patch in patches:
+    for patch in [patch for patch in patches if patch.name in chosen]:
         columns = terminal.columns_of_a_terminal()
         for paragraph in _PARAGRAPH_ENDS.split(f"{patch.name}: {inspect.cleandoc(patch.doc)}"):
             _write_fitted(paragraph, _ALIGNED if _HEADING.match(paragraph) else 0, columns)
@@ -103,25 +92,3 @@ def _sites(patch: PatchInfo) -> list[tuple[str, tuple[str, ...]]]:
     if isinstance(patch, Patch):
         return [(site.module, site.paths) for site in patch.sites]
     return [(module, ()) for module in patch.modules]
-
-
-def _summary(patch: PatchInfo) -> dict[str, Any]:
-    return {
-        "name": patch.name,
-        "family": patch.family,
-        "summary": patch.summary,
-        "upstream": patch.upstream,
-        "changes_numbers": patch.changes_numbers,
-    }
-
-
-def _description(patch: PatchInfo) -> dict[str, Any]:
-    return {
-        **_summary(patch),
-        "sections": {heading.lower(): text for heading, text in sections(patch.doc).items()},
-        "sites": [{"module": module, "targets": list(paths)} for module, paths in _sites(patch)],
-    }
-
-
-def _write_json(patches: list[dict[str, Any]]) -> None:
-    terminal.write_json({"schema": SCHEMA, "patches": patches})

@@ -192,12 +192,10 @@ def _add_list(commands: Any) -> None:
         description="List all patches in the order in which they are considered, third-party patches\nlast.",
         epilog="exit codes:\n  0  listed\n",
     )
-    output = command.add_mutually_exclusive_group()
-    output.add_argument("--json", action="store_true", help="print JSON")
-    output.add_argument(
+    command.add_argument(
         "--markdown", action="store_true", help="print megapatch's own patches as a Markdown table"
     )
-    command.set_defaults(run=lambda options: list_patches(options.markdown, options.json))
+    command.set_defaults(run=lambda options: list_patches(options.markdown))
 
 
 def _add_explain(commands: Any) -> None:
@@ -211,12 +209,11 @@ def _add_explain(commands: Any) -> None:
         "cost, where it applies, and whether it changes numbers.",
         epilog="exit codes:\n  0  shown\n  2  no patch has this name\n",
     )
-    command.add_argument("--json", action="store_true", help="print JSON")
     names = command.add_argument(
         "names", nargs="+", metavar="NAME", help="a patch's name, or a glob such as 'megatron.*'"
     )
     names.completer = lambda **ignored: names_and_globs()  # type: ignore[attr-defined]  # argcomplete's
-    command.set_defaults(run=lambda options: explain(options.names, options.json))
+    command.set_defaults(run=lambda options: explain(options.names))
 
 
 def _add_run(commands: Any) -> None:
