@@ -102,18 +102,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     """Look at everything, as `doctor` does."""
     from ...audit._settings import bad_values  # here: the other commands need nothing of the audit
 
-    if importing and seconds is not None:
-        report, problems, others = probe.probe(_api.report(), seconds)
-        complaints = this_process().settings.complaints(
-            [patch.patch.name for patch in report.patches],
-            more_to_come=any(patch.patch.family == "third_party" for patch in report.patches),
-        )
-    else:
-        reasons = _import_targets() if importing else {}
-        this_process().load_all()
-        report, complaints = _with_reasons(_api.report(), reasons), this_process().roster.complaints()
-        others = patched_by_others()
-        problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
+    report, others, problems, complaints = _look(importing, seconds)
     sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
     bad = [
         f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
@@ -126,16 +115,15 @@ def examine(importing: bool, seconds: float | None) -> Examination:
             "(pip install megatron-core), or run doctor in the environment that trains"
         )
     if importing:
+        unimported = {problem.partition(" is installed ")[0] for problem in problems}
         problems += [
             f"not judged: {name} at {site.module} is {site.status.value}: {site.reason}"
             for name, site in sites
-            if site.status is Status.PENDING
-            and not any(problem.startswith(f"{site.module} is installed ") for problem in problems)
+            if site.status is Status.PENDING and site.module not in unimported
         ]
     problems += [*complaints, *unknown_variables(os.environ), *bad_values(os.environ), *_bad_report_folder()]
     third_parties = _third_parties()
     packages = origins.packages(third_parties)
-    versions = {package.name: package.version or "of unknown version" for package in packages}
     return Examination(
         report=report,
         packages=packages,
@@ -143,13 +131,33 @@ def examine(importing: bool, seconds: float | None) -> Examination:
         settings=_settings(os.environ, report),
         reach=routes.routes(
             report,
-            ray=versions.get("ray"),
+            ray=next(
+                (package.version or "of unknown version" for package in packages if package.name == "ray"), None
+            ),
             third_parties=[f"{dist.name} {dist.version}" for dist in third_parties],
             entry_points_off=this_process().settings.no_entry_points,
         ),
         problems=[*bad, *problems],
         exit_code=NOT_APPLIED if bad else COULD_NOT_LOOK if problems else WELL,
     )
+
+
+def _look(
+    importing: bool, seconds: float | None
+) -> tuple[Report, Sequence[tuple[str, str]], list[str], Sequence[str]]:
+    """Return the report of all patches, what others have patched, problems, and complaints about the settings."""
+    if importing and seconds is not None:
+        report, problems, others = probe.probe(_api.report(), seconds)
+        complaints = this_process().settings.complaints(
+            [patch.patch.name for patch in report.patches],
+            more_to_come=any(patch.patch.family == "third_party" for patch in report.patches),
+        )
+        return report, others, problems, complaints
+    reasons = _import_targets() if importing else {}
+    this_process().load_all()
+    problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
+    report = _with_reasons(_api.report(), reasons)
+    return report, patched_by_others(), problems, this_process().roster.complaints()
 
 
 def _bad_report_folder() -> Iterator[str]:
