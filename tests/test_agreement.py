@@ -10,8 +10,8 @@ import types
 import pytest
 from rigs.needs import needs_megatron, needs_torch
 
-from megapatch._engine.ranks import numbered
 from megapatch._mcore import devices
+from megapatch._ranks import numbered
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
 from megapatch._version import exact_version

@@ -16,7 +16,17 @@ ROOT = Path(megapatch.__file__).parent
 
 # A room may import the rooms of the lines above its own.
 LEVELS = (
-    {"errors", "_version", "_loaded_modules", "_layers", "_dotted", "_places", "_printable", "_troubleshooting"},
+    {
+        "errors",
+        "_version",
+        "_loaded_modules",
+        "_layers",
+        "_dotted",
+        "_places",
+        "_printable",
+        "_ranks",
+        "_troubleshooting",
+    },
     {"patch", "_versions", "_mcore", "_pausing"},
     {"weight_sync", "train_step"},
     {"patches"},

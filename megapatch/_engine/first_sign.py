@@ -46,7 +46,7 @@ class FirstSign:
         if self._done:
             return
         self._done = True
-        from .ranks import place  # most processes come here late, if at all
+        from .._ranks import place  # most processes come here late, if at all
 
         rank, size, _ = place()
         is_one_of_many = size == 1 and _has_parent()  # whose ranks nobody knows yet

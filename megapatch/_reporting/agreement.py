@@ -12,8 +12,8 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from .. import _versions
-from .._engine.ranks import numbered
 from .._mcore.devices import device_of
+from .._ranks import numbered
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
 from .arrivals import naming_the_missing

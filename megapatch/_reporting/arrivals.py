@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from .._engine.ranks import default_store, name_of, numbered
+from .._ranks import default_store, name_of, numbered
 from ..errors import InconsistentError
 
 _calls: Counter[str] = Counter()

@@ -7,9 +7,9 @@ import platform
 from pathlib import Path
 
 from .._engine.engine import this_process
-from .._engine.ranks import numbered, place
 from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import REPORT
+from .._ranks import numbered, place
 from .._version import exact_version
 from ..errors import InconsistentError
 from ..patch import Status

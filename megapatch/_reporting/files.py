@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from .._engine.ranks import numbered
+from .._ranks import numbered
 from .terminal import as_json
 
 

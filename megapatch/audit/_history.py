@@ -11,8 +11,8 @@ import sys
 import time
 from typing import Any
 
-from .._engine.ranks import place
 from .._places import user_lines
+from .._ranks import place
 from ._audit import Audit, Call, Part, Step
 from ._findings import observes
 

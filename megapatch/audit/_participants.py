@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .._engine.ranks import default_store, name_of, numbered
+from .._ranks import default_store, name_of, numbered
 from .._troubleshooting import see
 
 log = logging.getLogger("megapatch")

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from .._engine.ranks import numbered
 from .._mcore import random_streams
+from .._ranks import numbered
 
 DATA, EXPERTS = "data-parallel", "expert-parallel"
 

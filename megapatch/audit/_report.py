@@ -7,8 +7,8 @@ import platform
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._engine.ranks import place
 from .._printable import clean_data
+from .._ranks import place
 from .._reporting.report import make_report
 from .._version import exact_version
 from ._causes import causes_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import MappingProxyType
 
-from .._engine.ranks import numbered
 from .._engine.settings import ACCEPT
+from .._ranks import numbered
 from .._reporting.terminal import width, wrapped
 from ._findings import steps
 from ._summary import Events, Found, Summary

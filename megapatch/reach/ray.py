@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._engine.ranks import numbered
+from .._ranks import numbered
 from .._reporting.facts import Facts, difference
 from ..errors import InconsistentError, MegapatchError
 from ._ray_trainer import RayTrainer

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from html import escape
 
-from ..._engine.ranks import numbered
 from ..._printable import clean
+from ..._ranks import numbered
 from ...audit._summary import Found, Summary
 from ...audit._words import advice, happened, headline, sentences, values, when
 from .picture import picture

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
 
-from ..._engine.ranks import numbered
 from ..._printable import one_line
+from ..._ranks import numbered
 from ...audit._summary import Summary
 from ...audit._words import happened, sentences, when
 
