@@ -27,7 +27,8 @@ def default_store() -> Any:
     """Return the store in which the ranks of torch.distributed have met."""
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._get_default_store()  # private; torch 2.1 to 2.15
+    # Private, and the only way to the store of every kind of start: torch 2.1 to 2.15.
+    return distributed_c10d._get_default_store()
 
 
 def name_of(ranks: list[int]) -> str:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from .._ranks import default_store
+
 PARALLEL_STATE = "megatron.core.parallel_state"
 
 
@@ -31,11 +33,7 @@ class Noted:
     """
 
     def __init__(self, place: str) -> None:
-        from torch.distributed import distributed_c10d
-
-        self.place = place
-        # Private, and the only way to the store of every kind of start: torch 2.1 to 2.15.
-        self._store = distributed_c10d._get_default_store()
+        self.place, self._store = place, default_store()
         self._store.add(f"megapatch/{place}", 1)
 
     def by_all(self) -> bool:
