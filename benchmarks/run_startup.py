@@ -18,7 +18,7 @@ import tempfile
 import time
 
 from megapatch._engine.engine import this_process
-from megapatch.reach._run.launch import reaching
+from megapatch.reach._run import reaching
 
 LIMIT = 1e-3  # seconds
 ROUNDS = 200

@@ -16,7 +16,7 @@ import pytest
 from rigs.command import heed_ctrl_c, run
 from rigs.needs import needs_megatron
 
-from megapatch._cli import demo, heartbeat
+from megapatch._cli import demo
 from megapatch._version import requirement
 from megapatch._versions import find_module
 
@@ -208,10 +208,10 @@ class Output(io.StringIO):
 
 
 def test_a_heartbeat_is_dots_and_the_seconds(monkeypatch):
-    monkeypatch.setattr(heartbeat, "DOT_EVERY", 0.01)
+    monkeypatch.setattr(demo, "DOT_EVERY", 0.01)
     monkeypatch.setattr(sys, "stdout", Output(is_terminal=False))
     began = time.monotonic()
-    with heartbeat.heartbeat("  running ..."):
+    with demo.heartbeat("  running ..."):
         assert sys.stdout.has("  running ........")
         inside = time.monotonic() - began
     (seconds,) = re.fullmatch(r"  running \.{8,} (\d+) s\n", sys.stdout.getvalue()).groups()
@@ -220,7 +220,7 @@ def test_a_heartbeat_is_dots_and_the_seconds(monkeypatch):
 
 def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Output(is_terminal=True))
-    with heartbeat.heartbeat("  running ..."):
+    with demo.heartbeat("  running ..."):
         assert sys.stdout.has("\r  running ... ")
     shown = sys.stdout.getvalue()
     assert re.fullmatch(r"  running \.\.\.(\r  running \.\.\. \d+ s){2,}\n", shown)
@@ -229,6 +229,6 @@ def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(monkeypatch)
 
 
 def test_a_heartbeat_ends_with_what_it_watches(capsys):
-    with pytest.raises(KeyboardInterrupt), heartbeat.heartbeat("  running ..."):
+    with pytest.raises(KeyboardInterrupt), demo.heartbeat("  running ..."):
         raise KeyboardInterrupt
     assert capsys.readouterr().out == "  running ...\n"

@@ -10,8 +10,7 @@ import pytest
 from rigs.engine import TARGET, make_patch, status_of
 
 from megapatch._engine import strict
-from megapatch._engine.engine import Engine
-from megapatch._engine.families import families
+from megapatch._engine.engine import Engine, families
 from megapatch._engine.record import Unloaded
 from megapatch._engine.settings import Settings
 from megapatch._reporting.report import make_report

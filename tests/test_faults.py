@@ -14,7 +14,7 @@ import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
 
 from megapatch import _loaded_modules
-from megapatch._engine import batch, engine, holders, install, rebuilt, record, site_record, target
+from megapatch._engine import engine, holders, install, rebuilt, record, site_record, target
 from megapatch.patch import Patch, Site
 
 SOURCE = f"""
@@ -30,7 +30,7 @@ class Greeter:
 alias = greet
 actor = Actor(Greeter)
 """
-FILES = {module.__file__ for module in (batch, engine, holders, install, rebuilt, record, site_record, target)}
+FILES = {module.__file__ for module in (engine, holders, install, rebuilt, record, site_record, target)}
 
 
 class Actor:
@@ -74,7 +74,7 @@ def patched(module):
 class Fault:
     """Raises the error at the k-th event in our code while it is in a function; `met`: where that was."""
 
-    def __init__(self, error, events, k, within=batch.consider):
+    def __init__(self, error, events, k, within=site_record.consider):
         self.error, self.events, self.left, self.inside, self.met = error, events, k, 0, None
         self.within = within.__code__
 

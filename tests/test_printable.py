@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rigs.command import run
 
 from megapatch import _printable
-from megapatch._cli.doctor import issue
+from megapatch._cli.doctor.command import markdown
 from megapatch._cli.doctor.examination import Examination
 from megapatch._cli.doctor.origins import Package
 from megapatch._reporting import terminal
@@ -91,7 +91,7 @@ def printed(found: Examination, monkeypatch) -> dict[str, str]:
         "text": lambda: terminal.write(found.text(100)),
         "json": lambda: terminal.write_json(found.to_dict()),
         "report": lambda: terminal.write(str(found.report)),
-        "issue": lambda: terminal.write(issue.markdown(found)),
+        "issue": lambda: terminal.write(markdown(found)),
         "notes": lambda: [terminal.note(problem) for problem in found.problems],
     }.items():
         with monkeypatch.context() as patched:

@@ -5,10 +5,13 @@ Where the installed megatron-core has no train(), the demo shows the forward pre
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .._engine.settings import DISABLE, ONLY
@@ -28,7 +31,6 @@ from .demo_runs import (
     train_once,
     train_without,
 )
-from .heartbeat import heartbeat
 
 RANKS = 2
 COLUMNS = 80
@@ -180,3 +182,40 @@ def _paragraph(text: str) -> None:
 def _cannot(sentence: str) -> int:
     terminal.note(sentence)
     return 2
+
+
+DOT_EVERY = 5.0
+"""Seconds between two dots where the output is not a terminal."""
+
+
+@contextlib.contextmanager
+def heartbeat(text: str) -> Iterator[None]:
+    """Print the text, keep it alive while the block runs, and end the line with the seconds that it took.
+
+    On a terminal the seconds count up; elsewhere a dot is added every `DOT_EVERY` seconds. If the
+    block raises, the line ends there.
+    """
+    started = time.monotonic()
+    done = threading.Event()
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+
+    def beat() -> None:
+        with contextlib.suppress(terminal.OutputLost):  # the main thread's next line finds out
+            while not done.wait(1.0 if on_terminal else DOT_EVERY):
+                seconds = f"{time.monotonic() - started:.0f} s"
+                terminal.write(f"{text} {seconds}" if on_terminal else ".", end="", over=on_terminal)
+                terminal.flush()
+
+    terminal.write(text, end="")
+    terminal.flush()
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    ending = ""
+    try:
+        yield
+        ending = f" {time.monotonic() - started:.0f} s"
+    finally:
+        done.set()
+        thread.join()
+        again = on_terminal and bool(ending)
+        terminal.write(f"{text}{ending}" if again else ending, over=again)

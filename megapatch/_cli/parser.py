@@ -218,7 +218,7 @@ def _add_explain(commands: Any) -> None:
 
 def _add_run(commands: Any) -> None:
     from .._engine.settings import AUDIT
-    from ..reach._run.launch import launch
+    from ..reach._run import launch
 
     command = _command(
         commands,

@@ -11,16 +11,16 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from .._troubleshooting import see
-from ..patch import Patch, Status
+from ..patch import Patch, PatchInfo, Status
+from ..patches import _catalogue
 from . import watch
 from .edges import broken_modules_are_logged, clean_record
 from .entry_points import third_parties
-from .families import families
 from .first_sign import FirstSign
 from .record import Off, Record, Unloaded
 from .roster import Roster
@@ -100,7 +100,7 @@ class Engine:
         self._restore(self.roster.of_patches(chosen))
 
     def _restore(self, chosen: Collection[Record]) -> None:
-        from .batch import restore
+        from .site_record import restore
 
         restore(chosen)
 
@@ -228,7 +228,7 @@ class Engine:
 
     def _consider(self, sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> None:
         if self.roster.sites:  # most processes that import megapatch import nothing that it patches
-            from .batch import consider
+            from .site_record import consider
 
             self._applied += consider(sites)
 
@@ -286,6 +286,21 @@ def _note_looked_for(records: Iterable[Record]) -> None:
     """Have these records count as missed from now on, if their module is loaded and was not considered."""
     for record in records:
         record.looked_for = True
+
+
+def families() -> Iterator[Unloaded]:
+    """Yield a record of each family of megapatch's own patches, in the catalogue's order.
+
+    A family is imported when one of its targets' modules is. So `import megapatch` costs the same whatever the
+    number of families, and a process pays for those that it uses.
+    """
+    for family, modules_by_name in _catalogue.CATALOGUE.items():
+        patches = tuple(
+            PatchInfo(name, f"{name} is not loaded.", None, tuple(modules))
+            for name, modules in modules_by_name.items()
+        )
+        load = functools.partial(_catalogue.of_family, family)
+        yield Unloaded(f"{family}.*", f"megapatch.patches.{family}", patches, load, names_are_known=True)
 
 
 @functools.cache

@@ -1,13 +1,14 @@
-"""One site of a patch: considered, installed, overwritten, restored."""
+"""Sites of patches: considered, installed, overwritten, restored; several with one search for all holders."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 
 from .. import _versions
@@ -267,3 +268,55 @@ class SiteRecord(Record):
 
 def _throw(error: BaseException) -> None:
     raise error
+
+
+def consider(sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> list[SiteRecord]:
+    """Consider these sites, then look once for all other holders of the replaced functions.
+
+    Args:
+        sites: with their modules, and whether to wait where another thread is considering one.
+
+    Returns:
+        The records of those that were applied.
+    """
+    fresh: list[SiteRecord] = []
+    try:
+        for record, module, wait in sites:
+            fresh.append(record)
+            if not record.consider(module, wait):
+                fresh.pop()
+        seen, places = _search(fresh)
+        return [record for record, installed in seen if record.rebind(installed, places)]
+    except BaseException as error:  # Ctrl-C, or out of memory: no holder may be left with a different function
+        for record in fresh:
+            with contextlib.suppress(BaseException):  # this one again
+                record.abandon(error)
+        if not fresh or not isinstance(error, Exception) or comes_from_outside(error):
+            raise
+    return []
+
+
+def _search(
+    fresh: list[SiteRecord],
+) -> tuple[list[tuple[SiteRecord, tuple[ReplacedTarget, ...]]], dict[int, list[holders.Holder]]]:
+    """Return the targets installed at these sites, and the holders of their originals."""
+    # In this order: another thread searches for the targets that it installs meanwhile.
+    seen = [(record, record.installed) for record in fresh]
+    originals = [target.original for _, installed in seen for target in installed if target.may_be_held]
+    return seen, holders.find(originals)
+
+
+def restore(records: Collection[Record]) -> None:
+    """Put back the originals of these records, the latest installed first, all or none.
+
+    Raises:
+        RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
+    """
+    with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
+        for record in records:
+            locks.enter_context(record.lock)
+        going = [target for record in records for target in record.installed]
+        check_current(going, going)
+        found = holders.find([target.replacement for target in going])
+        for record in sorted(records, key=lambda record: record.installation, reverse=True):
+            record.restore(found)

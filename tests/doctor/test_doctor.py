@@ -8,7 +8,7 @@ import sys
 import pytest
 from rigs.command import run
 
-from megapatch._cli.doctor import issue, probe, routes
+from megapatch._cli.doctor import command, examination, probe
 from megapatch._engine.advice import ISSUE_TRACKER
 from megapatch._reporting.report import make_report
 from megapatch.patches import PATCHES
@@ -174,13 +174,13 @@ def test_a_report_has_the_tracebacks(fake_megatron):
 def test_a_report_is_without_names_and_credentials(monkeypatch, text, shortened):
     monkeypatch.setenv("HOME", "/folk/carol")
     monkeypatch.setenv("LOGNAME", "carol")
-    assert issue.without_names(text) == shortened
+    assert command.without_names(text) == shortened
 
 
 def test_a_user_who_is_called_like_a_package(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ray")
     monkeypatch.setenv("LOGNAME", "ray")
-    assert issue.without_names("/home/ray/lib/site-packages/ray/x.py") == "~/lib/site-packages/ray/x.py"
+    assert command.without_names("/home/ray/lib/site-packages/ray/x.py") == "~/lib/site-packages/ray/x.py"
 
 
 def test_doctor_tells_why_for_each_site(fake_megatron):
@@ -288,7 +288,7 @@ def test_a_probe_does_not_wait_for_ever(modules, tmp_path):
 
 def test_each_way_in_is_told_from_facts(tmp_path, monkeypatch):
     def told(ray="2.51.1", off=False, **environment):
-        return routes.routes(make_report([]), ray, [], off, environment)
+        return examination.routes(make_report([]), ray, [], off, environment)
 
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     (nothing_here, ray_alone) = told(ray=None), told()

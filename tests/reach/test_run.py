@@ -11,7 +11,7 @@ import pytest
 from rigs.needs import needs_megatron
 from rigs.run import environment, run, start
 
-from megapatch.reach._run import launch
+from megapatch.reach import _run
 from megapatch.reach._run.site.sitecustomize import HERE, TARGETS
 
 
@@ -71,7 +71,7 @@ def test_a_command_that_cannot_be_started(tmp_path):
         ["no-such-command"],
         *([f"./{name}"] for name in ("absent", "plain/x", "stray", "plain", "bare")),
     ]
-    script = f"from megapatch.reach._run.launch import launch\nprint([launch(words) for words in {commands}])"
+    script = f"from megapatch.reach._run import launch\nprint([launch(words) for words in {commands}])"
     path = f"{os.environ['PATH']}{os.pathsep}{tmp_path / 'locked'}"
     shown = start(sys.executable, "-c", script, env=environment(PATH=path), cwd=tmp_path)
     assert shown.stdout == "[2, 2, 127, 127, 127, 127, 126, 126]\n"
@@ -91,7 +91,7 @@ def test_a_command_that_cannot_be_started(tmp_path):
 
 def test_once_as_it_starts_it_says_what_it_reaches():
     shown = run(sys.executable, "-c", "pass", env=environment(MEGAPATCH_QUIET="0"))
-    assert shown.stderr == f"megapatch run: {launch.REACH}\n"
+    assert shown.stderr == f"megapatch run: {_run.REACH}\n"
 
 
 @pytest.mark.parametrize(
@@ -115,18 +115,18 @@ def test_once_as_it_starts_it_says_what_it_reaches():
     ],
 )
 def test_signs_in_the_command_that_it_reaches_nothing(command, sign):
-    told = launch.out_of_reach(command.split())
+    told = _run.out_of_reach(command.split())
     assert [sign in text for text in told] == [True] * bool(sign)
 
 
 def test_pythonpath_keeps_what_it_held_and_gets_no_empty_part():
     def path(before):
-        return launch.reaching(before, {"b", "a"})["PYTHONPATH"].split(os.pathsep)
+        return _run.reaching(before, {"b", "a"})["PYTHONPATH"].split(os.pathsep)
 
     assert path({}) == path({"PYTHONPATH": ""}) == [HERE]
     assert path({"PYTHONPATH": "/a::/b"}) == [HERE, "/a", "", "/b"]
     assert path({"PYTHONPATH": f"/a{os.pathsep}{HERE}"}) == path({"PYTHONPATH": "/a"}) == [HERE, "/a"]
-    assert launch.reaching({"OTHER": "1"}, {"b", "a"}) == {"OTHER": "1", "PYTHONPATH": HERE, TARGETS: "a,b"}
+    assert _run.reaching({"OTHER": "1"}, {"b", "a"}) == {"OTHER": "1", "PYTHONPATH": HERE, TARGETS: "a,b"}
 
 
 def test_the_targets_are_those_of_all_patches(project):

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from megapatch.reach._run import launch
+from megapatch.reach._run import reaching
 
 PATCH = """
 import functools
@@ -59,7 +59,7 @@ def environment(*folders, **more):
 
 def below(*folders, **more):
     """Return the environment of a process that `megapatch run` starts."""
-    return launch.reaching(environment(*folders, **more), {"greeter", "greeter2"})
+    return reaching(environment(*folders, **more), {"greeter", "greeter2"})
 
 
 def start(*command, env, **options):
