@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from .._engine.advice import sections
 from .._engine.engine import this_process
@@ -19,11 +19,8 @@ _HEADING = re.compile("[A-Z][a-z]+ {2,}")
 _PARAGRAPH_ENDS = re.compile(r"\n(?! )")
 
 
-def list_patches(markdown: bool) -> int:
+def list_patches() -> int:
     """Print one line for each patch, in the catalogue's order."""
-    if markdown:
-        terminal.write(markdown_table(PATCHES))
-        return 0
     patches = _all_patches()
     width = max(len(patch.name) for patch in patches)
     columns = terminal.columns_of_a_terminal()
@@ -32,16 +29,6 @@ def list_patches(markdown: bool) -> int:
     for patch in patches:
         _write_fitted(f"{patch.name:{width}}  {patch.summary}", width + 2, columns)
     return 0
-
-
-def markdown_table(patches: Iterable[Patch]) -> str:
-    """Return a table of patches: name, summary, and where the defect was reported."""
-    rows = ["| patch | what it makes right | upstream | changes numbers |", "| --- | --- | --- | --- |"]
-    for patch in patches:
-        numbers = "yes" if patch.changes_numbers else "no"
-        reported = f"<{patch.upstream}>" if patch.upstream else "not reported"
-        rows.append(f"| `{patch.name}` | {patch.summary} | {reported} | {numbers} |")
-    return "\n".join(rows)
 
 
 def explain(names: Sequence[str]) -> int:

@@ -192,10 +192,7 @@ def _add_list(commands: Any) -> None:
         description="List all patches in the order in which they are considered, third-party patches\nlast.",
         epilog="exit codes:\n  0  listed\n",
     )
-    command.add_argument(
-        "--markdown", action="store_true", help="print megapatch's own patches as a Markdown table"
-    )
-    command.set_defaults(run=lambda options: list_patches(options.markdown))
+    command.set_defaults(run=lambda options: list_patches())
 
 
 def _add_explain(commands: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megapatch._cli.catalog import markdown_table
+from megapatch.patch import Patch
 from megapatch.patches import PATCHES
 
 from .limits import FAMILIES
@@ -19,5 +19,14 @@ def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for family in dict.fromkeys(patch.family for patch in PATCHES):
-        parts += [f"## {FAMILIES[family]}", markdown_table([patch for patch in PATCHES if patch.family == family])]
+        parts += [f"## {FAMILIES[family]}", _table([patch for patch in PATCHES if patch.family == family])]
     return "\n\n".join(parts) + "\n"
+
+
+def _table(patches: list[Patch]) -> str:
+    rows = ["| patch | what it makes right | upstream | changes numbers |", "| --- | --- | --- | --- |"]
+    for patch in patches:
+        numbers = "yes" if patch.changes_numbers else "no"
+        reported = f"<{patch.upstream}>" if patch.upstream else "not reported"
+        rows.append(f"| `{patch.name}` | {patch.summary} | {reported} | {numbers} |")
+    return "\n".join(rows)
