@@ -28,7 +28,6 @@ from ._gathers import Gathers
 from ._generation import Generation
 from ._gradients import Gradients
 from ._history import History
-from ._invariants import INVARIANTS, Invariant
 from ._kept import Kept
 from ._leaving import Leaving
 from ._loads import Loads
@@ -39,21 +38,22 @@ from ._offloads import Offloads
 from ._ranks import Ranks
 from ._repairs import Repair
 from ._report import AuditReport, make
-from ._rules import Rule, rules
+from ._rules import RULES, Rule
 from ._scales import Scales
 from ._schedules import Schedules
 from ._settings import Settings, settings_for
+from ._statuses import RuleStatus, statuses
 from ._steps import Steps
 from ._tokens import Tokens
 from ._weights import Weights, are_equal, weights_digest
 
 __all__ = [
-    "INVARIANTS",
+    "RULES",
     "AuditReport",
     "Finding",
-    "Invariant",
     "Repair",
     "Rule",
+    "RuleStatus",
     "clear",
     "compare_weights",
     "findings",
@@ -99,12 +99,12 @@ class _Process:
         self.audit: Audit | None = None
         self.ledger = Ledger()
         self.settings: Settings | None = None
-        self.rules: tuple[Rule, ...] = ()  # when it ended
+        self.statuses: tuple[RuleStatus, ...] = ()  # of the rules, when it ended
         self.leaving = Leaving()
 
     def report(self, ended: bool = False) -> AuditReport:
         """Return the report as it is now, without judging what waits for it."""
-        found = rules(self.ledger, self.audit) if self.audit or not self.rules else self.rules
+        found = statuses(self.ledger, self.audit) if self.audit or not self.statuses else self.statuses
         return make(self.ledger, self.settings, found, ended or self.audit is None)
 
     def leave(self, ended: bool = False) -> None:
@@ -154,7 +154,7 @@ def stop() -> None:
     if audit is None:
         return
     _judge()
-    _PROCESS.rules = rules(audit.ledger, audit)  # while its patches are in place
+    _PROCESS.statuses = statuses(audit.ledger, audit)  # while its patches are in place
     this_process().install_below(())
     _PROCESS.audit = None
     atexit.unregister(_summarize)

@@ -35,6 +35,8 @@ SCHEDULES = (
 )
 
 _NOTHING = object()
+_KINDS = {"no-sync": "no_sync()", "config": "config.", "other": "the "}
+"""By kind of finding, the beginning of the names of what it is about."""
 
 
 class Calls(Part):
@@ -112,9 +114,10 @@ class Calls(Part):
             self.interrupted_machines.add(machine)
 
     def _report(self, changed: list[str], where: tuple[str, ...] | None = None) -> None:
-        if changed:
-            what = f"a forward-backward call did not put back {', '.join(changed)}"
-            self.ledger.report("hooks-balanced", "call", what, where)
+        for kind, words in _KINDS.items():
+            if names := [name for name in changed if name.startswith(words)]:
+                what = f"a forward-backward call did not put back {', '.join(names)}"
+                self.ledger.report("hooks-balanced", kind, what, where)
 
     # ------------------------------------------------------------------------ the rerun machine
     def watch_machine(self, should_run: Callable[..., Any]) -> Callable[..., Any]:

@@ -188,7 +188,7 @@ class Gathers(Part):
         read = [parameter for parameter in parameters if id(parameter) in waiting]
         if read:
             what = f"{reader} reads {self._name(read)} before the gather"
-            self.ledger.report("gathered-when-read", reader, what)
+            self.ledger.report("gathered-when-read", "read", what, about=reader)
 
     @observes
     def _note_sent(self, collective: str, arguments: tuple[Any, ...]) -> None:
@@ -199,7 +199,7 @@ class Gathers(Part):
         sent = [parameter for parameter in waiting if memory & _memory_of([parameter])] if memory else []
         if sent:
             what = f"{collective}() sends {self._name(sent)} before the gather"
-            self.ledger.report("gathered-when-read", collective, what)
+            self.ledger.report("gathered-when-read", "sent", what, about=collective)
 
     def _name(self, parameters: list[Any]) -> str:
         named = (pair for chunk in self.audit.models.chunks for pair in chunk.module.named_parameters())

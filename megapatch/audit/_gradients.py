@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from .._mcore.rerun_machine import is_rerunning
@@ -116,12 +116,14 @@ class Gradients(Part):
         param = state.parameters[number]
         if state.stepped:
             if not is_zero(state, param):  # else zeroed by hand
-                what = f"the gradient of {_name(ddp, [param])} is added to those that the last optimizer step used"
+                what = (
+                    f"the gradient of {_name_of(ddp, [param])} is added to those that the last optimizer step used"
+                )
                 self.ledger.report("fresh-gradients", "after-step", what)
             state.reset()  # a finding once a step and bucket
         else:
-            what = f"the gradient of {_name(ddp, [param])} is added to a bucket after its reduce has begun"
-            self.ledger.report("reduced-once", "added-after", what)
+            what = f"the gradient of {_name_of(ddp, [param])} is added to a bucket after its reduce has begun"
+            self.ledger.report("reduced-once", "late", what)
 
     def watch_resets(self, reset: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(reset)
@@ -210,31 +212,31 @@ class Gradients(Part):
             are_new: whether any gradients have come to the model since they were zeroed.
         """
         states = states_of(chunk)
-        lost = [state for state in states if state.lost or (state.dropped and not are_new)]
-        dropped = [state for state in states if state.dropped and not state.lost and are_new]
-        suspects = [state for state in states if state.reduces != 1 and state.arrivals and not state.stepped]
-        if lost:
-            when = ", and others came, before" if are_new else " right before"
-            self._report_zeroed("gradients-used", chunk, lost, f"were zeroed{when} the optimizer step")
-        if dropped:
-            when = "were zeroed after they were reduced, and others came, before the optimizer step"
-            self._report_zeroed("gradients-dropped", chunk, dropped, when)
-        if suspects:
-            self._report_reduces(chunk, [state for state in suspects if ranks_of(state) > 1])
+        self._judge_zeroed(chunk, states, are_new)
+        self._judge_reduces(chunk, states)
         return any(state.arrivals or state.stepped for state in states)
 
-    def _report_zeroed(self, rule: str, chunk: Any, states: list[BucketState], event: str) -> None:
-        name = _name(chunk, _parameters(states))
-        self.ledger.report(rule, event, f"the gradients of {name} {event}")
+    def _judge_zeroed(self, chunk: Any, states: list[BucketState], are_new: bool) -> None:
+        lost = [state for state in states if state.lost or (state.dropped and not are_new)]
+        dropped = [state for state in states if state.dropped and not state.lost and are_new]
+        if lost:
+            kind, when = ("others-came", ", and others came,") if are_new else ("right-before", " right")
+            what = f"the gradients of {_name(chunk, lost)} were zeroed{when} before the optimizer step"
+            self.ledger.report("gradients-used", kind, what)
+        if dropped:
+            when = "were zeroed after they were reduced, and others came, before the optimizer step"
+            self.ledger.report("gradients-dropped", "reduced", f"the gradients of {_name(chunk, dropped)} {when}")
 
-    def _report_reduces(self, chunk: Any, suspects: list[BucketState]) -> None:
-        unreduced = _parameters(state for state in suspects if not state.reduces)
+    def _judge_reduces(self, chunk: Any, states: list[BucketState]) -> None:
+        suspects = [state for state in states if state.reduces != 1 and state.arrivals and not state.stepped]
+        suspects = [state for state in suspects if ranks_of(state) > 1]
+        unreduced = [state for state in suspects if not state.reduces]
+        repeated = [state for state in suspects if state.reduces]
         if unreduced:
             what = f"the gradients of {_name(chunk, unreduced)} were not reduced"
             self.ledger.report("reduced-once", "never", what)
-        repeated = _parameters(state for state in suspects if state.reduces)
         if repeated:
-            times = max(state.reduces for state in suspects)
+            times = max(state.reduces for state in repeated)
             what = f"the gradients of {_name(chunk, repeated)} were reduced {times} times"
             self.ledger.report("reduced-once", "repeated", what)
 
@@ -250,9 +252,9 @@ class Gradients(Part):
         self._used[step.optimizer] = ever_arrived(step.chunks)
 
 
-def _name(chunk: Any, parameters: list[Any]) -> str:
+def _name(chunk: Any, states: list[BucketState]) -> str:
+    return _name_of(chunk, [parameter for state in states for parameter in state.parameters])
+
+
+def _name_of(chunk: Any, parameters: list[Any]) -> str:
     return describe(parameters, chunk.module.named_parameters())
-
-
-def _parameters(states: Iterable[BucketState]) -> list[Any]:
-    return [parameter for state in states for parameter in state.parameters]

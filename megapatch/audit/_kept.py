@@ -70,7 +70,7 @@ class Kept(Part):
         """Report changes in the steps until now."""
         for what, step in self._changed.read():
             text = f"{what} are not what the optimizer's last step has left, and no load was seen"
-            self.ledger.report("kept-between-steps", what, text, step=step)
+            self.ledger.report("kept-between-steps", what.partition(" ")[0], text, step=step)
 
     @observes
     def forget(self) -> None:

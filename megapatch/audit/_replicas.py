@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from .._engine.ranks import numbered
 from .._mcore import random_streams
 
-DATA, EXPERTS = "data-parallel", "expert-parallel"
+DATA, EXPERT_DATA, TENSOR = "data-parallel", "expert-data-parallel", "tensor-parallel"
+EXPERTS = "expert-parallel"
 
 
 class Replicas(NamedTuple):
@@ -34,11 +35,11 @@ def replicas_of(parameters: list[Any]) -> Iterator[Replicas]:
             _replicating(parallel_state.get_data_parallel_group, with_context_parallel=True),
             dense,
         ),
-        Replicas("tensor-parallel", parallel_state.get_tensor_model_parallel_group(), whole),
+        Replicas(TENSOR, parallel_state.get_tensor_model_parallel_group(), whole),
     ]
     if experts:
         group = _replicating(parallel_state.get_expert_data_parallel_group)
-        found.append(Replicas("expert-data-parallel", group, experts))
+        found.append(Replicas(EXPERT_DATA, group, experts))
         group = parallel_state.get_expert_model_parallel_group()
         found.append(Replicas(EXPERTS, group, _expert_streams(experts[0].device)))
     if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:

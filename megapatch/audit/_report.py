@@ -11,11 +11,10 @@ from .._engine.ranks import place
 from .._printable import clean_data
 from .._reporting.report import make_report
 from .._version import exact_version
-from ._causes import causes_of
 from ._findings import Finding, Ledger
-from ._invariants import INVARIANTS
-from ._rules import Rule
+from ._rules import RULES
 from ._settings import Settings
+from ._statuses import RuleStatus
 from ._summary import SCHEMA, summarize
 from ._words import text
 
@@ -49,7 +48,7 @@ class AuditReport(NamedTuple):
     began: float
     seconds: float
     ended: bool
-    rules: tuple[Rule, ...]
+    rules: tuple[RuleStatus, ...]
     findings: tuple[Finding, ...]
     notes: tuple[Finding, ...]
     events: dict[str, Any]
@@ -75,7 +74,7 @@ class AuditReport(NamedTuple):
         return text(summarize([self.to_dict()]))
 
 
-def make(ledger: Ledger, settings: Settings | None, rules: tuple[Rule, ...], ended: bool) -> AuditReport:
+def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:
     """Return the report of a ledger as it is now."""
     rank, size, _ = ledger.place = _place(ledger)
     this_process().load_families()
@@ -105,16 +104,17 @@ def _place(ledger: Ledger) -> tuple[int, int, bool]:
 def _described(finding: Finding) -> dict[str, Any]:
     """Return a finding with all that is known of its rule: its reader may have another version of megapatch."""
     return {
-        "rule": finding.invariant,
+        "rule": finding.rule,
+        "kind": finding.kind,
         "what": finding.what,
-        "means": INVARIANTS[finding.invariant].means,
+        "means": RULES[finding.rule].means,
         "rank": finding.rank,
         "step": finding.step,
         "last_step": finding.last_step,
         "count": finding.count,
         "where": list(finding.where),
         "causes": [
-            {"cause": cause.cause, "check": cause.check} for cause in causes_of(finding.invariant, finding.what)
+            {"cause": cause.cause, "check": cause.check} for cause in RULES[finding.rule].causes_of(finding.kind)
         ],
         "patches": [repair._asdict() for repair in finding.repairs],
     }

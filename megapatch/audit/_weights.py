@@ -55,11 +55,10 @@ def are_equal(ledger: Ledger, trained: str, received: str | Iterable[str], versi
     wrong = [digest for digest in all_received if digest != trained]
     if wrong:
         of = "" if version is None else f" of version {version}"
-        engines = (
-            f"{len(wrong)} of {len(all_received)} engines have" if len(all_received) > 1 else "generation has"
-        )
+        are_many = len(all_received) > 1
+        engines = f"{len(wrong)} of {len(all_received)} engines have" if are_many else "generation has"
         what = f"{engines} not received the weights{of} that were trained: {wrong[0]} instead of {trained}"
-        ledger.report("weights-synced", "digest", what)
+        ledger.report("weights-synced", "engines" if are_many else "generation", what)
     return not wrong
 
 

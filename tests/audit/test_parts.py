@@ -25,7 +25,7 @@ def watching():
 
 
 def rules(watching):
-    return [finding.invariant for finding in watching.ledger.findings()]
+    return [finding.rule for finding in watching.ledger.findings()]
 
 
 # ------------------------------------------------------------------------ gradients

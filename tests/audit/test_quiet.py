@@ -247,7 +247,7 @@ def in_layout(layout, function, *args):
     """Call a function in a layout, and return what is noted."""
     init_parallel(**layout)
     function(*args)
-    return [note.invariant for note in audit.notes()]
+    return [note.rule for note in audit.notes()]
 
 
 LARGE = ("embedding*", "*linear*", "output*")

@@ -94,7 +94,7 @@ def differing_at_the_end(rank, world_size, is_taken_down):
     model.train_step(1)
     if is_taken_down:
         init_parallel()
-    return [(finding.invariant, finding.count) for _ in range(2) for finding in audit.findings()]
+    return [(finding.rule, finding.count) for _ in range(2) for finding in audit.findings()]
 
 
 @pytest.mark.parametrize("is_taken_down", [False, True], ids=["", "its groups are gone"])
@@ -119,7 +119,7 @@ def unable(rank, world_size):
         next(model.chunks[0].parameters()).add_(rank)
     for step in (2, 3, 4):
         model.train_step(step)
-    return [(finding.invariant, finding.step) for finding in audit.findings()]
+    return [(finding.rule, finding.step) for finding in audit.findings()]
 
 
 @pytest.mark.thorough
@@ -151,7 +151,7 @@ def started_late(rank, world_size):
     for step in range(2):
         model.forward_backward(step)
         model.optimizer.step()
-    found = [finding.invariant for finding in audit.findings()]
+    found = [finding.rule for finding in audit.findings()]
     audit.stop()
     audit.clear()
     tiny_gpt().train_step()
@@ -222,7 +222,7 @@ def seeded(rank, world_size):
         model_parallel_cuda_manual_seed(seed)
         with Operations() as operations:
             part_of(running_audit(), _ranks.Ranks)._compare_seeds(seed, ())
-        found.append([note.invariant for note in audit.notes()])
+        found.append([note.rule for note in audit.notes()])
         audit.clear()
         assert not operations.found, operations.found
     return found

@@ -170,7 +170,7 @@ def lines_of(rank, world_size, folder):
 
     def take(*more):
         found = [*audit.findings(), *audit.notes()]
-        named.update((each.invariant, _source(each.where[-1])) for each in found)
+        named.update((each.rule, _source(each.where[-1])) for each in found)
         audit.clear()
 
     mistake = MISTAKES["stages have one seed"]
@@ -272,7 +272,7 @@ def test_without_an_audit_there_is_a_report():
 def test_what_became_of_the_rules(ranks):
     for (*_, ended), _ in ranks[1]:
         status = {rule["name"]: rule["status"] for rule in ended["rules"]}
-        assert list(status) == list(audit.INVARIANTS)
+        assert list(status) == list(audit.RULES)
         assert status["ranks-agree"] == "broken" and status["reduced-once"] == "kept"
         assert status["weights-synced"] == "not watched"
         assert status["training-mode"] == "kept"  # whose part replaces nothing
@@ -284,7 +284,7 @@ def test_a_note_that_is_accepted_and_secrets():
     ledger = Ledger(("schedule-once",))
     ledger.report("schedule-once", "twice", "x")
     ledger.report("resumed", "x", "failed: https://me:hunter2@host/ token=hf_0123456789abcdefghij")
-    report = audit._report.make(ledger, None, audit._rules.rules(ledger, None), ended=False)
+    report = audit._report.make(ledger, None, audit._statuses.statuses(ledger, None), ended=False)
     assert {rule.name: rule.status for rule in report.rules}["schedule-once"] == "accepted"
     assert "hunter2" not in json.dumps(report.to_dict()) + str(report)
     assert "0123456789" not in json.dumps(report.to_dict()) + str(report)

@@ -19,7 +19,7 @@ def watching():
 
 
 def noted(watching):
-    return [found.invariant for found in watching.ledger.notes()]
+    return [found.rule for found in watching.ledger.notes()]
 
 
 # ------------------------------------------------------------------------ samples
@@ -109,7 +109,7 @@ def test_what_was_loaded_is_looked_for(watching, loaded, moment, is_found):
     optimizer, loads = Optimizer(moment), part_of(watching, Loads)
     loads.watch_optimizer(lambda *ignored: None)(optimizer, loaded)
     loads.begin_step(Step(optimizer, []))
-    assert [found.invariant for found in watching.ledger.findings()] == ["loaded-is-there"] * is_found
+    assert [found.rule for found in watching.ledger.findings()] == ["loaded-is-there"] * is_found
 
 
 def test_moments_may_be_loaded_on_their_own(watching):

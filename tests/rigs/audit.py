@@ -14,8 +14,8 @@ class Thing(SimpleNamespace):
 
 
 def found():
-    """Return (invariant, what) of each finding."""
-    return [(finding.invariant, finding.what) for finding in audit.findings()]
+    """Return (rule, what) of each finding."""
+    return [(finding.rule, finding.what) for finding in audit.findings()]
 
 
 def idle_audit():
