@@ -1,10 +1,10 @@
-"""ranks-agree, stages-differ and expert-streams-differ: ranks have the same parameters, and other random numbers.
+"""ranks-agree, stages-differ: ranks have the same parameters, and stages other random numbers.
 
 Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50): a hash of the parameters that
           are the same in a group, and one all-reduce of 48 or 96 bytes a group. A rank that missed a gather, a
           broadcast or a reduce trains another model, whose gradients are averaged with the others' all the same.
           model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline stages with the same one drop
-          the same elements. With experts, the random streams of the ranks that have others of them.
+          the same elements.
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
@@ -31,7 +31,7 @@ from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
 from ._notes import Notes
 from ._participants import Participants
-from ._replicas import DATA, EXPERTS, Replicas, ranks_of, replicas_of
+from ._replicas import DATA, Replicas, ranks_of, replicas_of
 from ._sites import site
 
 log = logging.getLogger("megapatch")
@@ -104,7 +104,7 @@ class Ranks(Part):
                 if replicas.what == DATA:
                     hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
                 compared.append(_Compared(replicas, _highest(hashes, replicas.group)))
-                self.ledger.met.add("ranks-agree" if replicas.what != EXPERTS else "expert-streams-differ")
+                self.ledger.met.add("ranks-agree")
         self._compared.set(chunks[0], compared)
 
     def _all_compare(self, replicas: Replicas, chunk: Any) -> bool:
@@ -120,14 +120,9 @@ class Ranks(Part):
         for chunk in list(self.audit.models.chunks):
             compared = self._compared.get(chunk, [])
             for earlier in compared:
-                what = earlier.replicas.what
-                if earlier.is_reported:
-                    continue
-                if what == EXPERTS:
-                    self._judge_streams(earlier)
-                elif _differ(earlier.hashes.tolist())[0]:
-                    where = ranks_of(earlier.replicas)
-                    self.ledger.report("ranks-agree", what, f"a parameter is not the same on {where}")
+                if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
+                    what = f"a parameter is not the same on {ranks_of(earlier.replicas)}"
+                    self.ledger.report("ranks-agree", earlier.replicas.what, what)
             # They stay: all ranks ask for names together in the next step.
             self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
 
@@ -152,10 +147,6 @@ class Ranks(Part):
     def _judge(self, earlier: _Compared, chunks: list[Any]) -> None:
         """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
         what, group, parameters = earlier.replicas
-        if what == EXPERTS:
-            if not earlier.is_reported:
-                self._judge_streams(earlier)
-            return
         highest = earlier.hashes.tolist()
         if what == DATA:
             self.audit.part(Microbatches).judge_ranks(ranks_of(earlier.replicas), *(each[-1] for each in highest))
@@ -169,13 +160,6 @@ class Ranks(Part):
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
         name = describe(wrong or parameters, named)
         self.ledger.report("ranks-agree", what, f"{name} is not the same on {ranks_of(earlier.replicas)}")
-
-    def _judge_streams(self, earlier: _Compared) -> None:
-        highest = earlier.hashes.tolist()
-        has_failed = highest[0][0][2]
-        if not (has_failed or _differ(highest)[0]):
-            what = f"the random streams of {ranks_of(earlier.replicas)} are the same"
-            self.ledger.report("expert-streams-differ", "stream", what)
 
     def _hashes(self, parts: list[list[Any]]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.

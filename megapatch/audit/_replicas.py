@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .._engine.ranks import numbered
-from .._mcore import random_streams
 
 DATA, EXPERT_DATA, TENSOR = "data-parallel", "expert-data-parallel", "tensor-parallel"
-EXPERTS = "expert-parallel"
 
 
 class Replicas(NamedTuple):
-    """Parameters that all ranks of a group have alike; of EXPERTS the random streams, which differ."""
+    """Parameters that all ranks of a group have alike."""
 
     what: str
     group: Any
@@ -40,20 +38,9 @@ def replicas_of(parameters: list[Any]) -> Iterator[Replicas]:
     if experts:
         group = _replicating(parallel_state.get_expert_data_parallel_group)
         found.append(Replicas(EXPERT_DATA, group, experts))
-        group = parallel_state.get_expert_model_parallel_group()
-        found.append(Replicas(EXPERTS, group, _expert_streams(experts[0].device)))
     if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
         found.append(Replicas("embedding", parallel_state.get_embedding_group(), tied))
     return (replicas for replicas in found if replicas.parameters and replicas.group.size() > 1)
-
-
-def _expert_streams(device: Any) -> list[Any]:
-    """Return the state of this rank's stream for experts, if it is a tensor."""
-    import torch
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    state = get_cuda_rng_tracker().get_states().get(random_streams.EXPERTS)
-    return [state.to(device)] if isinstance(state, torch.Tensor) else []
 
 
 def ranks_of(replicas: Replicas) -> str:

@@ -129,12 +129,6 @@ scaled-once: finding
   changed: the scale changes between the backward pass and the step | the timeline has a load between them; or an
     overflow of another optimizer's step
 
-averaged-alike: note
-  says: Gradients of a bucket are multiplied by the factor that DistributedDataParallel has computed for it.
-  means: Parameters of that bucket learn at another rate, as experts that are averaged over other ranks.
-  any: experts have a factor set by hand | the parameters are experts'; the other factor is that of dense layers
-  any: a loss is normalized over ranks by the factor, on purpose | all buckets have the same one
-
 unscaled-once: finding
   says: The optimizer divides the gradients of a step by the loss scale once.
   means: Gradients are too small by the loss scale.
@@ -171,13 +165,6 @@ fresh-counts: finding
   needs: no call of Megatron's schedules has trained a model whose routers count tokens
   any: a step was dropped, and only its gradients were zeroed | the timeline has an exception before
   any: log-probabilities are computed in training mode | found after each forward-only call
-
-divided-by-tokens: note
-  says: With calculate_per_token_loss, gradients are divided by the number of their tokens.
-  means: They are larger or smaller by a factor, which some losses, as of Dr. GRPO, mean to have.
-  needs: no call of Megatron's schedules has trained
-  any: the loss is divided by a number of its own, as in Dr. GRPO | the number is a constant
-  any: the number of tokens is that of one rank, or with padding | the number varies with the batch
 
 ranks-agree: finding
   says: Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.
@@ -257,14 +244,6 @@ stages-differ: note
   any: the seed is the same on all stages, and not raised by 100 for each as Megatron does | the line is that of
     the seeding
 
-expert-streams-differ: note
-  says: Expert-parallel ranks draw different random numbers.
-  means: Experts of different ranks drop the same elements, as after a load of one rank's streams.
-  needs: no random streams of expert ranks were compared
-  any: a checkpoint has the streams of the first expert rank for all (Megatron-LM#6858) | the timeline has a
-    load; seed expert ranks again after it
-  any: expert ranks are seeded alike | found at the first comparison of the run
-
 learning-rate-moves: finding
   says: The learning rate's schedule advances after successful steps only.
   means: Each overflow costs a step of warm-up or decay.
@@ -279,13 +258,6 @@ schedule-once: note
   needs: no OptimizerParamScheduler has advanced
   any: trainer and engine both advance it | the line is not the only one that does
   any: it advances in each minibatch | as often as there are minibatches, less one
-
-schedule-moves: note
-  says: The learning rate's schedule advances, unless its rates are constant.
-  means: All steps are made at the first learning rate, which is 0 where there is a warm-up.
-  needs: there was no OptimizerParamScheduler
-  any: the trainer never calls the scheduler's step() | the learning rate is that of the first step
-  any: it calls one that belongs to another optimizer | another schedule moves twice as fast
 
 saved-what-is: finding
   says: A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.

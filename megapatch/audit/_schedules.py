@@ -1,11 +1,10 @@
-"""learning-rate-moves, schedule-once, schedule-moves: the schedule advances as optimizer steps do.
+"""learning-rate-moves, schedule-once: the schedule advances as optimizer steps do.
 
 Watches   step() of OptimizerParamScheduler, which must not advance after a step that Megatron has skipped, as it
-          does after an fp16 overflow, unless another was made since it last advanced; advances once a step in most
-          trainers, and advances at all. A load that moves it does not count; the next step shows whether it has
-          the steps that were loaded (loaded-is-there).
-Limits    a schedule that is not an OptimizerParamScheduler is not seen. One that has not advanced is noted after
-          100 steps, as some trainers advance it once for many; one of constant rates is not.
+          does after an fp16 overflow, unless another was made since it last advanced; and advances once a step in
+          most trainers. A load that moves it does not count; the next step shows whether it has the steps that
+          were loaded (loaded-is-there).
+Limits    a schedule that is not an OptimizerParamScheduler is not seen, nor one that never advances.
 Cost      nothing to speak of.
 """
 
@@ -21,9 +20,6 @@ from ._audit import Audit, Part, Step
 from ._findings import observes
 from ._sites import site
 
-_MANY = 100
-"""Successful steps in which a schedule advances, in any trainer."""
-
 
 class Schedules(Part):
     name = "schedules"
@@ -38,8 +34,7 @@ class Schedules(Part):
         self._is_loading = False
         self._loaded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """By schedule the steps that it was told to load, until it advances or its optimizer steps."""
-        self._steps_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By schedule: the successful steps of its optimizer before it has advanced; -1 once it has."""
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def sites(self) -> tuple[Site, ...]:
         path = "OptimizerParamScheduler"
@@ -53,7 +48,7 @@ class Schedules(Part):
 
     def of(self, optimizer: Any) -> list[Any]:
         """Return the schedules of an optimizer."""
-        return [schedule for schedule in self._steps_before if schedule.optimizer is optimizer]
+        return [schedule for schedule in self._known if schedule.optimizer is optimizer]
 
     def was_loaded(self, schedule: Any) -> bool:
         """Return whether a schedule has been loaded since its optimizer's last step, and not advanced."""
@@ -71,7 +66,7 @@ class Schedules(Part):
     def _note_advance(self, schedule: Any, increment: Any) -> None:
         if self._is_loading or type(schedule.optimizer).__hash__ is None:
             return  # the last is made up, by a diagnosis
-        self._steps_before.setdefault(schedule, 0)  # it makes a step of 0 as it is made
+        self._known.add(schedule)  # it makes a step of 0 as it is made
         if not increment:
             return
         self.ledger.met.update(("learning-rate-moves", "schedule-once"))
@@ -83,7 +78,6 @@ class Schedules(Part):
             what = "the schedule advanced twice after one optimizer step"
             self.ledger.report("schedule-once", "twice", what)
         self._advanced.add(schedule.optimizer)
-        self._steps_before[schedule] = -1
         self._loaded.pop(schedule, None)
 
     def watch_load(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,7 +104,6 @@ class Schedules(Part):
     def begin_step(self, step: Step) -> None:
         """Report schedules that are not where they were loaded."""
         for schedule in self.of(step.optimizer):
-            self.ledger.met.add("schedule-moves")
             loaded = self._loaded.pop(schedule, None)
             if loaded is not None and int(schedule.num_steps) != loaded:
                 what = f"the schedule is at {schedule.num_steps} steps, and has loaded {loaded}"
@@ -118,17 +111,5 @@ class Schedules(Part):
 
     @observes
     def end_step(self, step: Step) -> None:
-        """Note schedules that have never advanced."""
         self._succeeded[step.optimizer] = self._succeeded.get(step.optimizer, False) or step.succeeded
         self._advanced.discard(step.optimizer)
-        for schedule in self.of(step.optimizer):
-            steps = self._steps_before[schedule]
-            if step.succeeded and 0 <= steps < _MANY and not _is_constant(schedule):
-                self._steps_before[schedule] = steps + 1
-                if steps + 1 == _MANY:
-                    what = f"the learning rate's schedule has not advanced in {_MANY} optimizer steps"
-                    self.ledger.report("schedule-moves", "never", what)
-
-
-def _is_constant(schedule: Any) -> bool:
-    return bool(schedule.lr_decay_style == "constant" and not schedule.lr_warmup_steps)

@@ -1,4 +1,4 @@
-"""tokens-counted, divided-by-tokens: gradients are divided by their tokens, and no loss that is NaN is trained on.
+"""tokens-counted: gradients are divided by the tokens of all calls, and no loss that is NaN is trained on.
 
 Watches   forward_step() of the schedules, which shows each microbatch's tokens and loss, and
           finalize_model_grads(), which shows their divisor: with calculate_per_token_loss, often by the tokens
@@ -41,7 +41,6 @@ class Tokens(Part):
         """By chunk: how many losses of the step that is being made are NaN or infinite."""
         # Errors so far: tensors, which are read in the steps in which ranks are compared.
         self._times_uncounted: Any = 0
-        self._times_divided_otherwise: Any = 0
         self._losses_not_finite: Any = 0
 
     def sites(self) -> tuple[Site, ...]:
@@ -89,7 +88,7 @@ class Tokens(Part):
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
-        self.ledger.met.update(("tokens-counted", "divided-by-tokens"))
+        self.ledger.met.add("tokens-counted")
         self._in_call = self._in_call + num_tokens
         for buffer in islice(grad_buffers([chunk]), 1):
             self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)
@@ -111,9 +110,6 @@ class Tokens(Part):
         counted = sum(self._counted.get(buffer, 0) for buffer in first_buffers)
         is_last_calls = (self._in_call == num_tokens) & (counted != num_tokens)
         self._times_uncounted = self._times_uncounted + is_last_calls
-        self._times_divided_otherwise = self._times_divided_otherwise + (
-            (counted != num_tokens) & (self._in_call != num_tokens)
-        )
 
     @observes
     def zeroed(self, buffer: Any) -> None:
@@ -135,14 +131,10 @@ class Tokens(Part):
     def judge(self) -> None:
         """Report errors since the last time. Waits for a GPU."""
         uncounted, not_finite = int(self._times_uncounted), int(self._losses_not_finite)
-        divided_otherwise = int(self._times_divided_otherwise)
-        self._times_uncounted = self._losses_not_finite = self._times_divided_otherwise = 0
+        self._times_uncounted = self._losses_not_finite = 0
         if uncounted:
             what = "gradients of several calls were divided by the number of tokens of the last one"
             self.ledger.report("tokens-counted", "normalizer", what)
-        if divided_otherwise:
-            what = "gradients were divided by another number than that of their tokens"
-            self.ledger.report("divided-by-tokens", "normalizer", what)
         if not_finite:
             what = f"the optimizer has stepped on {not_finite} microbatches whose loss is NaN or infinite"
             self.ledger.report("tokens-counted", "loss", what)

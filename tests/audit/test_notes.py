@@ -79,20 +79,20 @@ def test_notes_are_logged_as_info_and_listed_at_the_end(caplog):
     caplog.set_level(logging.INFO, "megapatch")
     ledger = Ledger()
     ledger.step = 1
-    ledger.report("divided-by-tokens", "normalizer", "gradients were divided by 7")
+    ledger.report("saved-is-trained", "copies", "copies are saved")
     ledger.summarize()
     assert [record.levelname for record in caplog.records] == ["INFO"] * 3
     first, nothing, listed = caplog.messages
-    assert first.startswith("audit: note: divided-by-tokens")
+    assert first.startswith("audit: note: saved-is-trained")
     assert nothing == "audit: nothing found in 1 optimizer step"
-    assert listed.startswith("audit: noted in 1 optimizer step:\n  divided-by-tokens")
+    assert listed.startswith("audit: noted in 1 optimizer step:\n  saved-is-trained")
 
 
 @pytest.mark.parametrize(
     ("names", "complaint"),
     [
-        ("divided-by-tokens", None),
-        (" divided-by-tokens, ", None),
+        ("saved-is-trained", None),
+        (" saved-is-trained, ", None),
         ("resumed-togethe", "no note is called 'resumed-togethe'; did you mean resumed-together?"),
         ("ranks-agree", "ranks-agree is a finding, and cannot be accepted"),
     ],
