@@ -18,9 +18,7 @@ from .._engine.engine import this_process
 from ._arrivals import Arrivals
 from ._audit import Audit, Part
 from ._calls import Calls
-from ._checkpoints import Checkpoints
 from ._chunks import Chunks
-from ._contents import Contents
 from ._counts import Counts
 from ._findings import Finding, Ledger
 from ._finished import Finished
@@ -39,6 +37,7 @@ from ._ranks import Ranks
 from ._repairs import Repair
 from ._report import AuditReport, make
 from ._rules import RULES, Rule
+from ._saves import Saves
 from ._scales import Scales
 from ._schedules import Schedules
 from ._settings import Settings, settings_for
@@ -83,8 +82,7 @@ _PARTS: tuple[type[Part], ...] = (
     Counts,
     Tokens,
     Microbatches,
-    Checkpoints,
-    Contents,
+    Saves,
     Generation,
     Weights,
     History,

@@ -162,6 +162,9 @@ class Part:
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """See a microbatch of a call that trains. Its loss is None in a stage that is not the last."""
 
+    def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
+        """See that finalize_model_grads() begins. The number of tokens is None where gradients are not divided."""
+
     def begin_step(self, step: Step) -> None:
         """See that an optimizer step begins, and judge the calls that led to it."""
 

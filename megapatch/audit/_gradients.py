@@ -25,7 +25,7 @@ from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._buckets import STATES, BucketState, ever_arrived, is_zero, ranks_of, state_of, states_in, states_of
 from ._findings import describe, observes
-from ._sites import site
+from ._watching import RAISED, around, before, site
 
 _watchers = SideTable()
 """By chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
@@ -45,22 +45,23 @@ class Gradients(Part):
         """How many calls that drop gradients on purpose are under way."""
 
     def sites(self) -> tuple[Site, ...]:
+        abort = around(self._begin_abort, self._end_abort)
         return (
             site(
                 "megatron.core.distributed.param_and_grad_buffer",
                 {
-                    "_ParamAndGradBuffer.reset": self.watch_resets,
-                    "_ParamAndGradBucketGroup.start_grad_sync": self.watch_reduces,
+                    "_ParamAndGradBuffer.reset": before(self._note_reset),
+                    "_ParamAndGradBucketGroup.start_grad_sync": around(_is_under_way, _note_reduce),
                 },
             ),
             site(
                 "megatron.core.distributed.distributed_data_parallel",
                 {"DistributedDataParallel._make_backward_post_hook": self.watch_arrivals},
             ),
-            site("megapatch.train_step._step", {"TrainStep.abort": self.watch_abort}),
+            site("megapatch.train_step._step", {"TrainStep.abort": abort}),
             site(
                 "nemo_rl.models.policy.workers.megatron_policy_worker",
-                {_NEMO_ABORT: self.watch_abort},
+                {_NEMO_ABORT: abort},
                 optional="up to v0.7",
             ),
         )
@@ -125,16 +126,8 @@ class Gradients(Part):
             what = f"the gradient of {_name_of(ddp, [param])} is added to a bucket after its reduce has begun"
             self.ledger.report("reduced-once", "late", what)
 
-    def watch_resets(self, reset: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(reset)
-        def patched_reset(buffer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_reset(buffer)
-            return reset(buffer, *args, **kwargs)
-
-        return patched_reset
-
     @observes
-    def _note_reset(self, buffer: Any) -> None:
+    def _note_reset(self, buffer: Any, *_: Any, **__: Any) -> None:
         self.events.resets += 1
         for part in self.audit.parts:
             part.zeroed(buffer)
@@ -151,36 +144,17 @@ class Gradients(Part):
                 state.excused = False
             state.reset()
 
-    def watch_abort(self, abort: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(abort)
-        def patched_abort(*args: Any, **kwargs: Any) -> Any:
-            self._aborting += 1
-            try:
-                return abort(*args, **kwargs)
-            finally:
-                self._aborting -= 1
+    def _begin_abort(self, *_: Any, **__: Any) -> None:
+        self._aborting += 1
 
-        return patched_abort
+    def _end_abort(self, *_: Any, **__: Any) -> None:
+        self._aborting -= 1
 
     @observes
     def interrupted(self, chunks: list[Any]) -> None:
         for chunk in chunks:
             for state in states_of(chunk):
                 state.excused = True
-
-    def watch_reduces(self, start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(start_grad_sync)
-        def patched_start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-            # From 0.16 on, a call for a reduce that is under way in a first step does nothing.
-            under_way = getattr(group, "grad_reduce_handle", None) is not None
-            result = start_grad_sync(group, *args, **kwargs)
-            if not under_way:
-                # It runs for each group in each step; a chunk's groups know their buckets since it joined.
-                for state in STATES.get(group, ()):
-                    state.reduces += 1
-            return result
-
-        return patched_start_grad_sync
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -250,6 +224,18 @@ class Gradients(Part):
                     state.take()
                 state.lost, state.dropped, state.excused = 0, 0, False
         self._used[step.optimizer] = ever_arrived(step.chunks)
+
+
+def _is_under_way(group: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a reduce is: from 0.16 on, a call for one more in a first step does nothing."""
+    return getattr(group, "grad_reduce_handle", None) is not None
+
+
+def _note_reduce(under_way: bool, result: Any, group: Any, *_: Any, **__: Any) -> None:
+    if not under_way and result is not RAISED:
+        # It runs for each group in each step; a chunk's groups know their buckets since it joined.
+        for state in STATES.get(group, ()):
+            state.reduces += 1
 
 
 def _name(chunk: Any, states: list[BucketState]) -> str:

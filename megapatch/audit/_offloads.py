@@ -12,7 +12,7 @@ Cost      some microseconds a buffer and optimizer in each call and step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from ._findings import observes
 from ._loads import MOMENTS
 from ._models import grad_buffers
 from ._notes import Notes
-from ._sites import site
+from ._watching import Watcher, before, site
 
 _FRAMEWORKS = (
     "verl.utils.megatron_utils",
@@ -82,7 +82,7 @@ class Offloads(Part):
             *(
                 site(
                     f"{framework}.backends.megatron_utils.actor",
-                    {_SWITCH: functools.partial(self.watch, "swap")},
+                    {_SWITCH: self._known_to("swap", _SWITCH)},
                     optional="up to v0.2.1",
                 )
                 for framework in ("slime", "miles")
@@ -90,21 +90,15 @@ class Offloads(Part):
         )
 
     def _offloading(self, module: str, paths: tuple[str, ...], optional: str | None = None) -> Site:
-        return site(module, dict.fromkeys(paths, functools.partial(self.watch, "offload")), optional=optional)
+        return site(module, {path: self._known_to("offload", path) for path in paths}, optional=optional)
 
     # ------------------------------------------------------------------------ those that are known
-    def watch(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _known_to(self, kind: str, path: str) -> Watcher:
         """Watch a function whose every call is an event of this kind."""
-
-        @functools.wraps(function)
-        def patched_helper(*args: Any, **kwargs: Any) -> Any:
-            self._note(kind, f"{function.__name__}()")
-            return function(*args, **kwargs)
-
-        return patched_helper
+        return before(functools.partial(self._note, kind, f"{path.rpartition('.')[2]}()"))
 
     @observes
-    def _note(self, kind: str, what: str) -> None:
+    def _note(self, kind: str, what: str, *_: Any, **__: Any) -> None:
         self._known += 1
         self.audit.events.may_have_broken = True
         if self._latest != (self.ledger.step, what):

@@ -17,9 +17,7 @@ Cost      reads the parameters once in that step, after one meeting of all ranks
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._troubleshooting import see
@@ -32,7 +30,7 @@ from ._microbatches import Microbatches
 from ._notes import Notes
 from ._participants import Participants
 from ._replicas import DATA, Replicas, ranks_of, replicas_of
-from ._sites import site
+from ._watching import before, site
 
 log = logging.getLogger("megapatch")
 
@@ -63,7 +61,11 @@ class Ranks(Part):
 
     def sites(self) -> tuple[Site, ...]:
         path = "model_parallel_cuda_manual_seed"
-        return (site("megatron.core.tensor_parallel.random", {path: self.watch_seed}, expected={path: ("seed",)}),)
+        return (
+            site(
+                "megatron.core.tensor_parallel.random", {path: before(self._note_seed)}, expected={path: ("seed",)}
+            ),
+        )
 
     @property
     def compares(self) -> bool:
@@ -199,16 +201,8 @@ class Ranks(Part):
         return next(next(chunk.module.parameters()).device for chunk in self.audit.models.chunks)
 
     # ------------------------------------------------------------------------ seeds
-    def watch_seed(self, seed_all: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(seed_all)
-        def patched_model_parallel_cuda_manual_seed(seed: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_seed(seed)
-            return seed_all(seed, *args, **kwargs)
-
-        return patched_model_parallel_cuda_manual_seed
-
     @observes
-    def _note_seed(self, seed: Any) -> None:
+    def _note_seed(self, seed: Any, *_: Any, **__: Any) -> None:
         self._seed = int(seed), user_code()
 
     def _compare_seeds(self, seed: int, where: tuple[str, ...]) -> None:

@@ -13,9 +13,8 @@ Cost      no sync unless nobody asked for the scale.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..patch import Site
@@ -24,7 +23,7 @@ from ._audit import Audit, Call, Part, Step
 from ._buckets import ever_arrived
 from ._findings import observes
 from ._models import grad_buffers, has_router_losses
-from ._sites import site
+from ._watching import RAISED, after, around, site
 
 
 class Scales(Part):
@@ -53,49 +52,33 @@ class Scales(Part):
             site(
                 "megatron.core.optimizer.optimizer",
                 {
-                    "MixedPrecisionOptimizer.get_loss_scale": self.watch_loss_scale,
-                    "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan": self.watch_division,
+                    "MixedPrecisionOptimizer.get_loss_scale": after(self._note_ask),
+                    "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan": around(
+                        self._before_division, self._after_division
+                    ),
                 },
             ),
         )
 
     # ------------------------------------------------------------------------ events
-    def watch_loss_scale(self, get_loss_scale: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(get_loss_scale)
-        def patched_get_loss_scale(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            scale = get_loss_scale(optimizer, *args, **kwargs)
-            self._note_ask(optimizer, scale)
-            return scale
-
-        return patched_get_loss_scale
-
     @observes
-    def _note_ask(self, optimizer: Any, scale: Any) -> None:
+    def _note_ask(self, scale: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._asked[optimizer] = scale
         self._asks += 1
         for chunk in self.audit.models.stepped_by(optimizer):
             self._last_ask[chunk] = self._asks
 
-    def watch_division(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(unscale)
-        def patched_unscale_main_grads_and_check_for_nan(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._before_division(optimizer)
-            result = unscale(optimizer, *args, **kwargs)
-            self._after_division(optimizer)
-            return result
-
-        return patched_unscale_main_grads_and_check_for_nan
-
     @observes
-    def _before_division(self, optimizer: Any) -> None:
+    def _before_division(self, optimizer: Any, *_: Any, **__: Any) -> None:
         again = self._divided.get(optimizer) == self._gradients_now(optimizer) and self._divides_buffers(optimizer)
         if again and _scale(optimizer) != 1:
             self.ledger.report("unscaled-once", "again", "gradients were divided by the loss scale again")
         self._compare_scales(optimizer)
 
     @observes
-    def _after_division(self, optimizer: Any) -> None:
-        self._divided[optimizer] = self._gradients_now(optimizer)
+    def _after_division(self, _: None, result: Any, optimizer: Any, *__: Any, **___: Any) -> None:
+        if result is not RAISED:
+            self._divided[optimizer] = self._gradients_now(optimizer)
 
     def _gradients_now(self, optimizer: Any) -> tuple[int, ...]:
         """Return numbers that change whenever a gradient arrives, or a buffer is changed in place."""

@@ -10,15 +10,13 @@ Cost      nothing to speak of.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import observes
-from ._sites import site
+from ._watching import RAISED, around, before, site
 
 
 class Schedules(Part):
@@ -41,7 +39,10 @@ class Schedules(Part):
         return (
             site(
                 "megatron.core.optimizer_param_scheduler",
-                {f"{path}.step": self.watch_schedule, f"{path}.load_state_dict": self.watch_load},
+                {
+                    f"{path}.step": before(self._note_advance),
+                    f"{path}.load_state_dict": around(self._begin_load, self._end_load),
+                },
                 expected={f"{path}.step": ("increment",)},
             ),
         )
@@ -54,16 +55,8 @@ class Schedules(Part):
         """Return whether a schedule has been loaded since its optimizer's last step, and not advanced."""
         return schedule in self._loaded
 
-    def watch_schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def patched_step(schedule: Any, increment: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_advance(schedule, increment)
-            return step(schedule, increment, *args, **kwargs)
-
-        return patched_step
-
     @observes
-    def _note_advance(self, schedule: Any, increment: Any) -> None:
+    def _note_advance(self, schedule: Any, increment: Any, *_: Any, **__: Any) -> None:
         if self._is_loading or type(schedule.optimizer).__hash__ is None:
             return  # the last is made up, by a diagnosis
         self._known.add(schedule)  # it makes a step of 0 as it is made
@@ -80,18 +73,13 @@ class Schedules(Part):
         self._advanced.add(schedule.optimizer)
         self._loaded.pop(schedule, None)
 
-    def watch_load(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load_state_dict)
-        def patched_load_state_dict(schedule: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            self._is_loading = True
-            try:
-                result = load_state_dict(schedule, state_dict, *args, **kwargs)
-            finally:
-                self._is_loading = False
-            self._note_load(schedule, state_dict)
-            return result
+    def _begin_load(self, *_: Any, **__: Any) -> None:
+        self._is_loading = True
 
-        return patched_load_state_dict
+    def _end_load(self, _: None, result: Any, schedule: Any, state_dict: Any, *__: Any, **___: Any) -> None:
+        self._is_loading = False
+        if result is not RAISED:
+            self._note_load(schedule, state_dict)
 
     @observes
     def _note_load(self, schedule: Any, state_dict: Any) -> None:

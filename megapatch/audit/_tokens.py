@@ -10,19 +10,16 @@ Cost      three small operations a microbatch; waits for a GPU in the steps in w
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from .._mcore.bucket_groups import chunks_of
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._findings import observes
 from ._models import grad_buffers
 from ._notes import Notes
-from ._sites import site
+from ._watching import after, site
 
 
 class Tokens(Part):
@@ -47,13 +44,8 @@ class Tokens(Part):
         return (
             site(
                 "megatron.core.pipeline_parallel.schedules",
-                {"forward_step": self.watch_microbatch},
+                {"forward_step": after(self._train_on)},
                 expected={"forward_step": ("forward_step_func", "data_iterator", "model")},
-            ),
-            site(
-                "megatron.core.distributed.finalize_model_grads",
-                {"finalize_model_grads": self.watch_finalize},
-                expected={"finalize_model_grads": ("model", "num_tokens")},
             ),
         )
 
@@ -66,25 +58,17 @@ class Tokens(Part):
     def end_call(self, call: Call) -> None:
         self._training.pop()
 
-    def watch_microbatch(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward_step)
-        def patched_forward_step(
-            forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            result = forward_step(forward_step_func, data_iterator, model, *args, **kwargs)
-            if self._training and self._training[-1]:
-                self._train_on(model, result)
-            return result
-
-        return patched_forward_step
-
     @observes
-    def _train_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
+    def _train_on(
+        self, result: Any, forward_step_func: Any, data_iterator: Any, model: Any, *_: Any, **__: Any
+    ) -> None:
+        if not self._training or not self._training[-1]:
+            return
         output, num_tokens = result
         output = output[0] if isinstance(output, list) else output
         loss = output if getattr(output, "ndim", None) == 0 else None
         for part in self.audit.parts:
-            part.trained_on(chunk, loss, num_tokens)
+            part.trained_on(model, loss, num_tokens)
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
@@ -95,17 +79,10 @@ class Tokens(Part):
         if loss is not None:
             self._not_finite[chunk] = self._not_finite.get(chunk, 0) + ~loss.detach().isfinite()
 
-    def watch_finalize(self, finalize_model_grads: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(finalize_model_grads)
-        def patched_finalize_model_grads(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if num_tokens is not None:
-                self._note_normalizer(chunks_of(model) or [], num_tokens)
-            return finalize_model_grads(model, num_tokens, *args, **kwargs)
-
-        return patched_finalize_model_grads
-
     @observes
-    def _note_normalizer(self, chunks: list[Any], num_tokens: Any) -> None:
+    def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
+        if num_tokens is None:
+            return
         first_buffers = [buffer for chunk in chunks for buffer in islice(grad_buffers([chunk]), 1)]
         counted = sum(self._counted.get(buffer, 0) for buffer in first_buffers)
         is_last_calls = (self._in_call == num_tokens) & (counted != num_tokens)

@@ -20,7 +20,7 @@ from ..patch import Site
 from ._audit import Part
 from ._findings import Ledger, observes
 from ._hashes import hash_of
-from ._sites import site
+from ._watching import before, site
 
 DIGEST = "weights_digest"
 _SYNC = "SyncedWeights._sync_and_stamp"
@@ -70,7 +70,7 @@ class Weights(Part):
         return (
             site("megapatch.streaming._synced_weights", {_SYNC: self.watch_pump}, expected={_SYNC: ("version",)}),
             *(
-                site(f"{framework}.backends.megatron_utils.actor", {_UPDATE: self.watch_actor})
+                site(f"{framework}.backends.megatron_utils.actor", {_UPDATE: before(self._compare_with_copy)})
                 for framework in ("slime", "miles")
             ),
         )
@@ -94,16 +94,8 @@ class Weights(Part):
             are_equal(self.ledger, trained, received, version)
 
     # ------------------------------------------------------------------------ slime
-    def watch_actor(self, update_weights: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(update_weights)
-        def patched_update_weights(actor: Any, *args: Any, **kwargs: Any) -> Any:
-            self._compare_with_copy(actor)
-            return update_weights(actor, *args, **kwargs)
-
-        return patched_update_weights
-
     @observes
-    def _compare_with_copy(self, actor: Any) -> None:
+    def _compare_with_copy(self, actor: Any, *_: Any, **__: Any) -> None:
         """Compare the weights that are sent with the copy of the actor's, where another model was loaded last."""
         self.ledger.happened("sync", type(actor).__name__)
         # Before there is a model, and where the copy itself is sent or loaded first, there is nothing to compare.

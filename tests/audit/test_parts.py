@@ -13,8 +13,8 @@ from megapatch import _places
 from megapatch.audit import _findings, _scales
 from megapatch.audit._audit import Call, Part, Step
 from megapatch.audit._buckets import state_of
-from megapatch.audit._checkpoints import Checkpoints
 from megapatch.audit._gradients import Gradients
+from megapatch.audit._saves import Saves
 from megapatch.audit._scales import Scales
 from megapatch.audit._weights import Weights
 
@@ -118,10 +118,10 @@ class Strategy:
 
 @pytest.mark.parametrize(("keeps", "planned"), [(True, True), (False, True), (True, False)])
 def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(watching, keeps, planned):
-    checkpoints, strategy = part_of(watching, Checkpoints), Strategy()
-    before = checkpoints._compare(strategy, {"one": 1}, keeps, planned)
-    checkpoints._note_saved(strategy, before, None)
-    checkpoints._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
+    saves, strategy = part_of(watching, Saves), Strategy()
+    before = saves._compare(strategy, {"one": 1}, keeps, planned)
+    saves._note_saved(before, None, strategy)
+    saves._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
     assert rules(watching) == ["saved-what-is"] * (keeps and planned)
 
 

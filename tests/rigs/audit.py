@@ -34,5 +34,10 @@ def part_of(of, kind):
     return part
 
 
+def replacement(part, path):
+    """Return what makes the replacement of a function that a part watches, from the original."""
+    return next(site.replace[path] for site in part.sites() if path in site.replace)
+
+
 WATCHERS = idle_audit().patches
 """The sites of an audit, for tests that only read them."""
