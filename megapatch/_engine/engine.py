@@ -106,8 +106,8 @@ class Engine:
 
         restore(chosen)
 
-    def install_below(self, patches: Collection[Patch]) -> None:
-        """Install these patches below all others, whatever the settings.
+    def install_below(self, patches: Collection[Patch | Unloaded]) -> None:
+        """Install these patches below all others, whatever the settings; unloaded ones when they are due.
 
         They replace the ones that an earlier call has installed; without patches, a call only takes those away.
         The other patches are taken off for a moment, so no patched function may run meanwhile.

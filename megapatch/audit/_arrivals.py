@@ -20,9 +20,6 @@ from ._findings import describe, observes
 
 
 class Arrivals(Part):
-    name = "arrivals"
-    doc = __doc__
-
     @observes
     def begin_step(self, step: Step) -> None:
         """Note parameters without a gradient."""

@@ -8,9 +8,11 @@ A new rule is one class derived from Part, in a file of its own, and one line in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
+from .._engine.record import Unloaded
 from ..patch import Patch, Site
 from ._findings import Ledger
 from ._models import Models, parts_of
@@ -83,7 +85,7 @@ class Audit:
         self.settings = settings
         self.ledger, self.models, self.events = Ledger(settings.accepted), Models(), Events()
         self.parts = tuple(part(self) for part in parts)
-        self.patches = tuple(patch for part in self.parts if (patch := part.patch()) is not None)
+        self.patches = tuple(patch for part in self.parts for patch in part.patches())
 
     def part(self, kind: type[_P]) -> _P:
         """Return the part of this class."""
@@ -128,26 +130,35 @@ class Part:
     A method that looks at Megatron's objects is decorated with `observes`: its bugs must not break training.
 
     Attributes:
-        name: of its patch, after ``audit.``.
-        doc: the docstring of its module.
         audit: the one that it is part of.
         ledger: that audit's.
     """
 
-    name: ClassVar[str]
-    doc: ClassVar[str | None]
-
     def __init__(self, audit: Audit) -> None:
         self.audit, self.ledger = audit, audit.ledger
+
+    @property
+    def name(self) -> str:
+        """The name of its patch, that of its module."""
+        return f"audit.{type(self).__module__.rpartition('._')[2].replace('_', '-')}"
+
+    @property
+    def doc(self) -> str | None:
+        """The docstring of its module, whose first line names the rules that it watches."""
+        return sys.modules[type(self).__module__].__doc__
 
     def sites(self) -> tuple[Site, ...]:
         """Return the sites where it watches, with this part's own functions in them; some see events only."""
         return ()
 
-    def patch(self) -> Patch | None:
-        """Return the patch that the engine installs for this part, or None if it has no sites."""
-        sites = self.sites()
-        return Patch(name=f"audit.{self.name}", doc=self.doc, upstream=None, sites=sites) if sites else None
+    def patches(self) -> Iterator[Patch | Unloaded]:
+        """Yield what the engine installs for this part, which has no sites if it sees events only."""
+        if sites := self.sites():
+            yield self.patch(sites)
+
+    def patch(self, sites: tuple[Site, ...]) -> Patch:
+        """Return the patch of this part with these sites."""
+        return Patch(self.name, self.doc, None, sites)
 
     # ------------------------------------------------------------------------ events, which all parts see in turn
     def joined(self, chunk: Any) -> None:

@@ -38,9 +38,6 @@ _KINDS = (("no-sync", "no_sync()"), ("config", "config."), ("other", "the "))
 
 
 class Calls(Part):
-    name = "calls"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._left: Notes[tuple[dict[str, Any], tuple[str, ...]]] = Notes()

@@ -26,9 +26,6 @@ class _Seen(NamedTuple):
 
 
 class Counts(Part):
-    name = "counts"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._seen: list[_Seen] = []

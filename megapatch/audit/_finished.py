@@ -23,9 +23,6 @@ from ._watching import RAISED, around, before, site
 
 
 class Finished(Part):
-    name = "finished"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._finished: Notes[_State] = Notes()

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from .. import patches
+from .._engine.record import Unloaded
 from .._mcore.bucket_groups import bucket_groups, groups_within
 from .._mcore.changes import Changes
-from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
+from ..patch import ABSENT, NEEDED, UNKNOWN, Patch, PatchInfo, Site, Verdict
+from ..patches._catalogue import CATALOGUE, of_family
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes
@@ -36,9 +37,6 @@ def _diagnose_known(diagnose: Callable[[ModuleType], Verdict], module: ModuleTyp
 
 
 class Gathers(Part):
-    name = "gathers"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self.due: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -67,17 +65,27 @@ class Gathers(Part):
                     "MegatronModule.load_state_dict": around(self._changes_of, self._note_loaded),
                 },
             ),
-            *(
-                Site(
-                    module=found.module,
-                    diagnose=functools.partial(_diagnose_known, found.diagnose),
-                    replace={
-                        reader.path: functools.partial(self.watch_reader, reader) for reader in found.readers
-                    },
-                )
-                for found in reading_sites(patches.PATCHES)
-            ),
         )
+
+    def patches(self) -> Iterator[Patch | Unloaded]:
+        yield from super().patches()
+        for family, by_name in CATALOGUE.items():
+            if modules := by_name.get(f"{family}.gathered-when-read"):
+                known = PatchInfo(self.name, self.doc or "", None, modules)
+                load = functools.partial(self._readers_of, family)
+                yield Unloaded(self.name, f"megapatch.patches.{family}", (known,), load, names_are_known=True)
+
+    def _readers_of(self, family: str) -> list[Patch]:
+        """Return a patch for the readers of a family, which this imports."""
+        sites = (
+            Site(
+                module=found.module,
+                diagnose=functools.partial(_diagnose_known, found.diagnose),
+                replace={reader.path: functools.partial(self.watch_reader, reader) for reader in found.readers},
+            )
+            for found in reading_sites(of_family(family))
+        )
+        return [self.patch(tuple(sites))]
 
     # ------------------------------------------------------------------------ events
     @observes

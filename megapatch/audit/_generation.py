@@ -45,9 +45,6 @@ _AREAL, _AREAL_SYNC = "RemoteInfEngine", "MegatronEngine.update_weights"
 
 
 class Generation(Part):
-    name = "generation"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._paused: weakref.WeakSet[Any] = weakref.WeakSet()

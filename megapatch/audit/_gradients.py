@@ -33,9 +33,6 @@ _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 
 
 class Gradients(Part):
-    name = "gradients"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self.events = audit.events

@@ -28,9 +28,6 @@ class _Left(NamedTuple):
 
 
 class Kept(Part):
-    name = "kept"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()

@@ -43,9 +43,6 @@ class _Loaded(NamedTuple):
 
 
 class Loads(Part):
-    name = "loads"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()

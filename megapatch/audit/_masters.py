@@ -37,9 +37,6 @@ class _Compared(NamedTuple):
 
 
 class Masters(Part):
-    name = "masters"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._compared: list[_Compared] = []

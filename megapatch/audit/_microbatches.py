@@ -30,9 +30,6 @@ class _Trained:
 
 
 class Microbatches(Part):
-    name = "microbatches"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._trained: Notes[_Trained] = Notes()

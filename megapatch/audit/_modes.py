@@ -40,9 +40,6 @@ class _Suspect:
 
 
 class Modes(Part):
-    name = "modes"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._droppers: Notes[list[weakref.ref[Any]]] = Notes()

@@ -53,9 +53,6 @@ class _Places(NamedTuple):
 
 
 class Offloads(Part):
-    name = "offloads"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._places: Notes[_Places] = Notes()

@@ -44,9 +44,6 @@ class _Compared(NamedTuple):
 
 
 class Ranks(Part):
-    name = "ranks"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._participants = Participants()

@@ -59,9 +59,6 @@ class _Planned:
 
 
 class Saves(Part):
-    name = "saves"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._saved: Notes[_Saved] = Notes()

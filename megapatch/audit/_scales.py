@@ -27,9 +27,6 @@ from ._watching import RAISED, after, around, site
 
 
 class Scales(Part):
-    name = "scales"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._asks = 0

@@ -20,9 +20,6 @@ from ._watching import RAISED, around, before, site
 
 
 class Schedules(Part):
-    name = "schedules"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._succeeded: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

@@ -74,8 +74,7 @@ def _reasons(audit: Audit, part: Part) -> Iterator[str]:
         yield _NOT_COMPARED
     if any(look.__qualname__.startswith(f"{type(part).__name__}.") for look in audit.ledger.broken):
         yield "a look of it has failed; the log says how"
-    name = f"audit.{part.name}"
-    records = [record for record in this_process().records if record.name == name]
+    records = [record for record in this_process().records if record.name == part.name]
     if records and not any(record.status is Status.APPLIED for record in records):
         yield "nothing that it watches was imported"
     for record in records:

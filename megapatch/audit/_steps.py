@@ -16,9 +16,6 @@ from ._watching import RAISED, around, site
 
 
 class Steps(Part):
-    name = "steps"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._is_stepping = False

@@ -23,9 +23,6 @@ from ._watching import after, site
 
 
 class Tokens(Part):
-    name = "tokens"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._counted: Notes[Any] = Notes()

@@ -9,12 +9,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from .._dotted import find
 from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
 
-Watcher = Callable[[Callable[..., Any]], Callable[..., Any]]
+Watcher: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Takes the original function, and returns the one that is installed."""
 
 RAISED = object()

@@ -63,9 +63,6 @@ def are_equal(ledger: Ledger, trained: str, received: str | Iterable[str], versi
 
 
 class Weights(Part):
-    name = "weights"
-    doc = __doc__
-
     def sites(self) -> tuple[Site, ...]:
         return (
             site("megapatch.streaming._synced_weights", {_SYNC: self.watch_pump}, expected={_SYNC: ("version",)}),

@@ -8,7 +8,7 @@ import inspect
 from unittest import mock
 
 import pytest
-from rigs.audit import WATCHERS, idle_audit, part_of
+from rigs.audit import WATCHERS, idle_audit, part_of, patches_of
 from rigs.needs import needs_torch
 
 from megapatch.audit._audit import Call
@@ -75,7 +75,7 @@ def as_in_training(kept):
 @pytest.mark.parametrize(("number", "module", "name"), REPLACED)
 def test_the_original_decides(number, module, name, raises):
     kept = Group()
-    sites = {site.module: site for site in as_in_training(kept).patches[number].sites}
+    sites = {site.module: site for site in patches_of(as_in_training(kept))[number].sites}
     make = sites[module].replace[name]
 
     def original(*args, **kwargs):

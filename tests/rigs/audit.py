@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from megapatch import audit
+from megapatch._engine.record import Unloaded
 from megapatch.audit._audit import Audit
 from megapatch.audit._settings import Settings
 
@@ -39,5 +40,12 @@ def replacement(part, path):
     return next(site.replace[path] for site in part.sites() if path in site.replace)
 
 
-WATCHERS = idle_audit().patches
+def patches_of(of):
+    """Return the patches of an audit, those that are loaded with a family as well."""
+    return [
+        loaded for patch in of.patches for loaded in (patch.load() if isinstance(patch, Unloaded) else (patch,))
+    ]
+
+
+WATCHERS = patches_of(idle_audit())
 """The sites of an audit, for tests that only read them."""
