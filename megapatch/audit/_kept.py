@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from ._audit import Audit, Part, Step
 from ._findings import observes
-from ._samples import differences, evenly_of, sample_of
-from ._unread import Unread
+from ._samples import Unread, differences, evenly_of, sample_of
 
 
 class _Left(NamedTuple):

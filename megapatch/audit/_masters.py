@@ -21,8 +21,7 @@ from .._mcore.main_params import has_memory, pairs
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes, user_code
-from ._samples import differs, evenly_of, sample_of
-from ._unread import Unread
+from ._samples import Unread, differs, evenly_of, sample_of
 from ._watching import before, site
 
 _TAKE = "_copy_model_grads_to_main_grads"

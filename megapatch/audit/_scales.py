@@ -13,17 +13,19 @@ Cost      no sync unless nobody asked for the scale.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from ..patch import Site
-from . import _factors
 from ._audit import Audit, Call, Part, Step
 from ._buckets import ever_arrived
 from ._findings import observes
 from ._models import grad_buffers, has_router_losses
 from ._watching import RAISED, after, around, site
+
+_MOST_NODES = 32
 
 
 class Scales(Part):
@@ -115,7 +117,7 @@ class Scales(Part):
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """Note what a loss was multiplied by."""
         if chunk.config.fp16 and chunk not in self._multiplied_by and not self._has_asked(chunk):
-            self._multiplied_by[chunk] = _factors.of_loss(loss)
+            self._multiplied_by[chunk] = _factors_of_loss(loss)
 
     def _has_asked(self, chunk: Any) -> bool:
         """Return whether anybody has asked for a loss scale of the chunk since its last step."""
@@ -124,7 +126,7 @@ class Scales(Part):
     def _is_multiplied(self, chunks: list[Any], scale: Any) -> bool:
         """Return whether a loss was multiplied by the scale though nobody asked for it. Waits for the GPU."""
         factors = [factor for chunk in chunks for factor in self._multiplied_by.get(chunk, ())]
-        factors += [factor for chunk in chunks for factor in _factors.of_hook(chunk.config, scale)]
+        factors += [factor for chunk in chunks for factor in _factors_of_hook(chunk.config, scale)]
         return float(scale) in (1.0, *map(float, factors))
 
     # ------------------------------------------------------------------------ judged in the step
@@ -169,3 +171,38 @@ def _is_last_stage() -> bool:
 
     stages: int = parallel_state.get_pipeline_model_parallel_world_size()
     return bool(parallel_state.get_pipeline_model_parallel_rank() == stages - 1)
+
+
+# ------------------------------------------------------------------------ the numbers that a loss is multiplied by
+def _factors_of_loss(loss: Any) -> list[Any]:
+    """Return the tensors of one element that a loss was multiplied by, once it was one number. Waits for nothing.
+
+    They are found in autograd's graph, by private names that torch 2.5 to 2.15 have; without these, none is.
+    """
+    found: list[Any] = []
+    seen: set[Any] = set()
+    todo = [getattr(loss, "grad_fn", None)]
+    while todo and len(seen) < _MOST_NODES:
+        node = todo.pop()
+        if node is None or node in seen or not _is_of_one_number(node):
+            continue  # below are activations
+        seen.add(node)
+        if type(node).__name__ == "MulBackward0":
+            saved = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
+            found += [factor for factor in saved if factor is not None and not factor.requires_grad]
+        todo += [below for below, _ in node.next_functions]
+    return found
+
+
+def _factors_of_hook(config: Any, like: Any) -> list[Any]:
+    """Return the number by which ``config.grad_scale_func`` multiplies, asked as Megatron asks it for routers.
+
+    Args:
+        like: a tensor on the device of the losses.
+    """
+    return [] if config.grad_scale_func is None else [config.grad_scale_func(like.new_ones(1))]
+
+
+def _is_of_one_number(node: Any) -> bool:
+    results = getattr(node, "_input_metadata", None)
+    return results is not None and all(math.prod(result.shape) == 1 for result in results)

@@ -24,8 +24,8 @@ from rigs.mistakes.table import MISTAKES
 import megapatch
 from megapatch import audit
 from megapatch._cli.audit.picture import picture
-from megapatch.audit._findings import Ledger
-from megapatch.audit._repairs import repairs
+from megapatch.audit._findings import Ledger, repairs
+from megapatch.audit._report import make, statuses
 from megapatch.audit._timeline import KEPT, Timeline
 from megapatch.patch import Status
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -284,7 +284,7 @@ def test_a_note_that_is_accepted_and_secrets():
     ledger = Ledger(("schedule-once",))
     ledger.report("schedule-once", "twice", "x")
     ledger.report("resumed", "x", "failed: https://me:hunter2@host/ token=hf_0123456789abcdefghij")
-    report = audit._report.make(ledger, None, audit._statuses.statuses(ledger, None), ended=False)
+    report = make(ledger, None, statuses(ledger, None), ended=False)
     assert {rule.name: rule.status for rule in report.rules}["schedule-once"] == "accepted"
     assert "hunter2" not in json.dumps(report.to_dict()) + str(report)
     assert "0123456789" not in json.dumps(report.to_dict()) + str(report)

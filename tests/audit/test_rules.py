@@ -7,7 +7,7 @@ from rigs.cells import AUDITED
 from rigs.megatron.options import UNPATCHED
 
 from megapatch import audit
-from megapatch.audit._statuses import rules_of
+from megapatch.audit._report import rules_of
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 
