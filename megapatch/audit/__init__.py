@@ -20,32 +20,32 @@ from typing import TYPE_CHECKING, Any
 from .._engine.engine import this_process
 from .._engine.settings import REPORT
 from .._troubleshooting import see
-from ._arrivals import Arrivals
 from ._audit import Audit, Part
 from ._calls import Calls
-from ._chunks import Chunks
-from ._counts import Counts
+from ._every_chunk_steps import EveryChunkSteps
 from ._findings import Finding, Ledger, Repair
-from ._finished import Finished
-from ._gathers import Gathers
-from ._generation import Generation
+from ._fresh_counts import FreshCounts
+from ._gathered_when_read import GatheredWhenRead
 from ._gradients import Gradients
+from ._gradients_arrive import GradientsArrive
+from ._gradients_kept import GradientsKept
 from ._history import History
-from ._kept import Kept
-from ._loads import Loads
-from ._masters import Masters
+from ._kept_between_steps import KeptBetweenSteps
+from ._loaded_is_there import LoadedIsThere
+from ._main_params_agree import MainParamsAgree
 from ._microbatches import Microbatches
-from ._modes import Modes
 from ._offloads import Offloads
-from ._ranks import Ranks
+from ._ranks_agree import RanksAgree
+from ._resumed import Resumed
 from ._rules import RULES, Rule
 from ._saves import Saves
-from ._scales import Scales
+from ._scaled_once import ScaledOnce
 from ._schedules import Schedules
 from ._settings import Settings, settings_for
 from ._steps import Steps
-from ._tokens import Tokens
-from ._weights import Weights, are_equal, weights_digest
+from ._tokens_counted import TokensCounted
+from ._training_mode import TrainingMode
+from ._weights_synced import WeightsSynced, are_equal, weights_digest
 
 if TYPE_CHECKING:
     from ._report import AuditReport, RuleStatus
@@ -71,29 +71,29 @@ __all__ = [
 
 _PARTS: tuple[type[Part], ...] = (
     Gradients,  # first: the others ask a step whether it has gradients
-    Arrivals,
-    Scales,
-    Ranks,  # may raise; then the step leaves nothing to be gathered
-    Gathers,
+    GradientsArrive,
+    ScaledOnce,
+    RanksAgree,  # may raise; then the step leaves nothing to be gathered
+    GatheredWhenRead,
     Offloads,  # before those that look more closely after an event
-    Finished,
-    Masters,
-    Kept,
-    Loads,  # asks schedules what was loaded
+    GradientsKept,
+    MainParamsAgree,
+    KeptBetweenSteps,
+    LoadedIsThere,  # asks schedules what was loaded
     Schedules,
     Steps,
     Calls,
-    Modes,
-    Chunks,
-    Counts,
-    Tokens,
+    TrainingMode,
+    EveryChunkSteps,
+    FreshCounts,
+    TokensCounted,
     Microbatches,
     Saves,
-    Generation,
-    Weights,
+    Resumed,
+    WeightsSynced,
     History,
 )
-"""The parts of an audit, in the order in which they see each event."""
+"""The parts of an audit, in the order in which they see what happens."""
 
 
 class _Process:

@@ -1,7 +1,7 @@
 """The audit of a process, and the parts that it consists of.
 
 `start()` makes an Audit and `stop()` drops it. All that it knows is in it, in its parts, or noted in Megatron's
-objects in its name (`_notes`), so the next audit begins with nothing.
+objects in its name (`_facts`), so the next audit begins with nothing.
 
 A new rule is one class derived from Part, in a file of its own, and one line in `_PARTS`, in `__init__.py`.
 """
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from .._engine.record import Unloaded
 from ..patch import Patch, Site
 from ._findings import Ledger
-from ._models import Models, parts_of
+from ._models import Models, optimizers_in
 from ._settings import Settings
 
 _P = TypeVar("_P", bound="Part")
@@ -39,18 +39,18 @@ class Step:
 
     Attributes:
         optimizer: whose step it is.
-        parts: the optimizers that it consists of, which divide gradients by the loss scale.
+        optimizers: those that it consists of, which divide gradients by the loss scale.
         chunks: those that it steps.
         has_gradients: whether any gradient has arrived since the last step.
         succeeded: whether Megatron has made the step rather than skipped it, once it is over.
     """
 
     def __init__(self, optimizer: Any, chunks: list[Any]) -> None:
-        self.optimizer, self.parts, self.chunks = optimizer, parts_of(optimizer), chunks
+        self.optimizer, self.optimizers, self.chunks = optimizer, optimizers_in(optimizer), chunks
         self.has_gradients = self.succeeded = False
 
 
-class Events:
+class Counts:
     """How often things have happened since the audit began.
 
     Attributes:
@@ -70,20 +70,20 @@ class Audit:
     """An observer of this process, from `start()` to `stop()`.
 
     Args:
-        parts: classes of parts, in the order in which they see each event.
+        parts: classes of parts, in the order in which they see what happens.
         settings: may be replaced while the audit watches.
 
     Attributes:
         ledger: the findings, and the number of optimizer steps.
         models: the chunks that it knows.
-        events: counts that parts share.
+        counts: what parts share.
         parts: made for this audit.
         patches: of the parts, for the engine to install below all others.
     """
 
     def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:
         self.settings = settings
-        self.ledger, self.models, self.events = Ledger(settings.accepted), Models(), Events()
+        self.ledger, self.models, self.counts = Ledger(settings.accepted), Models(), Counts()
         self.parts = tuple(part(self) for part in parts)
         self.patches = tuple(patch for part in self.parts for patch in part.patches())
 
@@ -98,11 +98,11 @@ class Audit:
 
     def looks(self) -> bool:
         """Return whether this rank looks closely at its own parameters in this step. Ranks may differ in that."""
-        return self.is_due() or self.events.may_have_broken
+        return self.is_due() or self.counts.may_have_broken
 
     def disturbed(self, kind: str, what: str = "") -> None:
         """Put an event on the timeline that often breaks a model: ranks look closely in the step after it."""
-        self.events.may_have_broken = True
+        self.counts.may_have_broken = True
         self.ledger.happened(kind, what)
 
     def judge(self) -> None:
@@ -126,7 +126,8 @@ class Audit:
 class Part:
     """Something that the audit watches.
 
-    It replaces functions at its `sites` by ones that look on, and overrides the events below that it wants to see.
+    It replaces functions at its `sites` by ones that look on, and overrides those methods below whose calls it
+    wants to see.
     A method that looks at Megatron's objects is decorated with `observes`: its bugs must not break training.
 
     Attributes:
@@ -148,11 +149,11 @@ class Part:
         return sys.modules[type(self).__module__].__doc__
 
     def sites(self) -> tuple[Site, ...]:
-        """Return the sites where it watches, with this part's own functions in them; some see events only."""
+        """Return the sites where it watches, with this part's own functions in them; some see what others show."""
         return ()
 
     def patches(self) -> Iterator[Patch | Unloaded]:
-        """Yield what the engine installs for this part, which has no sites if it sees events only."""
+        """Yield what the engine installs for this part, unless it has no sites."""
         if sites := self.sites():
             yield self.patch(sites)
 
@@ -160,7 +161,7 @@ class Part:
         """Return the patch of this part with these sites."""
         return Patch(self.name, self.doc, None, sites)
 
-    # ------------------------------------------------------------------------ events, which all parts see in turn
+    # ------------------------------------------------------------------------ what all parts see, in turn
     def joined(self, chunk: Any) -> None:
         """See that the audit knows one more chunk, as it is being wrapped or in its first call."""
 

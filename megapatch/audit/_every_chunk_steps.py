@@ -10,8 +10,8 @@ Cost      about a microsecond a chunk and call.
 from __future__ import annotations
 
 from ._audit import Audit, Call, Part, Step
+from ._facts import Facts
 from ._findings import describe, observes
-from ._notes import Notes
 
 
 class _Trained:
@@ -29,10 +29,10 @@ class _Trained:
         self.waits = self.was_stepped = self.was_passed_over = False
 
 
-class Chunks(Part):
+class EveryChunkSteps(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._trained: Notes[_Trained] = Notes()
+        self._trained: Facts[_Trained] = Facts()
         """About a chunk."""
 
     @observes

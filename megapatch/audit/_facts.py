@@ -1,4 +1,4 @@
-"""Notes that an audit keeps about objects of Megatron."""
+"""Facts that an audit keeps about objects of Megatron."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _T = TypeVar("_T")
 _D = TypeVar("_D")
 
 
-class Notes(Generic[_T]):
-    """One kind of note of one audit, at most one for each object, and gone with the object or the audit.
+class Facts(Generic[_T]):
+    """One kind of fact of one audit, at most one for each object, and gone with the object or the audit.
 
-    A note must not refer to its object, nor to what does: a module does to its chunk, by the functions of its
+    A fact must not refer to its object, nor to what does: a module does to its chunk, by the functions of its
     config.
     """
 
@@ -22,23 +22,23 @@ class Notes(Generic[_T]):
         self._table = SideTable()
 
     def get(self, about: object, default: _D) -> _T | _D:
-        """Return the note about an object, or the default."""
-        note: _T | _D = self._table.get(about, default)
-        return note
+        """Return the fact about an object, or the default."""
+        fact: _T | _D = self._table.get(about, default)
+        return fact
 
     def get_or_make(self, about: object, make: Callable[[], _T]) -> _T:
-        """Return the note about an object, made now if there is none."""
-        note: _T | None = self._table.get(about)
-        if note is None:
-            note = make()
-            self._table.set(about, note)
-        return note
+        """Return the fact about an object, made now if there is none."""
+        fact: _T | None = self._table.get(about)
+        if fact is None:
+            fact = make()
+            self._table.set(about, fact)
+        return fact
 
-    def set(self, about: object, note: _T) -> None:
-        """Replace the note about an object."""
-        self._table.set(about, note)
+    def set(self, about: object, fact: _T) -> None:
+        """Replace the fact about an object."""
+        self._table.set(about, fact)
 
     def pop(self, about: object, default: _D) -> _T | _D:
-        """Remove the note about an object, and return it, or the default."""
-        note: _T | _D = self._table.pop(about, default)
-        return note
+        """Remove the fact about an object, and return it, or the default."""
+        fact: _T | _D = self._table.pop(about, default)
+        return fact

@@ -36,7 +36,7 @@ def _diagnose_known(diagnose: Callable[[ModuleType], Verdict], module: ModuleTyp
     return verdict if verdict.kind in (ABSENT, UNKNOWN) else Verdict(NEEDED, "watched")
 
 
-class Gathers(Part):
+class GatheredWhenRead(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self.due: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -137,7 +137,7 @@ class Gathers(Part):
         name = f"{reader.path}()"
 
         @observes
-        def note(part: Gathers, model: Callable[[], Any]) -> None:
+        def note(part: GatheredWhenRead, model: Callable[[], Any]) -> None:
             part.audit.disturbed("export", name)
             if part.due:
                 part._note_read(name, _parameters([model()]))

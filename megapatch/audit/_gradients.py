@@ -35,7 +35,7 @@ _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 class Gradients(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self.events = audit.events
+        self.counts = audit.counts
         self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """By optimizer: how many gradients its buckets had had, ever, when it last stepped."""
         self._aborting = 0
@@ -102,7 +102,7 @@ class Gradients(Part):
         if _watchers.get(chunk) is not self:
             _watchers.set(chunk, self)
             self.audit.models.add([chunk])
-            self.events.may_have_broken = True
+            self.counts.may_have_broken = True
             for state in states_of(chunk):
                 state.begin(self)
             for part in self.audit.parts:
@@ -125,7 +125,7 @@ class Gradients(Part):
 
     @observes
     def _note_reset(self, buffer: Any, *_: Any, **__: Any) -> None:
-        self.events.resets += 1
+        self.counts.resets += 1
         for part in self.audit.parts:
             part.zeroed(buffer)
 
@@ -134,7 +134,7 @@ class Gradients(Part):
         on_purpose = bool(self._aborting) or sys.exc_info()[0] is not None or is_rerunning()
         for state in states_in(buffer):
             if state.arrivals and not state.stepped:
-                self.events.may_have_broken = True
+                self.counts.may_have_broken = True
                 if not (on_purpose or state.excused):
                     state.dropped += bool(state.reduces)
                     state.lost += not state.reduces

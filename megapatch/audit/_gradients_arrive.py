@@ -19,7 +19,7 @@ from ._buckets import BucketState, states_of
 from ._findings import describe, observes
 
 
-class Arrivals(Part):
+class GradientsArrive(Part):
     @observes
     def begin_step(self, step: Step) -> None:
         """Note parameters without a gradient."""

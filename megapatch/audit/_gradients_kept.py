@@ -15,17 +15,17 @@ from .._mcore.bucket_groups import chunks_of
 from .._mcore.main_params import has_memory
 from ..patch import Site
 from ._audit import Audit, Part, Step
+from ._facts import Facts
 from ._findings import observes
 from ._models import grad_buffers
-from ._notes import Notes
 from ._samples import differs, spread_over
 from ._watching import RAISED, around, before, site
 
 
-class Finished(Part):
+class GradientsKept(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._finished: Notes[_State] = Notes()
+        self._finished: Facts[_State] = Facts()
         """About a buffer: its state as its gradients were finished."""
         self._differ: list[Any] = []
         """Whether elements have changed uncounted in the step that is under way, as tensors."""

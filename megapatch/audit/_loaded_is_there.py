@@ -42,7 +42,7 @@ class _Loaded(NamedTuple):
     were_there: bool | None = None
 
 
-class Loads(Part):
+class LoadedIsThere(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
@@ -73,7 +73,7 @@ class Loads(Part):
         )
 
     def _note_load(self, *_: Any, **__: Any) -> None:
-        self.audit.events.loads += 1
+        self.audit.counts.loads += 1
         self.audit.disturbed("load")
 
     @observes
@@ -103,10 +103,10 @@ class Loads(Part):
         """Report state that is missing."""
         schedules = self.audit.part(Schedules)
         known = schedules.of(step.optimizer)
-        if not any(part in self._loaded for part in step.parts) and not any(map(schedules.was_loaded, known)):
+        if not any(part in self._loaded for part in step.optimizers) and not any(map(schedules.was_loaded, known)):
             return  # step counts may be on a GPU
         was_loaded, made = False, 0
-        for optimizer in step.parts:
+        for optimizer in step.optimizers:
             loaded = self._loaded.pop(optimizer, None)
             made = max([made, *_steps_of(optimizer)])
             if loaded is not None and any(loaded.steps):
@@ -120,7 +120,7 @@ class Loads(Part):
                 self._judge_beginning(schedule, made, step)
 
     def _judge_beginning(self, schedule: Any, made: int, step: Step) -> None:
-        counts = [_counts_steps(optimizer) for optimizer in step.parts]
+        counts = [_counts_steps(optimizer) for optimizer in step.optimizers]
         if not made and any(counts):
             what = f"the schedule was loaded at {schedule.num_steps} steps, and its optimizer is at its beginning"
             self.ledger.report("resumed-together", "optimizer", what)

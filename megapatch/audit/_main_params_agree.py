@@ -35,7 +35,7 @@ class _Compared(NamedTuple):
     where: tuple[str, ...]
 
 
-class Masters(Part):
+class MainParamsAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._compared: list[_Compared] = []

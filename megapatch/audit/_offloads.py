@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 from .._mcore.main_params import has_memory, pairs
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
+from ._facts import Facts
 from ._findings import observes
-from ._loads import MOMENTS
+from ._loaded_is_there import MOMENTS
 from ._models import grad_buffers
-from ._notes import Notes
 from ._watching import Watcher, before, site
 
 _FRAMEWORKS = (
@@ -55,7 +55,7 @@ class _Places(NamedTuple):
 class Offloads(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._places: Notes[_Places] = Notes()
+        self._places: Facts[_Places] = Facts()
         """About a chunk, and about an optimizer that others consist of."""
         self._known = 0
         self._latest: tuple[int, str] | None = None
@@ -97,7 +97,7 @@ class Offloads(Part):
     @observes
     def _note(self, kind: str, what: str, *_: Any, **__: Any) -> None:
         self._known += 1
-        self.audit.events.may_have_broken = True
+        self.audit.counts.may_have_broken = True
         if self._latest != (self.ledger.step, what):
             self._latest = (self.ledger.step, what)
             self.ledger.happened(kind, what)
@@ -112,12 +112,12 @@ class Offloads(Part):
     def begin_step(self, step: Step) -> None:
         for chunk in step.chunks:
             self._compare(chunk, _memory_of(chunk))
-        for optimizer in step.parts:
+        for optimizer in step.optimizers:
             self._compare(optimizer, {"optimizer state": [_address(tensor) for tensor in _state_of(optimizer)]})
 
     def _compare(self, owner: Any, addresses: dict[str, list[int]]) -> None:
         """Note an event if something is elsewhere than it was, for no reason that is known."""
-        now = _Places(self._known + self.audit.events.loads, addresses)
+        now = _Places(self._known + self.audit.counts.loads, addresses)
         before = self._places.get(owner, now)
         self._places.set(owner, now)
         if before.reasons != now.reasons:

@@ -27,10 +27,10 @@ from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
+from ._facts import Facts
 from ._findings import describe, observes, user_code
 from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
-from ._notes import Notes
 from ._participants import Participants
 from ._watching import before, site
 
@@ -55,13 +55,13 @@ class _Compared(NamedTuple):
     is_reported: bool = False
 
 
-class Ranks(Part):
+class RanksAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._participants = Participants()
-        self._compared: Notes[list[_Compared]] = Notes()
+        self._compared: Facts[list[_Compared]] = Facts()
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
-        self._compare_together: Notes[dict[str, bool]] = Notes()
+        self._compare_together: Facts[dict[str, bool]] = Facts()
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""

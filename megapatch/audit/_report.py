@@ -19,7 +19,7 @@ from ..patch import Status
 from ._audit import Audit, Part
 from ._findings import Finding, Ledger
 from ._microbatches import Microbatches
-from ._ranks import Ranks
+from ._ranks_agree import RanksAgree
 from ._rules import RULES
 from ._settings import Settings
 from ._summary import KIND, SCHEMA, summarize
@@ -189,7 +189,7 @@ def _unwatched(audit: Audit) -> dict[str, str]:
 
 def _reasons(audit: Audit, part: Part) -> Iterator[str]:
     """Yield why a part does not see what it looks for."""
-    if type(part) in (Ranks, Microbatches) and not audit.part(Ranks).compares:
+    if type(part) in (RanksAgree, Microbatches) and not audit.part(RanksAgree).compares:
         yield _NOT_COMPARED
     if any(look.__qualname__.startswith(f"{type(part).__name__}.") for look in audit.ledger.broken):
         yield "a look of it has failed; the log says how"

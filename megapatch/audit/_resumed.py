@@ -44,7 +44,7 @@ _SKYRL_SYNC = "FullyAsyncRayPPOTrainer.async_sync_policy_weights_to_inference_en
 _AREAL, _AREAL_SYNC = "RemoteInfEngine", "MegatronEngine.update_weights"
 
 
-class Generation(Part):
+class Resumed(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._paused: weakref.WeakSet[Any] = weakref.WeakSet()

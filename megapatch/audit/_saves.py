@@ -25,10 +25,10 @@ from .._mcore.main_params import has_memory
 from .._mcore.sharded_leaves import FLAG, NVRX, PLANS, named_leaves, structure
 from ..patch import Site
 from ._audit import Audit, Part, Step
+from ._facts import Facts
 from ._findings import describe, observes, user_code
-from ._kept import Kept
-from ._masters import compared_with_mains
-from ._notes import Notes
+from ._kept_between_steps import KeptBetweenSteps
+from ._main_params_agree import compared_with_mains
 from ._samples import sample_of
 from ._watching import RAISED, around, before, site
 
@@ -61,9 +61,9 @@ class _Planned:
 class Saves(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._saved: Notes[_Saved] = Notes()
+        self._saved: Facts[_Saved] = Facts()
         """About a strategy."""
-        self._missing: Notes[_Missing] = Notes()
+        self._missing: Facts[_Missing] = Facts()
         """About a chunk, of which a part is saved, until its next step."""
         self._planned: weakref.WeakKeyDictionary[Any, _Planned] = weakref.WeakKeyDictionary()
         """By a function that finishes an asynchronous save, until its tensors are copied."""
@@ -163,7 +163,7 @@ class Saves(Part):
                 name = describe(wrong, chunk.module.named_parameters())
                 what = f"{name} is saved, and is not what the optimizer's main parameter says"
                 self.ledger.report("saved-is-trained", "optimizer", what)
-            elif self.audit.part(Kept).has_changed(optimizer):
+            elif self.audit.part(KeptBetweenSteps).has_changed(optimizer):
                 what = "weights are saved that are not what the optimizer's last step has left, nor loaded since"
                 self.ledger.report("saved-is-trained", "optimizer", what)
 

@@ -28,7 +28,7 @@ from ._watching import RAISED, after, around, site
 _MOST_NODES = 32
 
 
-class Scales(Part):
+class ScaledOnce(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._asks = 0
@@ -84,7 +84,7 @@ class Scales(Part):
         chunks = self.audit.models.stepped_by(optimizer)
         arrivals = ever_arrived(chunks)
         versions = (buffer.grad_data._version for buffer in grad_buffers(chunks))
-        return (arrivals, self.audit.events.resets, *versions)
+        return (arrivals, self.audit.counts.resets, *versions)
 
     def _buffers(self, optimizer: Any) -> Iterator[Any]:
         return grad_buffers(self.audit.models.stepped_by(optimizer))
@@ -133,7 +133,7 @@ class Scales(Part):
     @observes
     def begin_step(self, step: Step) -> None:
         """Judge the scales of the losses."""
-        scaled = [part for part in step.parts if getattr(part, "grad_scaler", None) is not None]
+        scaled = [part for part in step.optimizers if getattr(part, "grad_scaler", None) is not None]
         if not scaled or not step.has_gradients:
             return
         scale, asked = scaled[0].grad_scaler.scale, any(map(self._has_asked, step.chunks))
@@ -147,7 +147,7 @@ class Scales(Part):
     @observes
     def end_step(self, step: Step) -> None:
         """Forget requests for the scale, for the next step."""
-        for part in step.parts:
+        for part in step.optimizers:
             self._asked.pop(part, None)
         for chunk in step.chunks:
             self._asks_before[chunk] = self._last_ask.get(chunk, 0)

@@ -64,7 +64,7 @@ class Steps(Part):
     def _fail(self, optimizer: Any) -> None:
         """Have the gradients of a step that raised, perhaps the audit's own error, excused."""
         chunks = self.audit.models.stepped_by(optimizer)
-        self.audit.events.may_have_broken = True
+        self.audit.counts.may_have_broken = True
         for part in self.audit.parts:
             part.interrupted(chunks)
 
@@ -73,4 +73,4 @@ class Steps(Part):
         step.succeeded = bool(result[0])
         for part in self.audit.parts:
             part.end_step(step)
-        self.audit.events.may_have_broken = False
+        self.audit.counts.may_have_broken = False

@@ -16,16 +16,16 @@ from typing import Any
 
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
+from ._facts import Facts
 from ._findings import observes
 from ._models import grad_buffers
-from ._notes import Notes
 from ._watching import after, site
 
 
-class Tokens(Part):
+class TokensCounted(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._counted: Notes[Any] = Notes()
+        self._counted: Facts[Any] = Facts()
         """About a chunk's first gradient buffer: the tokens of the microbatches since it was zeroed."""
         self._in_call: Any = 0
         """The tokens of the forward-backward call that is under way, or of the last one."""

@@ -62,7 +62,7 @@ def are_equal(ledger: Ledger, trained: str, received: str | Iterable[str], versi
     return not wrong
 
 
-class Weights(Part):
+class WeightsSynced(Part):
     def sites(self) -> tuple[Site, ...]:
         return (
             site("megapatch.streaming._synced_weights", {_SYNC: self.watch_pump}, expected={_SYNC: ("version",)}),
@@ -80,7 +80,7 @@ class Weights(Part):
             try:
                 await self._compare_sides(weights, version)
             except Exception:
-                self.ledger.note_bug(Weights._compare_sides)
+                self.ledger.note_bug(WeightsSynced._compare_sides)
 
         return patched_sync_and_stamp
 

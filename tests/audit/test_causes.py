@@ -9,7 +9,7 @@ import pytest
 
 from megapatch import audit
 from megapatch.audit import RULES
-from megapatch.audit._ranks import DATA, EXPERT_DATA, TENSOR
+from megapatch.audit._ranks_agree import DATA, EXPERT_DATA, TENSOR
 
 COMPUTED = {
     "gradients-dropped": {"reduced"},
