@@ -135,9 +135,18 @@ class Engine:
         self._active = False
         self.roster.supersede()
 
-    def load_families(self) -> None:
-        """Load all of megapatch's own patches now, whether their targets are imported or not."""
-        _note_looked_for(self._load(*(record for record in self.roster.unloaded if record.names_are_known)))
+    def load_families(self, only_installed: bool = False) -> None:
+        """Load all of megapatch's own patches now, whether their targets are imported or not.
+
+        Args:
+            only_installed: not those of which no module can be imported: a report has the same status for them.
+        """
+        due = [record for record in self.roster.unloaded if record.names_are_known]
+        if only_installed:
+            for record in due:
+                record.refresh()
+            due = [record for record in due if record.status is not Status.NOT_INSTALLED]
+        _note_looked_for(self._load(*due))
 
     def load_all(self) -> None:
         """Load all patches now, those of entry points as well."""

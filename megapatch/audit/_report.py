@@ -101,7 +101,7 @@ class AuditReport(NamedTuple):
 def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:
     """Return the report of a ledger as it is now."""
     rank, size, _ = ledger.place = _place(ledger)
-    this_process().load_families()
+    this_process().load_families(only_installed=True)
     return AuditReport(
         version=exact_version(),
         digest=make_report(this_process().records, searching=False).digest,

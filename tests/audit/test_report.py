@@ -209,7 +209,7 @@ def test_where_there_is_no_code_of_the_user_it_is_that_of_the_latest_call(nothin
 
     def call():
         for part in of.parts:
-            if part.name == "history":
+            if part.name == "audit.history":
                 part.begin_call(None)
 
     call()
@@ -267,6 +267,18 @@ def test_without_an_audit_there_is_a_report():
     assert (report["settings"], report["steps"], report["ended"]) == (None, 0, True)
     assert {rule["status"] for rule in report["rules"]} == {"not watched"}
     assert text == "nothing found in 0 optimizer steps on rank 0"
+
+
+def test_its_digest_is_that_of_the_patches_though_it_loads_no_family_that_is_not_installed():
+    code = (
+        "import importlib.util, sys, megapatch\n"
+        "print(megapatch.audit.report().digest)\n"
+        "found = 'megapatch.patches.areal' in sys.modules\n"
+        "print(found == (importlib.util.find_spec('areal') is not None))\n"
+        "print(megapatch.report().digest)\n"
+    )
+    digest, is_lazy, whole, *_ = run("-c", code).stdout.splitlines()
+    assert digest == whole and is_lazy == "True"
 
 
 def test_what_became_of_the_rules(ranks):
