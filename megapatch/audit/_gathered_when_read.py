@@ -163,7 +163,7 @@ class GatheredWhenRead(Part):
 
         return around(begin, end)
 
-    def _look_at_sent(self, collective: str, *args: Any, **kwargs: Any) -> None:
+    def _look_at_sent(self, collective: str, /, *args: Any, **kwargs: Any) -> None:
         if self.due and not self._gathering:
             self._note_sent(collective, (*args, *kwargs.values()))
 

@@ -95,7 +95,7 @@ class Offloads(Part):
         return before(functools.partial(self._note, kind, f"{path.rpartition('.')[2]}()"))
 
     @observes
-    def _note(self, kind: str, what: str, *_: Any, **__: Any) -> None:
+    def _note(self, kind: str, what: str, /, *_: Any, **__: Any) -> None:
         self._known += 1
         self.audit.counts.may_have_broken = True
         if self._latest != (self.ledger.step, what):

@@ -38,7 +38,7 @@ def before(look: Callable[..., object]) -> Watcher:
 def after(look: Callable[..., object]) -> Watcher:
     """Watch a function: look(result, ...) sees each call that has returned."""
 
-    def end(_: None, result: Any, *args: Any, **kwargs: Any) -> None:
+    def end(_: None, result: Any, /, *args: Any, **kwargs: Any) -> None:
         if result is not RAISED:
             look(result, *args, **kwargs)
 
