@@ -81,7 +81,7 @@ def added_to_hook():
     audit.start()
     (chunk,) = tiny_gpt().chunks
     hook = {False: lambda *unused: None}
-    (gradients,) = [part for part in audit._PROCESS.audit.parts if part.name == "gradients"]
+    (gradients,) = [part for part in audit._PROCESS.audit.parts if part.name == "audit.gradients"]
     hook[True] = gradients.watch_arrivals(lambda ddp, parameter: hook[False])(
         chunk, next(chunk.module.parameters())
     )

@@ -12,8 +12,9 @@ import pytest
 from rigs.engine import TARGET, make_engine, make_patch, status_of
 
 from megapatch import MegapatchError, RestoreError, _versions
+from megapatch._engine.record import Unloaded
 from megapatch._reporting.report import make_report
-from megapatch.patch import FIXED, UNKNOWN, Verdict
+from megapatch.patch import FIXED, UNKNOWN, PatchInfo, Verdict
 
 TRACER = """
 import functools
@@ -215,6 +216,26 @@ def test_what_is_installed_below_sees_what_the_others_leave(modules):
     assert [patch.name for patch in engine.patches] == ["test.louder"]
     engine.restore()
     assert target.greet is importer.greet is original
+
+
+def test_what_is_installed_below_may_be_loaded_when_it_is_due(modules):
+    name, loaded = modules.write(TARGET), []
+    info = PatchInfo("audit.greetings", "", None, (name,))
+
+    def load():
+        loaded.append(make_patch(name, name=info.name, factory=lambda greet: lambda *args: greet(*args) + "?"))
+        return loaded
+
+    engine = make_engine(make_patch(name), disable=("audit.*",))
+    engine.activate()
+    engine.install_below([Unloaded(info.name, name, (info,), load, names_are_known=True)])
+    assert not loaded
+    target = importlib.import_module(name)
+    assert len(loaded) == 1 and target.greet("you") == "hello you?!"
+    engine.restore()
+    assert target.greet("you") == "hello you?"
+    engine.install_below([])
+    assert target.greet("you") == "hello you" and [patch.name for patch in engine.patches] == ["test.louder"]
 
 
 @pytest.mark.parametrize("names", [(), ("*",), ("test.louder", "*.[gl]*")])

@@ -104,8 +104,8 @@ class Engine:
 
         restore(chosen)
 
-    def install_below(self, patches: Collection[Patch]) -> None:
-        """Install these patches below all others, whatever the settings.
+    def install_below(self, patches: Collection[Patch | Unloaded]) -> None:
+        """Install these patches below all others, whatever the settings; unloaded ones when they are due.
 
         They replace the ones that an earlier call has installed; without patches, a call only takes those away.
         The other patches are taken off for a moment, so no patched function may run meanwhile.
@@ -132,9 +132,18 @@ class Engine:
             "megapatch was loaded twice: the copy in %s stays, this one is off" + see("loaded-twice"), home
         )
 
-    def load_families(self) -> None:
-        """Load all of megapatch's own patches now, whether their targets are imported or not."""
-        _note_looked_for(self._load(*(record for record in self.roster.unloaded if record.names_are_known)))
+    def load_families(self, only_installed: bool = False) -> None:
+        """Load all of megapatch's own patches now, whether their targets are imported or not.
+
+        Args:
+            only_installed: not those of which no module can be imported: a report has the same status for them.
+        """
+        due = [record for record in self.roster.unloaded if record.names_are_known]
+        if only_installed:
+            for record in due:
+                record.refresh()
+            due = [record for record in due if record.status is not Status.NOT_INSTALLED]
+        _note_looked_for(self._load(*due))
 
     def load_all(self) -> None:
         """Load all patches now, those of entry points as well."""

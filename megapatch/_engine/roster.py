@@ -27,7 +27,7 @@ class Roster:
         self._settings = settings
         self._lock = threading.Lock()
         self.records: tuple[SiteRecord | Unloaded, ...] = ()
-        self.lowest: tuple[SiteRecord, ...] = ()
+        self.lowest: tuple[SiteRecord | Unloaded, ...] = ()
         for patch in patches:
             self.records += self._records_of(patch, self.records)
         self.records += tuple(unloaded)
@@ -92,16 +92,22 @@ class Roster:
             position = self.records.index(unloaded)
             before, after = self.records[:position], self.records[position + 1 :]
             added: tuple[SiteRecord, ...] = ()
+            is_lowest = unloaded in self.lowest
             for patch in patches:
-                added += self._records_of(patch, (*before, *added, *after))
+                added += _of_lowest(patch) if is_lowest else self._records_of(patch, (*before, *added, *after))
+            self.lowest += added if is_lowest else ()
             self.records = (*before, *added, *after)
         return added
 
-    def replace_lowest(self, patches: Collection[Patch]) -> None:
+    def replace_lowest(self, patches: Collection[Patch | Unloaded]) -> None:
         """Begin with these patches, whatever the settings, instead of those that were the lowest before."""
         with self._lock:
             others = [record for record in self.records if record not in self.lowest]
-            self.lowest = tuple(_record_of(patch, site, None) for patch in patches for site in patch.sites)
+            self.lowest = tuple(
+                record
+                for patch in patches
+                for record in ((patch,) if isinstance(patch, Unloaded) else _of_lowest(patch))
+            )
             self.records = (*self.lowest, *others)
 
     def after_fork(self) -> list[SiteRecord]:
@@ -121,6 +127,10 @@ class Roster:
                 record.off = Off.DUPLICATE
                 record.set(Status.FAILED, f"there is another patch called {patch.name}; this one stays off")
         return records
+
+
+def _of_lowest(patch: Patch) -> tuple[SiteRecord, ...]:
+    return tuple(_record_of(patch, site, None) for site in patch.sites)
 
 
 def _record_of(patch: Patch, site: Site, why_off: str | None) -> SiteRecord:

@@ -12,48 +12,53 @@ It looks at Megatron's own objects, beneath all patches, and changes nothing. do
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from .._engine.engine import this_process
-from ._arrivals import Arrivals
+from .._engine.settings import REPORT
+from .._troubleshooting import see
 from ._audit import Audit, Part
 from ._calls import Calls
-from ._checkpoints import Checkpoints
-from ._chunks import Chunks
-from ._contents import Contents
-from ._counts import Counts
-from ._findings import Finding, Ledger
-from ._finished import Finished
-from ._gathers import Gathers
-from ._generation import Generation
+from ._every_chunk_steps import EveryChunkSteps
+from ._findings import Finding, Ledger, Repair
+from ._fresh_counts import FreshCounts
+from ._gathered_when_read import GatheredWhenRead
 from ._gradients import Gradients
+from ._gradients_arrive import GradientsArrive
+from ._gradients_kept import GradientsKept
 from ._history import History
-from ._invariants import INVARIANTS, Invariant
-from ._kept import Kept
-from ._leaving import Leaving
-from ._loads import Loads
-from ._masters import Masters
+from ._kept_between_steps import KeptBetweenSteps
+from ._loaded_is_there import LoadedIsThere
+from ._main_params_agree import MainParamsAgree
 from ._microbatches import Microbatches
-from ._modes import Modes
 from ._offloads import Offloads
-from ._ranks import Ranks
-from ._repairs import Repair
-from ._report import AuditReport, make
-from ._rules import Rule, rules
-from ._scales import Scales
+from ._ranks_agree import RanksAgree
+from ._resumed import Resumed
+from ._rules import RULES, Rule
+from ._saves import Saves
+from ._scaled_once import ScaledOnce
 from ._schedules import Schedules
 from ._settings import Settings, settings_for
 from ._steps import Steps
-from ._tokens import Tokens
-from ._weights import Weights, are_equal, weights_digest
+from ._tokens_counted import TokensCounted
+from ._training_mode import TrainingMode
+from ._weights_synced import WeightsSynced, are_equal, weights_digest
+
+if TYPE_CHECKING:
+    from ._report import AuditReport, RuleStatus
+
+log = logging.getLogger("megapatch")
 
 __all__ = [
-    "INVARIANTS",
+    "RULES",
     "AuditReport",
     "Finding",
-    "Invariant",
     "Repair",
     "Rule",
+    "RuleStatus",
     "clear",
     "compare_weights",
     "findings",
@@ -66,30 +71,29 @@ __all__ = [
 
 _PARTS: tuple[type[Part], ...] = (
     Gradients,  # first: the others ask a step whether it has gradients
-    Arrivals,
-    Scales,
-    Ranks,  # may raise; then the step leaves nothing to be gathered
-    Gathers,
+    GradientsArrive,
+    ScaledOnce,
+    RanksAgree,  # may raise; then the step leaves nothing to be gathered
+    GatheredWhenRead,
     Offloads,  # before those that look more closely after an event
-    Finished,
-    Masters,
-    Kept,
-    Loads,  # asks schedules what was loaded
+    GradientsKept,
+    MainParamsAgree,
+    KeptBetweenSteps,
+    LoadedIsThere,  # asks schedules what was loaded
     Schedules,
     Steps,
     Calls,
-    Modes,
-    Chunks,
-    Counts,
-    Tokens,
+    TrainingMode,
+    EveryChunkSteps,
+    FreshCounts,
+    TokensCounted,
     Microbatches,
-    Checkpoints,
-    Contents,
-    Generation,
-    Weights,
+    Saves,
+    Resumed,
+    WeightsSynced,
     History,
 )
-"""The parts of an audit, in the order in which they see each event."""
+"""The parts of an audit, in the order in which they see what happens."""
 
 
 class _Process:
@@ -99,21 +103,47 @@ class _Process:
         self.audit: Audit | None = None
         self.ledger = Ledger()
         self.settings: Settings | None = None
-        self.rules: tuple[Rule, ...] = ()  # when it ended
-        self.leaving = Leaving()
+        self.statuses: tuple[RuleStatus, ...] = ()  # of the rules, when it ended
+        self._pid = os.getpid()
+        self._has_failed = False
 
     def report(self, ended: bool = False) -> AuditReport:
         """Return the report as it is now, without judging what waits for it."""
-        found = rules(self.ledger, self.audit) if self.audit or not self.rules else self.rules
+        from ._report import make, statuses  # most processes that train make none
+
+        found = statuses(self.ledger, self.audit) if self.audit or not self.statuses else self.statuses
         return make(self.ledger, self.settings, found, ended or self.audit is None)
 
     def leave(self, ended: bool = False) -> None:
-        """Leave the report of a process that trains for `megapatch audit`."""
-        if self.ledger.step or self.ledger.findings() or self.ledger.notes():
-            self.leaving.leave(lambda: self.report(ended))
+        """Leave the report of a process that trains for `megapatch audit`. A failure is logged, once."""
+        folder = os.environ.get(REPORT)
+        if not folder or os.getpid() != self._pid:  # a forked child would write over its parent's
+            return
+        if not (self.ledger.step or self.ledger.findings() or self.ledger.notes()):
+            return
+        try:
+            from ._report import write
+
+            write(folder, self.report(ended))
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                reason = f"{type(error).__name__}: {error}"
+                log.warning(
+                    "audit: no report is left in %s: %s; training goes on" + see("audit-report"), folder, reason
+                )
 
 
 _PROCESS = _Process()
+
+
+def __getattr__(name: str) -> Any:
+    """Return the types of reports, which most processes that train do not load."""
+    if name in ("AuditReport", "RuleStatus"):
+        from . import _report
+
+        return getattr(_report, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def start(every: int | None = None, raises: bool = False) -> None:
@@ -153,8 +183,10 @@ def stop() -> None:
     audit = _PROCESS.audit
     if audit is None:
         return
+    from ._report import statuses
+
     _judge()
-    _PROCESS.rules = rules(audit.ledger, audit)  # while its patches are in place
+    _PROCESS.statuses = statuses(audit.ledger, audit)  # while its patches are in place
     this_process().install_below(())
     _PROCESS.audit = None
     atexit.unregister(_summarize)

@@ -1,19 +1,21 @@
 """The audit of a process, and the parts that it consists of.
 
 `start()` makes an Audit and `stop()` drops it. All that it knows is in it, in its parts, or noted in Megatron's
-objects in its name (`_notes`), so the next audit begins with nothing.
+objects in its name (`_facts`), so the next audit begins with nothing.
 
 A new rule is one class derived from Part, in a file of its own, and one line in `_PARTS`, in `__init__.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
+from .._engine.record import Unloaded
 from ..patch import Patch, Site
 from ._findings import Ledger
-from ._models import Models, parts_of
+from ._models import Models, optimizers_in
 from ._settings import Settings
 
 _P = TypeVar("_P", bound="Part")
@@ -37,18 +39,18 @@ class Step:
 
     Attributes:
         optimizer: whose step it is.
-        parts: the optimizers that it consists of, which divide gradients by the loss scale.
+        optimizers: those that it consists of, which divide gradients by the loss scale.
         chunks: those that it steps.
         has_gradients: whether any gradient has arrived since the last step.
         succeeded: whether Megatron has made the step rather than skipped it, once it is over.
     """
 
     def __init__(self, optimizer: Any, chunks: list[Any]) -> None:
-        self.optimizer, self.parts, self.chunks = optimizer, parts_of(optimizer), chunks
+        self.optimizer, self.optimizers, self.chunks = optimizer, optimizers_in(optimizer), chunks
         self.has_gradients = self.succeeded = False
 
 
-class Events:
+class Counts:
     """How often things have happened since the audit began.
 
     Attributes:
@@ -68,22 +70,22 @@ class Audit:
     """An observer of this process, from `start()` to `stop()`.
 
     Args:
-        parts: classes of parts, in the order in which they see each event.
+        parts: classes of parts, in the order in which they see what happens.
         settings: may be replaced while the audit watches.
 
     Attributes:
         ledger: the findings, and the number of optimizer steps.
         models: the chunks that it knows.
-        events: counts that parts share.
+        counts: what parts share.
         parts: made for this audit.
         patches: of the parts, for the engine to install below all others.
     """
 
     def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:
         self.settings = settings
-        self.ledger, self.models, self.events = Ledger(settings.accepted), Models(), Events()
+        self.ledger, self.models, self.counts = Ledger(settings.accepted), Models(), Counts()
         self.parts = tuple(part(self) for part in parts)
-        self.patches = tuple(patch for part in self.parts if (patch := part.patch()) is not None)
+        self.patches = tuple(patch for part in self.parts for patch in part.patches())
 
     def part(self, kind: type[_P]) -> _P:
         """Return the part of this class."""
@@ -96,11 +98,11 @@ class Audit:
 
     def looks(self) -> bool:
         """Return whether this rank looks closely at its own parameters in this step. Ranks may differ in that."""
-        return self.is_due() or self.events.may_have_broken
+        return self.is_due() or self.counts.may_have_broken
 
     def disturbed(self, kind: str, what: str = "") -> None:
         """Put an event on the timeline that often breaks a model: ranks look closely in the step after it."""
-        self.events.may_have_broken = True
+        self.counts.may_have_broken = True
         self.ledger.happened(kind, what)
 
     def judge(self) -> None:
@@ -124,32 +126,42 @@ class Audit:
 class Part:
     """Something that the audit watches.
 
-    It replaces functions at its `sites` by ones that look on, and overrides the events below that it wants to see.
+    It replaces functions at its `sites` by ones that look on, and overrides those methods below whose calls it
+    wants to see.
     A method that looks at Megatron's objects is decorated with `observes`: its bugs must not break training.
 
     Attributes:
-        name: of its patch, after ``audit.``.
-        doc: the docstring of its module.
         audit: the one that it is part of.
         ledger: that audit's.
     """
 
-    name: ClassVar[str]
-    doc: ClassVar[str | None]
-
     def __init__(self, audit: Audit) -> None:
         self.audit, self.ledger = audit, audit.ledger
 
+    @property
+    def name(self) -> str:
+        """The name of its patch, that of its module."""
+        return f"audit.{type(self).__module__.rpartition('._')[2].replace('_', '-')}"
+
+    @property
+    def doc(self) -> str | None:
+        """The docstring of its module, whose first line names the rules that it watches."""
+        return sys.modules[type(self).__module__].__doc__
+
     def sites(self) -> tuple[Site, ...]:
-        """Return the sites where it watches, with this part's own functions in them; some see events only."""
+        """Return the sites where it watches, with this part's own functions in them; some see what others show."""
         return ()
 
-    def patch(self) -> Patch | None:
-        """Return the patch that the engine installs for this part, or None if it has no sites."""
-        sites = self.sites()
-        return Patch(name=f"audit.{self.name}", doc=self.doc, upstream=None, sites=sites) if sites else None
+    def patches(self) -> Iterator[Patch | Unloaded]:
+        """Yield what the engine installs for this part, unless it has no sites."""
+        if sites := self.sites():
+            yield self.patch(sites)
 
-    # ------------------------------------------------------------------------ events, which all parts see in turn
+    def patch(self, sites: tuple[Site, ...]) -> Patch:
+        """Return the patch of this part with these sites."""
+        return Patch(self.name, self.doc, None, sites)
+
+    # ------------------------------------------------------------------------ what all parts see, in turn
     def joined(self, chunk: Any) -> None:
         """See that the audit knows one more chunk, as it is being wrapped or in its first call."""
 
@@ -161,6 +173,9 @@ class Part:
 
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """See a microbatch of a call that trains. Its loss is None in a stage that is not the last."""
+
+    def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
+        """See that finalize_model_grads() begins. The number of tokens is None where gradients are not divided."""
 
     def begin_step(self, step: Step) -> None:
         """See that an optimizer step begins, and judge the calls that led to it."""

@@ -13,9 +13,7 @@ Cost      some microseconds a call.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -23,10 +21,10 @@ from .._mcore.bucket_groups import chunks_of
 from .._mcore.rerun_machine import BEFORE_STEP, MODULE, machine_of_this_process
 from ..patch import Site
 from ._audit import Audit, Call, Part
+from ._facts import Facts
 from ._findings import observes, user_code
-from ._notes import Notes
 from ._samples import evenly_of
-from ._sites import site
+from ._watching import RAISED, around, before, site
 
 SCHEDULES = (
     "forward_backward_no_pipelining",
@@ -35,54 +33,52 @@ SCHEDULES = (
 )
 
 _NOTHING = object()
+_KINDS = (("no-sync", "no_sync()"), ("config", "config."), ("other", "the "))
+"""Kinds of findings, and the beginning of the names of what it is about."""
 
 
 class Calls(Part):
-    name = "calls"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._left: Notes[tuple[dict[str, Any], tuple[str, ...]]] = Notes()
+        self._left: Facts[tuple[dict[str, Any], tuple[str, ...]]] = Facts()
         """About a model's first chunk: by name, the changes that a call that raised has left behind, and where."""
         self.interrupted_machines: weakref.WeakSet[Any] = weakref.WeakSet()
         """Rerun machines that were inside a step when a call raised."""
 
     def sites(self) -> tuple[Site, ...]:
         return (
-            site("megatron.core.pipeline_parallel.schedules", dict.fromkeys(SCHEDULES, self.watch_call)),
-            site(MODULE, {"RerunStateMachine.should_run_forward_backward": self.watch_machine}),
+            site(
+                "megatron.core.pipeline_parallel.schedules",
+                dict.fromkeys(SCHEDULES, around(self._begin, self._end)),
+            ),
+            site(MODULE, {"RerunStateMachine.should_run_forward_backward": before(self._judge_machine)}),
         )
 
-    def watch_call(self, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(schedule)
-        def patched_forward_backward(*args: Any, **kwargs: Any) -> Any:
-            chunks = chunks_of(kwargs.get("model"))
-            if not chunks:
-                return schedule(*args, **kwargs)
-            call = Call(chunks, trains=not kwargs.get("forward_only"))
-            self._begin(call)
-            before = self._look(chunks)
-            try:
-                result = schedule(*args, **kwargs)
-                call.has_returned = True
-            finally:
-                self._compare(call, before)
-                self._end(call)
-            return result
+    def _begin(self, *_: Any, **options: Any) -> tuple[Call, dict[str, Any] | None] | None:
+        chunks = chunks_of(options.get("model"))
+        if not chunks:
+            return None
+        call = Call(chunks, trains=not options.get("forward_only"))
+        self._show_beginning(call)
+        return call, self._look(chunks)
 
-        return patched_forward_backward
+    def _end(self, begun: tuple[Call, dict[str, Any] | None] | None, result: Any, *_: Any, **__: Any) -> None:
+        if begun is not None:
+            call, before = begun
+            call.has_returned = result is not RAISED
+            self._compare(call, before)
+            self._show_end(call)
 
     @observes
-    def _begin(self, call: Call) -> None:
+    def _show_beginning(self, call: Call) -> None:
         self.ledger.met.add("hooks-balanced")
         self.audit.models.add(call.chunks)
         for part in self.audit.parts:
             part.begin_call(call)
 
     @observes
-    def _end(self, call: Call) -> None:
-        self.audit.events.may_have_broken |= not (call.trains and call.has_returned)
+    def _show_end(self, call: Call) -> None:
+        self.audit.counts.may_have_broken |= not (call.trains and call.has_returned)
         for part in self.audit.parts:
             part.end_call(call)
             if not call.has_returned:
@@ -112,22 +108,16 @@ class Calls(Part):
             self.interrupted_machines.add(machine)
 
     def _report(self, changed: list[str], where: tuple[str, ...] | None = None) -> None:
-        if changed:
-            what = f"a forward-backward call did not put back {', '.join(changed)}"
-            self.ledger.report("hooks-balanced", "call", what, where)
+        for kind, words in _KINDS:
+            if names := [name for name in changed if name.startswith(words)]:
+                what = f"a forward-backward call did not put back {', '.join(names)}"
+                self.ledger.report("hooks-balanced", kind, what, where)
 
     # ------------------------------------------------------------------------ the rerun machine
-    def watch_machine(self, should_run: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(should_run)
-        def patched_should_run_forward_backward(machine: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.interrupted_machines:
-                self._judge_machine(machine)
-            return should_run(machine, *args, **kwargs)
-
-        return patched_should_run_forward_backward
-
     @observes
-    def _judge_machine(self, machine: Any) -> None:
+    def _judge_machine(self, machine: Any, *_: Any, **__: Any) -> None:
+        if not self.interrupted_machines:
+            return
         if machine in self.interrupted_machines and machine.state.name in BEFORE_STEP:
             self.ledger.report(
                 "hooks-balanced",

@@ -1,4 +1,4 @@
-"""Keep the findings: each broken invariant once, with a count of how often it was seen."""
+"""Keep the findings: each way of breaking a rule once, with a count of how often it was seen."""
 
 from __future__ import annotations
 
@@ -9,25 +9,46 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
+from .._engine.engine import this_process
+from .._engine.record import NEEDS_ATTENTION, Record
 from .._engine.settings import ACCEPT
 from .._places import Line, in_words, user_lines
 from .._troubleshooting import see
 from ..errors import AuditError
-from ._invariants import INVARIANTS
-from ._repairs import Repair, repairs
+from ..patch import Status, VerdictKind
+from ._rules import RULES
 from ._timeline import Timeline
 
 log = logging.getLogger("megapatch")
 
+_NOT_IN_PLACE = {Status.DISABLED, *NEEDS_ATTENTION} - {Status.REFUSED}
+"""Statuses of patches that may be needed; one that was refused is for code that it does not know."""
+
+
+class Repair(NamedTuple):
+    """A patch that would repair a finding.
+
+    Attributes:
+        name: of the patch.
+        reason: why it is not in place.
+    """
+
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
 
 @dataclasses.dataclass
 class Finding:
-    """A way in which an invariant was broken in this process.
+    """A way in which a rule was broken in this process.
 
     Attributes:
-        invariant: its name, a key of `megapatch.audit.INVARIANTS`.
+        rule: its name, a key of `megapatch.audit.RULES`.
+        kind: which way it is, in a word; likely causes are chosen by it.
         what: one sentence: the event, and the objects that it happened to.
         rank: of torch.distributed, or None without it.
         step: how many optimizer steps this process had made by then.
@@ -37,7 +58,8 @@ class Finding:
         repairs: patches that would repair a known cause, and are not in place in this process.
     """
 
-    invariant: str
+    rule: str
+    kind: str
     what: str
     rank: int | None
     step: int
@@ -47,15 +69,15 @@ class Finding:
     repairs: tuple[Repair, ...] = ()
 
     def __str__(self) -> str:
-        invariant = INVARIANTS[self.invariant]
+        rule = RULES[self.rule]
         times = f", {self.count} times in all" if self.count > 1 else ""
         at = f" At {self.where[-1]}." if self.where else ""
         rank = "" if self.rank is None else f" on rank {self.rank}"
         lacking = ", ".join(map(str, self.repairs))
         repairs = f" Patches for known causes that are not in place here: {lacking}." if lacking else ""
-        accept = f" If that is meant: {ACCEPT}={self.invariant}." if invariant.is_note else ""
+        accept = f" If that is meant: {ACCEPT}={self.rule}." if rule.is_note else ""
         when = f"after {steps(self.step)}{rank}{times}"
-        return f"{self.invariant} ({when}): {self.what}. {invariant.means}{at}{repairs}{accept}"
+        return f"{self.rule} ({when}): {self.what}. {rule.means}{at}{repairs}{accept}"
 
 
 class Ledger:
@@ -72,7 +94,7 @@ class Ledger:
         broken: functions of the audit that have raised, and find nothing.
         during: the user's code at the beginning of the latest call or step.
         place: this rank, how many there are, and whether torch.distributed says so, when last asked.
-        met: the rules of `_rules.NEEDS` for which there was something to look at.
+        met: the rules with needs for which there was something to look at.
         changed: called where the report is worth leaving: after a first finding or note of its kind.
     """
 
@@ -85,39 +107,41 @@ class Ledger:
         self.place: tuple[int, int, bool] | None = None
         self.changed: Callable[[], None] = lambda: None
         self._looks_back = False
-        self._found: dict[tuple[str, str], Finding] = {}
+        self._found: dict[tuple[str, str, str], Finding] = {}
         self.broken: set[Callable[..., object]] = set()
         self.has_captured = False
         self._lock = threading.Lock()
 
     def report(
         self,
-        invariant: str,
+        rule: str,
         kind: str,
         what: str,
         where: tuple[str, ...] | None = None,
         step: int | None = None,
+        about: str = "",
     ) -> None:
-        """Record that an invariant was broken; the first time of its kind is logged: WARNING, or INFO for a note.
+        """Record that a rule was broken; the first time of its kind is logged: WARNING, or INFO for a note.
 
         Args:
-            kind: tells ways of breaking the same invariant apart.
+            kind: tells ways of breaking the same rule apart, in a word by which `_rules` has causes.
             where: as `user_code` returned it when it happened, for a later finding; None for now.
             step: how many optimizer steps this process had made when it happened; None for now.
+            about: tells findings of a kind apart, such as those of several readers.
         """
-        if invariant in self.accepted:
+        if rule in self.accepted:
             return
         with self._lock:
-            known = self._found.get((invariant, kind))
+            known = self._found.get((rule, kind, about))
             if known is not None:
                 known.count, known.last_step = known.count + 1, self.step
                 return
             where = self._where() if where is None else where
-            known_repairs = repairs(INVARIANTS[invariant].repairs)
+            known_repairs = repairs(RULES[rule].patches)
             first = self.step if step is None else step
-            finding = Finding(invariant, what, _rank(), first, where, 1, self.step, known_repairs)
-            self._found[invariant, kind] = finding
-        if INVARIANTS[invariant].is_note:
+            finding = Finding(rule, kind, what, _rank(), first, where, 1, self.step, known_repairs)
+            self._found[rule, kind, about] = finding
+        if RULES[rule].is_note:
             log.info("audit: note: %s", finding)
         else:
             log.warning("audit: %s" + see("audit-finding"), finding)
@@ -151,7 +175,7 @@ class Ledger:
     def _copies(self, are_notes: bool) -> list[Finding]:
         with self._lock:
             found = list(self._found.values())
-        return [dataclasses.replace(one) for one in found if INVARIANTS[one.invariant].is_note == are_notes]
+        return [dataclasses.replace(one) for one in found if RULES[one.rule].is_note == are_notes]
 
     def summarize(self) -> None:
         """Log the findings and notes, or that there are none, in a process that has trained."""
@@ -188,6 +212,25 @@ class Ledger:
                 "audit: what is captured in a CUDA graph is not watched, nor are its replays"
                 + see("audit-cuda-graph")
             )
+
+
+def repairs(names: Collection[str]) -> tuple[Repair, ...]:
+    """Return those of these patches that are not in place here, and may be needed.
+
+    Their module is loaded, and its diagnosis does not say that it is right. A patch that is switched off is not
+    diagnosed; one whose reason is that may not be needed.
+    """
+    found: dict[str, Repair] = {}
+    for record in this_process().records:
+        for patch, module in record.rows():
+            if patch.name in names and module in sys.modules and _would_repair(record):
+                found.setdefault(patch.name, Repair(patch.name, record.reason))
+    return tuple(found.values())
+
+
+def _would_repair(record: Record) -> bool:
+    is_needed = record.verdict is None or record.verdict.kind is VerdictKind.NEEDED
+    return record.status in _NOT_IN_PLACE and is_needed
 
 
 class _Observer(Protocol):

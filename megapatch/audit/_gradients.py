@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from .._mcore.rerun_machine import is_rerunning
@@ -25,7 +25,7 @@ from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._buckets import STATES, BucketState, ever_arrived, is_zero, ranks_of, state_of, states_in, states_of
 from ._findings import describe, observes
-from ._sites import site
+from ._watching import RAISED, around, before, site
 
 _watchers = SideTable()
 """By chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
@@ -33,34 +33,32 @@ _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 
 
 class Gradients(Part):
-    name = "gradients"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self.events = audit.events
+        self.counts = audit.counts
         self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """By optimizer: how many gradients its buckets had had, ever, when it last stepped."""
         self._aborting = 0
         """How many calls that drop gradients on purpose are under way."""
 
     def sites(self) -> tuple[Site, ...]:
+        abort = around(self._begin_abort, self._end_abort)
         return (
             site(
                 "megatron.core.distributed.param_and_grad_buffer",
                 {
-                    "_ParamAndGradBuffer.reset": self.watch_resets,
-                    "_ParamAndGradBucketGroup.start_grad_sync": self.watch_reduces,
+                    "_ParamAndGradBuffer.reset": before(self._note_reset),
+                    "_ParamAndGradBucketGroup.start_grad_sync": around(_is_under_way, _note_reduce),
                 },
             ),
             site(
                 "megatron.core.distributed.distributed_data_parallel",
                 {"DistributedDataParallel._make_backward_post_hook": self.watch_arrivals},
             ),
-            site("megapatch.train_step._step", {"TrainStep.abort": self.watch_abort}),
+            site("megapatch.train_step._step", {"TrainStep.abort": abort}),
             site(
                 "nemo_rl.models.policy.workers.megatron_policy_worker",
-                {_NEMO_ABORT: self.watch_abort},
+                {_NEMO_ABORT: abort},
                 optional="up to v0.7",
             ),
         )
@@ -104,7 +102,7 @@ class Gradients(Part):
         if _watchers.get(chunk) is not self:
             _watchers.set(chunk, self)
             self.audit.models.add([chunk])
-            self.events.may_have_broken = True
+            self.counts.may_have_broken = True
             for state in states_of(chunk):
                 state.begin(self)
             for part in self.audit.parts:
@@ -116,24 +114,18 @@ class Gradients(Part):
         param = state.parameters[number]
         if state.stepped:
             if not is_zero(state, param):  # else zeroed by hand
-                what = f"the gradient of {_name(ddp, [param])} is added to those that the last optimizer step used"
+                what = (
+                    f"the gradient of {_name_of(ddp, [param])} is added to those that the last optimizer step used"
+                )
                 self.ledger.report("fresh-gradients", "after-step", what)
             state.reset()  # a finding once a step and bucket
         else:
-            what = f"the gradient of {_name(ddp, [param])} is added to a bucket after its reduce has begun"
-            self.ledger.report("reduced-once", "added-after", what)
-
-    def watch_resets(self, reset: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(reset)
-        def patched_reset(buffer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_reset(buffer)
-            return reset(buffer, *args, **kwargs)
-
-        return patched_reset
+            what = f"the gradient of {_name_of(ddp, [param])} is added to a bucket after its reduce has begun"
+            self.ledger.report("reduced-once", "late", what)
 
     @observes
-    def _note_reset(self, buffer: Any) -> None:
-        self.events.resets += 1
+    def _note_reset(self, buffer: Any, *_: Any, **__: Any) -> None:
+        self.counts.resets += 1
         for part in self.audit.parts:
             part.zeroed(buffer)
 
@@ -142,43 +134,24 @@ class Gradients(Part):
         on_purpose = bool(self._aborting) or sys.exc_info()[0] is not None or is_rerunning()
         for state in states_in(buffer):
             if state.arrivals and not state.stepped:
-                self.events.may_have_broken = True
+                self.counts.may_have_broken = True
                 if not (on_purpose or state.excused):
                     state.dropped += bool(state.reduces)
                     state.lost += not state.reduces
                 state.excused = False
             state.reset()
 
-    def watch_abort(self, abort: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(abort)
-        def patched_abort(*args: Any, **kwargs: Any) -> Any:
-            self._aborting += 1
-            try:
-                return abort(*args, **kwargs)
-            finally:
-                self._aborting -= 1
+    def _begin_abort(self, *_: Any, **__: Any) -> None:
+        self._aborting += 1
 
-        return patched_abort
+    def _end_abort(self, *_: Any, **__: Any) -> None:
+        self._aborting -= 1
 
     @observes
     def interrupted(self, chunks: list[Any]) -> None:
         for chunk in chunks:
             for state in states_of(chunk):
                 state.excused = True
-
-    def watch_reduces(self, start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(start_grad_sync)
-        def patched_start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-            # From 0.16 on, a call for a reduce that is under way in a first step does nothing.
-            under_way = getattr(group, "grad_reduce_handle", None) is not None
-            result = start_grad_sync(group, *args, **kwargs)
-            if not under_way:
-                # It runs for each group in each step; a chunk's groups know their buckets since it joined.
-                for state in STATES.get(group, ()):
-                    state.reduces += 1
-            return result
-
-        return patched_start_grad_sync
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -210,31 +183,31 @@ class Gradients(Part):
             are_new: whether any gradients have come to the model since they were zeroed.
         """
         states = states_of(chunk)
-        lost = [state for state in states if state.lost or (state.dropped and not are_new)]
-        dropped = [state for state in states if state.dropped and not state.lost and are_new]
-        suspects = [state for state in states if state.reduces != 1 and state.arrivals and not state.stepped]
-        if lost:
-            when = ", and others came, before" if are_new else " right before"
-            self._report_zeroed("gradients-used", chunk, lost, f"were zeroed{when} the optimizer step")
-        if dropped:
-            when = "were zeroed after they were reduced, and others came, before the optimizer step"
-            self._report_zeroed("gradients-dropped", chunk, dropped, when)
-        if suspects:
-            self._report_reduces(chunk, [state for state in suspects if ranks_of(state) > 1])
+        self._judge_zeroed(chunk, states, are_new)
+        self._judge_reduces(chunk, states)
         return any(state.arrivals or state.stepped for state in states)
 
-    def _report_zeroed(self, rule: str, chunk: Any, states: list[BucketState], event: str) -> None:
-        name = _name(chunk, _parameters(states))
-        self.ledger.report(rule, event, f"the gradients of {name} {event}")
+    def _judge_zeroed(self, chunk: Any, states: list[BucketState], are_new: bool) -> None:
+        lost = [state for state in states if state.lost or (state.dropped and not are_new)]
+        dropped = [state for state in states if state.dropped and not state.lost and are_new]
+        if lost:
+            kind, when = ("others-came", ", and others came,") if are_new else ("right-before", " right")
+            what = f"the gradients of {_name(chunk, lost)} were zeroed{when} before the optimizer step"
+            self.ledger.report("gradients-used", kind, what)
+        if dropped:
+            when = "were zeroed after they were reduced, and others came, before the optimizer step"
+            self.ledger.report("gradients-dropped", "reduced", f"the gradients of {_name(chunk, dropped)} {when}")
 
-    def _report_reduces(self, chunk: Any, suspects: list[BucketState]) -> None:
-        unreduced = _parameters(state for state in suspects if not state.reduces)
+    def _judge_reduces(self, chunk: Any, states: list[BucketState]) -> None:
+        suspects = [state for state in states if state.reduces != 1 and state.arrivals and not state.stepped]
+        suspects = [state for state in suspects if ranks_of(state) > 1]
+        unreduced = [state for state in suspects if not state.reduces]
+        repeated = [state for state in suspects if state.reduces]
         if unreduced:
             what = f"the gradients of {_name(chunk, unreduced)} were not reduced"
             self.ledger.report("reduced-once", "never", what)
-        repeated = _parameters(state for state in suspects if state.reduces)
         if repeated:
-            times = max(state.reduces for state in suspects)
+            times = max(state.reduces for state in repeated)
             what = f"the gradients of {_name(chunk, repeated)} were reduced {times} times"
             self.ledger.report("reduced-once", "repeated", what)
 
@@ -250,9 +223,21 @@ class Gradients(Part):
         self._used[step.optimizer] = ever_arrived(step.chunks)
 
 
-def _name(chunk: Any, parameters: list[Any]) -> str:
+def _is_under_way(group: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a reduce is: from 0.16 on, a call for one more in a first step does nothing."""
+    return getattr(group, "grad_reduce_handle", None) is not None
+
+
+def _note_reduce(under_way: bool, result: Any, group: Any, *_: Any, **__: Any) -> None:
+    if not under_way and result is not RAISED:
+        # It runs for each group in each step; a chunk's groups know their buckets since it joined.
+        for state in STATES.get(group, ()):
+            state.reduces += 1
+
+
+def _name(chunk: Any, states: list[BucketState]) -> str:
+    return _name_of(chunk, [parameter for state in states for parameter in state.parameters])
+
+
+def _name_of(chunk: Any, parameters: list[Any]) -> str:
     return describe(parameters, chunk.module.named_parameters())
-
-
-def _parameters(states: Iterable[BucketState]) -> list[Any]:
-    return [parameter for state in states for parameter in state.parameters]

@@ -21,9 +21,6 @@ _APART = 60.0
 
 
 class History(Part):
-    name = "history"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._left = 0.0

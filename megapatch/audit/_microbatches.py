@@ -13,9 +13,9 @@ from collections import deque
 from typing import Any
 
 from ._audit import Audit, Part
+from ._facts import Facts
 from ._findings import observes
 from ._hashes import hash_of
-from ._notes import Notes
 
 _MOST = 256
 """Losses that are kept, the last: where ranks are never compared nobody takes them."""
@@ -30,12 +30,9 @@ class _Trained:
 
 
 class Microbatches(Part):
-    name = "microbatches"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._trained: Notes[_Trained] = Notes()
+        self._trained: Facts[_Trained] = Facts()
         """About a chunk."""
 
     @observes

@@ -43,11 +43,11 @@ class Models:
             part
             for optimizer, chunks in list(self._stepped_by.items())
             if any(reference() is chunk for reference in chunks)
-            for part in parts_of(optimizer)
+            for part in optimizers_in(optimizer)
         ]
 
     def _find(self, optimizer: Any) -> list[Any]:
-        parts = parts_of(optimizer)
+        parts = optimizers_in(optimizer)
         ddp_class = getattr(sys.modules.get(MODULE), "DistributedDataParallel", None)
         if ddp_class is None:
             return []
@@ -63,10 +63,10 @@ class Models:
         return [chunk for chunk in found.values() if isinstance(chunk, ddp_class)]
 
 
-def parts_of(optimizer: Any) -> list[Any]:
+def optimizers_in(optimizer: Any) -> list[Any]:
     """Return the optimizers that an optimizer consists of: itself, if it contains no others."""
     inner = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if inner is None else [part for below in inner for part in parts_of(below)]
+    return [optimizer] if inner is None else [part for below in inner for part in optimizers_in(below)]
 
 
 def grad_buffers(chunks: Iterable[Any]) -> Iterator[Any]:

@@ -12,18 +12,18 @@ Cost      some microseconds a buffer and optimizer in each call and step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 from .._mcore.main_params import has_memory, pairs
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
+from ._facts import Facts
 from ._findings import observes
-from ._loads import MOMENTS
+from ._loaded_is_there import MOMENTS
 from ._models import grad_buffers
-from ._notes import Notes
-from ._sites import site
+from ._watching import Watcher, before, site
 
 _FRAMEWORKS = (
     "verl.utils.megatron_utils",
@@ -53,12 +53,9 @@ class _Places(NamedTuple):
 
 
 class Offloads(Part):
-    name = "offloads"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._places: Notes[_Places] = Notes()
+        self._places: Facts[_Places] = Facts()
         """About a chunk, and about an optimizer that others consist of."""
         self._known = 0
         self._latest: tuple[int, str] | None = None
@@ -82,7 +79,7 @@ class Offloads(Part):
             *(
                 site(
                     f"{framework}.backends.megatron_utils.actor",
-                    {_SWITCH: functools.partial(self.watch, "swap")},
+                    {_SWITCH: self._known_to("swap", _SWITCH)},
                     optional="up to v0.2.1",
                 )
                 for framework in ("slime", "miles")
@@ -90,23 +87,17 @@ class Offloads(Part):
         )
 
     def _offloading(self, module: str, paths: tuple[str, ...], optional: str | None = None) -> Site:
-        return site(module, dict.fromkeys(paths, functools.partial(self.watch, "offload")), optional=optional)
+        return site(module, {path: self._known_to("offload", path) for path in paths}, optional=optional)
 
     # ------------------------------------------------------------------------ those that are known
-    def watch(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _known_to(self, kind: str, path: str) -> Watcher:
         """Watch a function whose every call is an event of this kind."""
-
-        @functools.wraps(function)
-        def patched_helper(*args: Any, **kwargs: Any) -> Any:
-            self._note(kind, f"{function.__name__}()")
-            return function(*args, **kwargs)
-
-        return patched_helper
+        return before(functools.partial(self._note, kind, f"{path.rpartition('.')[2]}()"))
 
     @observes
-    def _note(self, kind: str, what: str) -> None:
+    def _note(self, kind: str, what: str, /, *_: Any, **__: Any) -> None:
         self._known += 1
-        self.audit.events.may_have_broken = True
+        self.audit.counts.may_have_broken = True
         if self._latest != (self.ledger.step, what):
             self._latest = (self.ledger.step, what)
             self.ledger.happened(kind, what)
@@ -121,12 +112,12 @@ class Offloads(Part):
     def begin_step(self, step: Step) -> None:
         for chunk in step.chunks:
             self._compare(chunk, _memory_of(chunk))
-        for optimizer in step.parts:
+        for optimizer in step.optimizers:
             self._compare(optimizer, {"optimizer state": [_address(tensor) for tensor in _state_of(optimizer)]})
 
     def _compare(self, owner: Any, addresses: dict[str, list[int]]) -> None:
         """Note an event if something is elsewhere than it was, for no reason that is known."""
-        now = _Places(self._known + self.audit.events.loads, addresses)
+        now = _Places(self._known + self.audit.counts.loads, addresses)
         before = self._places.get(owner, now)
         self._places.set(owner, now)
         if before.reasons != now.reasons:

@@ -173,8 +173,8 @@ def _meet(store: Any, name: str, size: int, number: int) -> bool:
     A key says only that it is worth looking at: where writing or deleting it fails, the others find the counter
     full when their patience ends.
     """
-    arrivals, full = f"{name}/arrivals", size * number
-    come = store.add(arrivals, 1)
+    counter, full = f"{name}/come", size * number
+    come = store.add(counter, 1)
     if come == full:
         with contextlib.suppress(Exception):
             store.set(f"{name}/{number}", _YES)
@@ -185,14 +185,14 @@ def _meet(store: Any, name: str, size: int, number: int) -> bool:
     try:
         store.wait([f"{name}/{number}"], _PATIENCE * _FOR_OTHERS)
     except Exception:  # torch has had several kinds for a store's timeout
-        return _were_all_there(store, arrivals, full)
+        return _were_all_there(store, counter, full)
     return True
 
 
-def _were_all_there(store: Any, arrivals: str, full: int) -> bool:
+def _were_all_there(store: Any, counter: str, full: int) -> bool:
     """Return whether a counter is full. If it is not, make it void: nobody who comes later finds it full."""
-    while (come := store.add(arrivals, 0)) < full:
-        store.compare_set(arrivals, str(come), str(come + _VOID))  # unless somebody has come meanwhile
+    while (come := store.add(counter, 0)) < full:
+        store.compare_set(counter, str(come), str(come + _VOID))  # unless somebody has come meanwhile
     return bool(come < _VOID)
 
 

@@ -4,20 +4,41 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
 from .._printable import clean_data
 from .._ranks import place
+from .._reporting import files
 from .._reporting.report import make_report
 from .._version import exact_version
-from ._causes import causes_of
+from ..patch import Status
+from ._audit import Audit, Part
 from ._findings import Finding, Ledger
-from ._invariants import INVARIANTS
-from ._rules import Rule
+from ._microbatches import Microbatches
+from ._ranks_agree import RanksAgree
+from ._rules import RULES
 from ._settings import Settings
-from ._summary import SCHEMA, summarize
-from ._words import text
+from ._summary import KIND, SCHEMA, summarize
+
+_NOT_COMPARED = "ranks are not compared"
+
+
+class RuleStatus(NamedTuple):
+    """What became of a rule in this process.
+
+    Attributes:
+        name: a key of `megapatch.audit.RULES`.
+        status: ``broken``, ``noted``, ``accepted``, ``not watched``, or ``kept`` as far as it was looked at.
+        reason: why it is not watched, such as that there was nothing to look at; or else "".
+    """
+
+    name: str
+    status: str
+    reason: str = ""
 
 
 class AuditReport(NamedTuple):
@@ -49,7 +70,7 @@ class AuditReport(NamedTuple):
     began: float
     seconds: float
     ended: bool
-    rules: tuple[Rule, ...]
+    rules: tuple[RuleStatus, ...]
     findings: tuple[Finding, ...]
     notes: tuple[Finding, ...]
     events: dict[str, Any]
@@ -72,13 +93,15 @@ class AuditReport(NamedTuple):
         return data
 
     def __str__(self) -> str:
+        from ._words import text  # a process that leaves its report prints none
+
         return text(summarize([self.to_dict()]))
 
 
-def make(ledger: Ledger, settings: Settings | None, rules: tuple[Rule, ...], ended: bool) -> AuditReport:
+def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:
     """Return the report of a ledger as it is now."""
     rank, size, _ = ledger.place = _place(ledger)
-    this_process().load_families()
+    this_process().load_families(only_installed=True)
     return AuditReport(
         version=exact_version(),
         digest=make_report(this_process().records, searching=False).digest,
@@ -96,6 +119,11 @@ def make(ledger: Ledger, settings: Settings | None, rules: tuple[Rule, ...], end
     )
 
 
+def write(folder: str, report: AuditReport) -> None:
+    """Write a report for `megapatch audit`, over the one before."""
+    files.write(files.path_of(Path(folder), KIND, report.rank), report.to_dict())
+
+
 def _place(ledger: Ledger) -> tuple[int, int, bool]:
     """Return this rank; the last that torch.distributed named, as it may be gone when the process ends."""
     now = place()
@@ -105,16 +133,69 @@ def _place(ledger: Ledger) -> tuple[int, int, bool]:
 def _described(finding: Finding) -> dict[str, Any]:
     """Return a finding with all that is known of its rule: its reader may have another version of megapatch."""
     return {
-        "rule": finding.invariant,
+        "rule": finding.rule,
+        "kind": finding.kind,
         "what": finding.what,
-        "means": INVARIANTS[finding.invariant].means,
+        "means": RULES[finding.rule].means,
         "rank": finding.rank,
         "step": finding.step,
         "last_step": finding.last_step,
         "count": finding.count,
         "where": list(finding.where),
         "causes": [
-            {"cause": cause.cause, "check": cause.check} for cause in causes_of(finding.invariant, finding.what)
+            {"cause": cause.cause, "check": cause.check} for cause in RULES[finding.rule].causes_of(finding.kind)
         ],
         "patches": [repair._asdict() for repair in finding.repairs],
     }
+
+
+# ------------------------------------------------------------------------ what became of the rules
+def statuses(ledger: Ledger, audit: Audit | None) -> tuple[RuleStatus, ...]:
+    """Return all rules, in the order of the page.
+
+    Args:
+        audit: that watches this process; None if none does any more, or did.
+    """
+    broken = {finding.rule for finding in (*ledger.findings(), *ledger.notes())}
+    blind = _unwatched(audit) if audit else dict.fromkeys(RULES, "the audit has ended, or did not begin")
+    found = []
+    for name, rule in RULES.items():
+        if name in broken:
+            found.append(RuleStatus(name, "noted" if rule.is_note else "broken"))
+        elif name in ledger.accepted:
+            found.append(RuleStatus(name, "accepted"))
+        else:
+            found.append(
+                RuleStatus(name, "not watched", blind[name]) if name in blind else RuleStatus(name, "kept")
+            )
+    return tuple(found)
+
+
+def rules_of(part: Part) -> list[str]:
+    """Return the rules that a part of an audit looks at: those that the first line of its docstring names."""
+    title = (part.doc or "").partition("\n")[0].partition(":")[0]
+    named = re.findall(r"[a-z-]+", title)
+    return [name for name in RULES if name in named]
+
+
+def _unwatched(audit: Audit) -> dict[str, str]:
+    """Return, by rule that is not watched, why."""
+    found = {name: rule.needs for name, rule in RULES.items() if rule.needs and name not in audit.ledger.met}
+    for part in audit.parts:
+        for reason in _reasons(audit, part):
+            found.update(dict.fromkeys(rules_of(part), reason))
+    return found
+
+
+def _reasons(audit: Audit, part: Part) -> Iterator[str]:
+    """Yield why a part does not see what it looks for."""
+    if type(part) in (RanksAgree, Microbatches) and not audit.part(RanksAgree).compares:
+        yield _NOT_COMPARED
+    if any(look.__qualname__.startswith(f"{type(part).__name__}.") for look in audit.ledger.broken):
+        yield "a look of it has failed; the log says how"
+    records = [record for record in this_process().records if record.name == part.name]
+    if records and not any(record.status is Status.APPLIED for record in records):
+        yield "nothing that it watches was imported"
+    for record in records:
+        if record.status in (Status.REFUSED, Status.FAILED):
+            yield f"{record.where}: {record.reason}"

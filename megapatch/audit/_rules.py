@@ -1,112 +1,359 @@
-"""The fate of each rule in this process: kept, broken, noted, accepted, or not watched, and why."""
+"""The rules that every step has to keep, in any trainer: what each says, and why and how trainers break it.
+
+A rule is a paragraph of `_TEXT`, in the order of the page. Its first line has its name, and whether breaking it
+is a finding or a note. Then come what it says; what breaking it means; what a process lacked in which there was
+nothing to look at; the patches that repair known ways of breaking it; and the likely causes, each by the kind of
+the findings that it explains, with what shows it. A cause of `any` kind may explain all of them.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .._engine.engine import this_process
-from ..patch import Status
-from ._audit import Audit, Part
-from ._findings import Ledger
-from ._invariants import INVARIANTS
-from ._microbatches import Microbatches
-from ._ranks import Ranks
+_TEXT = """\
+reduced-once: finding
+  says: Between zeroing and the optimizer step every bucket that received gradients is reduced once, and nothing
+    is added to it after its reduce began.
+  means: Data-parallel ranks step with different gradients, or with gradients that are wrong by a factor.
+  patches: megatron.grad-ready-window megatron.nested-no-sync megatron.parameters-without-gradients
+    nemo_rl.hooks-without-overlap skyrl.accumulate-forward-backward
+  never: finalize_model_grads() is not called, or config.finalize_model_grads_func is not set | all parameters
+    are named, on all ranks
+  never: parameters that got no gradient in the last microbatch, with overlap_grad_reduce | some parameters are
+    named, as of experts without tokens, and not on all ranks
+  repeated: microbatches outside no_sync(), or several calls of which each finishes gradients | the number is
+    that of the microbatches, or of the calls, of a step
+  late: another optimizer than Megatron's, which does not zero its buffers | from the second step on; nothing
+    calls zero_grad_buffer()
+  late: a call in which the last microbatch is not known as the last | from the first step on, with
+    overlap_grad_reduce only
 
-_NOT_COMPARED = "ranks are not compared"
-_NO_CALL = "no call of Megatron's schedules has trained"
-_NO_LOAD = "no optimizer state was loaded"
-_NO_ADVANCE = "no OptimizerParamScheduler has advanced"
+fresh-gradients: finding
+  says: The first gradient after an optimizer step is added to a buffer that was zeroed.
+  means: Each step repeats the gradients of the steps before it.
+  patches: nemo_rl.train-after-exception
+  any: zero_grad_buffer() is not called before the first call of a step | found in every step from the second on
+  any: only the optimizer's gradients are zeroed, or those of one chunk | optimizer.zero_grad() leaves the
+    buffers of chunks as they are
+  any: a call that raised has left its gradients | the timeline has an exception just before
 
-NEEDS = MappingProxyType(
-    {
-        "hooks-balanced": "there was no call of Megatron's schedules",
-        "training-mode": _NO_CALL,
-        "evaluation-mode": "no call of Megatron's schedules was forward-only",
-        "calls-alike": _NO_CALL,
-        "data-differs": _NO_CALL,
-        "tokens-counted": _NO_CALL,
-        "divided-by-tokens": _NO_CALL,
-        "fresh-counts": "no call of Megatron's schedules has trained a model whose routers count tokens",
-        "gathered-when-read": "no parameters were left to be gathered, as by overlap_param_gather",
-        "ranks-agree": "no ranks that hold the same parameters were compared",
-        "stages-differ": "no seeds of several pipeline stages were compared",
-        "expert-streams-differ": "no random streams of expert ranks were compared",
-        "learning-rate-moves": _NO_ADVANCE,
-        "schedule-once": _NO_ADVANCE,
-        "schedule-moves": "there was no OptimizerParamScheduler",
-        "loaded-is-there": _NO_LOAD,
-        "resumed-together": _NO_LOAD,
-        "saved-what-is": "no model was saved by dist_checkpointing",
-        "saved-is-trained": "no model was saved by dist_checkpointing",
-        "weights-synced": "no weights were compared with those of generation",
-        "resumed": "nobody paused generation here",
-    }
-)
-"""By rule, what it says of a process in which there was nothing to look at; until `Ledger.met` has the rule."""
+gradients-used: finding
+  says: Gradients that have arrived are used by an optimizer step before they are zeroed.
+  means: A step of several calls trains on the last of them only, or on nothing.
+  others-came: gradients are zeroed in each call of a step that has several, of which the last finishes them |
+    zero_grad_buffer() is inside the loop over micro- or minibatches
+  right-before: zeroing and the step are in the wrong order | the line of zero_grad_buffer() is right before that
+    of step()
+  any: the trainer leaves out the other calls of a step that it does not like | found now and then;
+    megapatch.train_step.TrainStep.abort() says that it is meant
+
+gradients-dropped: note
+  says: Gradients that were reduced are used by an optimizer step before they are zeroed.
+  means: A step of several calls trains on the last of them only, unless they were dropped on purpose.
+  patches: skyrl.accumulate-forward-backward
+  any: gradients are zeroed in each call of a step that has several | found in each step; zero_grad_buffer() is
+    inside the loop over minibatches
+  any: the trainer leaves out the step of a batch that it does not like | found now and then;
+    megapatch.train_step.TrainStep.abort() says that it is meant
+  any: gradients are only measured, or are a means to others | it is meant so: accept the note
+
+gradients-arrive: note
+  says: Each parameter that is trained has a gradient in a step, if others have.
+  means: It stays as it is: it was frozen after the model was wrapped, or is under no_grad().
+  any: parameters were frozen, or their part left out, after the model was wrapped | they are those of one
+    adapter, tower or layer; freeze them before the model is wrapped
+  any: their part runs under no_grad() or on a detached input | they are those of one module
+
+main-params-agree: finding
+  says: In half precision an optimizer step begins from the parameters that the model has.
+  means: The step undoes what was put into the model: a load, or weights that were swapped in or out.
+  patches: megatron.main-params-after-load
+  any: weights were loaded, and not the optimizer's main parameters | the timeline has a load just before;
+    optimizer.reload_model_params() does not follow it
+  any: a reference, an older policy or an average was left in the model | many parameters are named, after a
+    forward-only call or an exception
+  any: a swap leaves out some parameters, or an adapter stays merged | few parameters are named: those of a
+    dtype, a chunk or a layer
+  any: the optimizer was onloaded from an older copy | nothing was loaded or swapped; the weights before the
+    offload are the model's
+
+kept-between-steps: note
+  says: Moments, and weights in fp32, are at a step's beginning what the last step has left, or were loaded.
+  means: The step is made from other weights or moments: swapped, lost in an offload, or of an older copy.
+  any: weights or moments were swapped or moved out, and other ones put back | the line or the timeline is that
+    of a swap, an offload or a sync
+  any: another optimizer steps the same weights | found in each step, from the first one on
+  any: an average or a regularizer writes into the weights | it is meant so: accept the note
+  zeroed: moments are reset after a load, or their state is made again | the sentence says that they were zeroed
+    after it
+
+loaded-is-there: finding
+  says: After a load, moments, step counts and the schedule are what was loaded.
+  means: Training continues as another run: with moments of zero, or at another learning rate.
+  needs: no optimizer state was loaded
+  patches: areal.load-optimizer-state megatron.scheduler-after-load
+  moments: the optimizer was loaded before its state was made, which replaced it | moments are zero or missing;
+    load after the first step or after Megatron's dummy step
+  steps: something resets or counts the steps after the load | the numbers differ by the steps of this process
+  schedule: the scheduler adds what it loads to where it is | its steps are the sum of both; load into one that
+    is new
+
+resumed-together: note
+  says: An optimizer and its schedule are loaded together.
+  means: The learning rate begins from the start, or moments do.
+  needs: no optimizer state was loaded
+  patches: verl.schedule-after-load
+  schedule: the load is told to leave out the schedule, or the checkpoint has none | the sentence says that the
+    schedule is at its beginning
+  optimizer: the load is told to leave out the optimizer (--no-load-optim), or the checkpoint has none | the
+    sentence says that the optimizer is at its beginning
+
+stepped-once: finding
+  says: An optimizer steps once on the same gradients.
+  means: The step is made twice, or a forward-backward call is missing.
+  any: step() is called by the trainer, and by something that it calls | the line is not that of the trainer's
+    own step; as often as there are steps
+  any: a loop makes steps without a forward-backward call | as often as it has turns, less one
+
+scaled-once: finding
+  says: The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.
+  means: Gradients are wrong by the loss scale: far too small, or those of one loss against another's.
+  patches: areal.aux-loss-scale roll.grad-scale skyrl.grad-scale
+  loss: config.grad_scale_func is not optimizer.scale_loss | it is None, or another optimizer's, as one that was
+    made before
+  auxiliary: config.grad_scale_func is set after the model has copied its config, or not at all | the loss itself
+    is scaled, by the trainer
+  changed: the scale changes between the backward pass and the step | the timeline has a load between them; or an
+    overflow of another optimizer's step
+
+unscaled-once: finding
+  says: The optimizer divides the gradients of a step by the loss scale once.
+  means: Gradients are too small by the loss scale.
+  patches: megatron.prepare-grads-once
+  any: prepare_grads() is called before step(), which calls it again | the line of the first is in the trainer,
+    to read the gradients' norm perhaps
+
+gathered-when-read: finding
+  says: Parameters that an optimizer step has left to be gathered are not read before that.
+  means: The copy that is saved or sent is a mixture: this rank's shard is new, all others are one step old.
+  needs: no parameters were left to be gathered, as by overlap_param_gather
+  patches: megatron.gathered-when-read areal.gathered-when-read nemo_rl.gathered-when-read
+    nemo_rl.forward-pre-hook-after-split skyrl.gathered-when-read verl.gathered-when-read
+  read: a checkpoint, an export or a weight sync right after a step, with overlap_param_gather | the sentence
+    names the reader; disable_forward_pre_hook() before it gathers
+  sent: code of your own that sends parameters one by one | the line is that of the collective;
+    disable_forward_pre_hook() before it gathers
+
+tokens-counted: finding
+  says: The gradients of a step are divided by the tokens of all its calls, and no loss is NaN.
+  means: Gradients are too large, by as much as the step has calls; or parameters become NaN.
+  needs: no call of Megatron's schedules has trained
+  patches: megatron.zero-tokens
+  normalizer: each call of a step normalizes by its own tokens | a step has several calls; gradients are too
+    large by about their number
+  loss: a microbatch whose tokens are all masked, and a loss that is divided by their number | the sum of that
+    microbatch's loss mask is 0
+  loss: the loss itself: a logarithm of 0, or a ratio that overflows | the loss mask has tokens; look at that
+    microbatch's log-probabilities
+
+fresh-counts: finding
+  says: The token counts of routers are zero as a step's first call begins.
+  means: The expert bias and auxiliary losses count the tokens of a step that was dropped.
+  needs: no call of Megatron's schedules has trained a model whose routers count tokens
+  any: a step was dropped, and only its gradients were zeroed | the timeline has an exception before
+  any: log-probabilities are computed in training mode | found after each forward-only call
+
+ranks-agree: finding
+  says: Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.
+  means: Ranks train different models, whose gradients are averaged all the same.
+  needs: no ranks that hold the same parameters were compared
+  patches: megatron.parameters-without-gradients nemo_rl.forward-pre-hook-after-split
+  tensor-parallel: a parameter without the attribute sequence_parallel, with sequence parallelism | norms, biases
+    or routers are named; not found without sequence parallelism
+  any: a missing all-reduce: gradients that were not reduced, or reduced at the wrong time | found from the
+    second step on; reduced-once is found in the step before
+  data-parallel expert-data-parallel: a missing gather: a hook of overlap_param_gather that was taken off | with
+    overlap_param_gather only; a part of the parameters is named, and heals in the next step
+  any: another seed on each rank, as the model was made or for its dropout | as it was made: at the first
+    comparison, all matrices; dropout: not found with rates of 0
+  any: a load that some ranks have missed, or a broadcast after it | the timeline has a load just before, on some
+    ranks only
+  any: a rank that changes parameters by itself | none of the others; log their sum after each call
+
+calls-alike: note
+  says: Data-parallel ranks train on as many microbatches.
+  means: Samples of a rank that has fewer weigh more, where gradients are averaged over ranks.
+  needs: no call of Megatron's schedules has trained
+  any: samples are packed or filtered on each rank by itself | the numbers vary from step to step
+  any: a rank skips batches, as of too long samples | the same rank always has the lower number
+
+data-differs: note
+  says: Data-parallel ranks train on different data.
+  means: The batch is as many times smaller as there are ranks, as with a sampler that ignores the rank.
+  needs: no call of Megatron's schedules has trained
+  any: the sampler is not given the rank | num_replicas or rank of DistributedSampler are its defaults
+  any: it is given the rank of another group | they are those of tensor or context parallelism
+
+every-chunk-steps: finding
+  says: An optimizer steps all chunks of a model that had gradients in a forward-backward call.
+  means: Some layers never learn.
+  any: an optimizer was made of some chunks only | get_megatron_optimizer() was given model[0]
+  any: one of several optimizers is not stepped | the loop over them ends early
+  model: the optimizer is an earlier model's | the model was built after it was made
+
+gradients-kept: note
+  says: An optimizer step uses the gradients that finalize_model_grads() has finished.
+  means: They were scaled, clipped or reduced by hand, which is easily done twice, or on one rank only.
+  any: gradients are clipped, scaled or reduced by hand after they were finished | the code between the call and
+    step() has main_grad, grad_data or clip_grad_norm
+  any: an offload in between has replaced them | found only where something is offloaded
+
+training-mode: note
+  says: A call that trains runs the model in train().
+  means: The model trains without its dropout, or without the auxiliary losses of its routers.
+  needs: no call of Megatron's schedules has trained
+  any: train() is not called after eval() | found from the first evaluation on
+  any: dropout is off on purpose | found in every step; rates of 0 say that, too
+
+evaluation-mode: note
+  says: A forward-only call, as for log-probabilities, runs the model in eval().
+  means: Log-probabilities are those of the model with some elements dropped at random.
+  needs: no call of Megatron's schedules was forward-only
+  any: eval() is not called before log-probabilities | found in every forward-only call
+  any: they are meant to have dropout | the trainer's documentation says so
+
+hooks-balanced: finding
+  says: A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun machine
+    as it found them.
+  means: Later calls reduce too early, twice, or not at all; or a step is skipped.
+  needs: there was no call of Megatron's schedules
+  patches: megatron.nested-no-sync megatron.train-reentry nemo_rl.abort-resets-rerun
+    nemo_rl.train-after-exception slime.train-reentry
+  no-sync: no_sync() is entered in itself | no_sync() is named; no exception came before
+  any: a call that raised, and was survived, has left them | the timeline has an exception just before
+  config: a hook is replaced during a call, and not put back | the hook is named
+
+stages-differ: note
+  says: Pipeline stages draw different random numbers.
+  means: Layers at the same place of different stages start from the same weights, and drop the same elements.
+  needs: no seeds of several pipeline stages were compared
+  patches: areal.pipeline-seed skyrl.pipeline-seed verl.pipeline-seed
+  any: the seed is the same on all stages, and not raised by 100 for each as Megatron does | the line is that of
+    the seeding
+
+learning-rate-moves: finding
+  says: The learning rate's schedule advances after successful steps only.
+  means: Each overflow costs a step of warm-up or decay.
+  needs: no OptimizerParamScheduler has advanced
+  patches: verl.overflow-is-skipped ms_swift.overflow-is-skipped roll.overflow-is-skipped
+  any: the schedule advances whether or not a step was made | the line is not below a condition on what
+    optimizer.step() has returned
+
+schedule-once: note
+  says: The learning rate's schedule advances at most once for each optimizer step.
+  means: Warm-up and decay are over too soon.
+  needs: no OptimizerParamScheduler has advanced
+  any: trainer and engine both advance it | the line is not the only one that does
+  any: it advances in each minibatch | as often as there are minibatches, less one
+
+saved-what-is: finding
+  says: A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.
+  means: The checkpoint lacks something that the next load needs.
+  needs: no model was saved by dist_checkpointing
+  patches: megatron.rerun-state-dict megatron.save-plan-cache
+  parameters: a filter of the state dict leaves parameters out | those that are named have a name in common
+  structure: a strategy keeps the plan of an earlier save | not found without --ckpt-assume-constant-structure
+    and --ckpt-fully-parallel-save
+
+saved-is-trained: note
+  says: A checkpoint has the weights that the optimizer steps, as they are when it is written.
+  means: The run continues from another model: a reference, an average, or the weights of an earlier step.
+  needs: no model was saved by dist_checkpointing
+  any: another model's weights, such as a reference's, are in the model as it is saved | the timeline has a swap
+    or a load before the save, and none that puts them back
+  copies: copies are saved that are older than the last step | the copies are named
+  late: an asynchronous save begins only after a later step | the sentence says so; schedule it before the next
+    step
+
+weights-synced: finding
+  says: Generation has received the weights that were trained, version by version.
+  means: Rollouts come from another model than the one that is trained on them.
+  needs: no weights were compared with those of generation
+  patches: slime.first-sync-pushes-actor
+  model: another model was loaded as weights were sent | the model is named
+  engines: some engines have missed a sync | not all engines are named
+  generation engines: an older version was sent | the digest is that of an earlier sync
+  any: names or types are changed on one side before the digest is taken | found in the first sync, and in all
+    others
+
+resumed: finding
+  says: Generation that was paused for a weight sync is resumed, however the sync ends.
+  means: Requests are never answered, and training waits for rollouts that do not come.
+  needs: nobody paused generation here
+  patches: areal.weight-sync-resume skyrl.async-trainer-resume skyrl.pause-rollback
+  left: no `finally` resumes generation after an exception in the sync | the line is in the sync; the log has its
+    exception
+  resume: an engine does not answer | the sentence has the exception of the request
+"""
+
+
+class Cause(NamedTuple):
+    """A way in which trainers break a rule.
+
+    Attributes:
+        cause: what is wrong, in a few words.
+        check: what shows that it is this one.
+        kinds: of the findings that it may explain; none for all of the rule.
+    """
+
+    cause: str
+    check: str
+    kinds: tuple[str, ...] = ()
 
 
 class Rule(NamedTuple):
-    """A rule and its status.
+    """A rule of Megatron's that repeated calls break.
 
     Attributes:
-        name: a key of `INVARIANTS`.
-        status: ``broken``, ``noted``, ``accepted``, ``not watched``, or ``kept`` as far as it was looked at.
-        reason: why it is not watched, such as that there was nothing to look at; or else "".
+        says: the rule, one sentence.
+        means: the damage that a step that breaks it does to training.
+        needs: what was missing in a process that had nothing to look at; "" if every step has something.
+        patches: those that repair known ways of breaking it.
+        is_note: whether trainers may break it on purpose, so that it is no finding but a note.
+        causes: the usual ones, the likeliest first.
     """
 
-    name: str
-    status: str
-    reason: str = ""
+    says: str
+    means: str
+    needs: str
+    patches: tuple[str, ...]
+    is_note: bool
+    causes: tuple[Cause, ...]
+
+    def causes_of(self, kind: str) -> list[Cause]:
+        """Return the likely causes of a finding of this kind, in order."""
+        return [cause for cause in self.causes if kind in cause.kinds or not cause.kinds]
 
 
-def rules(ledger: Ledger, audit: Audit | None) -> tuple[Rule, ...]:
-    """Return all rules, in the order of the page.
-
-    Args:
-        audit: that watches this process; None if none does any more, or did.
-    """
-    broken = {finding.invariant for finding in (*ledger.findings(), *ledger.notes())}
-    blind = _unwatched(audit) if audit else dict.fromkeys(INVARIANTS, "the audit has ended, or did not begin")
-    found = []
-    for name, invariant in INVARIANTS.items():
-        if name in broken:
-            found.append(Rule(name, "noted" if invariant.is_note else "broken"))
-        elif name in ledger.accepted:
-            found.append(Rule(name, "accepted"))
-        else:
-            found.append(Rule(name, "not watched", blind[name]) if name in blind else Rule(name, "kept"))
-    return tuple(found)
+def _read(text: str) -> Iterator[tuple[str, Rule]]:
+    for paragraph in text.strip().split("\n\n"):
+        (name, kind), *entries = (
+            " ".join(lines.split()).split(": ", 1) for lines in re.split(r"\n  (?! )", paragraph)
+        )
+        facts = {key: value for key, value in entries if key in Rule._fields}
+        causes = []
+        for kinds, value in (entry for entry in entries if entry[0] not in Rule._fields):
+            cause, check = value.split(" | ")
+            causes.append(Cause(cause, check, () if kinds == "any" else tuple(kinds.split())))
+        patches = tuple(facts.get("patches", "").split())
+        yield (
+            name,
+            Rule(facts["says"], facts["means"], facts.get("needs", ""), patches, kind == "note", tuple(causes)),
+        )
 
 
-def rules_of(part: Part) -> list[str]:
-    """Return the rules that a part of an audit looks at: those that the first line of its docstring names."""
-    title = (part.doc or "").partition("\n")[0].partition(":")[0]
-    named = re.findall(r"[a-z-]+", title)
-    return [name for name in INVARIANTS if name in named]
-
-
-def _unwatched(audit: Audit) -> dict[str, str]:
-    """Return, by rule that is not watched, why."""
-    found = {name: reason for name, reason in NEEDS.items() if name not in audit.ledger.met}
-    for part in audit.parts:
-        for reason in _reasons(audit, part):
-            found.update(dict.fromkeys(rules_of(part), reason))
-    return found
-
-
-def _reasons(audit: Audit, part: Part) -> Iterator[str]:
-    """Yield why a part does not see what it looks for."""
-    if type(part) in (Ranks, Microbatches) and not audit.part(Ranks).compares:
-        yield _NOT_COMPARED
-    if any(look.__qualname__.startswith(f"{type(part).__name__}.") for look in audit.ledger.broken):
-        yield "a look of it has failed; the log says how"
-    name = f"audit.{part.name}"
-    records = [record for record in this_process().records if record.name == name]
-    if records and not any(record.status is Status.APPLIED for record in records):
-        yield "nothing that it watches was imported"
-    for record in records:
-        if record.status in (Status.REFUSED, Status.FAILED):
-            yield f"{record.where}: {record.reason}"
+RULES: Mapping[str, Rule] = MappingProxyType(dict(_read(_TEXT)))
+"""The rules, by name, in the order of the page."""

@@ -1,9 +1,9 @@
-"""A few elements of each of a few tensors: cheap to keep from one step to the next, and to compare."""
+"""A few elements of each of a few tensors: cheap to keep from one step to the next, and to compare, unread."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -12,6 +12,7 @@ from .._mcore.main_params import has_memory
 TENSORS = 16
 """At most this many are looked at, evenly chosen."""
 _ELEMENTS = 8
+_NEVER = 2**62
 
 
 def evenly(items: Sequence[Any], most: int = TENSORS) -> list[Any]:
@@ -66,3 +67,29 @@ def differences(before: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
         for kind, sample in before.items()
         if kind in now and now[kind].shape == sample.shape
     ]
+
+
+class Unread:
+    """The first step in which tensors of a kind differed: one number on each device, however many steps."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, Any], Any] = {}
+
+    def add(self, what: str, differs: Any, step: int) -> None:
+        """Add whether something differs in a step: a tensor."""
+        import torch
+
+        now, place = torch.where(differs, step, _NEVER), (what, differs.device)
+        before = self._first.get(place)
+        self._first[place] = now if before is None else torch.minimum(before, now)
+
+    def read(self) -> Iterator[tuple[str, int]]:
+        """Yield the kinds that have differed since the last call, each with its first step. Waits for devices."""
+        first, self._first = self._first, {}
+        for (what, _), step in first.items():
+            if int(step) < _NEVER:
+                yield what, int(step)
+
+    def clear(self) -> None:
+        """Forget all results."""
+        self._first.clear()

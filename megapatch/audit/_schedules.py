@@ -1,34 +1,25 @@
-"""learning-rate-moves, schedule-once, schedule-moves: the schedule advances as optimizer steps do.
+"""learning-rate-moves, schedule-once: the schedule advances as optimizer steps do.
 
 Watches   step() of OptimizerParamScheduler, which must not advance after a step that Megatron has skipped, as it
-          does after an fp16 overflow, unless another was made since it last advanced; advances once a step in most
-          trainers, and advances at all. A load that moves it does not count; the next step shows whether it has
-          the steps that were loaded (loaded-is-there).
-Limits    a schedule that is not an OptimizerParamScheduler is not seen. One that has not advanced is noted after
-          100 steps, as some trainers advance it once for many; one of constant rates is not.
+          does after an fp16 overflow, unless another was made since it last advanced; and advances once a step in
+          most trainers. A load that moves it does not count; the next step shows whether it has the steps that
+          were loaded (loaded-is-there).
+Limits    a schedule that is not an OptimizerParamScheduler is not seen, nor one that never advances.
 Cost      nothing to speak of.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import observes
-from ._sites import site
-
-_MANY = 100
-"""Successful steps in which a schedule advances, in any trainer."""
+from ._watching import RAISED, around, before, site
 
 
 class Schedules(Part):
-    name = "schedules"
-    doc = __doc__
-
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._succeeded: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -38,40 +29,34 @@ class Schedules(Part):
         self._is_loading = False
         self._loaded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         """By schedule the steps that it was told to load, until it advances or its optimizer steps."""
-        self._steps_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By schedule: the successful steps of its optimizer before it has advanced; -1 once it has."""
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def sites(self) -> tuple[Site, ...]:
         path = "OptimizerParamScheduler"
         return (
             site(
                 "megatron.core.optimizer_param_scheduler",
-                {f"{path}.step": self.watch_schedule, f"{path}.load_state_dict": self.watch_load},
+                {
+                    f"{path}.step": before(self._note_advance),
+                    f"{path}.load_state_dict": around(self._begin_load, self._end_load),
+                },
                 expected={f"{path}.step": ("increment",)},
             ),
         )
 
     def of(self, optimizer: Any) -> list[Any]:
         """Return the schedules of an optimizer."""
-        return [schedule for schedule in self._steps_before if schedule.optimizer is optimizer]
+        return [schedule for schedule in self._known if schedule.optimizer is optimizer]
 
     def was_loaded(self, schedule: Any) -> bool:
         """Return whether a schedule has been loaded since its optimizer's last step, and not advanced."""
         return schedule in self._loaded
 
-    def watch_schedule(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def patched_step(schedule: Any, increment: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_advance(schedule, increment)
-            return step(schedule, increment, *args, **kwargs)
-
-        return patched_step
-
     @observes
-    def _note_advance(self, schedule: Any, increment: Any) -> None:
+    def _note_advance(self, schedule: Any, increment: Any, *_: Any, **__: Any) -> None:
         if self._is_loading or type(schedule.optimizer).__hash__ is None:
             return  # the last is made up, by a diagnosis
-        self._steps_before.setdefault(schedule, 0)  # it makes a step of 0 as it is made
+        self._known.add(schedule)  # it makes a step of 0 as it is made
         if not increment:
             return
         self.ledger.met.update(("learning-rate-moves", "schedule-once"))
@@ -83,21 +68,15 @@ class Schedules(Part):
             what = "the schedule advanced twice after one optimizer step"
             self.ledger.report("schedule-once", "twice", what)
         self._advanced.add(schedule.optimizer)
-        self._steps_before[schedule] = -1
         self._loaded.pop(schedule, None)
 
-    def watch_load(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load_state_dict)
-        def patched_load_state_dict(schedule: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            self._is_loading = True
-            try:
-                result = load_state_dict(schedule, state_dict, *args, **kwargs)
-            finally:
-                self._is_loading = False
-            self._note_load(schedule, state_dict)
-            return result
+    def _begin_load(self, *_: Any, **__: Any) -> None:
+        self._is_loading = True
 
-        return patched_load_state_dict
+    def _end_load(self, _: None, result: Any, schedule: Any, state_dict: Any, *__: Any, **___: Any) -> None:
+        self._is_loading = False
+        if result is not RAISED:
+            self._note_load(schedule, state_dict)
 
     @observes
     def _note_load(self, schedule: Any, state_dict: Any) -> None:
@@ -110,7 +89,6 @@ class Schedules(Part):
     def begin_step(self, step: Step) -> None:
         """Report schedules that are not where they were loaded."""
         for schedule in self.of(step.optimizer):
-            self.ledger.met.add("schedule-moves")
             loaded = self._loaded.pop(schedule, None)
             if loaded is not None and int(schedule.num_steps) != loaded:
                 what = f"the schedule is at {schedule.num_steps} steps, and has loaded {loaded}"
@@ -118,17 +96,5 @@ class Schedules(Part):
 
     @observes
     def end_step(self, step: Step) -> None:
-        """Note schedules that have never advanced."""
         self._succeeded[step.optimizer] = self._succeeded.get(step.optimizer, False) or step.succeeded
         self._advanced.discard(step.optimizer)
-        for schedule in self.of(step.optimizer):
-            steps = self._steps_before[schedule]
-            if step.succeeded and 0 <= steps < _MANY and not _is_constant(schedule):
-                self._steps_before[schedule] = steps + 1
-                if steps + 1 == _MANY:
-                    what = f"the learning rate's schedule has not advanced in {_MANY} optimizer steps"
-                    self.ledger.report("schedule-moves", "never", what)
-
-
-def _is_constant(schedule: Any) -> bool:
-    return bool(schedule.lr_decay_style == "constant" and not schedule.lr_warmup_steps)

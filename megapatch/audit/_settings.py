@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .._engine.settings import ACCEPT, EVERY, names_in, unknown_name
 from .._troubleshooting import see
 from ..errors import MisuseError
-from ._invariants import INVARIANTS
+from ._rules import RULES
 
 log = logging.getLogger("megapatch")
 
@@ -63,9 +63,9 @@ def bad_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def _bad_names(environment: Mapping[str, str]) -> list[str]:
-    notes = [name for name, invariant in INVARIANTS.items() if invariant.is_note]
+    notes = [name for name, rule in RULES.items() if rule.is_note]
     return [
-        f"{ACCEPT}: {f'{name} is a finding, and cannot be accepted' if name in INVARIANTS else text}"
+        f"{ACCEPT}: {f'{name} is a finding, and cannot be accepted' if name in RULES else text}"
         for name in names_in(environment, ACCEPT)
         if name not in notes and (text := unknown_name(name, notes, "note", "notes"))
     ]

@@ -33,7 +33,7 @@ def found(mistake, before=None):
     for step in range(STEPS):
         mistake.take_step(model, step)
     results = [*audit.findings(), *audit.notes()]
-    return [(one.invariant, one.step - before, one.rank, str(one)) for one in results]
+    return [(one.rule, one.step - before, one.rank, str(one)) for one in results]
 
 
 def job(rank, world_size, names, before=None):

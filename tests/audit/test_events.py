@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.audit import idle_audit, part_of, running_audit
+from rigs.audit import idle_audit, part_of, replacement, running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted, raising_half_way
 from rigs.megatron.save import minor
@@ -17,7 +17,7 @@ from rigs.mistakes.checkpoints import plan
 
 from megapatch import audit
 from megapatch.audit._audit import Audit, Call, Step
-from megapatch.audit._gathers import Gathers
+from megapatch.audit._gathered_when_read import GatheredWhenRead
 from megapatch.audit._offloads import Offloads
 from megapatch.patches._readers import Reader
 from megapatch.testing import init_parallel, tiny_gpt
@@ -159,7 +159,7 @@ def events_of(watching):
 @pytest.fixture
 def watching():
     watching = idle_audit()
-    watching.events.may_have_broken = False
+    watching.counts.may_have_broken = False
     return watching
 
 
@@ -167,7 +167,7 @@ def test_an_export_is_an_event_also_where_all_is_gathered(watching):
     def export_weights(model):
         return "weights"
 
-    export = part_of(watching, Gathers).watch_reader(Reader("export_weights", "model"), export_weights)
+    export = part_of(watching, GatheredWhenRead).watch_reader(Reader("export_weights", "model"), export_weights)
     assert export(None) == "weights" and watching.looks()
     assert events_of(watching) == {"export": [("export_weights()", 1)]}
 
@@ -176,11 +176,11 @@ def test_a_helper_that_is_called_for_each_buffer_is_one_event_a_step(watching):
     def pause(*args, **kwargs):
         return args, kwargs
 
-    helper = part_of(watching, Offloads).watch("offload", pause)
+    helper = replacement(part_of(watching, Offloads), "TorchMemorySaver.pause")(pause)
     assert [helper("buffer", tag="weights"), helper()] == [(("buffer",), {"tag": "weights"}), ((), {})]
     assert events_of(watching) == {"offload": [("pause()", 1)]}
     watching.ledger.step += 1
-    watching.events.may_have_broken = False
+    watching.counts.may_have_broken = False
     helper()
     assert watching.looks() and events_of(watching) == {"offload": [("pause()", 2)] * 2}
 
@@ -196,11 +196,11 @@ def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause)
     chunk = Chunk(buffers=[buffer])
     part.begin_call(Call([chunk], trains=True))
     if cause == "helper":
-        part.watch("offload", len)("")
-    watching.events.loads += cause == "load"
+        replacement(part, "TorchMemorySaver.pause")(len)("")
+    watching.counts.loads += cause == "load"
     buffer.grad_data = torch.zeros(1)
     part.begin_call(Call([chunk], trains=True))
-    whats = {"helper": ["len()"], "load": [], None: ["other memory of gradients"]}[cause]
+    whats = {"helper": ["pause()"], "load": [], None: ["other memory of gradients"]}[cause]
     assert [what for what, _ in events_of(watching).get("offload", [])] == whats
 
 

@@ -10,11 +10,11 @@ import weakref
 
 import pytest
 import torch
-from rigs.audit import found, part_of, running_audit
+from rigs.audit import found, part_of, replacement, running_audit
 from rigs.streaming.world import World, run
 
 from megapatch import audit
-from megapatch.audit import _generation, _weights
+from megapatch.audit import _resumed, _weights_synced
 from megapatch.streaming import TrainPump  # noqa: F401  (before the audit, as in a run that starts it late)
 from megapatch.weight_sync import paused_generation
 
@@ -24,11 +24,15 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.fixture(scope="module", autouse=True)
 def _audited():
     audit.start()
-    generation = part_of(running_audit(), _generation.Generation)
+    generation = part_of(running_audit(), _resumed.Resumed)
     for client in (Client, PlainClient):
-        client.pause_generation = generation.watch_pause(client.pause_generation)
-        client.resume_generation = generation.watch_resume(client.resume_generation)
-    Trainer.sync = generation.watch_sync("client", Trainer.sync)
+        client.pause_generation = replacement(generation, "RemoteInfEngine.pause_generation")(
+            client.pause_generation
+        )
+        client.resume_generation = replacement(generation, "RemoteInfEngine.continue_generation")(
+            client.resume_generation
+        )
+    Trainer.sync = generation.syncing("client", "Trainer.sync")(Trainer.sync)
     yield
     audit.stop()
 
@@ -123,7 +127,7 @@ def test_generation_that_the_caller_has_resumed_by_other_means_is_not():
 
 
 def test_it_is_reported_while_training_waits(monkeypatch):
-    monkeypatch.setattr(_generation, "_GRACE", 0.01)
+    monkeypatch.setattr(_resumed, "_GRACE", 0.01)
     client, reported = Client(), threading.Event()
     monkeypatch.setattr(running_audit().ledger, "report", lambda *ignored: reported.set())
     asyncio.run(sync(client))
@@ -273,4 +277,4 @@ def test_a_pump_without_digests_is_not_asked():
         return [call for call in world.calls if "digest" in call]
 
     assert run(main()) == []
-    assert _weights.DIGEST == "weights_digest"
+    assert _weights_synced.DIGEST == "weights_digest"

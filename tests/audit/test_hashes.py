@@ -8,9 +8,9 @@ import pytest
 import torch
 from rigs.audit import idle_audit, part_of
 
-from megapatch.audit._gathers import _memory_of
+from megapatch.audit._gathered_when_read import _memory_of
 from megapatch.audit._hashes import hash_of
-from megapatch.audit._ranks import Ranks
+from megapatch.audit._ranks_agree import RanksAgree
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float64])
@@ -73,7 +73,7 @@ def test_what_nobody_can_hash_does_not_hide_its_group(caplog):
     unknown, known = torch.nn.Parameter(Quantized(other=torch.ones(4))), torch.nn.Parameter(torch.ones(4))
     chunk = mock.Mock()
     chunk.module.parameters = lambda: [unknown, known]
-    part = part_of(idle_audit(), Ranks)
+    part = part_of(idle_audit(), RanksAgree)
     for _ in range(2):
         assert [id(one) for one in part._known([chunk])] == [id(known)]
     assert caplog.text.count("of the class Quantized are not compared") == 1

@@ -22,7 +22,7 @@ def interrupt(model, step, microbatch=0):
 
 
 def found():
-    return [(one.invariant, one.what) for one in audit.findings() if one.invariant == "hooks-balanced"]
+    return [(one.rule, one.what) for one in audit.findings() if one.rule == "hooks-balanced"]
 
 
 def left(repaired):

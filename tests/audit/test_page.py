@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 
 import megapatch
-from megapatch.audit import INVARIANTS
+from megapatch.audit import RULES
 from megapatch.patches import PATCHES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
 
 
 def test_every_rule_has_a_section():
-    assert re.findall(r"^### (.*)$", PAGE, re.M) == list(INVARIANTS)
+    assert re.findall(r"^### (.*)$", PAGE, re.M) == list(RULES)
 
 
-REPAIRS = {name for invariant in INVARIANTS.values() for name in invariant.repairs}
+REPAIRS = {name for rule in RULES.values() for name in rule.patches}
 
 
 def test_every_defect_that_changes_numbers_or_breaks_a_rule_has_a_row():

@@ -10,13 +10,13 @@ from rigs.audit import Thing, idle_audit, part_of
 
 import megapatch
 from megapatch import _places
-from megapatch.audit import _findings, _scales
+from megapatch.audit import _findings, _scaled_once
 from megapatch.audit._audit import Call, Part, Step
 from megapatch.audit._buckets import state_of
-from megapatch.audit._checkpoints import Checkpoints
 from megapatch.audit._gradients import Gradients
-from megapatch.audit._scales import Scales
-from megapatch.audit._weights import Weights
+from megapatch.audit._saves import Saves
+from megapatch.audit._scaled_once import ScaledOnce
+from megapatch.audit._weights_synced import WeightsSynced
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def watching():
 
 
 def rules(watching):
-    return [finding.invariant for finding in watching.ledger.findings()]
+    return [finding.rule for finding in watching.ledger.findings()]
 
 
 # ------------------------------------------------------------------------ gradients
@@ -95,14 +95,14 @@ def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_
         ({}, False),
     ],
 )
-def test_which_models_have_losses_of_their_own_that_nobody_scales(config, has):
-    assert _scales._has_unscaled_losses(Thing(**config)) == has
+def test_which_models_have_losses_of_their_own_that_nobody_scaled_once(config, has):
+    assert _scaled_once._has_unscaled_losses(Thing(**config)) == has
 
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_losses_that_were_not_scaled_are_those_of_one_step_and_of_calls_that_train(watching, trains):
     scales, chunk = (
-        part_of(watching, Scales),
+        part_of(watching, ScaledOnce),
         Chunk(num_moe_experts=2, moe_aux_loss_coeff=0.1, grad_scale_func=None),
     )
     scales.begin_call(Call([chunk], trains))
@@ -118,10 +118,10 @@ class Strategy:
 
 @pytest.mark.parametrize(("keeps", "planned"), [(True, True), (False, True), (True, False)])
 def test_another_structure_is_found_where_a_plan_is_kept_and_was_made(watching, keeps, planned):
-    checkpoints, strategy = part_of(watching, Checkpoints), Strategy()
-    before = checkpoints._compare(strategy, {"one": 1}, keeps, planned)
-    checkpoints._note_saved(strategy, before, None)
-    checkpoints._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
+    saves, strategy = part_of(watching, Saves), Strategy()
+    before = saves._compare(strategy, {"one": 1}, keeps, planned)
+    saves._note_saved(before, None, strategy)
+    saves._compare(strategy, {"one": 1, "two": 2}, keeps, planned)
     assert rules(watching) == ["saved-what-is"] * (keeps and planned)
 
 
@@ -143,7 +143,7 @@ def test_slimes_weights_are_compared_where_another_model_was_loaded_and_is_sent(
             get={"actor": {"w": torch.ones(2)}}.get, _source_getter=lambda: [("w", torch.zeros(2))]
         ),
     )
-    part_of(watching, Weights)._compare_with_copy(actor)
+    part_of(watching, WeightsSynced)._compare_with_copy(actor)
     assert rules(watching) == ["weights-synced"] * wrong
 
 

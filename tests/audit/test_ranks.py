@@ -16,7 +16,7 @@ from rigs.megatron.options import UNPATCHED, Log
 
 from megapatch import MisuseError, apply, audit
 from megapatch._verify.operations import Operations
-from megapatch.audit import _participants, _ranks, _replicas
+from megapatch.audit import _participants, _ranks_agree
 from megapatch.errors import AuditError
 from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt
 
@@ -94,7 +94,7 @@ def differing_at_the_end(rank, world_size, is_taken_down):
     model.train_step(1)
     if is_taken_down:
         init_parallel()
-    return [(finding.invariant, finding.count) for _ in range(2) for finding in audit.findings()]
+    return [(finding.rule, finding.count) for _ in range(2) for finding in audit.findings()]
 
 
 @pytest.mark.parametrize("is_taken_down", [False, True], ids=["", "its groups are gone"])
@@ -105,21 +105,21 @@ def test_a_difference_at_the_last_comparison_is_found(is_taken_down):
 
 def unable(rank, world_size):
     """One rank has no memory left to hash its parameters."""
-    from megapatch.audit import _ranks
+    from megapatch.audit import _ranks_agree
 
     init_parallel()
     model = tiny_gpt()
     model.train_step(0)
-    working = _ranks.hash_of
+    working = _ranks_agree.hash_of
     if rank == 1:
-        _ranks.hash_of = lambda parameters: (_ for _ in ()).throw(MemoryError())
+        _ranks_agree.hash_of = lambda parameters: (_ for _ in ()).throw(MemoryError())
     model.train_step(1)
-    _ranks.hash_of = working
+    _ranks_agree.hash_of = working
     with torch.no_grad():
         next(model.chunks[0].parameters()).add_(rank)
     for step in (2, 3, 4):
         model.train_step(step)
-    return [(finding.invariant, finding.step) for finding in audit.findings()]
+    return [(finding.rule, finding.step) for finding in audit.findings()]
 
 
 @pytest.mark.thorough
@@ -151,7 +151,7 @@ def started_late(rank, world_size):
     for step in range(2):
         model.forward_backward(step)
         model.optimizer.step()
-    found = [finding.invariant for finding in audit.findings()]
+    found = [finding.rule for finding in audit.findings()]
     audit.stop()
     audit.clear()
     tiny_gpt().train_step()
@@ -201,7 +201,7 @@ def sharded_by_gtp(rank, world_size):
     model = tiny_gpt(hooks=False)
     destroy_parallel()
     parallel_state.initialize_model_parallel(gtp_remat_size=world_size)
-    return [replicas.what for replicas in _replicas.replicas_of(list(model.chunks[0].parameters()))]
+    return [replicas.what for replicas in _ranks_agree.replicas_of(list(model.chunks[0].parameters()))]
 
 
 def test_ranks_that_gtp_shards_weights_over_are_not_compared():
@@ -221,8 +221,8 @@ def seeded(rank, world_size):
     for seed in (1, 1 + rank, 1):
         model_parallel_cuda_manual_seed(seed)
         with Operations() as operations:
-            part_of(running_audit(), _ranks.Ranks)._compare_seeds(seed, ())
-        found.append([note.invariant for note in audit.notes()])
+            part_of(running_audit(), _ranks_agree.RanksAgree)._compare_seeds(seed, ())
+        found.append([note.rule for note in audit.notes()])
         audit.clear()
         assert not operations.found, operations.found
     return found

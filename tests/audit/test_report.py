@@ -24,8 +24,8 @@ from rigs.mistakes.table import MISTAKES
 import megapatch
 from megapatch import audit
 from megapatch._cli.audit.picture import picture
-from megapatch.audit._findings import Ledger
-from megapatch.audit._repairs import repairs
+from megapatch.audit._findings import Ledger, repairs
+from megapatch.audit._report import make, statuses
 from megapatch.audit._timeline import KEPT, Timeline
 from megapatch.patch import Status
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
@@ -170,7 +170,7 @@ def lines_of(rank, world_size, folder):
 
     def take(*more):
         found = [*audit.findings(), *audit.notes()]
-        named.update((each.invariant, _source(each.where[-1])) for each in found)
+        named.update((each.rule, _source(each.where[-1])) for each in found)
         audit.clear()
 
     mistake = MISTAKES["stages have one seed"]
@@ -209,7 +209,7 @@ def test_where_there_is_no_code_of_the_user_it_is_that_of_the_latest_call(nothin
 
     def call():
         for part in of.parts:
-            if part.name == "history":
+            if part.name == "audit.history":
                 part.begin_call(None)
 
     call()
@@ -269,10 +269,22 @@ def test_without_an_audit_there_is_a_report():
     assert text == "nothing found in 0 optimizer steps on rank 0"
 
 
+def test_its_digest_is_that_of_the_patches_though_it_loads_no_family_that_is_not_installed():
+    code = (
+        "import importlib.util, sys, megapatch\n"
+        "print(megapatch.audit.report().digest)\n"
+        "found = 'megapatch.patches.areal' in sys.modules\n"
+        "print(found == (importlib.util.find_spec('areal') is not None))\n"
+        "print(megapatch.report().digest)\n"
+    )
+    digest, is_lazy, whole, *_ = run("-c", code).stdout.splitlines()
+    assert digest == whole and is_lazy == "True"
+
+
 def test_what_became_of_the_rules(ranks):
     for (*_, ended), _ in ranks[1]:
         status = {rule["name"]: rule["status"] for rule in ended["rules"]}
-        assert list(status) == list(audit.INVARIANTS)
+        assert list(status) == list(audit.RULES)
         assert status["ranks-agree"] == "broken" and status["reduced-once"] == "kept"
         assert status["weights-synced"] == "not watched"
         assert status["training-mode"] == "kept"  # whose part replaces nothing
@@ -284,7 +296,7 @@ def test_a_note_that_is_accepted_and_secrets():
     ledger = Ledger(("schedule-once",))
     ledger.report("schedule-once", "twice", "x")
     ledger.report("resumed", "x", "failed: https://me:hunter2@host/ token=hf_0123456789abcdefghij")
-    report = audit._report.make(ledger, None, audit._rules.rules(ledger, None), ended=False)
+    report = make(ledger, None, statuses(ledger, None), ended=False)
     assert {rule.name: rule.status for rule in report.rules}["schedule-once"] == "accepted"
     assert "hunter2" not in json.dumps(report.to_dict()) + str(report)
     assert "0123456789" not in json.dumps(report.to_dict()) + str(report)

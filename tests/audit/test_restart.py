@@ -40,7 +40,7 @@ DEFECTS = {  # options, the defect, a sign of it that takes knowledge of the las
 
 
 def found():
-    return {each.invariant: (each.step, each.count) for each in audit.findings()}
+    return {each.rule: (each.step, each.count) for each in audit.findings()}
 
 
 def restarted(options, defect, sign, rule):
@@ -139,7 +139,8 @@ def mutables(path):
     for statement in (statement for body in bodies for statement in body.body):
         if isinstance(statement, (ast.Assign, ast.AnnAssign)):
             target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-            if ast.unparse(target) != "__all__":
+            is_type = isinstance(statement, ast.AnnAssign) and ast.unparse(statement.annotation) == "TypeAlias"
+            if ast.unparse(target) != "__all__" and not is_type:
                 yield from ((path.name, ast.unparse(target)) for _ in kept(statement.value))
         for decorator in getattr(statement, "decorator_list", ()):
             if "cache" in ast.unparse(decorator):

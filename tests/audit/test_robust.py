@@ -8,13 +8,13 @@ import inspect
 from unittest import mock
 
 import pytest
-from rigs.audit import WATCHERS, idle_audit, part_of
+from rigs.audit import WATCHERS, idle_audit, part_of, patches_of
 from rigs.needs import needs_torch
 
 from megapatch.audit._audit import Call
 from megapatch.audit._calls import Calls
-from megapatch.audit._gathers import Gathers
-from megapatch.audit._tokens import Tokens
+from megapatch.audit._gathered_when_read import GatheredWhenRead
+from megapatch.audit._tokens_counted import TokensCounted
 
 REPLACED = [
     pytest.param(number, site.module, name, id=f"{site.module}:{name}")
@@ -64,7 +64,7 @@ class Group:
 def as_in_training(kept):
     """Return an audit whose parts look: they do less where nothing trains."""
     watching = idle_audit()
-    part_of(watching, Gathers).due.add(kept)
+    part_of(watching, GatheredWhenRead).due.add(kept)
     part_of(watching, Calls).interrupted_machines.add(kept)
     for part in watching.parts:
         part.begin_call(Call([Strange()], trains=True))
@@ -75,7 +75,7 @@ def as_in_training(kept):
 @pytest.mark.parametrize(("number", "module", "name"), REPLACED)
 def test_the_original_decides(number, module, name, raises):
     kept = Group()
-    sites = {site.module: site for site in as_in_training(kept).patches[number].sites}
+    sites = {site.module: site for site in patches_of(as_in_training(kept))[number].sites}
     make = sites[module].replace[name]
 
     def original(*args, **kwargs):
@@ -124,7 +124,7 @@ def test_nothing_is_looked_at_while_a_cuda_graph_is_captured(monkeypatch, caplog
     running, capturing = idle_audit(), [True]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    part = part_of(running, Tokens)
+    part = part_of(running, TokensCounted)
     part._times_uncounted = mock.MagicMock()
     for _ in range(2):
         part.judge()

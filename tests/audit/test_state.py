@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rigs.audit import Thing, idle_audit, part_of
+from rigs.audit import Thing, idle_audit, part_of, replacement
 
-from megapatch.audit._arrivals import Arrivals
 from megapatch.audit._audit import Step
 from megapatch.audit._buckets import state_of
-from megapatch.audit._loads import Loads
+from megapatch.audit._gradients_arrive import GradientsArrive
+from megapatch.audit._loaded_is_there import LoadedIsThere
 from megapatch.audit._samples import TENSORS, differences, evenly, sample_of
 
 
@@ -19,7 +19,7 @@ def watching():
 
 
 def noted(watching):
-    return [found.invariant for found in watching.ledger.notes()]
+    return [found.rule for found in watching.ledger.notes()]
 
 
 # ------------------------------------------------------------------------ samples
@@ -62,7 +62,7 @@ def step_without(watching, lost, **attributes):
     state = state_of(bucket)
     for arrived in ([True, True], [number != lost for number in range(2)]):
         state.arrived[:], state.arrivals = arrived, sum(arrived)
-        part_of(watching, Arrivals).begin_step(Step(torch.nn.Module(), [chunk]))
+        part_of(watching, GradientsArrive).begin_step(Step(torch.nn.Module(), [chunk]))
         state.reset()
     return noted(watching)
 
@@ -106,15 +106,15 @@ GROUPS = {"param_groups": [{"step": 5}]}
     ],
 )
 def test_what_was_loaded_is_looked_for(watching, loaded, moment, is_found):
-    optimizer, loads = Optimizer(moment), part_of(watching, Loads)
-    loads.watch_optimizer(lambda *ignored: None)(optimizer, loaded)
+    optimizer, loads = Optimizer(moment), part_of(watching, LoadedIsThere)
+    replacement(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, loaded)
     loads.begin_step(Step(optimizer, []))
-    assert [found.invariant for found in watching.ledger.findings()] == ["loaded-is-there"] * is_found
+    assert [found.rule for found in watching.ledger.findings()] == ["loaded-is-there"] * is_found
 
 
 def test_moments_may_be_loaded_on_their_own(watching):
-    optimizer, loads = Optimizer(1.0), part_of(watching, Loads)
-    loads.watch_optimizer(lambda *ignored: None)(optimizer, {"optimizer": GROUPS})
-    loads.watch_moments(lambda *ignored: None)(optimizer, "a file")
+    optimizer, loads = Optimizer(1.0), part_of(watching, LoadedIsThere)
+    replacement(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, {"optimizer": GROUPS})
+    replacement(loads, "DistributedOptimizer.load_parameter_state")(lambda *ignored: None)(optimizer, "a file")
     loads.begin_step(Step(optimizer, []))
     assert watching.ledger.findings() == []

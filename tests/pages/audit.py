@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megapatch.audit import INVARIANTS
-from megapatch.audit._causes import CAUSES
+from megapatch.audit import RULES
 
 from .limits import markdown
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "audit.md"
-BEGINS = "<!-- Generated from megapatch/audit/_causes: `cd tests && python -m pages` -->\n\n"
+BEGINS = "<!-- Generated from megapatch/audit/_rules.py: `cd tests && python -m pages` -->\n\n"
 ENDS = "\n<!-- the end of what is generated -->\n"
 
 
@@ -24,9 +23,10 @@ def page() -> str:
 
 def causes() -> str:
     """A row for each cause, in the order in which they are likely."""
-    rows = ["| rule | where it says | likely cause | what shows it |", "| --- | --- | --- | --- |"]
-    for rule in INVARIANTS:
-        for cause in CAUSES.get(rule, ()):
-            says = f"*{markdown(cause.says)}*" if cause.says else ""
-            rows.append(f"| {rule} | {says} | {markdown(cause.cause)} | {markdown(cause.check)} |")
+    rows = ["| rule | kind | likely cause | what shows it |", "| --- | --- | --- | --- |"]
+    for name, rule in RULES.items():
+        for cause in rule.causes:
+            rows.append(
+                f"| {name} | {', '.join(cause.kinds)} | {markdown(cause.cause)} | {markdown(cause.check)} |"
+            )
     return "\n".join(rows) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from megapatch import audit
+from megapatch._engine.record import Unloaded
 from megapatch.audit._audit import Audit
 from megapatch.audit._settings import Settings
 
@@ -14,8 +15,8 @@ class Thing(SimpleNamespace):
 
 
 def found():
-    """Return (invariant, what) of each finding."""
-    return [(finding.invariant, finding.what) for finding in audit.findings()]
+    """Return (rule, what) of each finding."""
+    return [(finding.rule, finding.what) for finding in audit.findings()]
 
 
 def idle_audit():
@@ -34,5 +35,17 @@ def part_of(of, kind):
     return part
 
 
-WATCHERS = idle_audit().patches
+def replacement(part, path):
+    """Return what makes the replacement of a function that a part watches, from the original."""
+    return next(site.replace[path] for site in part.sites() if path in site.replace)
+
+
+def patches_of(of):
+    """Return the patches of an audit, those that are loaded with a family as well."""
+    return [
+        loaded for patch in of.patches for loaded in (patch.load() if isinstance(patch, Unloaded) else (patch,))
+    ]
+
+
+WATCHERS = patches_of(idle_audit())
 """The sites of an audit, for tests that only read them."""

@@ -201,14 +201,14 @@ def take_findings():
 
 def take_rules():
     """Return the names of the rules that the audit has found broken since the last time."""
-    return [finding.invariant for finding in take_findings()]
+    return [finding.rule for finding in take_findings()]
 
 
 def _broken(cell):
     """Return the rules that the audit has found broken in a cell; raise for one that has its patches."""
     found = take_findings()
     assert not found or "without" in str(cell), "\n".join(["the audit has found:", *map(str, found)])
-    return tuple(finding.invariant for finding in found)
+    return tuple(finding.rule for finding in found)
 
 
 def _go_on_together(store, keys, rank, ending, limit):

@@ -148,7 +148,7 @@ def audit_of_a_broken_step(layout: Layout = DP) -> None:
     expect(not audit.findings(), f"the audit has found something in a plain step: {audit.findings()}")
     model.forward_backward(1)
     model.optimizer.step()
-    found = [finding.invariant for finding in audit.findings()]
+    found = [finding.rule for finding in audit.findings()]
     expect(found == ["fresh-gradients"], f"the audit has found {found} instead of fresh-gradients")
     audit.clear()
 

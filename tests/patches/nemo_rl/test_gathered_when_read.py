@@ -67,7 +67,7 @@ def refits(rank, world_size):
     init_parallel()
     with contextlib.redirect_stdout(None):
         found = read_after_steps(sent_by, refitting_worker(PLAIN), refitting_worker(OVERLAP), STEPS)
-    return *found, [finding.invariant for finding in audit.findings()]
+    return *found, [finding.rule for finding in audit.findings()]
 
 
 def of_ranks(**env):

@@ -201,7 +201,7 @@ def found_by(rank, world_size, release):
             last_alone(release, options),
             one[0][0],
         )
-        found["rules without"].append({note.invariant for note in audit.notes()})
+        found["rules without"].append({note.rule for note in audit.notes()})
         audit.clear()
         apply()
     found["errors"] = with_errors(release)

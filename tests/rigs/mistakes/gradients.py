@@ -194,7 +194,8 @@ def experts_averaged_otherwise(model, step):
 TABLE.row(
     "experts' gradients have a factor set by hand",
     experts_averaged_otherwise,
-    {"averaged-alike": 0},
+    {},
+    why="a trainer may mean its factor",
     layout={"ep": 2},
     experts=2,
 )

@@ -233,5 +233,5 @@ def seeds():
     with mock.patch.object(torch.nn.functional, "dropout", watched):
         train(engine, 0)
     type(engine)(engine.model_config, engine.engine_config, engine.optimizer_config, engine.checkpoint_config)
-    notes = [note.invariant for note in audit.notes()]
+    notes = [note.rule for note in audit.notes()]
     return {**found, "mask": masks[0], "again": torch.initial_seed(), "notes": notes}

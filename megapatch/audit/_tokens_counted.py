@@ -1,4 +1,4 @@
-"""tokens-counted, divided-by-tokens: gradients are divided by their tokens, and no loss that is NaN is trained on.
+"""tokens-counted: gradients are divided by the tokens of all calls, and no loss that is NaN is trained on.
 
 Watches   forward_step() of the schedules, which shows each microbatch's tokens and loss, and
           finalize_model_grads(), which shows their divisor: with calculate_per_token_loss, often by the tokens
@@ -10,28 +10,22 @@ Cost      three small operations a microbatch; waits for a GPU in the steps in w
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-from .._mcore.bucket_groups import chunks_of
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
+from ._facts import Facts
 from ._findings import observes
 from ._models import grad_buffers
-from ._notes import Notes
-from ._sites import site
+from ._watching import after, site
 
 
-class Tokens(Part):
-    name = "tokens"
-    doc = __doc__
-
+class TokensCounted(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._counted: Notes[Any] = Notes()
+        self._counted: Facts[Any] = Facts()
         """About a chunk's first gradient buffer: the tokens of the microbatches since it was zeroed."""
         self._in_call: Any = 0
         """The tokens of the forward-backward call that is under way, or of the last one."""
@@ -41,20 +35,14 @@ class Tokens(Part):
         """By chunk: how many losses of the step that is being made are NaN or infinite."""
         # Errors so far: tensors, which are read in the steps in which ranks are compared.
         self._times_uncounted: Any = 0
-        self._times_divided_otherwise: Any = 0
         self._losses_not_finite: Any = 0
 
     def sites(self) -> tuple[Site, ...]:
         return (
             site(
                 "megatron.core.pipeline_parallel.schedules",
-                {"forward_step": self.watch_microbatch},
+                {"forward_step": after(self._train_on)},
                 expected={"forward_step": ("forward_step_func", "data_iterator", "model")},
-            ),
-            site(
-                "megatron.core.distributed.finalize_model_grads",
-                {"finalize_model_grads": self.watch_finalize},
-                expected={"finalize_model_grads": ("model", "num_tokens")},
             ),
         )
 
@@ -67,53 +55,35 @@ class Tokens(Part):
     def end_call(self, call: Call) -> None:
         self._training.pop()
 
-    def watch_microbatch(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward_step)
-        def patched_forward_step(
-            forward_step_func: Any, data_iterator: Any, model: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            result = forward_step(forward_step_func, data_iterator, model, *args, **kwargs)
-            if self._training and self._training[-1]:
-                self._train_on(model, result)
-            return result
-
-        return patched_forward_step
-
     @observes
-    def _train_on(self, chunk: Any, result: tuple[Any, Any]) -> None:
+    def _train_on(
+        self, result: Any, forward_step_func: Any, data_iterator: Any, model: Any, *_: Any, **__: Any
+    ) -> None:
+        if not self._training or not self._training[-1]:
+            return
         output, num_tokens = result
         output = output[0] if isinstance(output, list) else output
         loss = output if getattr(output, "ndim", None) == 0 else None
         for part in self.audit.parts:
-            part.trained_on(chunk, loss, num_tokens)
+            part.trained_on(model, loss, num_tokens)
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
-        self.ledger.met.update(("tokens-counted", "divided-by-tokens"))
+        self.ledger.met.add("tokens-counted")
         self._in_call = self._in_call + num_tokens
         for buffer in islice(grad_buffers([chunk]), 1):
             self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)
         if loss is not None:
             self._not_finite[chunk] = self._not_finite.get(chunk, 0) + ~loss.detach().isfinite()
 
-    def watch_finalize(self, finalize_model_grads: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(finalize_model_grads)
-        def patched_finalize_model_grads(model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if num_tokens is not None:
-                self._note_normalizer(chunks_of(model) or [], num_tokens)
-            return finalize_model_grads(model, num_tokens, *args, **kwargs)
-
-        return patched_finalize_model_grads
-
     @observes
-    def _note_normalizer(self, chunks: list[Any], num_tokens: Any) -> None:
+    def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
+        if num_tokens is None:
+            return
         first_buffers = [buffer for chunk in chunks for buffer in islice(grad_buffers([chunk]), 1)]
         counted = sum(self._counted.get(buffer, 0) for buffer in first_buffers)
         is_last_calls = (self._in_call == num_tokens) & (counted != num_tokens)
         self._times_uncounted = self._times_uncounted + is_last_calls
-        self._times_divided_otherwise = self._times_divided_otherwise + (
-            (counted != num_tokens) & (self._in_call != num_tokens)
-        )
 
     @observes
     def zeroed(self, buffer: Any) -> None:
@@ -135,14 +105,10 @@ class Tokens(Part):
     def judge(self) -> None:
         """Report errors since the last time. Waits for a GPU."""
         uncounted, not_finite = int(self._times_uncounted), int(self._losses_not_finite)
-        divided_otherwise = int(self._times_divided_otherwise)
-        self._times_uncounted = self._losses_not_finite = self._times_divided_otherwise = 0
+        self._times_uncounted = self._losses_not_finite = 0
         if uncounted:
             what = "gradients of several calls were divided by the number of tokens of the last one"
             self.ledger.report("tokens-counted", "normalizer", what)
-        if divided_otherwise:
-            what = "gradients were divided by another number than that of their tokens"
-            self.ledger.report("divided-by-tokens", "normalizer", what)
         if not_finite:
             what = f"the optimizer has stepped on {not_finite} microbatches whose loss is NaN or infinite"
             self.ledger.report("tokens-counted", "loss", what)

@@ -18,9 +18,9 @@ import weakref
 from typing import Any
 
 from ._audit import Audit, Call, Part
+from ._facts import Facts
 from ._findings import observes
 from ._models import has_router_losses
-from ._notes import Notes
 
 _RATES = ("hidden_dropout", "attention_dropout")
 """Of the config, and of Megatron's and Transformer Engine's layers."""
@@ -39,13 +39,10 @@ class _Suspect:
         return training in self._modes
 
 
-class Modes(Part):
-    name = "modes"
-    doc = __doc__
-
+class TrainingMode(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._droppers: Notes[list[weakref.ref[Any]]] = Notes()
+        self._droppers: Facts[list[weakref.ref[Any]]] = Facts()
         """About a chunk: its model, and the layers that drop something, if any is dropped."""
         self._suspected: dict[Call, list[_Suspect]] = {}
         """By call that is under way, the models that it began to run in the wrong mode."""

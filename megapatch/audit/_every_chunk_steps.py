@@ -1,22 +1,17 @@
-"""every-chunk-steps, averaged-alike: all chunks of a model are stepped, with the factors that they were made with.
+"""every-chunk-steps: all chunks of a model are stepped.
 
 Watches   calls and steps, as the other parts show them: as a call that trains begins, all of its chunks that the
           call before has trained were stepped since, or none; and none of them was never stepped, while an
-          optimizer has stepped something that had no gradients. And `gradient_scaling_factor` of each bucket, from
-          when DistributedDataParallel has made it to the step.
-Limits    a model that is trained and never stepped is not reported while no optimizer steps. Factors of chunks
-          that were wrapped before any audit began are taken as they are then.
-Cost      about a microsecond a chunk and call; one list of the buckets' factors a step.
+          optimizer has stepped something that had no gradients.
+Limits    a model that is trained and never stepped is not reported while no optimizer steps.
+Cost      about a microsecond a chunk and call.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from ._audit import Audit, Call, Part, Step
-from ._buckets import states_of
+from ._facts import Facts
 from ._findings import describe, observes
-from ._notes import Notes
 
 
 class _Trained:
@@ -34,20 +29,11 @@ class _Trained:
         self.waits = self.was_stepped = self.was_passed_over = False
 
 
-class Chunks(Part):
-    name = "chunks"
-    doc = __doc__
-
+class EveryChunkSteps(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._factors: Notes[list[float]] = Notes()
-        """About a chunk: of each bucket."""
-        self._trained: Notes[_Trained] = Notes()
+        self._trained: Facts[_Trained] = Facts()
         """About a chunk."""
-
-    @observes
-    def joined(self, chunk: Any) -> None:
-        self._factors.set(chunk, _factors_of(chunk))
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -72,30 +58,14 @@ class Chunks(Part):
 
     @observes
     def begin_step(self, step: Step) -> None:
-        """Note changed factors, and chunks that wait while others are stepped that were never trained."""
+        """Note chunks that wait while others are stepped that were never trained."""
         if not any(self._trained.get(chunk, None) for chunk in step.chunks):
             for chunk in self.audit.models.chunks:
                 if (trained := self._trained.get(chunk, None)) and not trained.was_stepped:
                     trained.was_passed_over = True
-        for chunk in step.chunks:
-            factors = _factors_of(chunk)
-            made_with = self._factors.get(chunk, factors)
-            if factors != made_with:
-                self._report_factors(chunk, factors, made_with)
-
-    def _report_factors(self, chunk: Any, factors: list[float], made_with: list[float]) -> None:
-        for state, factor, before in zip(states_of(chunk), factors, made_with, strict=True):
-            if factor != before:
-                name = describe(state.parameters, chunk.module.named_parameters())
-                what = f"the gradients of {name} are multiplied by {factor:g}, and not by {before:g}"
-                self.ledger.report("averaged-alike", "changed", what)
 
     @observes
     def end_step(self, step: Step) -> None:
         for chunk in step.chunks:
             if trained := self._trained.get(chunk, None):
                 trained.waits, trained.was_stepped, trained.was_passed_over = False, True, False
-
-
-def _factors_of(chunk: Any) -> list[float]:
-    return [bucket.gradient_scaling_factor for state in states_of(chunk) if (bucket := state.bucket()) is not None]

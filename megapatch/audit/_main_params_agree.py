@@ -14,17 +14,15 @@ Cost      reads this rank's parameters and main parameters once in a step that i
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .._mcore.main_params import has_memory, pairs
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes, user_code
-from ._samples import differs, evenly_of, sample_of
-from ._sites import site
-from ._unread import Unread
+from ._samples import Unread, differs, evenly_of, sample_of
+from ._watching import before, site
 
 _TAKE = "_copy_model_grads_to_main_grads"
 
@@ -37,10 +35,7 @@ class _Compared(NamedTuple):
     where: tuple[str, ...]
 
 
-class Masters(Part):
-    name = "masters"
-    doc = __doc__
-
+class MainParamsAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._compared: list[_Compared] = []
@@ -50,20 +45,12 @@ class Masters(Part):
     def sites(self) -> tuple[Site, ...]:
         package = "megatron.core.optimizer"
         return (
-            site(f"{package}.optimizer", {f"Float16OptimizerWithFloat16Params.{_TAKE}": self.watch_take}),
-            site(f"{package}.distrib_optimizer", {f"DistributedOptimizer.{_TAKE}": self.watch_take}),
+            site(f"{package}.optimizer", {f"Float16OptimizerWithFloat16Params.{_TAKE}": before(self._compare)}),
+            site(f"{package}.distrib_optimizer", {f"DistributedOptimizer.{_TAKE}": before(self._compare)}),
         )
 
-    def watch_take(self, take: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(take)
-        def patched_take(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._compare(optimizer)
-            return take(optimizer, *args, **kwargs)
-
-        return patched_take
-
     @observes
-    def _compare(self, optimizer: Any) -> None:
+    def _compare(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if not self.audit.looks():
             for differ in _samples_differ(optimizer):
                 self._unread.add("parameters", differ, self.ledger.step + 1)

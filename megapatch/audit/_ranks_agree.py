@@ -1,10 +1,10 @@
-"""ranks-agree, stages-differ and expert-streams-differ: ranks have the same parameters, and other random numbers.
+"""ranks-agree, stages-differ: ranks have the same parameters, and stages other random numbers.
 
 Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50): a hash of the parameters that
           are the same in a group, and one all-reduce of 48 or 96 bytes a group. A rank that missed a gather, a
           broadcast or a reduce trains another model, whose gradients are averaged with the others' all the same.
           model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline stages with the same one drop
-          the same elements. With experts, the random streams of the ranks that have others of them.
+          the same elements.
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
@@ -17,24 +17,34 @@ Cost      reads the parameters once in that step, after one meeting of all ranks
 
 from __future__ import annotations
 
-import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .._ranks import numbered
 from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
+from ._facts import Facts
 from ._findings import describe, observes, user_code
 from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
-from ._notes import Notes
 from ._participants import Participants
-from ._replicas import DATA, EXPERTS, Replicas, ranks_of, replicas_of
-from ._sites import site
+from ._watching import before, site
 
 log = logging.getLogger("megapatch")
+
+DATA, EXPERT_DATA, TENSOR = "data-parallel", "expert-data-parallel", "tensor-parallel"
+
+
+class Replicas(NamedTuple):
+    """Parameters that all ranks of a group have alike."""
+
+    what: str
+    group: Any
+    parameters: list[Any]
 
 
 class _Compared(NamedTuple):
@@ -45,16 +55,13 @@ class _Compared(NamedTuple):
     is_reported: bool = False
 
 
-class Ranks(Part):
-    name = "ranks"
-    doc = __doc__
-
+class RanksAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._participants = Participants()
-        self._compared: Notes[list[_Compared]] = Notes()
+        self._compared: Facts[list[_Compared]] = Facts()
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
-        self._compare_together: Notes[dict[str, bool]] = Notes()
+        self._compare_together: Facts[dict[str, bool]] = Facts()
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""
@@ -63,7 +70,11 @@ class Ranks(Part):
 
     def sites(self) -> tuple[Site, ...]:
         path = "model_parallel_cuda_manual_seed"
-        return (site("megatron.core.tensor_parallel.random", {path: self.watch_seed}, expected={path: ("seed",)}),)
+        return (
+            site(
+                "megatron.core.tensor_parallel.random", {path: before(self._note_seed)}, expected={path: ("seed",)}
+            ),
+        )
 
     @property
     def compares(self) -> bool:
@@ -104,7 +115,7 @@ class Ranks(Part):
                 if replicas.what == DATA:
                     hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
                 compared.append(_Compared(replicas, _highest(hashes, replicas.group)))
-                self.ledger.met.add("ranks-agree" if replicas.what != EXPERTS else "expert-streams-differ")
+                self.ledger.met.add("ranks-agree")
         self._compared.set(chunks[0], compared)
 
     def _all_compare(self, replicas: Replicas, chunk: Any) -> bool:
@@ -120,14 +131,9 @@ class Ranks(Part):
         for chunk in list(self.audit.models.chunks):
             compared = self._compared.get(chunk, [])
             for earlier in compared:
-                what = earlier.replicas.what
-                if earlier.is_reported:
-                    continue
-                if what == EXPERTS:
-                    self._judge_streams(earlier)
-                elif _differ(earlier.hashes.tolist())[0]:
-                    where = ranks_of(earlier.replicas)
-                    self.ledger.report("ranks-agree", what, f"a parameter is not the same on {where}")
+                if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
+                    what = f"a parameter is not the same on {ranks_of(earlier.replicas)}"
+                    self.ledger.report("ranks-agree", earlier.replicas.what, what)
             # They stay: all ranks ask for names together in the next step.
             self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
 
@@ -152,10 +158,6 @@ class Ranks(Part):
     def _judge(self, earlier: _Compared, chunks: list[Any]) -> None:
         """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
         what, group, parameters = earlier.replicas
-        if what == EXPERTS:
-            if not earlier.is_reported:
-                self._judge_streams(earlier)
-            return
         highest = earlier.hashes.tolist()
         if what == DATA:
             self.audit.part(Microbatches).judge_ranks(ranks_of(earlier.replicas), *(each[-1] for each in highest))
@@ -169,13 +171,6 @@ class Ranks(Part):
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
         name = describe(wrong or parameters, named)
         self.ledger.report("ranks-agree", what, f"{name} is not the same on {ranks_of(earlier.replicas)}")
-
-    def _judge_streams(self, earlier: _Compared) -> None:
-        highest = earlier.hashes.tolist()
-        has_failed = highest[0][0][2]
-        if not (has_failed or _differ(highest)[0]):
-            what = f"the random streams of {ranks_of(earlier.replicas)} are the same"
-            self.ledger.report("expert-streams-differ", "stream", what)
 
     def _hashes(self, parts: list[list[Any]]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.
@@ -215,16 +210,8 @@ class Ranks(Part):
         return next(next(chunk.module.parameters()).device for chunk in self.audit.models.chunks)
 
     # ------------------------------------------------------------------------ seeds
-    def watch_seed(self, seed_all: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(seed_all)
-        def patched_model_parallel_cuda_manual_seed(seed: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_seed(seed)
-            return seed_all(seed, *args, **kwargs)
-
-        return patched_model_parallel_cuda_manual_seed
-
     @observes
-    def _note_seed(self, seed: Any) -> None:
+    def _note_seed(self, seed: Any, *_: Any, **__: Any) -> None:
         self._seed = int(seed), user_code()
 
     def _compare_seeds(self, seed: int, where: tuple[str, ...]) -> None:
@@ -256,3 +243,46 @@ def _differ(highest: list[list[list[int]]]) -> list[bool]:
         not mine[2] and any(one != ~other for one, other in zip(mine, others, strict=True))
         for mine, others in zip(*highest, strict=True)
     ]
+
+
+# ------------------------------------------------------------------------ which ranks have what alike
+def replicas_of(parameters: list[Any]) -> Iterator[Replicas]:
+    """Yield the parameters that this rank and others have, by group, if it has more than one rank."""
+    from megatron.core import parallel_state
+
+    dense = [parameter for parameter in parameters if getattr(parameter, "allreduce", True)]
+    experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
+    whole = [parameter for parameter in dense if not getattr(parameter, "tensor_model_parallel", False)]
+    tied = [parameter for parameter in dense if getattr(parameter, "shared_embedding", False)]
+    found = [
+        Replicas(
+            DATA,
+            _replicating(parallel_state.get_data_parallel_group, with_context_parallel=True),
+            dense,
+        ),
+        Replicas(TENSOR, parallel_state.get_tensor_model_parallel_group(), whole),
+    ]
+    if experts:
+        group = _replicating(parallel_state.get_expert_data_parallel_group)
+        found.append(Replicas(EXPERT_DATA, group, experts))
+    if tied and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        found.append(Replicas("embedding", parallel_state.get_embedding_group(), tied))
+    return (replicas for replicas in found if replicas.parameters and replicas.group.size() > 1)
+
+
+def ranks_of(replicas: Replicas) -> str:
+    """Return the ranks of their group, in words."""
+    import torch.distributed as dist
+
+    try:
+        ranks = numbered("rank", dist.get_process_group_ranks(replicas.group))
+    except KeyError:  # torch knows a group that was destroyed no more
+        ranks = "of a layout that was taken down"
+    return f"all {replicas.what} ranks ({ranks})"
+
+
+def _replicating(get_group: Callable[..., Any], **options: Any) -> Any:
+    """Return a group of ranks with the same weights: from 0.19 on, without those that GTP shards weights over."""
+    if "with_gtp_remat" in inspect.signature(get_group).parameters:
+        options["with_gtp_remat"] = False
+    return get_group(**options)

@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
-from .. import patches
+from .._engine.record import Unloaded
 from .._mcore.bucket_groups import bucket_groups, groups_within
 from .._mcore.changes import Changes
-from ..patch import ABSENT, NEEDED, UNKNOWN, Site, Verdict
+from ..patch import ABSENT, NEEDED, UNKNOWN, Patch, PatchInfo, Site, Verdict
+from ..patches._catalogue import CATALOGUE, of_family
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes
 from ._hashes import stored
-from ._sites import site
+from ._watching import RAISED, Watcher, around, before, site
 
 _COLLECTIVES = ("all_gather", "all_gather_into_tensor", "broadcast", "gather", "isend", "send")
 
@@ -35,10 +36,7 @@ def _diagnose_known(diagnose: Callable[[ModuleType], Verdict], module: ModuleTyp
     return verdict if verdict.kind in (ABSENT, UNKNOWN) else Verdict(NEEDED, "watched")
 
 
-class Gathers(Part):
-    name = "gathers"
-    doc = __doc__
-
+class GatheredWhenRead(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self.due: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -46,35 +44,48 @@ class Gathers(Part):
         self._left_by_step: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that the step that is under way leaves so, and that did not wait before it."""
         self._gathering: list[Any] = []
-        self._reading: list[str] = []
-        """The reader that is under way: its calls for submodules are part of it."""
+        self._is_reading = False
+        """Whether a reader is under way: its calls for submodules are part of it."""
 
     def sites(self) -> tuple[Site, ...]:
         return (
             site(
                 "megatron.core.distributed.param_and_grad_buffer",
-                {"_ParamAndGradBucketGroup.start_param_sync": self.watch_gathers},
+                {"_ParamAndGradBucketGroup.start_param_sync": around(self._begin_gather, self._end_gather)},
             ),
-            site("torch.distributed.distributed_c10d", dict.fromkeys(_COLLECTIVES, self.watch_collective)),
-            site("torch.nn.modules.module", {"Module.state_dict": self.watch_module}),
+            site(
+                "torch.distributed.distributed_c10d",
+                {name: before(functools.partial(self._look_at_sent, name)) for name in _COLLECTIVES},
+            ),
+            site("torch.nn.modules.module", {"Module.state_dict": self._reading_module("state_dict")}),
             site(
                 "megatron.core.transformer.module",
                 {
-                    "MegatronModule.sharded_state_dict": self.watch_module,
-                    "MegatronModule.load_state_dict": self.watch_load,
+                    "MegatronModule.sharded_state_dict": self._reading_module("sharded_state_dict"),
+                    "MegatronModule.load_state_dict": around(self._changes_of, self._note_loaded),
                 },
             ),
-            *(
-                Site(
-                    module=found.module,
-                    diagnose=functools.partial(_diagnose_known, found.diagnose),
-                    replace={
-                        reader.path: functools.partial(self.watch_reader, reader) for reader in found.readers
-                    },
-                )
-                for found in reading_sites(patches.PATCHES)
-            ),
         )
+
+    def patches(self) -> Iterator[Patch | Unloaded]:
+        yield from super().patches()
+        for family, by_name in CATALOGUE.items():
+            if modules := by_name.get(f"{family}.gathered-when-read"):
+                known = PatchInfo(self.name, self.doc or "", None, modules)
+                load = functools.partial(self._readers_of, family)
+                yield Unloaded(self.name, f"megapatch.patches.{family}", (known,), load, names_are_known=True)
+
+    def _readers_of(self, family: str) -> list[Patch]:
+        """Return a patch for the readers of a family, which this imports."""
+        sites = (
+            Site(
+                module=found.module,
+                diagnose=functools.partial(_diagnose_known, found.diagnose),
+                replace={reader.path: functools.partial(self.watch_reader, reader) for reader in found.readers},
+            )
+            for found in reading_sites(of_family(family))
+        )
+        return [self.patch(tuple(sites))]
 
     # ------------------------------------------------------------------------ events
     @observes
@@ -92,58 +103,41 @@ class Gathers(Part):
         if not step.succeeded:
             self.due -= self._left_by_step
 
-    def watch_gathers(self, start_param_sync: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(start_param_sync)
-        def patched_start_param_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
-            self._gathering.append(group)
-            try:
-                result = start_param_sync(group, *args, **kwargs)
-            finally:
-                self._gathering.pop()
-            self._note_gather(group)
-            return result
+    def _begin_gather(self, group: Any, *_: Any, **__: Any) -> None:
+        self._gathering.append(group)
 
-        return patched_start_param_sync
+    def _end_gather(self, _: None, result: Any, group: Any, *__: Any, **___: Any) -> None:
+        self._gathering.pop()
+        if result is not RAISED:
+            self._note_gather(group)
 
     @observes
     def _note_gather(self, group: Any) -> None:
         self.due.discard(group)
 
-    def watch_load(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load_state_dict)
-        def patched_load_state_dict(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.due:
-                return load_state_dict(module, *args, **kwargs)
-            changes = self._changes_of(module)
-            result = load_state_dict(module, *args, **kwargs)
-            self._note_loaded(changes)
-            return result
-
-        return patched_load_state_dict
+    @observes
+    def _changes_of(self, module: Any, *_: Any, **__: Any) -> Changes | None:
+        return Changes(module.parameters()) if self.due else None
 
     @observes
-    def _changes_of(self, module: Any) -> Changes:
-        return Changes(module.parameters())
-
-    @observes
-    def _note_loaded(self, changes: Changes | None) -> None:
+    def _note_loaded(self, changes: Changes | None, result: Any, *_: Any, **__: Any) -> None:
         """Take bucket groups that were loaded whole off the list: they need not be gathered."""
-        if changes is not None:
+        if changes is not None and result is not RAISED:
             self.due.difference_update(groups_within(self.due, changes.made()))
 
     # ------------------------------------------------------------------------ readers
-    def watch_module(self, reader: Callable[..., Any]) -> Callable[..., Any]:
-        def note(module: Any, *args: Any, **kwargs: Any) -> None:
-            self._note_read(f"{type(module).__name__}.{reader.__name__}()", _parameters([module]))
+    def _reading_module(self, reader: str) -> Watcher:
+        def note(module: Any, *_: Any, **__: Any) -> None:
+            self._note_read(f"{type(module).__name__}.{reader}()", _parameters([module]))
 
-        return self._outermost(reader, note)
+        return self._outermost(note)
 
     def watch_reader(self, reader: Reader, function: Callable[..., Any]) -> Callable[..., Any]:
         """Watch a function that is known to read a model, tensor by tensor, which nothing else shows."""
         name = f"{reader.path}()"
 
         @observes
-        def note(part: Gathers, model: Callable[[], Any]) -> None:
+        def note(part: GatheredWhenRead, model: Callable[[], Any]) -> None:
             part.audit.disturbed("export", name)
             if part.due:
                 part._note_read(name, _parameters([model()]))
@@ -151,36 +145,27 @@ class Gathers(Part):
         if reader.stream:
             return reader.before_reading(function, functools.partial(note, self))
         model_of = reader.model_in(function)
-        return self._outermost(
-            function, lambda *args, **kwargs: note(self, lambda: model_of(*args, **kwargs)), always=True
-        )
+        watch = self._outermost(lambda *args, **kwargs: note(self, lambda: model_of(*args, **kwargs)), always=True)
+        return watch(function)
 
-    def _outermost(
-        self, function: Callable[..., Any], note: Callable[..., None], always: bool = False
-    ) -> Callable[..., Any]:
+    def _outermost(self, note: Callable[..., None], always: bool = False) -> Watcher:
         """Note the outermost reader only: those that it calls are part of it."""
 
-        @functools.wraps(function)
-        def patched_reader(*args: Any, **kwargs: Any) -> Any:
-            if self._reading or not (self.due or always):
-                return function(*args, **kwargs)
+        def begin(*args: Any, **kwargs: Any) -> bool:
+            if self._is_reading or not (self.due or always):
+                return False
             note(*args, **kwargs)
-            self._reading.append(function.__name__)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self._reading.pop()
+            self._is_reading = True
+            return True
 
-        return patched_reader
+        def end(is_outermost: bool, *_: Any, **__: Any) -> None:
+            self._is_reading &= not is_outermost
 
-    def watch_collective(self, collective: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(collective)
-        def patched_collective(*args: Any, **kwargs: Any) -> Any:
-            if self.due and not self._gathering:
-                self._note_sent(collective.__name__, (*args, *kwargs.values()))
-            return collective(*args, **kwargs)
+        return around(begin, end)
 
-        return patched_collective
+    def _look_at_sent(self, collective: str, /, *args: Any, **kwargs: Any) -> None:
+        if self.due and not self._gathering:
+            self._note_sent(collective, (*args, *kwargs.values()))
 
     @observes
     def _note_read(self, reader: str, parameters: Iterable[Any]) -> None:
@@ -188,7 +173,7 @@ class Gathers(Part):
         read = [parameter for parameter in parameters if id(parameter) in waiting]
         if read:
             what = f"{reader} reads {self._name(read)} before the gather"
-            self.ledger.report("gathered-when-read", reader, what)
+            self.ledger.report("gathered-when-read", "read", what, about=reader)
 
     @observes
     def _note_sent(self, collective: str, arguments: tuple[Any, ...]) -> None:
@@ -199,7 +184,7 @@ class Gathers(Part):
         sent = [parameter for parameter in waiting if memory & _memory_of([parameter])] if memory else []
         if sent:
             what = f"{collective}() sends {self._name(sent)} before the gather"
-            self.ledger.report("gathered-when-read", collective, what)
+            self.ledger.report("gathered-when-read", "sent", what, about=collective)
 
     def _name(self, parameters: list[Any]) -> str:
         named = (pair for chunk in self.audit.models.chunks for pair in chunk.module.named_parameters())

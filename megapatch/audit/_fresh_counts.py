@@ -25,10 +25,7 @@ class _Seen(NamedTuple):
     where: tuple[str, ...]
 
 
-class Counts(Part):
-    name = "counts"
-    doc = __doc__
-
+class FreshCounts(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._seen: list[_Seen] = []

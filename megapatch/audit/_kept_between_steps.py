@@ -2,7 +2,7 @@
 
 Watches   the optimizer step: some elements of its moments, and of the weights of which there is one copy (those in
           fp32; the others have main parameters, which main-params-agree compares), as a step has ended, and as the
-          next one begins. Loads show themselves to Loads.
+          next one begins. Loads show themselves to LoadedIsThere.
 Limits    up to 16 parameters of each optimizer are looked at, 8 elements of each. FSDP's are not.
 Cost      copies some elements in each step, twice; no sync: the result is read as a step ends that is looked at
           closely, or as findings are asked for.
@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from ._audit import Audit, Part, Step
 from ._findings import observes
-from ._samples import differences, evenly_of, sample_of
-from ._unread import Unread
+from ._samples import Unread, differences, evenly_of, sample_of
 
 
 class _Left(NamedTuple):
@@ -27,10 +26,7 @@ class _Left(NamedTuple):
     loads: int
 
 
-class Kept(Part):
-    name = "kept"
-    doc = __doc__
-
+class KeptBetweenSteps(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
@@ -43,9 +39,9 @@ class Kept(Part):
     def begin_step(self, step: Step) -> None:
         """Compare what the last step has left with what is there, without waiting for it."""
         self._looks = self.audit.looks()
-        for optimizer in step.parts:
+        for optimizer in step.optimizers:
             left = self._left.pop(optimizer, None)
-            if left is not None and left.loads == self.audit.events.loads:
+            if left is not None and left.loads == self.audit.counts.loads:
                 for what, now in _samples(optimizer).items():
                     for differ in differences(left.samples[what], now):
                         self._changed.add(what, differ, self.ledger.step + 1)
@@ -53,7 +49,7 @@ class Kept(Part):
     def has_changed(self, optimizer: Any) -> bool:
         """Return whether weights in fp32 were changed since the last step, and not loaded. Waits for a GPU."""
         left = self._left.get(optimizer)
-        if left is None or left.loads != self.audit.events.loads:
+        if left is None or left.loads != self.audit.counts.loads:
             return False
         return any(map(bool, differences(left.samples[_WEIGHTS], sample_of(_weights(optimizer)))))
 
@@ -62,15 +58,15 @@ class Kept(Part):
         """Report changes, and look at what the step has left; Megatron's step has waited for the GPU by now."""
         if self._looks:
             self.judge()
-        for optimizer in step.parts:
-            self._left[optimizer] = _Left(_samples(optimizer), self.audit.events.loads)
+        for optimizer in step.optimizers:
+            self._left[optimizer] = _Left(_samples(optimizer), self.audit.counts.loads)
 
     @observes
     def judge(self) -> None:
         """Report changes in the steps until now."""
         for what, step in self._changed.read():
             text = f"{what} are not what the optimizer's last step has left, and no load was seen"
-            self.ledger.report("kept-between-steps", what, text, step=step)
+            self.ledger.report("kept-between-steps", what.partition(" ")[0], text, step=step)
 
     @observes
     def forget(self) -> None:

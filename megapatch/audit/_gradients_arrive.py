@@ -19,10 +19,7 @@ from ._buckets import BucketState, states_of
 from ._findings import describe, observes
 
 
-class Arrivals(Part):
-    name = "arrivals"
-    doc = __doc__
-
+class GradientsArrive(Part):
     @observes
     def begin_step(self, step: Step) -> None:
         """Note parameters without a gradient."""
@@ -33,16 +30,17 @@ class Arrivals(Part):
         lacking = [lacks for state in unusual for lacks in _without_gradient(state)]
         for state in unusual:
             state.note_had()
-        for kind, had_some, what in (
-            ("stopped", True, "had gradients in earlier steps, and none"),
-            ("never", False, "has never had a gradient, nor one"),
-        ):
-            found = [parameter for parameter, had in lacking if had == had_some]
-            if found and (had_some or self.audit.is_due()):
-                frozen = " (requires_grad is False now)" if not any(each.requires_grad for each in found) else ""
-                named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
-                text = f"{describe(found, named)}{frozen} {what} in this step, in which others have"
-                self.ledger.report("gradients-arrive", kind, text)
+        stopped = [parameter for parameter, had in lacking if had]
+        never = [parameter for parameter, had in lacking if not had] if self.audit.is_due() else []
+        self._report("stopped", stopped, "had gradients in earlier steps, and none", step)
+        self._report("never", never, "has never had a gradient, nor one", step)
+
+    def _report(self, kind: str, parameters: list[Any], what: str, step: Step) -> None:
+        if parameters:
+            frozen = "" if any(each.requires_grad for each in parameters) else " (requires_grad is False now)"
+            named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
+            text = f"{describe(parameters, named)}{frozen} {what} in this step, in which others have"
+            self.ledger.report("gradients-arrive", kind, text)
 
 
 def _without_gradient(state: BucketState) -> Iterator[tuple[Any, bool]]:

@@ -13,24 +13,22 @@ Cost      no sync unless nobody asked for the scale.
 
 from __future__ import annotations
 
-import functools
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..patch import Site
-from . import _factors
 from ._audit import Audit, Call, Part, Step
 from ._buckets import ever_arrived
 from ._findings import observes
 from ._models import grad_buffers, has_router_losses
-from ._sites import site
+from ._watching import RAISED, after, around, site
+
+_MOST_NODES = 32
 
 
-class Scales(Part):
-    name = "scales"
-    doc = __doc__
-
+class ScaledOnce(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._asks = 0
@@ -53,56 +51,40 @@ class Scales(Part):
             site(
                 "megatron.core.optimizer.optimizer",
                 {
-                    "MixedPrecisionOptimizer.get_loss_scale": self.watch_loss_scale,
-                    "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan": self.watch_division,
+                    "MixedPrecisionOptimizer.get_loss_scale": after(self._note_ask),
+                    "MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan": around(
+                        self._before_division, self._after_division
+                    ),
                 },
             ),
         )
 
     # ------------------------------------------------------------------------ events
-    def watch_loss_scale(self, get_loss_scale: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(get_loss_scale)
-        def patched_get_loss_scale(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            scale = get_loss_scale(optimizer, *args, **kwargs)
-            self._note_ask(optimizer, scale)
-            return scale
-
-        return patched_get_loss_scale
-
     @observes
-    def _note_ask(self, optimizer: Any, scale: Any) -> None:
+    def _note_ask(self, scale: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._asked[optimizer] = scale
         self._asks += 1
         for chunk in self.audit.models.stepped_by(optimizer):
             self._last_ask[chunk] = self._asks
 
-    def watch_division(self, unscale: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(unscale)
-        def patched_unscale_main_grads_and_check_for_nan(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._before_division(optimizer)
-            result = unscale(optimizer, *args, **kwargs)
-            self._after_division(optimizer)
-            return result
-
-        return patched_unscale_main_grads_and_check_for_nan
-
     @observes
-    def _before_division(self, optimizer: Any) -> None:
+    def _before_division(self, optimizer: Any, *_: Any, **__: Any) -> None:
         again = self._divided.get(optimizer) == self._gradients_now(optimizer) and self._divides_buffers(optimizer)
         if again and _scale(optimizer) != 1:
             self.ledger.report("unscaled-once", "again", "gradients were divided by the loss scale again")
         self._compare_scales(optimizer)
 
     @observes
-    def _after_division(self, optimizer: Any) -> None:
-        self._divided[optimizer] = self._gradients_now(optimizer)
+    def _after_division(self, _: None, result: Any, optimizer: Any, *__: Any, **___: Any) -> None:
+        if result is not RAISED:
+            self._divided[optimizer] = self._gradients_now(optimizer)
 
     def _gradients_now(self, optimizer: Any) -> tuple[int, ...]:
         """Return numbers that change whenever a gradient arrives, or a buffer is changed in place."""
         chunks = self.audit.models.stepped_by(optimizer)
         arrivals = ever_arrived(chunks)
         versions = (buffer.grad_data._version for buffer in grad_buffers(chunks))
-        return (arrivals, self.audit.events.resets, *versions)
+        return (arrivals, self.audit.counts.resets, *versions)
 
     def _buffers(self, optimizer: Any) -> Iterator[Any]:
         return grad_buffers(self.audit.models.stepped_by(optimizer))
@@ -135,7 +117,7 @@ class Scales(Part):
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """Note what a loss was multiplied by."""
         if chunk.config.fp16 and chunk not in self._multiplied_by and not self._has_asked(chunk):
-            self._multiplied_by[chunk] = _factors.of_loss(loss)
+            self._multiplied_by[chunk] = _factors_of_loss(loss)
 
     def _has_asked(self, chunk: Any) -> bool:
         """Return whether anybody has asked for a loss scale of the chunk since its last step."""
@@ -144,14 +126,14 @@ class Scales(Part):
     def _is_multiplied(self, chunks: list[Any], scale: Any) -> bool:
         """Return whether a loss was multiplied by the scale though nobody asked for it. Waits for the GPU."""
         factors = [factor for chunk in chunks for factor in self._multiplied_by.get(chunk, ())]
-        factors += [factor for chunk in chunks for factor in _factors.of_hook(chunk.config, scale)]
+        factors += [factor for chunk in chunks for factor in _factors_of_hook(chunk.config, scale)]
         return float(scale) in (1.0, *map(float, factors))
 
     # ------------------------------------------------------------------------ judged in the step
     @observes
     def begin_step(self, step: Step) -> None:
         """Judge the scales of the losses."""
-        scaled = [part for part in step.parts if getattr(part, "grad_scaler", None) is not None]
+        scaled = [part for part in step.optimizers if getattr(part, "grad_scaler", None) is not None]
         if not scaled or not step.has_gradients:
             return
         scale, asked = scaled[0].grad_scaler.scale, any(map(self._has_asked, step.chunks))
@@ -165,7 +147,7 @@ class Scales(Part):
     @observes
     def end_step(self, step: Step) -> None:
         """Forget requests for the scale, for the next step."""
-        for part in step.parts:
+        for part in step.optimizers:
             self._asked.pop(part, None)
         for chunk in step.chunks:
             self._asks_before[chunk] = self._last_ask.get(chunk, 0)
@@ -189,3 +171,38 @@ def _is_last_stage() -> bool:
 
     stages: int = parallel_state.get_pipeline_model_parallel_world_size()
     return bool(parallel_state.get_pipeline_model_parallel_rank() == stages - 1)
+
+
+# ------------------------------------------------------------------------ the numbers that a loss is multiplied by
+def _factors_of_loss(loss: Any) -> list[Any]:
+    """Return the tensors of one element that a loss was multiplied by, once it was one number. Waits for nothing.
+
+    They are found in autograd's graph, by private names that torch 2.5 to 2.15 have; without these, none is.
+    """
+    found: list[Any] = []
+    seen: set[Any] = set()
+    todo = [getattr(loss, "grad_fn", None)]
+    while todo and len(seen) < _MOST_NODES:
+        node = todo.pop()
+        if node is None or node in seen or not _is_of_one_number(node):
+            continue  # below are activations
+        seen.add(node)
+        if type(node).__name__ == "MulBackward0":
+            saved = (getattr(node, name, None) for name in ("_saved_self", "_saved_other"))
+            found += [factor for factor in saved if factor is not None and not factor.requires_grad]
+        todo += [below for below, _ in node.next_functions]
+    return found
+
+
+def _factors_of_hook(config: Any, like: Any) -> list[Any]:
+    """Return the number by which ``config.grad_scale_func`` multiplies, asked as Megatron asks it for routers.
+
+    Args:
+        like: a tensor on the device of the losses.
+    """
+    return [] if config.grad_scale_func is None else [config.grad_scale_func(like.new_ones(1))]
+
+
+def _is_of_one_number(node: Any) -> bool:
+    results = getattr(node, "_input_metadata", None)
+    return results is not None and all(math.prod(result.shape) == 1 for result in results)

@@ -14,7 +14,6 @@ Cost      nothing but a note in a weight sync.
 from __future__ import annotations
 
 import functools
-import inspect
 import operator
 import threading
 import weakref
@@ -25,7 +24,7 @@ from .._pausing.generation import EVENT, PAUSE, RESUME, is_paused
 from ..patch import Site
 from ._audit import Audit, Part
 from ._findings import observes, user_code
-from ._sites import site
+from ._watching import RAISED, Watcher, after, around, site
 
 _GRACE = 10.0
 """Seconds in which the code that catches the exception of a weight sync may resume generation."""
@@ -42,13 +41,10 @@ _SKYRL_TRAINERS = (
 )
 """Module, and the releases that sync in another class."""
 _SKYRL_SYNC = "FullyAsyncRayPPOTrainer.async_sync_policy_weights_to_inference_engines"
-_AREAL = "RemoteInfEngine"
+_AREAL, _AREAL_SYNC = "RemoteInfEngine", "MegatronEngine.update_weights"
 
 
-class Generation(Part):
-    name = "generation"
-    doc = __doc__
-
+class Resumed(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._paused: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -60,6 +56,7 @@ class Generation(Part):
         """How many calls that resume generation are under way in `megapatch.weight_sync`."""
 
     def sites(self) -> tuple[Site, ...]:
+        pausing = around(self._is_left_paused, self._note_pause)
         return (
             site(
                 "megapatch._pausing.generation",
@@ -69,7 +66,7 @@ class Generation(Part):
             *(
                 site(
                     module,
-                    {f"{client}.{PAUSE}": self.watch_pause, f"{client}.{RESUME}": self.watch_resume},
+                    {f"{client}.{PAUSE}": pausing, f"{client}.{RESUME}": after(self._note_resume)},
                     optional=lacking,
                 )
                 for module, client, lacking in _SKYRL_CLIENTS
@@ -77,7 +74,7 @@ class Generation(Part):
             *(
                 site(
                     module,
-                    {_SKYRL_SYNC: functools.partial(self.watch_sync, "inference_engine_client")},
+                    {_SKYRL_SYNC: self.syncing("inference_engine_client", _SKYRL_SYNC)},
                     optional=lacking,
                 )
                 for module, lacking in _SKYRL_TRAINERS
@@ -85,48 +82,41 @@ class Generation(Part):
             site(
                 "areal.infra.remote_inf_engine",
                 {
-                    f"{_AREAL}.pause_generation": self.watch_pause,
-                    f"{_AREAL}.continue_generation": self.watch_resume,
+                    f"{_AREAL}.pause_generation": pausing,
+                    f"{_AREAL}.continue_generation": after(self._note_resume),
                 },
             ),
             site(
                 "areal.engine.megatron_engine",
-                {"MegatronEngine.update_weights": functools.partial(self.watch_sync, "rollout_engine._engine")},
+                {_AREAL_SYNC: self.syncing("rollout_engine._engine", _AREAL_SYNC)},
             ),
         )
 
     # ------------------------------------------------------------------------ events
-    def watch_pause(self, pause: Callable[..., Any]) -> Callable[..., Any]:
-        return _around(pause, self._is_left_paused, self._note_pause)
-
     @observes
-    def _note_pause(self, client: Any, was_paused: bool | None, failed: bool) -> None:
+    def _note_pause(self, was_paused: bool | None, result: Any, client: Any, *_: Any, **__: Any) -> None:
         self.ledger.met.add("resumed")
-        if not failed:
+        if result is not RAISED:
             self._paused.add(client)
         elif not was_paused:
             self._leave(client, "a pause that failed")
 
-    def watch_resume(self, resume: Callable[..., Any]) -> Callable[..., Any]:
-        return _around(resume, lambda client: None, self._note_resume)
-
     @observes
-    def _note_resume(self, client: Any, begun: None, failed: bool) -> None:
-        if not failed:
-            if not self._attempts:
-                self.ledger.happened("sync", type(client).__name__)
-            self._paused.discard(client)
-            self._left.pop(client, None)
+    def _note_resume(self, _: Any, client: Any, *__: Any, **___: Any) -> None:
+        if not self._attempts:
+            self.ledger.happened("sync", type(client).__name__)
+        self._paused.discard(client)
+        self._left.pop(client, None)
 
-    def watch_sync(self, attribute: str, sync: Callable[..., Any]) -> Callable[..., Any]:
+    def syncing(self, attribute: str, path: str) -> Watcher:
         """Watch a weight sync of an object that has the client in an attribute, given by its path."""
         client_of = operator.attrgetter(attribute)
 
-        def end(trainer: Any, begun: None, failed: bool) -> None:
-            if failed:
-                self._note_failed_sync(client_of, trainer, sync.__name__)
+        def end(_: None, result: Any, trainer: Any, *__: Any, **___: Any) -> None:
+            if result is RAISED:
+                self._note_failed_sync(client_of, trainer, path.rpartition(".")[2])
 
-        return _around(sync, lambda trainer: None, end)
+        return around(lambda *_, **__: None, end)
 
     @observes
     def _note_failed_sync(self, client_of: Callable[[Any], Any], trainer: Any, sync: str) -> None:
@@ -159,7 +149,7 @@ class Generation(Part):
 
     # ------------------------------------------------------------------------ left paused
     @observes
-    def _is_left_paused(self, client: Any) -> bool:
+    def _is_left_paused(self, client: Any, *_: Any, **__: Any) -> bool:
         return is_paused(client) if getattr(client, EVENT, None) is not None else client in self._paused
 
     def _leave(self, client: Any, what: str) -> None:
@@ -176,34 +166,3 @@ class Generation(Part):
             client, (what, where) = self._left.popitem()
             if self._is_left_paused(client):
                 self.ledger.report("resumed", "left", f"generation is still paused after {what}", where)
-
-
-def _around(
-    function: Callable[..., Any], begin: Callable[..., Any], end: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return the method, plain or a coroutine function, between begin(owner) and end(owner, begun, failed)."""
-    if inspect.iscoroutinefunction(inspect.unwrap(function)):
-
-        @functools.wraps(function)
-        async def patched_coroutine(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            begun, failed = begin(owner), True
-            try:
-                result = await function(owner, *args, **kwargs)
-                failed = False
-            finally:
-                end(owner, begun, failed)
-            return result
-
-        return patched_coroutine
-
-    @functools.wraps(function)
-    def patched_method(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        begun, failed = begin(owner), True
-        try:
-            result = function(owner, *args, **kwargs)
-            failed = False
-        finally:
-            end(owner, begun, failed)
-        return result
-
-    return patched_method

@@ -9,28 +9,23 @@ Cost      some microseconds a step; no sync: what is compared is read as the ste
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .._mcore.bucket_groups import chunks_of
 from .._mcore.main_params import has_memory
 from ..patch import Site
 from ._audit import Audit, Part, Step
+from ._facts import Facts
 from ._findings import observes
 from ._models import grad_buffers
-from ._notes import Notes
 from ._samples import differs, spread_over
-from ._sites import site
+from ._watching import RAISED, around, before, site
 
 
-class Finished(Part):
-    name = "finished"
-    doc = __doc__
-
+class GradientsKept(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._finished: Notes[_State] = Notes()
+        self._finished: Facts[_State] = Facts()
         """About a buffer: its state as its gradients were finished."""
         self._differ: list[Any] = []
         """Whether elements have changed uncounted in the step that is under way, as tensors."""
@@ -40,37 +35,27 @@ class Finished(Part):
         return (
             site(
                 "megatron.core.distributed.finalize_model_grads",
-                {"finalize_model_grads": self.watch_finalize},
-                expected={"finalize_model_grads": ("model",)},
+                {"finalize_model_grads": around(self._begin, self._note_finished)},
+                expected={"finalize_model_grads": ("model", "num_tokens")},
             ),
-            site("megatron.core.optimizer.optimizer", {path: self.watch_preparation}),
+            site("megatron.core.optimizer.optimizer", {path: before(self._look)}),
         )
 
-    def watch_finalize(self, finalize_model_grads: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(finalize_model_grads)
-        def patched_finalize_model_grads(model: Any, *args: Any, **kwargs: Any) -> Any:
-            result = finalize_model_grads(model, *args, **kwargs)
-            self._note_finished(model)
-            return result
-
-        return patched_finalize_model_grads
+    @observes
+    def _begin(self, model: Any, num_tokens: Any = None, *_: Any, **__: Any) -> None:
+        for part in self.audit.parts:
+            part.finishing(chunks_of(model) or [], num_tokens)
 
     @observes
-    def _note_finished(self, model: Any) -> None:
+    def _note_finished(self, _: None, result: Any, model: Any, *__: Any, **___: Any) -> None:
+        if result is RAISED:
+            return
         for buffer in grad_buffers(chunks_of(model) or []):
             sample = spread_over(buffer.grad_data) if self.audit.looks() and has_memory(buffer.grad_data) else None
             self._finished.set(buffer, _State(_counts(buffer), sample))
 
-    def watch_preparation(self, prepare_grads: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(prepare_grads)
-        def patched_prepare_grads(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._look(optimizer)
-            return prepare_grads(optimizer, *args, **kwargs)
-
-        return patched_prepare_grads
-
     @observes
-    def _look(self, optimizer: Any) -> None:
+    def _look(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self._compare(self.audit.models.stepped_by(optimizer))
 
     @observes

@@ -20,7 +20,7 @@ from ..patch import Site
 from ._audit import Part
 from ._findings import Ledger, observes
 from ._hashes import hash_of
-from ._sites import site
+from ._watching import before, site
 
 DIGEST = "weights_digest"
 _SYNC = "SyncedWeights._sync_and_stamp"
@@ -55,23 +55,19 @@ def are_equal(ledger: Ledger, trained: str, received: str | Iterable[str], versi
     wrong = [digest for digest in all_received if digest != trained]
     if wrong:
         of = "" if version is None else f" of version {version}"
-        engines = (
-            f"{len(wrong)} of {len(all_received)} engines have" if len(all_received) > 1 else "generation has"
-        )
+        are_many = len(all_received) > 1
+        engines = f"{len(wrong)} of {len(all_received)} engines have" if are_many else "generation has"
         what = f"{engines} not received the weights{of} that were trained: {wrong[0]} instead of {trained}"
-        ledger.report("weights-synced", "digest", what)
+        ledger.report("weights-synced", "engines" if are_many else "generation", what)
     return not wrong
 
 
-class Weights(Part):
-    name = "weights"
-    doc = __doc__
-
+class WeightsSynced(Part):
     def sites(self) -> tuple[Site, ...]:
         return (
             site("megapatch.streaming._synced_weights", {_SYNC: self.watch_pump}, expected={_SYNC: ("version",)}),
             *(
-                site(f"{framework}.backends.megatron_utils.actor", {_UPDATE: self.watch_actor})
+                site(f"{framework}.backends.megatron_utils.actor", {_UPDATE: before(self._compare_with_copy)})
                 for framework in ("slime", "miles")
             ),
         )
@@ -84,7 +80,7 @@ class Weights(Part):
             try:
                 await self._compare_sides(weights, version)
             except Exception:
-                self.ledger.note_bug(Weights._compare_sides)
+                self.ledger.note_bug(WeightsSynced._compare_sides)
 
         return patched_sync_and_stamp
 
@@ -95,16 +91,8 @@ class Weights(Part):
             are_equal(self.ledger, trained, received, version)
 
     # ------------------------------------------------------------------------ slime
-    def watch_actor(self, update_weights: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(update_weights)
-        def patched_update_weights(actor: Any, *args: Any, **kwargs: Any) -> Any:
-            self._compare_with_copy(actor)
-            return update_weights(actor, *args, **kwargs)
-
-        return patched_update_weights
-
     @observes
-    def _compare_with_copy(self, actor: Any) -> None:
+    def _compare_with_copy(self, actor: Any, *_: Any, **__: Any) -> None:
         """Compare the weights that are sent with the copy of the actor's, where another model was loaded last."""
         self.ledger.happened("sync", type(actor).__name__)
         # Before there is a model, and where the copy itself is sent or loaded first, there is nothing to compare.

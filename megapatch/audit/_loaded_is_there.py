@@ -12,9 +12,8 @@ Cost      reads moments twice after a load; nothing in other steps.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .._mcore.main_params import has_memory
@@ -22,7 +21,7 @@ from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import observes
 from ._schedules import Schedules
-from ._sites import site
+from ._watching import RAISED, around, before, site
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = "param_state"
@@ -43,10 +42,7 @@ class _Loaded(NamedTuple):
     were_there: bool | None = None
 
 
-class Loads(Part):
-    name = "loads"
-    doc = __doc__
-
+class LoadedIsThere(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
@@ -55,75 +51,49 @@ class Loads(Part):
     def sites(self) -> tuple[Site, ...]:
         plain, sharded = "megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"
         load, reload = "load_state_dict", "reload_model_params"
+        watch_load, watch_optimizer = before(self._note_load), around(self._look, self._note_loaded)
         return (
             site(
                 plain,
                 {
-                    f"Float16OptimizerWithFloat16Params.{load}": self.watch_optimizer,
-                    f"FP32Optimizer.{load}": self.watch_optimizer,
-                    f"MixedPrecisionOptimizer.{reload}": self.watch_load,
+                    f"Float16OptimizerWithFloat16Params.{load}": watch_optimizer,
+                    f"FP32Optimizer.{load}": watch_optimizer,
+                    f"MixedPrecisionOptimizer.{reload}": watch_load,
                 },
             ),
             site(
                 sharded,
                 {
-                    f"DistributedOptimizer.{load}": self.watch_optimizer,
-                    "DistributedOptimizer.load_parameter_state": self.watch_moments,
+                    f"DistributedOptimizer.{load}": watch_optimizer,
+                    "DistributedOptimizer.load_parameter_state": around(self._note_load, self._note_moments),
                 },
             ),
-            site("torch.nn.modules.module", {f"Module.{load}": self.watch_load}),
-            site("megatron.core.dist_checkpointing.serialization", {"load": self.watch_load}),
+            site("torch.nn.modules.module", {f"Module.{load}": watch_load}),
+            site("megatron.core.dist_checkpointing.serialization", {"load": watch_load}),
         )
 
-    def watch_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def patched_load(*args: Any, **kwargs: Any) -> Any:
-            self._note_load()
-            return load(*args, **kwargs)
-
-        return patched_load
-
-    def _note_load(self) -> None:
-        self.audit.events.loads += 1
+    def _note_load(self, *_: Any, **__: Any) -> None:
+        self.audit.counts.loads += 1
         self.audit.disturbed("load")
 
-    def watch_optimizer(self, load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load_state_dict)
-        def patched_load_state_dict(optimizer: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_load()
-            loaded = self._look(state_dict)  # before it is taken apart
-            result = load_state_dict(optimizer, state_dict, *args, **kwargs)
-            self._note_loaded(optimizer, loaded)
-            return result
-
-        return patched_load_state_dict
-
     @observes
-    def _look(self, state_dict: Any) -> _Loaded:
+    def _look(self, optimizer: Any, state_dict: Any, *_: Any, **__: Any) -> _Loaded:
+        """Look at what is loaded before it is taken apart."""
+        self._note_load()
         inner = state_dict.get("optimizer", state_dict)  # an optimizer in fp32 saves torch's own state
         moments = list(_named_moments([inner.get("state", {}), state_dict.get(_STATE) or {}]))
         has_moments = any(bool(moment.any()) for moment in moments)
         return _Loaded(_steps_in(inner), None if _STATE in state_dict and not moments else has_moments)
 
     @observes
-    def _note_loaded(self, optimizer: Any, loaded: _Loaded | None) -> None:
-        if loaded is not None:
+    def _note_loaded(self, loaded: _Loaded | None, result: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+        if loaded is not None and result is not RAISED:
             self.ledger.met.update(("loaded-is-there", "resumed-together"))
             self._loaded[optimizer] = loaded._replace(were_there=_has_moments(optimizer))
 
-    def watch_moments(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(load)
-        def patched_load_parameter_state(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_load()
-            result = load(optimizer, *args, **kwargs)
-            self._note_moments(optimizer)
-            return result
-
-        return patched_load_parameter_state
-
     @observes
-    def _note_moments(self, optimizer: Any) -> None:
-        if optimizer in self._loaded:
+    def _note_moments(self, _: None, result: Any, optimizer: Any, *__: Any, **___: Any) -> None:
+        if result is not RAISED and optimizer in self._loaded:
             were_there = _has_moments(optimizer)
             self._loaded[optimizer] = self._loaded[optimizer]._replace(has_moments=None, were_there=were_there)
 
@@ -133,10 +103,10 @@ class Loads(Part):
         """Report state that is missing."""
         schedules = self.audit.part(Schedules)
         known = schedules.of(step.optimizer)
-        if not any(part in self._loaded for part in step.parts) and not any(map(schedules.was_loaded, known)):
+        if not any(part in self._loaded for part in step.optimizers) and not any(map(schedules.was_loaded, known)):
             return  # step counts may be on a GPU
         was_loaded, made = False, 0
-        for optimizer in step.parts:
+        for optimizer in step.optimizers:
             loaded = self._loaded.pop(optimizer, None)
             made = max([made, *_steps_of(optimizer)])
             if loaded is not None and any(loaded.steps):
@@ -150,7 +120,7 @@ class Loads(Part):
                 self._judge_beginning(schedule, made, step)
 
     def _judge_beginning(self, schedule: Any, made: int, step: Step) -> None:
-        counts = [_counts_steps(optimizer) for optimizer in step.parts]
+        counts = [_counts_steps(optimizer) for optimizer in step.optimizers]
         if not made and any(counts):
             what = f"the schedule was loaded at {schedule.num_steps} steps, and its optimizer is at its beginning"
             self.ledger.report("resumed-together", "optimizer", what)
