@@ -1,7 +1,8 @@
 """Recognise the arguments that a patch knows: it leaves all others to upstream.
 
 Tests of Megatron's and of frameworks call patched functions with Mocks, and with objects that have two attributes.
-A patch asks these nothing: the original decides what they need. The object of a method it takes for one of its class.
+A patch asks these nothing: the original decides what they need. The object of a method is taken to be of its
+class.
 """
 
 from __future__ import annotations
