@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._dotted import find
-from .known import OPTIMIZER, is_a
 from .logged_losses import TRACKERS
 from .side_table import SideTable
 
@@ -150,8 +149,7 @@ def _found(module: str, path: str) -> Iterator[tuple[Any, str]]:
 
 
 def _loss_scalers(optimizer: Any) -> Iterator[Any]:
-    parts = (optimizer, *getattr(optimizer, "chained_optimizers", ())) if is_a(optimizer, OPTIMIZER) else ()
-    for part in parts:
+    for part in (optimizer, *getattr(optimizer, "chained_optimizers", ())):
         if (scaler := getattr(part, "grad_scaler", None)) is not None:
             yield scaler
 

@@ -46,7 +46,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
-from ..._mcore.known import arguments_of, is_a
+from ..._mcore.known import arguments_of
 from ..._mcore.param_gathers import (
     OPTIMIZER_MODULE,
     RECORDS,
@@ -120,7 +120,7 @@ def _overlapping_chunks(optimizer: Any) -> list[Any]:
     if getattr(optimizer.config, "optimizer_cuda_graph", False):
         return []  # a replayed graph steps without running any code
     # Chunks of Megatron-FSDP have no bucket groups.
-    return [chunk for chunk in optimizer.model_chunks if is_a(chunk, DDP)]
+    return [chunk for chunk in optimizer.model_chunks if hasattr(chunk, "bucket_groups")]
 
 
 # ------------------------------------------------------------------------ DistributedDataParallel
