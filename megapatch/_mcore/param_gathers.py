@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import MisuseError
 from .bucket_groups import MODULE, bucket_groups, groups_within
+from .known import NN_MODULE, is_a
 from .side_table import SideTable
 
 OPTIMIZER_MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -167,6 +168,12 @@ def ddps_of(model: Any) -> list[Any]:
             inside = [part for part in module.modules() if isinstance(part, ddp_class)]
             found.update((id(ddp), ddp) for ddp in inside or _owners(module, ddp_class))
     return list(found.values())
+
+
+def ddps_in(model: Any) -> list[Any]:
+    """Return the same for an argument of upstream's, which may be anything: only modules are looked at."""
+    parts = model if isinstance(model, list | tuple) else [model]
+    return ddps_of([part for part in parts if is_a(part, NN_MODULE)])
 
 
 def ddps_left(module: Any) -> list[Any]:

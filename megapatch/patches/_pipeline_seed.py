@@ -42,9 +42,12 @@ def offset_seed_by_stage(set_seed: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(set_seed)
     def patched_set_seed(*args: Any, **kwargs: Any) -> Any:
+        seed = kwargs.get("seed", args[place] if len(args) > place else None)
+        if not isinstance(seed, int):
+            return set_seed(*args, **kwargs)
         if "seed" in kwargs:
             kwargs["seed"] += seed_offset()
-        elif len(args) > place:
+        else:
             args = (*args[:place], args[place] + seed_offset(), *args[place + 1 :])
         return set_seed(*args, **kwargs)
 

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from .._dotted import find
+from .._mcore.known import arguments_of
+from .._mcore.param_gathers import ddps_in, gather_params
 from ..patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from ..weight_sync import gathered_parameters
 from ._diagnosis import (
     Lacking,
     codes_of,
@@ -72,14 +73,14 @@ class Reader(NamedTuple):
 
     def gather_first(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, which gathers before it reads its first parameter."""
-        return self.before_reading(function, lambda model: gathered_parameters(model()))
+        return self.before_reading(function, lambda model: gather_params(ddps_in(model())))
 
     def before_reading(
         self, function: Callable[..., Any], act: Callable[[Callable[[], Any]], object]
     ) -> Callable[..., Any]:
         """Return the function, which calls `act` before it reads the first parameter.
 
-        act: called with a function that looks for the model in the arguments, and raises if it is not there.
+        act: called with a function that looks for the model in the arguments; an empty list if it is not there.
         """
         model_of = self.model_in(function)
         wrap = _acts_at_first_next if self.stream else _acts_first
@@ -92,8 +93,12 @@ class Reader(NamedTuple):
 
         def model_of(*args: Any, **kwargs: Any) -> Any:
             # Decorators of upstream's may hide the signature, and never the object of a method.
-            given = args[0] if parameter == "self" else signature.bind(*args, **kwargs).arguments[parameter]
-            model = functools.reduce(getattr, attributes, given)
+            if parameter == "self":
+                model = args[0] if args else None
+            else:
+                model = arguments_of(signature, args, kwargs).get(parameter)
+            for name in attributes:
+                model = getattr(model, name, None)
             return [] if model is None else model
 
         return model_of

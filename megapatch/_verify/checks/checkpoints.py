@@ -104,6 +104,7 @@ def failed_save(layout: Layout = DP) -> None:
     from unittest import mock
 
     import torch
+    from torch.distributed.checkpoint import FileSystemWriter, utils
 
     layout.set_up()
     module = import_module(f"{STRATEGIES}.state_dict_saver")
@@ -118,11 +119,10 @@ def failed_save(layout: Layout = DP) -> None:
         met.extend(failures)
         return reduce(*args, **kwargs)
 
-    writer = SimpleNamespace(retrieve_write_results=list, finish=finish)
+    writer: Any = FileSystemWriter("never written")
+    writer.retrieve_write_results, writer.finish = list, finish
     # Each rank takes itself for the one that writes, so that none waits for another that has raised.
-    ranks = SimpleNamespace(
-        is_coordinator=True, coordinator_rank=0, group=None, gather_object=lambda results: [results]
-    )
+    ranks = utils._DistWrapper(None, use_dist=False, coordinator_rank=0)
     with mock.patch.object(torch.distributed, "all_reduce", all_reduce), contextlib.suppress(OSError):
         module.save_state_dict_async_finalize(writer, object(), ranks)
     assert failures, "the metadata were not to be written"

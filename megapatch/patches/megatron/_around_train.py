@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._mcore import bucket_groups
+from ..._mcore.known import OPTIMIZER, arguments_of, is_a, is_model
 from ..._mcore.param_gathers import has_stepped
 from ..._mcore.rerun_machine import rewind_interrupted_step
 from ..._mcore.step_state import StepState, running_timers
@@ -134,11 +135,12 @@ def leaving_nothing_if_dropped(train_step: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(train_step)
     def patched_train_step(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs).arguments
-        optimizer = call["optimizer"]
-        if optimizer is None:  # miles has models that it only runs forward
+        call = arguments_of(signature, args, kwargs)
+        model, optimizer = call.get("model"), call.get("optimizer")
+        # miles has models that it only runs forward, without an optimizer
+        if not is_model(model) or not is_a(optimizer, OPTIMIZER):
             return train_step(*args, **kwargs)
-        before = [StepState(ddp_chunks(call["model"]), optimizer)]
+        before = [StepState(ddp_chunks(model), optimizer)]
         step = optimizer.step
 
         @functools.wraps(step)

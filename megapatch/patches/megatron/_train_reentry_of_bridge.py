@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import find
 from ..._mcore.bucket_groups import DDP
+from ..._mcore.known import OPTIMIZER, TIMERS, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...errors import MegapatchError
 from ...patch import NEEDED, Site, Verdict
@@ -76,9 +78,11 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train)
     def patched_train(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs).arguments
-        model, state = call["model"], call["global_state"]
-        config, timers = module.get_model_config(model[0]), state.timers
+        call = arguments_of(signature, args, kwargs)
+        model, timers = call.get("model"), find(call.get("global_state"), "timers")
+        if not is_model(model) or not is_a(call["optimizer"], OPTIMIZER) or not is_a(timers, TIMERS):
+            return train(*args, **kwargs)
+        config = module.get_model_config(model[0])
         machine = module.get_rerun_state_machine()
         collecting = gc.isenabled()
 

@@ -54,7 +54,8 @@ _logger = logging.getLogger("megapatch")
 def warn_of_others(set_states: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(set_states)
     def patched_set_states(self: Any, states: Any, *args: Any, **kwargs: Any) -> Any:
-        if states.get(EXPERTS) is not self.states_.get(EXPERTS):  # recomputation mostly has the same object
+        # Recomputation mostly has the same object.
+        if isinstance(states, dict) and states.get(EXPERTS) is not self.states_.get(EXPERTS):
             _compare(self, self.states_, states)
         return set_states(self, states, *args, **kwargs)
 

@@ -26,6 +26,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, MODULE, finish_param_gathers
+from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     ASSERTIONS,
@@ -82,6 +83,8 @@ def disable_only_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callab
     @functools.wraps(disable_forward_pre_hook)
     def patched_disable_forward_pre_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.remove_forward_pre_hook_handles or not self.use_forward_hook:
+            return disable_forward_pre_hook(self, *args, **kwargs)
+        if not arguments_of(signature, (self, *args), kwargs):
             return disable_forward_pre_hook(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()

@@ -46,12 +46,13 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
+from ..._mcore.known import arguments_of
 from ..._mcore.param_gathers import (
     OPTIMIZER_MODULE,
     RECORDS,
     STEPPED,
+    ddps_in,
     ddps_left,
-    ddps_of,
     gather_params,
     record_gathered,
     record_step,
@@ -224,9 +225,9 @@ def gather_for_state(generate_state_dict: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(generate_state_dict)
     def patched_generate_state_dict(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        ddps = ddps_of(given["model"])
-        if given["args"].ckpt_format == LEGACY:
+        given = arguments_of(signature, args, kwargs)
+        ddps = ddps_in(given.get("model"))
+        if ddps and getattr(given["args"], "ckpt_format", None) == LEGACY:
             for ddp in ddps:
                 refuse_stale_read(ddp, "generate_state_dict()")
         else:

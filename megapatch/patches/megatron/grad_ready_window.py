@@ -101,8 +101,8 @@ def diagnose(module: ModuleType) -> Verdict:
 def hold_unusual_calls(schedule: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule)
     def patched_schedule(*args: Any, **kwargs: Any) -> Any:
-        chunks = () if kwargs.get("forward_only") else _overlapping(kwargs.get("model"))
-        if not chunks:
+        chunks = _overlapping(kwargs.get("model"))
+        if not chunks or kwargs.get("forward_only"):
             return schedule(*args, **kwargs)
         with _held_if_unusual(chunks, kwargs.get("num_microbatches")):
             return schedule(*args, **kwargs)

@@ -175,6 +175,8 @@ def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
     def patched_set_main_param_and_optimizer_states(
         self: Any, model_param: Any, tensors: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if not isinstance(tensors, dict):
+            return set_tensors(self, model_param, tensors, *args, **kwargs)
         parameter = _main_param(self, model_param)
         state = {} if parameter is None else self.optimizer.state.get(parameter, {})
         is_offloaded = hasattr(self.optimizer, SYNC)

@@ -19,11 +19,11 @@ Cost      nothing in a step.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.known import OPTIMIZER, is_a
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
@@ -36,7 +36,6 @@ SCHEDULER = "OptimizerParamScheduler"
 FLAG = "override_opt_param_scheduler"
 FP32 = "optimizer.FP32Optimizer"
 CHAINED = "optimizer.ChainedOptimizer"
-OPTIMIZER = "MegatronOptimizer"
 GROUPS = "param_groups"
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Settings that a group may have in place of its scheduler's."""
@@ -62,7 +61,7 @@ def diagnose_scheduler(module: ModuleType) -> Verdict:
 
 def diagnose_optimizers(module: ModuleType) -> Verdict:
     """Load a group of another rate with the real optimizer."""
-    missing = missing_attributes(f"{OPTIMIZERS}:", OPTIMIZER)
+    missing = missing_attributes(OPTIMIZER, "load_state_dict")
     for owner in (FP32, CHAINED):
         missing += missing_attributes(f"{OPTIMIZERS}:{owner}", "load_state_dict")
     if missing:
@@ -95,8 +94,8 @@ def note_override(init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if isinstance(self.optimizer, getattr(sys.modules.get(OPTIMIZERS), OPTIMIZER, ())):
-            for optimizer in children_of(self.optimizer):
+        for optimizer in children_of(self.optimizer):
+            if is_a(optimizer, OPTIMIZER):
                 OVERRIDES.set(optimizer, bool(getattr(self, FLAG)))
 
     return patched_init
@@ -115,6 +114,8 @@ def keep_rates(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 def _with_rates_of_each(children: list[Any], state: Any) -> Any:
     """Return a copy of a chain's state: that of its only optimizer, or a list or a dictionary of several."""
+    if not isinstance(state, (dict, list)):
+        return state
     if len(children) == 1:
         return _with_rates_of(children[0], state)
     if len(children) != len(state):
@@ -126,7 +127,9 @@ def _with_rates_of_each(children: list[Any], state: Any) -> Any:
 
 
 def _with_rates_of(child: Any, state: Any) -> Any:
-    return state if child.optimizer is None else _with_rates_of_groups(child.optimizer.param_groups, state)
+    if child.optimizer is None or not isinstance(state, dict):
+        return state
+    return _with_rates_of_groups(child.optimizer.param_groups, state)
 
 
 def _with_rates_of_groups(groups: Iterable[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def always_emit_shard(state_dict: Callable[..., Any]) -> Callable[..., Any]:
     def patched_state_dict(
         self: Any, data_iterator: Any, ckpt_format: str, force: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        if force:
+        if not isinstance(ckpt_format, str) or not isinstance(force, bool) or force:
             return state_dict(self, data_iterator, ckpt_format, force, *args, **kwargs)
         if self.mode.name == "DISABLED":
             return None
@@ -150,7 +150,7 @@ def forgive_idle_state(report: Callable[..., Any]) -> Callable[..., Any]:
     def patched_report(
         missing_keys: Any, unexpected_keys: Any, raise_error: bool = True, *args: Any, **kwargs: Any
     ) -> Any:
-        if raise_error and KEY in missing_keys:
+        if isinstance(missing_keys, (set, list, tuple)) and KEY in missing_keys and raise_error:
             missing_keys = set(missing_keys) - {KEY}
         return report(missing_keys, unexpected_keys, raise_error, *args, **kwargs)
 

@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from ..._mcore.known import is_a
 from ...patch import Patch, Site
 from .._temporarily import temporarily_set
 from ._diagnoses_of_save_failures import (
@@ -48,6 +49,8 @@ from ._failures import Failure
 
 STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt"
+STORAGE = "torch.distributed.checkpoint.storage:StorageWriter"
+RANKS = "torch.distributed.checkpoint.utils:_DistWrapper"
 
 _finalizing: ContextVar[Failure | None] = ContextVar("_finalizing", default=None)
 """What keeps the error of work that rank 0 does alone, as long as all ranks finalize a checkpoint."""
@@ -59,6 +62,8 @@ def finalize_together(save_state_dict_async_finalize: Callable[..., Any]) -> Cal
     def patched_save_state_dict_async_finalize(
         storage_writer: Any, global_metadata: Any, dist_wrapper: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        if not is_a(storage_writer, STORAGE) or not is_a(dist_wrapper, RANKS):
+            return save_state_dict_async_finalize(storage_writer, global_metadata, dist_wrapper, *args, **kwargs)
         failure, result = Failure(), None
         finish = _keeping(storage_writer.finish, failure)
         retrieve = _returning_errors(storage_writer.retrieve_write_results)
@@ -163,7 +168,9 @@ def _write(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def with_one_function(schedule_async_request: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(schedule_async_request)
     def patched_schedule_async_request(self: Any, async_request: Any, *args: Any, **kwargs: Any) -> Any:
-        return schedule_async_request(self, _with_one_function(async_request), *args, **kwargs)
+        if isinstance(async_request, tuple) and hasattr(async_request, "finalize_fns"):
+            async_request = _with_one_function(async_request)
+        return schedule_async_request(self, async_request, *args, **kwargs)
 
     return patched_schedule_async_request
 

@@ -78,7 +78,7 @@ def _changed_anywhere(owner: Any, now: list[tuple[Any, ...]], cached: bool) -> b
 def replan_when_changed(async_save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(async_save)
     def patched_async_save(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.use_cached_ckpt_structure:
+        if not self.use_cached_ckpt_structure or not isinstance(sharded_state_dict, dict):
             STRUCTURE.pop(self)  # this save caches plans too, for a structure not compared
             return async_save(self, sharded_state_dict, *args, **kwargs)
         now = structure(sharded_state_dict)
@@ -105,7 +105,7 @@ def _forget_plans(strategy: Any) -> None:
 def redistribute_when_changed(apply_saving_parallelization: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(apply_saving_parallelization)
     def patched_apply_saving_parallelization(self: Any, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.do_cache_distribution:
+        if not self.do_cache_distribution or not isinstance(sharded_state_dict, dict):
             return apply_saving_parallelization(self, sharded_state_dict, *args, **kwargs)
         now = structure(sharded_state_dict)
         # Of all ranks, not only the wrapper's group: all of them validate a new distribution together.

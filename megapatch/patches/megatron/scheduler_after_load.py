@@ -99,7 +99,8 @@ def _names(state: Mapping[Any, Any]) -> str:
 
 
 def _groups(scheduler: Any) -> Any:
-    return getattr(scheduler.optimizer, "param_groups", ())
+    groups = getattr(scheduler.optimizer, "param_groups", ())
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
 def _after_a_load(kind: Any, steps: int) -> tuple[int, bool]:

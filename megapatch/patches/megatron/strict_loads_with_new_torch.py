@@ -14,6 +14,7 @@ Cost      in such a load a copy of each tensor's entry, which holds no data. Non
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -84,8 +85,11 @@ def leave_out_strides(load_tensors_metadata: Callable[..., Any]) -> Callable[...
         if metadata is None:
             module: Any = sys.modules[MODULE]
             reader = getattr(module, READER, module.FileSystemReader)
-            metadata = reader(checkpoint_dir).read_metadata()
-        return load_tensors_metadata(self, checkpoint_dir, _with_taken_properties(metadata), *args, **kwargs)
+            with contextlib.suppress(Exception):  # the original will meet it
+                metadata = reader(checkpoint_dir).read_metadata()
+        if isinstance(getattr(metadata, "state_dict_metadata", None), dict):
+            metadata = _with_taken_properties(metadata)
+        return load_tensors_metadata(self, checkpoint_dir, metadata, *args, **kwargs)
 
     return patched_load_tensors_metadata
 

@@ -47,6 +47,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._dotted import find
+from ..._mcore.known import CONFIG, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import (
@@ -107,8 +108,10 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(train)
     def patched_train(*args: Any, **kwargs: Any) -> Any:
         nonlocal ended_at
-        call = signature.bind(*args, **kwargs).arguments
-        model, config = call["model"], call["config"]
+        call = arguments_of(signature, args, kwargs)
+        model, config = call.get("model"), call.get("config")
+        if not is_model(model) or not is_a(config, CONFIG):
+            return train(*args, **kwargs)
         timers, machine = training.get_timers(), training.get_rerun_state_machine()
         collecting = gc.isenabled()
 

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.known import CONFIG, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 from ._schedules import MODULE, PACKAGE, one_microbatch
@@ -78,7 +79,8 @@ def count_one_token_at_least(forward_step: Callable[..., Any]) -> Callable[..., 
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        function = forward_step_func if config.calculate_per_token_loss else _with_tokens(forward_step_func)
+        divides = is_a(config, CONFIG) and not config.calculate_per_token_loss
+        function = _with_tokens(forward_step_func) if divides else forward_step_func
         return forward_step(
             function,
             data_iterator,

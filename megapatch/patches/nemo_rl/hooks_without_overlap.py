@@ -22,6 +22,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._mcore.known import CONFIG, arguments_of, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import lacking, missing_attributes, missing_parameters
 
@@ -57,8 +58,9 @@ def only_with_overlap(update: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(update)
     def patched_update(*args: Any, **kwargs: Any) -> None:
-        call = signature.bind(*args, **kwargs).arguments
-        model_config = call["model_config"]
+        call = arguments_of(signature, args, kwargs)
+        if not is_a(model_config := call.get("model_config"), CONFIG):
+            return update(*args, **kwargs)
         before = {name: getattr(model_config, name) for name in HOOKS}
         update(*args, **kwargs)
         if not call["ddp_config"].overlap_grad_reduce:

@@ -32,6 +32,7 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.bucket_groups import chunks_of, forget_interrupted_first_step, settle_grad_reduces
+from ..._mcore.known import arguments_of, is_model
 from ..._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from ..._mcore.step_state import StepState
 from ..._troubleshooting import see
@@ -75,9 +76,11 @@ def with_a_clean_end(megatron_forward_backward: Callable[..., Any]) -> Callable[
 
     @functools.wraps(megatron_forward_backward)
     def patched_megatron_forward_backward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_model(model if isinstance(model, list) else [model]):
+            return megatron_forward_backward(model, *args, **kwargs)
         chunks = chunks_of(model) or []
         # A pass without gradients may come while a split step is open, whose counts are not its own.
-        trains = not signature.bind(model, *args, **kwargs).arguments.get("forward_only", False)
+        trains = not arguments_of(signature, (model, *args), kwargs).get("forward_only", False)
         state = StepState(chunks) if trains else None
         try:
             return megatron_forward_backward(model, *args, **kwargs)

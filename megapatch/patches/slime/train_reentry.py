@@ -36,6 +36,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._mcore.known import arguments_of, is_model
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import asserted, lacking, missing_attributes, missing_names, missing_parameters
 from ..megatron._around_train import (
@@ -74,7 +75,9 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(train)
     def patched_train(*args: Any, **kwargs: Any) -> Any:
-        model = signature.bind(*args, **kwargs).arguments["model"]
+        model = arguments_of(signature, args, kwargs).get("model")
+        if not is_model(model):
+            return train(*args, **kwargs)
         _finish_earlier_call(model)
         _trained.update(model)
         with without_own_no_sync(module.get_model_config(model[0]), model):
@@ -88,7 +91,8 @@ def finish_train_before_save(save: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(save)
     def patched_save(*args: Any, **kwargs: Any) -> Any:
-        _finish_earlier_call(signature.bind(*args, **kwargs).arguments["model"])
+        if is_model(model := arguments_of(signature, args, kwargs).get("model")):
+            _finish_earlier_call(model)
         return save(*args, **kwargs)
 
     return patched_save

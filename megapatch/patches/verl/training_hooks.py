@@ -21,6 +21,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._mcore.known import is_model
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_parameters
 
@@ -75,6 +76,8 @@ def register_chunk_by_chunk(register: Callable[..., Any]) -> Callable[..., Any]:
     def patched_register_megatron_training_hooks(
         model: list[Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        if not is_model(model):
+            return register(model, optimizer, *args, **kwargs)
         from megatron.core.utils import get_model_config
 
         config = get_model_config(model[0])
