@@ -3,7 +3,7 @@
     python -m verdicts.look PROJECT
 
 prints JSON: ``cells``, by patch and module, and ``errors``: what could not be looked at, or cannot be watched by
-the audit. CUDA has stubs, and what the projects import of others has the stand-ins of the tests' rigs: no diagnosis
+the audit. CUDA has stubs, and what the projects import of others has stand-ins of the tests' rigs. No diagnosis
 looks at those.
 """
 

@@ -30,7 +30,7 @@ class Cell(NamedTuple):
 
 
 NOT_LOOKED_AT = Cell("not looked at", "")
-"""Of a checkout that was not there when `tox -e verdicts` ran. A site without any row is new: nobody has looked."""
+"""Of a checkout that was not there when `tox -e verdicts` ran. A site without any row is new."""
 
 Verdicts = dict[tuple[str, str], dict[str, Cell]]
 """By the names of patch and module: release to cell."""
@@ -71,20 +71,18 @@ def problems(text: str, patches: Iterable[Patch], releases: list[Release], tox_i
         verdicts = read(text)
     except ValueError as error:
         return [str(error)]
-    sites = _sites(patches)
-    found = [
-        f"{patch} at {module} has verdicts, and is not a site" for patch, module in verdicts.keys() - {*sites}
-    ]
-    for patch, module in verdicts.keys() & {*sites}:
-        cells, names = verdicts[patch, module], [one.name for one in releases if one.project == project_of(module)]
+    sites = set(_sites(patches))
+    found = [f"{patch} at {module} has verdicts, and is not a site" for patch, module in verdicts.keys() - sites]
+    for patch, module in verdicts.keys() & sites:
+        cells = verdicts[patch, module]
+        names = {one.name: one.is_wheel for one in releases if one.project == project_of(module)}
         where = f"{patch} at {module}"
         found += [f"{where}: no verdict on {name}" for name in names if name not in cells]
-        found += [f"{where}: {name} is not in releases.txt" for name in cells.keys() - set(names)]
-        for one in releases:
-            cell = cells.get(one.name) if one.project == project_of(module) else None
-            known = ("needed", "fixed", "absent", "unsupported", *(() if one.is_wheel else NOT_LOOKED_AT[:1]))
-            if cell and cell.verdict not in known:
-                found.append(f"{where} says {cell.verdict} of {one.name}: {cell.reason}")
+        found += [f"{where}: {name} is not in releases.txt" for name in cells.keys() - names]
+        for name, cell in cells.items():
+            known = cell.verdict in ("needed", "fixed", "absent", "unsupported")
+            if not known and (cell != NOT_LOOKED_AT or names.get(name)):
+                found.append(f"{where} says {cell.verdict} of {name}: {cell.reason}")
     for patch in patches:
         said = {cell.verdict for key, cells in verdicts.items() if key[0] == patch.name for cell in cells.values()}
         if said and not said & {"needed", NOT_LOOKED_AT.verdict}:
