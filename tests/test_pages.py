@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import COMMAND, DOCS, GENERATED, OF_THE_SITE, api, reference
+from pages import COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, reference
 
 import megapatch
 
-ROOT = DOCS.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
 SOURCES = sorted((Path(megapatch.__file__).parent / "_cli").rglob("*.py"))
 FILES = "https://github.com/megapatch/megapatch/blob/main/"
@@ -24,8 +23,8 @@ named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_generated_page_is_up_to_date(name):
-    assert (DOCS / name).read_text() == GENERATED[name](), f"docs/{name} is out of date: {COMMAND}"
+def test_what_is_generated_is_up_to_date(name):
+    assert (ROOT / name).read_text() == GENERATED[name](), f"{name} is out of date: {COMMAND}"
 
 
 def test_the_api_page_has_every_public_module():
