@@ -1,4 +1,4 @@
-"""The engine's process: weight syncs of a real engine, with requests in flight. It records, and decides nothing."""
+"""The engine's process: weight syncs of a real engine, with requests in flight. It records, no more."""
 
 from __future__ import annotations
 
