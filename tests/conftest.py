@@ -161,7 +161,7 @@ def pytest_collect_directory(path, parent):
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items, config):
     for item in items:
-        if is_quick(item.nodeid):
+        if is_quick(item.nodeid):  # with those of TrainStep, which are chosen by their parameters
             item.add_marker("quick")
         reason = NOT_ON_FAKE_GPU.get(item.nodeid.removeprefix("tests/"))
         if reason and os.environ.get("CELLS_DEVICE") == "fake":

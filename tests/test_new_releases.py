@@ -1,8 +1,7 @@
-"""`python -m verdicts --new`: which releases the table lacks, and what differs in them."""
+"""`python -m verdicts --new`: which releases there are no verdicts on, and what differs in them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +9,7 @@ import pytest
 from packaging.version import Version
 from verdicts import new, releases, table
 
-PAGE = (Path(__file__).parent.parent / "docs/verdicts.md").read_text()
+VERDICTS = table.read(table.FILE.read_text())
 KNOWN = releases.read(releases.FILE.read_text())
 
 
@@ -30,13 +29,13 @@ def test_a_minor_release_that_was_left_out_is_missing():
 
 
 def test_the_difference_to_the_release_before():
-    before = {key: cells["0.9.0"] for key, cells in table.read(PAGE).items() if "0.9.0" in cells}
+    before = {key: cells["0.9.0"] for key, cells in VERDICTS.items() if "0.9.0" in cells}
     known = [release for release in KNOWN if str(release) != "verl==0.9.1"]
     release = releases.Release("verl", "0.9.1")
-    assert new.differences(release, before, known, PAGE) == []
+    assert new.differences(release, before, known, VERDICTS) == []
     (key, cell), *_ = (item for item in before.items() if item[1].verdict == "needed")
     changed = {**before, key: table.Cell("unknown", "expected it, found something else"), ("a", "b.c"): cell}
-    found = new.differences(release, changed, known, PAGE)
+    found = new.differences(release, changed, known, VERDICTS)
     assert f"{key[0]} at {key[1]}: unknown (expected it, found something else); needed in 0.9.0" in found
     assert f"a at b.c: needed ({cell.reason}); not in the table for 0.9.0" in found
 

@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import COMMAND, DOCS, GENERATED, api, reference
+from pages import COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, reference
 
 import megapatch
 
-ROOT = DOCS.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
 SOURCES = sorted((Path(megapatch.__file__).parent / "_cli").rglob("*.py"))
 FILES = "https://github.com/megapatch/megapatch/blob/main/"
@@ -24,8 +23,8 @@ named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_a_generated_page_is_up_to_date(name):
-    assert (DOCS / name).read_text() == GENERATED[name](), f"docs/{name} is out of date: {COMMAND}"
+def test_what_is_generated_is_up_to_date(name):
+    assert (ROOT / name).read_text() == GENERATED[name](), f"{name} is out of date: {COMMAND}"
 
 
 def test_the_api_page_has_every_public_module():
@@ -50,9 +49,9 @@ def test_the_api_page_lists_what_is_really_there():
             assert f"| `{name}` |" in (DOCS / "api.md").read_text(), f"{module}.{name} is missing: {COMMAND}"
 
 
-def test_the_signatures_of_the_api_page_are_the_real_ones():
+def test_the_signatures_of_the_reference_are_the_real_ones():
     """Written from the sources, and compared with what Python says."""
-    shown = dict(re.findall(r"^###+ ([\w.]+)\n\n```python\n(.*?)^```", (DOCS / "api.md").read_text(), re.M | re.S))
+    shown = dict(re.findall(r"^###+ ([\w.]+)\n\n```python\n(.*?)^```", api.reference_page(), re.M | re.S))
     for name in ("apply", "check", "restore", "Patch", "Site", "Verdict", "Report"):
         found = getattr(megapatch, name)
         scope = dict(vars(sys.modules[found.__module__]))
@@ -166,5 +165,5 @@ def test_links_lead_to_files(page):
 
 def test_every_page_is_in_the_sites_navigation():
     configuration = (ROOT / "properdocs.yml").read_text()
-    for page in DOCS.glob("*.md"):
-        assert f": {page.name}\n" in configuration, page.name
+    for name in (*(page.name for page in DOCS.glob("*.md")), *OF_THE_SITE):
+        assert f": {name}\n" in configuration, name

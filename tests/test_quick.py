@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rigs.quick import OF_PATCHES, QUICK
+from rigs.quick import OF_PATCHES, OF_TRAIN_STEP, QUICK
 from rigs.turns import MEGATRONS, PYTHONS, has_its_turn
 
 from megapatch.patches import PATCHES
@@ -11,11 +11,14 @@ TESTS = Path(__file__).parent
 
 
 def test_each_of_megatrons_patches_has_its_tests():
-    assert set(OF_PATCHES) == {patch.name for patch in PATCHES if patch.name.startswith("megatron.")}
+    named = {patch.name.partition(".")[2].replace("-", "_") for patch in PATCHES if patch.family == "megatron"}
+    assert {f"patches/megatron/test_{name}.py" for name in named} <= {
+        node.partition("::")[0] for node in OF_PATCHES
+    }
 
 
-def test_the_tests_are_there():
-    for node in QUICK:
+def test_the_cases_of_train_step_are_there():
+    for node in OF_TRAIN_STEP:
         file, _, test = node.partition("[")[0].partition("::")
         assert f"\ndef {test}(" in (TESTS / file).read_text(), f"{node}: expected such a test; found none"
 

@@ -1,4 +1,4 @@
-"""docs/verdicts.md is what the diagnoses say: of what is installed here, and as far as can be told without."""
+"""docs/verdicts.csv is what the diagnoses say: of what is installed here, and as far as can be told without."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from rigs.audit import WATCHERS
-from verdicts import needs, releases, table
+from pages import verdicts
+from verdicts import releases, table
 from verdicts.process import CouldNotLook, verdicts_on
 
 from megapatch import Patch
@@ -20,31 +20,28 @@ from megapatch._versions import find_module, version_of
 from megapatch.patches import PATCHES
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs/verdicts.md").read_text()
+FILE = table.FILE.read_text()
 TOX = (ROOT / "tox.ini").read_text()
 RELEASES = releases.read(releases.FILE.read_text())
 SKYRL = Path(os.environ.get("SKYRL_RELEASES", "no such folder"))
 
 
-JUDGED = (*PATCHES, *WATCHERS)
+def problems(file=FILE, patches=PATCHES, all_releases=RELEASES, tox=TOX):
+    return table.problems(file, patches, all_releases, tox)
 
 
-def problems(page=PAGE, patches=JUDGED, all_releases=RELEASES, tox=TOX):
-    return table.problems(page, patches, all_releases, tox)
-
-
-def differences(project, name, found, page=PAGE):
-    """Return the differences of the page from the findings, in words."""
-    said = {site: cells.get(name) for site, cells in table.read(page).items()}
+def differences(project, name, found):
+    """Return where the file differs from the findings, in words. A site without a row is new."""
+    said = table.read(FILE)
     return [
-        f"{patch} at {module}: {project} {name} is {cell.verdict} ({cell.reason}), docs/verdicts.md says "
-        f"{said.get((patch, module))}; run tox -e verdicts"
-        for (patch, module), cell in found.items()
-        if said.get((patch, module)) != cell
+        f"{site[0]} at {site[1]}: {project} {name} is {cell.verdict} ({cell.reason}), docs/verdicts.csv says "
+        f"{said[site].get(name)}; run tox -e verdicts"
+        for site, cell in found.items()
+        if site in said and said[site].get(name) not in (cell, table.NOT_LOOKED_AT)
     ]
 
 
-def skip_unless_on_the_page(project, name, must=False):
+def skip_unless_known(project, name, must=False):
     """In CI a wheel (`must`) is there because tox.ini installs it, and then it has to have a line."""
     if not any(one.project == project and one.name == name for one in RELEASES):
         text = f"{project} {name} has no line in tests/verdicts/releases.txt; add one and run tox -e verdicts"
@@ -56,23 +53,15 @@ def test_of_megatron_core():
     if find_module("megatron.core") is None:
         pytest.skip("megatron-core is not installed")
     version = version_of("megatron-core", "megatron.core")
-    skip_unless_on_the_page("megatron-core", version, must="source" not in version)
+    skip_unless_known("megatron-core", version, must="source" not in version)
     assert differences("megatron-core", version, verdicts_on("megatron-core")) == []
-
-
-def test_the_audit_watches_all_that_is_there():
-    if find_module("megatron.core") is None:
-        pytest.skip("megatron-core is not installed")
-    watched = {site: cell for site, cell in verdicts_on("megatron-core").items() if site[0].startswith("audit.")}
-    assert len(watched) > 10
-    assert {cell.verdict for cell in watched.values()} <= {"needed", "absent"}, watched
 
 
 def test_of_bridge():
     if find_module("megatron.bridge") is None:
         pytest.skip("megatron-bridge is not installed")
     version = metadata.version("megatron-bridge")
-    skip_unless_on_the_page("megatron-bridge", version, must=True)
+    skip_unless_known("megatron-bridge", version, must=True)
     assert differences("megatron-bridge", version, verdicts_on("megatron-bridge")) == []
 
 
@@ -80,7 +69,7 @@ def test_of_nvrx():
     if find_module("nvidia_resiliency_ext") is None:
         pytest.skip("nvidia-resiliency-ext is not installed")
     version = metadata.version("nvidia-resiliency-ext")
-    skip_unless_on_the_page("nvidia-resiliency-ext", version, must=True)
+    skip_unless_known("nvidia-resiliency-ext", version, must=True)
     assert differences("nvidia-resiliency-ext", version, verdicts_on("nvidia-resiliency-ext")) == []
 
 
@@ -102,7 +91,7 @@ def test_of_wheels_in_a_folder(project, variable):
         pytest.skip(f"{variable} is not set")
     found = {one.name.removeprefix(f"{project}-"): one for one in Path(os.environ[variable]).iterdir()}
     for name in found:
-        skip_unless_on_the_page(project, name, must=True)
+        skip_unless_known(project, name, must=True)
     with ThreadPoolExecutor(2) as pool:
         looked = {name: pool.submit(verdicts_on, project, found[name]) for name in sorted(found)}
         wrong = [text for name, cells in looked.items() for text in differences(project, name, cells.result())]
@@ -111,7 +100,7 @@ def test_of_wheels_in_a_folder(project, variable):
 
 def _skyrl(name):
     project, version = name.split("-")
-    skip_unless_on_the_page(project.replace("_", "-"), version, must=True)
+    skip_unless_known(project.replace("_", "-"), version, must=True)
     return project.replace("_", "-"), version
 
 
@@ -158,88 +147,94 @@ def test_what_a_project_silently_does_without_is_named(monkeypatch, project):
 
 
 # ---------------------------------------------------------------- what can be told without
-def test_the_page_is_whole():
+def test_the_file_is_whole():
     assert problems() == [], "run tox -e verdicts"
 
 
-def test_a_cell_that_differs_is_told():
-    (site, cells), *_ = table.read(PAGE).items()
+def test_a_cell_that_differs():
+    (site, cells), *_ = table.read(FILE).items()
     name, cell = next(iter(cells.items()))
-    assert differences("megatron-core", name, {site: cell}) == []
-    (told,) = differences("megatron-core", name, {site: cell._replace(reason="another")})
-    assert "run tox -e verdicts" in told and "another" in told
-    assert len(differences("megatron-core", "0.0", {site: cell})) == 1
+    assert differences("areal", name, {site: cell}) == []
+    (text,) = differences("areal", name, {site: cell._replace(reason="another")})
+    assert "run tox -e verdicts" in text and "another" in text
+    assert len(differences("areal", "0.0", {site: cell})) == 1
 
 
-def test_each_release_has_a_row_with_the_patches_that_it_needs():
-    rows = dict(re.findall(r'^\| <a id="([^"]+)"></a>(.*)$', PAGE, re.MULTILINE))
-    assert list(rows) == [needs.anchor(str(one)) for one in sorted(RELEASES, key=_in_order)]
-    headings = set(re.findall(r"^## (.*)$", PAGE, re.MULTILINE))
+def test_the_page_has_a_row_for_each_release_with_the_patches_that_it_needs():
+    page = verdicts.page()
+    rows = dict(re.findall(r'^\| <a id="([^"]+)"></a>(.*)$', page, re.MULTILINE))
+    assert list(rows) == [verdicts.anchor(str(one)) for one in RELEASES]
+    headings = set(re.findall(r"^## (.*)$", page, re.MULTILINE))
     for release in RELEASES:
         needed = {
             patch
-            for (patch, module), cells in table.read(PAGE).items()
+            for (patch, module), cells in table.read(FILE).items()
             if releases.project_of(module) == release.project and cells[release.name].verdict == "needed"
         }
-        named = re.findall(r"\[`([^`]+)`\]", rows[needs.anchor(str(release))])
+        named = re.findall(r"\[`([^`]+)`\]", rows[verdicts.anchor(str(release))])
         assert len(named) == len(set(named))
-        assert set(named) == {name for name in needed if not name.startswith("audit.")} <= headings
+        assert set(named) == needed <= headings
 
 
-def _in_order(release):
-    return list(releases.PACKAGES).index(release.project)
-
-
-def test_each_thing_that_can_be_wrong_is_told():
+def test_each_thing_that_can_be_wrong():
     first, *others = PATCHES
+    rows = FILE.splitlines(keepends=True)
+    row = next(row for row in rows if '"0.12.3, ' in row)
 
     def linked(upstream):
-        return [Patch(first.name, first.doc, upstream, first.sites), *others, *WATCHERS]
+        return [Patch(first.name, first.doc, upstream, first.sites), *others]
 
-    row = next(line for line in PAGE.splitlines() if line.startswith("| 0.1"))
-    columns = row.split(" | ")
-    new = f"{PAGE}\n## megatron.gone\n\nAt `megatron.core`:\n"
+    def edited(old, new):
+        return FILE.replace(row, row.replace(old, new), 1)
+
+    new = "megatron.gone,megatron.core,megatron-core,0.12.3,needed,because\n"
+    fixed = [line.replace(",needed,", ",fixed,") if line.startswith(f"{first.name},") else line for line in rows]
     cases = {
-        "says unknown of 0.12.3": {"page": PAGE.replace(row, " | ".join([columns[0], "unknown", columns[2]]), 1)},
-        f"{first.name} at {first.sites[0].module} has no table": {
-            "page": PAGE.replace(f"## {first.name}\n", "", 1).replace(f"At `{first.sites[0].module}`", "", 1)
-        },
-        "megatron.gone at megatron.core has a table, and is no site": {"page": new},
-        "nothing is said of 0.12.3": {"page": PAGE.replace(row, row.replace("0.12.3, ", ""), 1)},
-        "0.99.0 is not in releases.txt": {"page": PAGE.replace(row, row.replace("0.12.3", "0.99.0, 0.12.3"), 1)},
-        f"{first.name} has expired": {"page": _fixed_everywhere(first)},
+        "says unknown of 0.12.3": {"file": edited(",needed,", ",unknown,")},
+        "says not looked at of 0.12.3": {"file": edited(",needed,", ",not looked at,")},
+        "megatron.gone at megatron.core has verdicts, and is not a site": {"file": FILE + new},
+        "no verdict on 0.12.3": {"file": edited("0.12.3, ", "")},
+        "0.99.0 is not in releases.txt": {"file": edited("0.12.3", "0.99.0, 0.12.3")},
+        f"{first.name} has expired": {"file": "".join(fixed)},
         "expected the URL of an issue": {"patches": linked("https://github.com/a/b")},
         "found ''": {"patches": linked("")},
         "tox.ini installs megatron-core==0.99.0": {"tox": f"{TOX}\n    {{[megatron]install}}==0.99.0"},
         "tox.ini installs megatron-bridge==0.9.9": {"tox": f"{TOX}\n    {{[bridge]install}}==0.9.9"},
         "tox.ini installs skyrl-train==0.9.9": {"tox": f"{TOX}\n    pip install skyrl-train==0.9.9"},
-        "nothing is said of 0.99.1": {"all_releases": [*RELEASES, releases.Release("megatron-core", "0.99.1")]},
+        "no verdict on 0.99.1": {"all_releases": [*RELEASES, releases.Release("megatron-core", "0.99.1")]},
         "imports with megatron-core==0.99.2": {
             "all_releases": [*RELEASES, releases.Release("slime", "v9", ("megatron-core==0.99.2",))]
         },
-        "not what would be written": {"page": PAGE.replace(first.summary, "Something else.", 1)},
-        "tells twice of 0.12.3": {"page": PAGE.replace(row, f"{row}\n{row}", 1)},
+        "not what would be written": {"file": edited("megatron-core", "slime")},
+        "two verdicts": {"file": edited(row, row + row)},
+        "expected the columns": {"file": edited(row, row.replace(",", ";"))},
     }
-    for told, doctored in cases.items():
-        assert any(told in one for one in problems(**doctored)), (told, problems(**doctored))
+    for text, doctored in cases.items():
+        assert any(text in one for one in problems(**doctored)), (text, problems(**doctored))
 
 
-def _fixed_everywhere(patch):
-    verdicts = table.read(PAGE)
-    for (name, _), cells in verdicts.items():
-        if name == patch.name:
-            cells.update((release, cell._replace(verdict="fixed")) for release, cell in cells.items())
-    return table.write(verdicts, JUDGED, RELEASES)
+def test_a_new_patch_has_no_verdicts_yet():
+    """Nor has a patch that was looked at by someone without the checkouts any on these."""
+    (name, module), _ = next(iter(table.read(FILE).items()))
+    rows = [row for row in FILE.splitlines(keepends=True) if not row.startswith(f"{name},{module},")]
+    assert problems(file="".join(rows)) == []
+    found = {key: dict(cells) for key, cells in table.read(FILE).items()}
+    for (_, module), cells in found.items():
+        for one in RELEASES:
+            if one.project == releases.project_of(module) and not one.is_wheel:
+                del cells[one.name]
+    text = table.write(found, PATCHES, RELEASES)
+    assert ",not looked at," in text and problems(file=text) == []
 
 
 def test_what_is_written_is_read_again():
     patch = next(patch for patch in PATCHES if patch.family == "megatron")
     site = patch.name, patch.sites[0].module
-    cells = {"0.12.3": table.Cell("needed", "a | b, c"), "0.13.1": table.Cell("needed", "a | b, c")}
+    cells = {"0.12.3": table.Cell("needed", 'a "b", c'), "0.13.1": table.Cell("needed", 'a "b", c')}
     cells["0.14.0"] = table.Cell("fixed", "done")
     text = table.write({site: cells}, PATCHES, RELEASES)
-    assert "| 0.12.3, 0.13.1 | needed | a \\| b, c |\n| 0.14.0 | fixed | done |\n" in text
-    assert {key: value for key, value in table.read(text).items() if value} == {site: cells}
+    assert '"0.12.3, 0.13.1",needed,"a ""b"", c"\n' in text
+    assert table.read(text) == {site: {**cells, "1dcf0daf": table.NOT_LOOKED_AT}}
 
 
 def test_a_line_that_means_nothing_is_refused():

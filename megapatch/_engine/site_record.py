@@ -312,7 +312,7 @@ def restore(records: Collection[Record]) -> None:
     Raises:
         RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
     """
-    with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and deed
+    with contextlib.ExitStack() as locks:  # all of them, in order: nothing may change between check and change
         for record in records:
             locks.enter_context(record.lock)
         going = [target for record in records for target in record.installed]

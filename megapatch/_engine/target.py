@@ -164,7 +164,7 @@ class ReplacedTarget:
         """The holders, as ``"module:name"``."""
         return tuple(holder.where for holder in self.holders)
 
-    # ------------------------------------------------------------------------ deeds
+    # ------------------------------------------------------------------------ changes
     def install(self) -> None:
         setattr(self.parent, self.attribute, self.replacement)
 

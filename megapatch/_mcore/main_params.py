@@ -53,7 +53,7 @@ def stale_pairs(loaded: Collection[tuple[Any, Any, Any]]) -> list[tuple[Any, Any
 
     A pair is new if its main parameter, rounded, differs from the weights; then all pairs of its kind are, because
     with a small learning rate most weights round to the same number for many steps. Ranks cannot ask each other,
-    as one may be alone here: a parameter is judged only by others that all of its ranks hold.
+    as one may be alone here: a parameter is compared only with others that all of its ranks hold.
 
     Args:
         loaded: triples of `pairs`. The host waits for their device once, however many there are.

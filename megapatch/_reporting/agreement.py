@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # A table is 16 KiB. Two versions of megapatch with different numbers here could not compare.
 _SLOTS = 1024
 _NOTHING = 2**63 - 1
-_MOST_VALUES = 4  # of one fact, that are told apart
+_MOST_VALUES = 4  # of one fact, that are distinguished
 
 
 def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -82,7 +82,7 @@ def _in_words(here: Facts, others: int, group: Any, device: Any) -> str | None:
 
     Args:
         here: this rank's facts in the slot.
-        others: how many slots differ besides.
+        others: how many more slots differ.
     """
     import torch
     import torch.distributed as dist

@@ -54,7 +54,7 @@ EVEN = (
     Layout("tp2", {"tp": 2}, {}),
     Layout("ep2", {"ep": 2}, {"experts": 2}),
 )
-"""The layouts of an even number of ranks, besides `DP`."""
+"""The layouts of an even number of ranks, in addition to `DP`."""
 
 
 class Check(NamedTuple):

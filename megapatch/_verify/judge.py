@@ -1,4 +1,4 @@
-"""One check: run it without megapatch and with it, and judge the outcome."""
+"""One check: run it without megapatch and with it, and name the outcome."""
 
 from __future__ import annotations
 

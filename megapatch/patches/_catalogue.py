@@ -6,14 +6,11 @@ import importlib
 
 from ..patch import Patch
 
-# By family and patch, in the order of the reports: the modules of its sites.
+# By family and patch, in the order of the reports: the modules of its sites. tests/pages writes it.
 CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
     "areal": {
         "areal.aux-loss-scale": ("areal.engine.megatron_engine",),
-        "areal.gathered-when-read": (
-            "areal.engine.megatron_engine",
-            "areal.engine.megatron_utils.checkpointer",
-        ),
+        "areal.gathered-when-read": ("areal.engine.megatron_engine", "areal.engine.megatron_utils.checkpointer"),
         "areal.load-optimizer-state": ("areal.engine.megatron_utils.checkpointer",),
         "areal.pipeline-seed": ("areal.engine.megatron_engine",),
         "areal.weight-sync-resume": ("areal.engine.megatron_engine",),
@@ -51,11 +48,11 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.distributed.data_parallel_base",
         ),
         "megatron.nested-no-sync": ("megatron.core.distributed.distributed_data_parallel",),
+        "megatron.override-after-load": ("megatron.core.optimizer", "megatron.core.optimizer_param_scheduler"),
         "megatron.own-save-results": (
             "megatron.core.dist_checkpointing.strategies.filesystem_async",
             "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
         ),
-        "megatron.override-after-load": ("megatron.core.optimizer", "megatron.core.optimizer_param_scheduler"),
         "megatron.parameters-without-gradients": ("megatron.core.distributed",),
         "megatron.prepare-grads-once": ("megatron.core.optimizer",),
         "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),
@@ -79,10 +76,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.scheduler-after-load": ("megatron.core.optimizer_param_scheduler",),
         "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
         "megatron.torch-fsdp2-finalize": ("megatron.core.distributed",),
-        "megatron.train-reentry": (
-            "megatron.training.training",
-            "megatron.bridge.training.train",
-        ),
+        "megatron.train-reentry": ("megatron.training.training", "megatron.bridge.training.train"),
         "megatron.zero-tokens": ("megatron.core.pipeline_parallel",),
     },
     "ms_swift": {
@@ -93,10 +87,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "nemo_rl.abort-resets-rerun": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
         "nemo_rl.forward-pre-hook-after-split": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
         "nemo_rl.gathered-when-read": ("nemo_rl.models.policy.workers.megatron_policy_worker",),
-        "nemo_rl.hooks-without-overlap": (
-            "megatron.bridge.training.setup",
-            "nemo.tron.setup",
-        ),
+        "nemo_rl.hooks-without-overlap": ("megatron.bridge.training.setup", "nemo.tron.setup"),
         "nemo_rl.open-step-guard": (
             "nemo_rl.models.policy.workers.megatron_policy_worker",
             "nemo_rl.models.policy.workers.dtensor_policy_worker",
@@ -139,10 +130,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "skyrl.backends.skyrl_train.workers.megatron.megatron_worker",
         ),
         "skyrl.adapters-own-state": ("skyrl.backends.skyrl_train.workers.megatron.adapter_store",),
-        "skyrl.async-trainer-resume": (
-            "skyrl_train.fully_async_trainer",
-            "skyrl.train.fully_async_trainer",
-        ),
+        "skyrl.async-trainer-resume": ("skyrl_train.fully_async_trainer", "skyrl.train.fully_async_trainer"),
         "skyrl.gathered-when-read": (
             "skyrl_train.distributed.megatron.megatron_strategy",
             "skyrl.backends.skyrl_train.distributed.megatron.megatron_strategy",
@@ -165,14 +153,11 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "slime": {
-        "slime.train-reentry": (
-            "slime.backends.megatron_utils.model",
-            "miles.backends.megatron_utils.model",
-        ),
         "slime.first-sync-pushes-actor": (
             "slime.backends.megatron_utils.actor",
             "miles.backends.megatron_utils.actor",
         ),
+        "slime.train-reentry": ("slime.backends.megatron_utils.model", "miles.backends.megatron_utils.model"),
     },
     "verl": {
         "verl.gathered-when-read": (

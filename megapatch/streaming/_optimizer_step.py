@@ -110,7 +110,7 @@ class OptimizerSteps:
         """Claim `size` prompt groups, and return the data to train on."""
         groups, data = [], []
         for missing in range(size, 0, -1):
-            # None is picked before all can be trained on: a better one may have come by then.
+            # None is picked before all can be trained on: a better one may be there by then.
             least = missing if self._claimed else max(missing, needed)
             with self._timer.phase("wait_for_rollouts"):
                 groups.append(await self._next_group(least, queue, evicted_before))

@@ -1,12 +1,19 @@
-"""Write the generated pages.
+"""Write what is generated.
 
 cd tests && python -m pages
 """
 
 from __future__ import annotations
 
-from . import DOCS, GENERATED
+import subprocess
+import sys
 
-for name, page in GENERATED.items():
-    (DOCS / name).write_text(page())
-    print(f"wrote docs/{name}")
+from . import GENERATED, ROOT
+
+for name, text in GENERATED.items():
+    file, new = ROOT / name, text()
+    if file.read_text() != new:
+        file.write_text(new)
+        print(f"wrote {name}")
+        if file.suffix == ".py":  # the rest is made by the new patches
+            sys.exit(subprocess.call([sys.executable, "-m", "pages"]))

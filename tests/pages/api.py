@@ -1,4 +1,6 @@
-"""docs/api.md: every promised name. Read from the sources without importing them, so that no torch is needed."""
+"""docs/api.md lists every promised name, and the site's reference has their docstrings. Both are read
+from the sources without importing them, so that no torch is needed.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ INTRODUCTION = """\
 # API
 
 megapatch promises the names on this page: dotted names without a leading underscore, which work after
-`import megapatch`. Everything below a name with an underscore may change without notice.
+`import megapatch`. Everything below a name with an underscore may change without notice. `help()` shows signatures
+and docstrings; the site has them on one page.
 
 The patches are promised by name (`megatron.train-reentry`, see [Limits](limits.md)), and so is `PATCH` in the
 module of each, such as `megapatch.patches.megatron.train_reentry.PATCH`. The functions in those modules are not.
+"""
+REFERENCE = """\
+# Reference
+
+The signatures and docstrings of the names that [the API](api.md) lists.
 """
 
 MODULES = (
@@ -59,17 +67,29 @@ class Definition(NamedTuple):
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page of names."""
     parts = [INTRODUCTION]
     for module in MODULES:
-        found = {name: definition(module, name) for name in names(module)}
-        here = [name for name, known in found.items() if detailed_in(known) == module]
-        rows = "\n".join(row(name, known.summary or WITHOUT_DOCSTRING[name]) for name, known in found.items())
+        rows = "\n".join(
+            row(name, definition(module, name).summary or WITHOUT_DOCSTRING[name]) for name in names(module)
+        )
+        parts.append(f"## {module}\n\n| name | |\n| --- | --- |\n{rows}")
+    return _joined(parts)
+
+
+def reference_page() -> str:
+    """Return the whole page of signatures and docstrings."""
+    parts = [REFERENCE]
+    for module in MODULES:
         parts += [f"## {module}", *reference.text(ast.get_docstring(parsed(module)) or "")]
-        parts.append(f"| name | |\n| --- | --- |\n{rows}")
-        for name in here:
-            if (node := node_of(found[name])) is not None:
+        for name in names(module):
+            known = definition(module, name)
+            if detailed_in(known) == module and (node := node_of(known)) is not None:
                 parts += reference.section(name, node)
+    return _joined(parts)
+
+
+def _joined(parts: list[str]) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
@@ -85,7 +105,7 @@ def node_of(known: Definition) -> ast.AST | None:
 
 
 def detailed_in(known: Definition) -> str | None:
-    """The one module of the page that has a definition's signature and docstring; None for modules themselves."""
+    """Return the one module of the reference that details a definition; None for modules themselves."""
     if not known.name or known.name == "__version__":
         return None
     exposing = [module for module in MODULES if known in (definition(module, name) for name in names(module))]

@@ -42,8 +42,8 @@ def page() -> str:
             if patch.family == family:
                 parts.append(f"### {patch.name}")
                 for section in limits(patch):
-                    items = "\n".join(f"- {sentence(text)}" for text in section.paragraphs)
-                    parts += [markdown(section.title), items]
+                    items = (f"- {sentence(text)}" for each in section.paragraphs for text in _in_parts(each))
+                    parts += [markdown(section.title), "\n".join(items)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -67,6 +67,11 @@ def limits(patch: Patch) -> list[Section]:
             else:
                 paragraphs[-1] += f" {line.strip()}"
     return found
+
+
+def _in_parts(text: str) -> list[str]:
+    """Return a paragraph, or its sentences if it has more than five lines."""
+    return [text] if len(text) <= 5 * WIDTH else re.split(r"(?<=[a-z)`\d]\.) (?=[A-Z`])", text)
 
 
 def _ends_a_paragraph(line: str, following: str) -> bool:

@@ -12,7 +12,7 @@ INTRODUCTION = """# The patches
 Each repairs one upstream defect, and is applied where the code that was loaded has it. `megapatch explain NAME`
 prints symptom, upstream report, seam, limits and cost; `megapatch doctor` shows what became of each in your
 environment. Patches marked "changes numbers" may change the numbers of a run that did not crash before. See also
-[Limits](limits.md), and which release needs which: [Verdicts](verdicts.md)."""
+[Limits](limits.md), and which release needs which: [Verdicts](verdicts.csv)."""
 
 
 def page() -> str:

@@ -23,10 +23,10 @@ def example(page, name):
     return re.search(rf"<!-- {re.escape(name)} -->\n```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[1]
 
 
-def run_examples(page, names, folder):
-    """Write the page's examples of these names into the folder, and run what pytest finds in it."""
-    for name in names:
-        (folder / name).write_text(example(page, name))
+def run_examples(page, folder, **files):
+    """Write the page's examples into files of these names in the folder, and run what pytest finds in it."""
+    for file, name in files.items():
+        (folder / f"{file}.py").write_text(example(page, name))
     shown = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "."],
         cwd=folder,
@@ -41,11 +41,12 @@ def run_examples(page, names, folder):
 
 
 def test_a_patch_with_its_test(tmp_path):
-    run_examples("writing-a-patch.md", ("acme_patches.py", "test_acme_patches.py"), tmp_path)
+    patch = "megapatch/patches/megatron/divide_by_zero.py"
+    run_examples("writing-a-patch.md", tmp_path, acme_patches=patch, test_acme="test_acme_patches.py")
 
 
 def test_losses_of_two_stages(tmp_path):
-    run_examples("testing.md", ("test_losses.py",), tmp_path)
+    run_examples("testing.md", tmp_path, test_losses="test_losses.py")
 
 
 def training(rank, world_size, source):

@@ -1,1 +1,1 @@
-"""docs/verdicts.md: what each diagnosis says of each release."""
+"""docs/verdicts.csv: what each diagnosis says of each release."""

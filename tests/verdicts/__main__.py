@@ -1,12 +1,12 @@
-"""Write docs/verdicts.md, or look at releases that it lacks.
+"""Write docs/verdicts.csv, or look at releases that it lacks.
 
     python -m verdicts [--wheels FOLDER] [PROJECT==RELEASE=FOLDER ...]
     python -m verdicts --new [--wheels FOLDER]
 
 Wheels are downloaded into a folder, where they stay, unless their folder is given. FOLDER is what would stand on
-PYTHONPATH. A release of which there is no folder keeps the verdicts that are on the page.
+PYTHONPATH. A release of which there is no folder keeps the verdicts that it has.
 
---new asks the package index for releases that the page lacks, looks at them, and prints the lines that
+--new asks the package index for releases that the file lacks, looks at them, and prints the lines that
 releases.txt would need and where verdicts differ from the release before. It writes nothing. It exits with 0 if
 none differs, with 1 if one does, and with 2 if it could not ask or look.
 """
@@ -20,8 +20,6 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rigs.audit import WATCHERS
-
 from megapatch.patches import PATCHES
 from megapatch.testing import megatron_core_available
 
@@ -29,15 +27,14 @@ from . import new, releases, table
 from .process import CouldNotLook, verdicts_on
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs/verdicts.md"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m verdicts", description=__doc__.partition("\n")[0])
     parser.add_argument("--wheels", metavar="FOLDER", type=Path, help="where downloaded wheels are kept")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    parser.add_argument("--file", type=Path, default=table.FILE, help="the file to write")
     parser.add_argument("--releases", type=Path, default=releases.FILE, help="the releases, a line each")
-    parser.add_argument("--new", action="store_true", help="look at releases on the index that the page lacks")
+    parser.add_argument("--new", action="store_true", help="look at releases on the index that the file lacks")
     parser.add_argument("given", nargs="*", metavar="PROJECT==RELEASE=FOLDER", help="a checkout")
     options = parser.parse_args()
     wanted = releases.read(options.releases.read_text())
@@ -50,7 +47,7 @@ def main() -> int:
         folders = {**_download(wanted, options.wheels, folders), **folders}
 
     there = [one for one in wanted if all(name in folders for name in (str(one), *one.beside))]
-    verdicts = table.read(options.page.read_text()) if options.page.exists() else {}
+    verdicts = table.read(options.file.read_text()) if options.file.exists() else {}
     failed = []
     with ThreadPoolExecutor(2) as pool:
         for release, looked in [(one, pool.submit(_look, one, folders)) for one in there]:
@@ -64,10 +61,9 @@ def main() -> int:
                     if table.project_of(site[1]) == release.project:
                         cells.pop(release.name, None)
     print("\n".join([f"not looked at: {one}" for one in wanted if one not in there] + failed))
-    patches = (*PATCHES, *WATCHERS)
-    text = table.write(verdicts, patches, wanted)
-    options.page.write_text(text)
-    wrong = table.problems(text, patches, wanted, (ROOT / "tox.ini").read_text())
+    text = table.write(verdicts, PATCHES, wanted)
+    options.file.write_text(text)
+    wrong = table.problems(text, PATCHES, wanted, (ROOT / "tox.ini").read_text())
     print("\n".join(wrong))
     return 1 if failed or wrong else 0
 
@@ -91,10 +87,10 @@ def _look_at_new(known: list[releases.Release], options: argparse.Namespace) -> 
                 print(f"  could not look: {error}")
                 failed = True
                 continue
-            lines = new.differences(release, told, known, options.page.read_text())
+            lines = new.differences(release, told, known, table.read(options.file.read_text()))
             print("\n".join(f"  {line}" for line in lines or ["no verdict differs"]))
             differs = differs or bool(lines)
-    print(f"{len(found)} releases that the page lacks" if found else "the page has all releases")
+    print(f"{len(found)} releases that the file lacks" if found else "the file has all releases")
     return 2 if failed else 1 if differs else 0
 
 

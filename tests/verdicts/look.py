@@ -2,8 +2,9 @@
 
     python -m verdicts.look PROJECT
 
-prints JSON: ``cells``, by patch and module, and ``errors``, what could not be told. CUDA has stubs, and what the
-projects import of others has the stand-ins of the tests' rigs: no diagnosis looks at those.
+prints JSON: ``cells``, by patch and module, and ``errors``: what could not be looked at, or cannot be watched by
+the audit. CUDA has stubs, and what the projects import of others has stand-ins of the tests' rigs. No diagnosis
+looks at those.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def look(project):
             if site.module not in modules or site.module in errors:
                 continue
             verdict = (site.verdict, site.reason) if site.module in here else ABSENT
-            if verdict[0] is None:
+            of_the_audit = one.patch.name.startswith("audit.")
+            if verdict[0] is None or (of_the_audit and verdict[0] not in ("needed", "absent")):
                 errors[site.module] = f"{one.patch.name} at {site.module} is {site.status.value}: {site.reason}"
-            cells.append([one.patch.name, site.module, *verdict])
+            if not of_the_audit:
+                cells.append([one.patch.name, site.module, *verdict])
     return cells, list(errors.values())
 
 
@@ -107,7 +110,7 @@ def main(project):
         cells, errors = [], lacks(project)
         if not errors:
             find(project)
-            megapatch.audit.start()  # its sites are judged as those of patches are
+            megapatch.audit.start()
             cells, errors = look(project)
     print(json.dumps({"cells": cells, "errors": errors}))
     sys.stdout.flush()

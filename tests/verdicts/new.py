@@ -1,4 +1,4 @@
-"""Releases that the package index has and the table lacks, and what the diagnoses say of them."""
+"""Releases that the package index has and releases.txt lacks, and what the diagnoses say of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def on_index(project: str) -> list[Version]:
 
 
 def missing(known: Iterable[Release], index: Callable[[str], list[Version]] = on_index) -> list[Release]:
-    """Return the releases that the table lacks, to be imported with what the newest of their project is.
+    """Return the releases that `known` lacks, to be imported with what the newest of their project is.
 
     Of a minor release the table has the last patch release, and it begins somewhere: so those are missing that
     are newer than all that it has of their minor release, and of minor releases since the first in the table.
@@ -58,11 +58,10 @@ def _last_of_each_minor(versions: Iterable[Version]) -> list[Version]:
 
 
 def differences(
-    release: Release, looked: dict[tuple[str, str], table.Cell], known: list[Release], page: str
+    release: Release, looked: dict[tuple[str, str], table.Cell], known: list[Release], told: table.Verdicts
 ) -> list[str]:
     """Return in words where the verdicts differ from those of the project's release before it in the table."""
     before = _before(release, known)
-    told = table.read(page)
     found = []
     for (patch, module), cell in sorted(looked.items()):
         old = told.get((patch, module), {}).get(before.name)

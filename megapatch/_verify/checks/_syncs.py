@@ -1,4 +1,4 @@
-"""The engine's process: weight syncs of a real engine, with requests in flight. It records, and judges nothing."""
+"""The engine's process: weight syncs of a real engine, with requests in flight. It records, no more."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def main(folder: str, module: str) -> None:
 
 
 async def _found(folder: Path, new_engine: type[Engine]) -> dict[str, Any]:
-    """Return the facts that the judge asks for."""
+    """Return the facts that are asserted later."""
     old, new, half = (_checkpoint(folder / name, name) for name in ("old", "new", "half"))
     engine = new_engine(new)  # so that what it answers now has to do with no sync
     try:

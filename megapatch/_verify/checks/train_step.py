@@ -22,7 +22,7 @@ BIASED: dict[str, Any] = {
         "moe_aux_loss_coeff": 1.0,
     },
 }
-"""Experts whose routers have a bias that moves in each step: what a dropped step can leave besides gradients."""
+"""Experts whose routers have a bias that moves in each step: what a dropped step can leave, with its gradients."""
 
 
 def steps_in_pieces(layout: Layout = DP) -> float:

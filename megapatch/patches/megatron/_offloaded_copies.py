@@ -15,7 +15,7 @@ def hybrid_with_copy(module: ModuleType, parameter: Any, held: Any, **more: Any)
         module: megatron.core.optimizer.distrib_optimizer.
         parameter: the model's.
         held: the copy.
-        more: attributes besides.
+        more: further attributes.
     """
     hybrid = object.__new__(answering_none(module.HybridDeviceOptimizer))
     vars(hybrid).update(

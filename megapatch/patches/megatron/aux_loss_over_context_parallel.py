@@ -8,7 +8,7 @@ Seam      schedules.backward_step: while the original runs, the scale of these l
           that the schedule has set before stays as it is.
 Limits    with calculate_per_token_loss nothing is changed, as in 0.16. The size is that of parallel_state, not of
           process groups that are passed on. With overlap_moe_expert_parallel_comm (0.14, 0.15) the schedules
-          do not come by here.
+          do not run this.
 Numbers   change with context parallel and MoE: a coefficient that was tuned with a larger value is to be lowered.
 Cost      nothing without MoE or context parallel; else a multiplication of one element for each microbatch.
 """

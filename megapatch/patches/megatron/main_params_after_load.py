@@ -28,7 +28,7 @@ Limits    weights that come from elsewhere are not restored, but warned of: a co
           of a checkpoint that were cast or moved. Call optimizer.reload_model_params() after such a load.
           Optimizer state that is saved between such a load and the next step is that from before the load.
           A load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
-          Ranks do not ask each other, and judge four kinds of parameters apart, so that copies of a parameter stay
+          Ranks do not ask each other, and look at four kinds of parameters apart, so copies of a parameter stay
           the same: those that tensor-parallel ranks hold alike, tied embeddings, experts, and the others, which
           are also new where one of the first two is.
           Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, training

@@ -40,7 +40,7 @@ GROUPS = "param_groups"
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Settings that a group may have in place of its scheduler's."""
 TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
-"""Settings by which groups differ, besides their rates; NeMo's names begin with `pre_`."""
+"""Settings by which groups differ, other than their rates; NeMo's names begin with `pre_`."""
 
 OVERRIDES = SideTable()
 """Whether the scheduler of an optimizer overrides what a checkpoint says."""

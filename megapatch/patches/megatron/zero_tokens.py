@@ -10,7 +10,7 @@ Seam      schedules.forward_step, whose forward step function returns the loss f
 Limits    with calculate_per_token_loss nothing is changed: Megatron divides by the step's number of tokens there,
           and not at all if that is 0. A loss function that divides by the number of tokens itself, as one that
           returns two values does, has to see to it itself. With overlap_moe_expert_parallel_comm (0.14) the
-          schedules do not come by here.
+          schedules do not run this.
 Cost      a small kernel for each microbatch, without synchronization.
 """
 

@@ -165,16 +165,19 @@ def parts(rank, world_size):
 found = once(lambda: run_cells(parts, 2, env=UNPATCHED))
 
 
+@pytest.mark.quick
 def test_timers_of_the_call_are_stopped_and_the_callers_run_on():
     for of_rank in found():
         assert of_rank["timers"] == ({"of the caller", "forward-backward"}, {"of the caller"})
 
 
+@pytest.mark.quick
 def test_the_rerun_machine_is_before_the_step_and_in_its_mode():
     for of_rank in found():
         assert of_rank["machine"] == ("VALIDATE_RESULTS", "NOT_RUNNING_YET", "NOT_RUNNING_YET")
 
 
+@pytest.mark.quick
 def test_only_its_own_no_sync_is_removed_and_an_exception_restores_all_hooks():
     for of_rank in found():
         assert of_rank["hooks"] == {"own": True, "list": True, "another's": False}
@@ -192,5 +195,6 @@ def test_hooks_that_cannot_gather_are_left_off_and_hide_no_exception():
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.quick
 def test_after_an_interrupted_step_the_numbers_are_those_of_a_run_without_overlap(name):
     assert_same([of_rank[name] for of_rank in found()], [of_rank["plain"] for of_rank in found()])

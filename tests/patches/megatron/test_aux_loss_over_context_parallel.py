@@ -86,6 +86,7 @@ def assert_all(ratios, expected, rel=1e-4):
 
 @pytest.mark.skipif(minor() > 15, reason="repaired in 0.16")
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.quick
 def test_without_the_patch_two_ranks_halve_the_losses(unpatched, name):
     for found in unpatched:
         assert_all(found[name], 0.5)
@@ -93,6 +94,7 @@ def test_without_the_patch_two_ranks_halve_the_losses(unpatched, name):
 
 
 @pytest.mark.parametrize("name", ["data parallel", *LOSSES])
+@pytest.mark.quick
 def test_losses_weigh_as_much_as_without_context_parallel(patched, name):
     for found in patched:
         assert_all(found[name], 1.0)

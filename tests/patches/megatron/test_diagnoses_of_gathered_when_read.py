@@ -19,15 +19,11 @@ def verdicts(rank, world_size):
         self.disable_forward_pre_hook()
         return self.module.state_dict(*args, **kwargs)
 
-    def needs_more(self, *args, **kwargs):
-        return self.something_new
-
     def another_step(self): ...
 
     changes = {
         "repaired in part": (chunk, "state_dict", gathers),
         "repaired": [(chunk, "state_dict", gathers), (chunk, "state_dict_for_save_checkpoint", gathers)],
-        "needs more": (chunk, "state_dict", needs_more),
         "other gathers": (group, "finish_param_sync", another_step),
     }
     of_optimizer = made_up(optimizer.DistributedOptimizer, "step_with_ready_grads", another_step)
@@ -43,7 +39,6 @@ def test_megatron():
         "as it is": ("needed", "read parameters that are not gathered"),
         "repaired in part": ("needed", ""),
         "repaired": ("fixed", "gather the parameters"),
-        "needs more": ("unknown", "module.state_dict called by state_dict"),
         "other gathers": ("unknown", "parameter skip_next_bucket_dispatch of"),
     }
     assert_verdicts(found, expected)

@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from rigs.diagnosed_code import GONE, made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts, words
 
 KEY = "rerun_state_machine_state"
@@ -42,12 +42,6 @@ def saving():
         ShardedObject = tuple
         raise RuntimeError(ShardedObject(("rerun_state_machine_state", (self.mode, self.state))))
 
-    def says_nothing(self, data_iterator, ckpt_format, force=False):
-        return None
-
-    def takes_a_switch(self, use_dist_ckpt):
-        return None
-
     functions = (
         idle_is_none,
         builds,
@@ -55,14 +49,8 @@ def saving():
         builds_without_force,
         none_without_force,
         raises,
-        says_nothing,
-        takes_a_switch,
     )
-    changes = {
-        **made_up(module.RerunStateMachine, "state_dict", *functions),
-        **{f"no {name}": (module, name, None) for name in ("RerunStateMachine", "RerunMode")},
-    }
-    found = verdicts_of(diagnose, module, changes)
+    found = verdicts_of(diagnose, module, made_up(module.RerunStateMachine, "state_dict", *functions))
     state_dict = getattr(module.RerunStateMachine.state_dict, "__wrapped__", module.RerunStateMachine.state_dict)
     found["takes force"] = "force" in state_dict.__code__.co_varnames
     return found
@@ -86,9 +74,8 @@ def loading():
 
     name = "maybe_report_missing_and_unexpected_keys"
     changes = {
-        **made_up(module, name, forgives, never_raises, raises_another, takes_a_list),
+        **made_up(module, name, forgives, never_raises, raises_another),
         "not looked up": (module, "validate_integrity_and_strict_load", takes_a_list),
-        "no function": (module, name, GONE),
     }
     found = verdicts_of(diagnose, module, changes)
     with mock.patch.dict(sys.modules):
@@ -117,10 +104,6 @@ def test_saving(found):
         "builds_without_force": ("absent", "has always saved"),
         "none_without_force": ("unknown", "parameter force of megatron.core.rerun_state_machine:"),
         "raises": ("unknown", "RuntimeError"),
-        "says_nothing": ("unknown", f"{KEY} in megatron.core.rerun_state_machine:"),
-        "takes_a_switch": ("unknown", "parameter ckpt_format of megatron.core.rerun_state_machine:"),
-        "no RerunStateMachine": ("unknown", "RerunStateMachine.state_dict"),
-        "no RerunMode": ("unknown", "RerunMode.DISABLED"),
     }
     assert_verdicts(found, expected)
 
@@ -133,9 +116,7 @@ def test_loading(found):
         "forgives": ("fixed", f"does not raise for {KEY}"),
         "never_raises": ("unknown", "expected missing keys to raise"),
         "raises_another": ("unknown", "ValueError: another"),
-        "takes_a_list": ("unknown", "parameter missing_keys of megatron.core.dist_checkpointing.validation:"),
         "not looked up": ("unknown", "in megatron.core.dist_checkpointing.validation:validate_integrity_and_"),
-        "no function": ("unknown", "validation:maybe_report_missing_and_unexpected_keys"),
         "without the machine's module": needed,
     }
     assert_verdicts(found, expected)

@@ -33,6 +33,7 @@ def defect(rank, world_size):
     return {"enable": enabled_twice, "disable": raised(ddp.disable_forward_pre_hook)}
 
 
+@pytest.mark.quick
 def test_without_the_patch_a_repeated_call_fails():
     assert run_with_megatron(defect, 2, env=UNPATCHED) == [{"enable": "AssertionError", "disable": "KeyError"}] * 2
 
@@ -167,6 +168,7 @@ def runs():
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick
 def test_switching_hooks_between_steps_gives_the_numbers_of_a_run_without_overlap(runs, name):
     for found, expected in zip(*runs[CASES[name][0]], strict=True):
         assert found[name][0] == pytest.approx(expected[name][0], rel=1e-5)

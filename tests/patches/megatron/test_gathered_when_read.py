@@ -235,6 +235,7 @@ ranks = cells_of(patched, 2)
         pytest.param("swap_model_weights", marks=needs_resharding),
     ],
 )
+@pytest.mark.quick
 def test_megatrons_readers_give_the_parameters_of_a_run_without_overlap(without, ranks, name):
     for before, after in zip(without, ranks, strict=True):
         assert all(0.4 < fraction < 0.6 for fraction in before[name])
@@ -256,6 +257,7 @@ def test_a_gather_between_backward_and_step_is_not_the_last_one(without, ranks):
     assert [found["hooks switched before the step"] for found in ranks] == [0, 0]
 
 
+@pytest.mark.quick
 def test_without_the_patch_what_one_rank_reads_is_a_mixture(without):
     assert all(0.4 < fraction < 0.6 for found in without for fraction in found["state_dict"])
 

@@ -116,6 +116,7 @@ def when(found):
 
 
 # ------------------------------------------------------------------------------------------ the defect
+@pytest.mark.quick
 def test_without_the_patch_other_windows_than_the_first_fail_or_go_wrong(ranks):
     for found in ranks:
         for name, words in {
@@ -133,6 +134,7 @@ def test_without_the_patch_other_windows_than_the_first_fail_or_go_wrong(ranks):
 
 # ------------------------------------------------------------------------------------------ the repair
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick
 def test_every_step_is_as_without_overlap_and_usual_steps_overlap(ranks, name):
     for found in ranks:
         assert_as_without_overlap(found[name], found["expected", key_of(*CASES[name])], CASES[name][2])

@@ -166,12 +166,14 @@ others = cells_of(partial(job, names=[name for name in RUNS if name not in LOADS
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick
 def test_without_the_patch_a_load_of_weights_is_undone(unpatched, case):
     for found in unpatched:
         assert [found[case, name] for name in LOADS] == [False] * len(LOADS)
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick
 def test_steps_are_those_of_new_objects_that_loaded_the_same(patched, case):
     for found in patched:
         assert [found[case, name] for name in LOADS] == [True] * len(LOADS)

@@ -106,6 +106,7 @@ patched = cells_of(with_patch, 2)
 
 
 # ------------------------------------------------------------------------------------------ the defect
+@pytest.mark.quick
 def test_without_the_patch_the_inner_no_sync_ends_the_outer_one(unpatched):
     for found in unpatched:
         outcome = found["cut"][0]
@@ -133,6 +134,7 @@ def test_without_the_patch_a_calibrated_megatron_reduces_early_and_leaves_out_th
 
 # ------------------------------------------------------------------------------------------ the repair
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick
 def test_a_step_cut_in_pieces_is_the_step_of_one_single_call(unpatched, patched, name):
     for single, found in zip(unpatched, patched, strict=True):
         steps, parameters, number = found[name]

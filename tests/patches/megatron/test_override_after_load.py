@@ -62,6 +62,7 @@ def after_two_steps(rate):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick
 def test_without_the_patch_the_rate_is_the_checkpoints_or_the_load_fails(unpatched, case):
     for found in unpatched:
         raised = "KeyError" if "use_distributed_optimizer" in CASES[case] else "ValueError"
@@ -69,6 +70,7 @@ def test_without_the_patch_the_rate_is_the_checkpoints_or_the_load_fails(unpatch
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick
 def test_with_the_flag_the_rate_is_the_runs_own(patched, case):
     for found in patched:
         assert found[case, "override"] == after_two_steps(NEW)

@@ -232,6 +232,7 @@ WITHOUT_VIRTUAL_STAGES = [pytest.param(name) for name, (_, layout, *_) in LAYOUT
 
 
 @pytest.mark.parametrize(("name", "case"), but_first_thorough(with_nightly(ALL, always=OF_FIRST)))
+@pytest.mark.quick
 def test_every_step_is_as_without_overlap(of_ranks, name, case):
     for found in of_ranks(LAYOUTS[name][0]):
         assert_same(*found[name, case])
@@ -297,6 +298,7 @@ def without(rank, world_size):
     yield "never", partial(attempt, trained, GRADS, "never")
 
 
+@pytest.mark.quick
 def test_without_the_patch_the_step_ends_with_an_error():
     for found in run_cells(without, 2, env={"MEGAPATCH_DISABLE": PATCH}):
         error, _ = found["never"]

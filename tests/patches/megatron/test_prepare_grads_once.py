@@ -128,6 +128,7 @@ patched = cells_of(with_patch, 2)
 
 # ------------------------------------------------------------------------------------------ the defect
 @pytest.mark.parametrize("case", TWICE)
+@pytest.mark.quick
 def test_without_the_patch_gradients_are_unscaled_twice_and_the_scaler_moves_twice(unpatched, case):
     for found in unpatched:
         alone, twice = found[case]
@@ -145,6 +146,7 @@ def test_without_the_patch_gradients_are_unscaled_twice_and_the_scaler_moves_twi
 
 # ------------------------------------------------------------------------------------------ the repair
 @pytest.mark.parametrize("run", range(len(RUNS)), ids=[f"{case}, {caller.__name__}" for case, caller in RUNS])
+@pytest.mark.quick
 def test_the_numbers_are_those_of_a_caller_of_step_alone(unpatched, patched, run):
     for alone, trained in zip(unpatched, patched, strict=True):
         for got, expected in zip(trained[run], alone[run], strict=True):

@@ -11,7 +11,7 @@ import importlib
 import pytest
 import torch
 from rigs.cells import cells_of, once
-from rigs.diagnosed_code import GONE, made_up, verdicts_of
+from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.offloading import OFFLOADS, offloading, offloading_gpt
 from rigs.megatron.options import UNPATCHED
@@ -66,10 +66,6 @@ def updates_none(self, state_dict=None):
     assert isinstance(self.optimizer, HybridDeviceOptimizer)
 
 
-def needs_more(self, state_dict=None):
-    return self.something_new(), HybridDeviceOptimizer
-
-
 def is_another(self, state_dict=None): ...
 
 
@@ -81,11 +77,7 @@ def diagnoses():
 
     module = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     optimizer, method = module.DistributedOptimizer, "_copy_model_params_to_main_params"
-    changes = {
-        **made_up(optimizer, method, updates_all, updates_none, needs_more, is_another),
-        "no class": (module, "DistributedOptimizer", None),
-        "no offloading": (module, "HybridDeviceOptimizer", GONE),
-    }
+    changes = made_up(optimizer, method, updates_all, updates_none, is_another)
     return {"marked": hasattr(getattr(optimizer, method), MARK), **verdicts_of(diagnose, module, changes)}
 
 
@@ -93,10 +85,7 @@ DIAGNOSES = {
     "as it is": ("needed", "keep the weights from before"),
     "updates_all": ("fixed", "are updated"),
     "updates_none": ("needed", "keep the weights from before"),
-    "needs_more": ("unknown", "TypeError"),
     "is_another": ("unknown", "not found: HybridDeviceOptimizer in"),
-    "no class": ("unknown", "DistributedOptimizer"),
-    "no offloading": ("unknown", "HybridDeviceOptimizer"),
 }
 
 
@@ -105,6 +94,7 @@ unpatched = cells_of(job, 2, env=UNPATCHED)
 patched = cells_of(job, 2)
 
 
+@pytest.mark.quick
 def test_without_the_patch_the_first_step_brings_the_old_weights_back(unpatched):
     for found in unpatched:
         for name in OFFLOADS:
@@ -115,6 +105,7 @@ def test_without_the_patch_the_first_step_brings_the_old_weights_back(unpatched)
 
 
 @pytest.mark.parametrize("name", ["reference", *OFFLOADS])
+@pytest.mark.quick
 def test_steps_are_those_without_offloading(patched, name):
     for found in patched:
         assert found["moves"] > 0.01

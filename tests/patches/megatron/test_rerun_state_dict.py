@@ -89,6 +89,7 @@ def states(runs):
     return unpatched, patched
 
 
+@pytest.mark.quick
 def test_an_enabled_machine_gives_the_same_structure_whether_a_rerun_is_pending_or_not(states):
     for rank, found in enumerate(states[1]):
         keys = ["mode", "state", "current_iteration", "sharded"]
@@ -115,6 +116,7 @@ def test_a_disabled_machine_and_other_formats_give_none(states):
         assert found["pending, other format"] is None
 
 
+@pytest.mark.quick
 def test_without_the_patch_only_the_idle_state_differs(states):
     for unpatched, patched in zip(*states, strict=True):
         if unpatched["VALIDATE_RESULTS"] is not None:  # from 0.18 on

@@ -154,6 +154,7 @@ def test_the_verdicts(runs, has_the_fault):
         }
 
 
+@pytest.mark.quick
 def test_without_the_patch_a_transient_fault_is_saved_and_cannot_be_resumed(runs, has_the_fault):
     for found in runs[0]:
         (checkpoint, leave, code), error = found["transient"]
@@ -161,6 +162,7 @@ def test_without_the_patch_a_transient_fault_is_saved_and_cannot_be_resumed(runs
         assert error == "TypeError"  # what is saved in mid-rerun, in any version
 
 
+@pytest.mark.quick
 def test_with_the_patch_the_job_ends_and_nothing_is_saved(runs):
     for found in runs[1]:
         assert found["transient"][0] == (False, True, FAILED)

@@ -106,6 +106,7 @@ FULL, GONE = ("OSError", "No space left on device"), ("FileNotFoundError", "gone
 
 
 @pytest.mark.parametrize("name", ["metadata", "config", "trainers_function"])
+@pytest.mark.quick
 def test_without_the_patch_a_rank_waits_for_one_that_has_failed(unpatched, name):
     (error, _), (of_other, waited) = (found[f"{name}, without the patch"] for found in unpatched)
     assert error == (GONE if name == "config" else FULL)[0]
@@ -116,6 +117,7 @@ def test_without_the_patch_a_rank_waits_for_one_that_has_failed(unpatched, name)
 @each_writer
 @pytest.mark.parametrize("when", ["later", "at once"])
 @pytest.mark.parametrize(("what", "fails"), [("metadata", FULL), ("config", GONE), ("manifest", GONE)])
+@pytest.mark.quick
 def test_a_save_that_fails_on_one_rank_fails_on_the_others(patched, writer, when, what, fails):
     if what == "manifest" and (writer, when, what) not in patched[0]:
         pytest.skip("this Megatron has no manifests")

@@ -90,6 +90,7 @@ LOST = {
 
 
 @pytest.mark.parametrize("name", LOST)
+@pytest.mark.quick
 def test_without_the_patch_a_change_is_lost(unpatched, name):
     _, saves = zip(*[found[name] for found in unpatched[0]], strict=True)
     # Where each rank loads on its own (from 0.18 on), one that lacks nothing does not know.
@@ -113,6 +114,7 @@ def test_an_unchanged_structure_is_planned_once_as_without_the_patch(unpatched, 
 
 
 @pytest.mark.parametrize("name", [name for name in (*CHANGES, *ON_ONE) if name != "unchanged"])
+@pytest.mark.quick
 def test_a_change_is_planned_once_by_all_ranks_and_saved(patched, name):
     for rank, found in enumerate(patched):
         assert found[name] == (

@@ -127,23 +127,13 @@ def makes_nothing(self, checkpoint_dir, metadata=None):
     return {}
 
 
-def needs_more(self, checkpoint_dir, metadata=None):
-    return metadata.something_new
-
-
-def takes_none(self, checkpoint_dir): ...
-
-
 def diagnoses():
     from megapatch.patches.megatron.strict_loads_with_new_torch import diagnose
 
     module = importlib.import_module(MODULE)
     strategy = module.TorchDistLoadShardedStrategy
-    functions = passes_all, passes_the_type, makes_nothing, needs_more, takes_none
-    changes = {
-        **made_up(strategy, "load_tensors_metadata", *functions),
-        "no class": (module, "TorchDistLoadShardedStrategy", None),
-    }
+    functions = passes_all, passes_the_type, makes_nothing
+    changes = made_up(strategy, "load_tensors_metadata", *functions)
     return {"marked": hasattr(strategy.load_tensors_metadata, MARK), **verdicts_of(diagnose, module, changes)}
 
 
@@ -152,9 +142,6 @@ DIAGNOSES = {
     "passes_all": ("needed", "gets strides"),
     "passes_the_type": ("fixed", "does not pass strides on"),
     "makes_nothing": ("unknown", "it returns 0"),
-    "needs_more": ("unknown", "something_new"),
-    "takes_none": ("unknown", "not found: parameter metadata of"),
-    "no class": ("unknown", "TorchDistLoadShardedStrategy"),
 }
 
 
@@ -169,6 +156,7 @@ LOADED = {"weights": {7.0}, "halves": {7.0}}
 SHAPES = {"weights": ((3, 2), torch.float32, None), "halves": ((3, 2), torch.bfloat16, None)}
 
 
+@pytest.mark.quick
 def test_without_the_patch_only_the_default_loads(unpatched):
     assert unpatched[DEFAULT] == LOADED
     for cell in (*STRICTNESSES[1:], "tensors", "all"):
@@ -176,6 +164,7 @@ def test_without_the_patch_only_the_default_loads(unpatched):
 
 
 @pytest.mark.parametrize("strict", STRICTNESSES)
+@pytest.mark.quick
 def test_every_strictness_loads(patched, strict):
     assert patched[strict] == LOADED
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnosed_code import GONE, verdicts_of
+from rigs.diagnosed_code import verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import minor
@@ -67,7 +67,7 @@ def diagnoses():
 
     package = importlib.import_module("megatron.core.distributed")
     finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    changes = {"no class": (package, FSDP2, GONE)}
+    changes = {}
     for finalize in (finalize_with, finalize_without, finalize_nothing):
         for finish in (takes_it, takes_nothing, raises):
             changes[finalize.__name__, finish.__name__] = [
@@ -85,7 +85,6 @@ DIAGNOSES = {
         ("absent", "without force_all_reduce") if minor() < 16 else ("unknown", "not found: force_all_reduce")
     ),
     ("finalize_nothing", "takes_nothing"): ("unknown", "not found: finish_grad_sync"),
-    "no class": ("unknown", "TorchFullyShardedDataParallel"),
 }
 
 
@@ -95,11 +94,13 @@ patched = cells_of(job, 2)
 
 
 @pytest.mark.skipif(minor() not in (16, 17, 18), reason="0.16 to 0.18 have the defect")
+@pytest.mark.quick
 def test_without_the_patch_gradients_cannot_be_finalized(unpatched):
     for found in unpatched:
         assert "unexpected keyword argument 'force_all_reduce'" in found["finalized"][0]
 
 
+@pytest.mark.quick
 def test_gradients_are_finalized(patched):
     for found in patched:
         assert found["finalized"] == (None, [[1.5] * 4] * 2)

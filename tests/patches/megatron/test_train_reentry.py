@@ -33,6 +33,7 @@ pytestmark = needs_training
 
 
 # ------------------------------------------------------------------------------------------ the defect
+@pytest.mark.quick
 def test_without_the_patch_a_second_call_fails_three_times_over():
     outcome = run_with_megatron(train_without, 2, env=UNPATCHED)[
         0
@@ -86,6 +87,7 @@ def runs():
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick
 def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train(runs, name):
     again, plain = runs[CASES[name][0]]
     assert_same([found[name] for found in again], [found[name] for found in plain])

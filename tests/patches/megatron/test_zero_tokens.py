@@ -83,11 +83,13 @@ patched = cells_of(job, 1)
 
 @pytest.mark.skipif(minor() > 14, reason="Megatron's own from 0.15 on")
 @pytest.mark.parametrize("cell", [*DTYPES, "train step"])
+@pytest.mark.quick
 def test_without_the_patch_one_empty_microbatch_makes_the_gradient_nan(unpatched, cell):
     assert math.isnan(unpatched[cell])
 
 
 @pytest.mark.parametrize("cell", [*DTYPES, "per token", "train step"])
+@pytest.mark.quick
 def test_a_step_with_an_empty_microbatch_has_the_gradient_of_the_others(patched, cell):
     assert patched[cell] == 0.0
 

@@ -1,0 +1,22 @@
+"""Print the words of the hand-written pages: `python tests/words.py`. The goal is 38,000.
+
+Not counted is what is generated: docs/api.md, docs/limits.md, docs/patches.md, and a table of docs/audit.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+GENERATED = {"api.md", "limits.md", "patches.md"}
+TABLE = re.compile(r"<!-- Generated from .*?<!-- the end of what is generated -->", re.DOTALL)
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+PAGES += [page for page in sorted(ROOT.glob("docs/*.md")) if page.name not in GENERATED]
+
+
+if __name__ == "__main__":
+    words = {page.name: len(TABLE.sub("", page.read_text()).split()) for page in PAGES}
+    for name, number in sorted(words.items(), key=lambda item: -item[1]):
+        print(f"{number:7,} {name}")
+    print(f"{sum(words.values()):7,} together")
