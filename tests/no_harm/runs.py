@@ -12,7 +12,7 @@ import warnings
 from datetime import timedelta
 
 import torch
-from rigs.cells import run_cells
+from rigs.cells import AUDITED, run_cells, take_rules
 from rigs.imported import WITHOUT_MEGAPATCH
 from rigs.megatron.options import quick_writer
 from torch.utils._pytree import tree_flatten
@@ -27,8 +27,8 @@ from .layouts import LAYOUTS
 from .table import PROGRAMS
 from .trainer import Run
 
-PLAIN, PATCHED = "plain", "with megapatch"
-ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}}
+PLAIN, PATCHED, WATCHED = "plain", "with megapatch", "with the audit"
+ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}, WATCHED: AUDITED}
 ALONE = timedelta(seconds=15)
 """How long a rank waits for the other one in a collective."""
 LONGEST = 40
@@ -95,9 +95,11 @@ def outcome(program, name, rank, folder, collectives):
     try:
         with layout.in_use():
             PROGRAMS[program].function(run)
-            return {("collectives", "all"): list(collectives), **run.outcome()}
+            found = {("collectives", "all"): list(collectives), **run.outcome()}
     finally:
         signal.alarm(0)
+        rules = take_rules() if "MEGAPATCH_AUDIT" in os.environ else []
+    return {**found, ("findings", "all"): sorted(set(rules))}
 
 
 COLLECTIVES = (
@@ -118,7 +120,8 @@ def recorded_collectives():
         def recording(group, *args, **kwargs):
             tensors = tree_flatten((args, kwargs))[0]
             shapes = [tuple(each.shape) for each in tensors if torch.is_tensor(each)]
-            found.append((name, tuple(torch.distributed.get_process_group_ranks(group)), shapes))
+            ranks = torch.distributed.get_process_group_ranks(group)
+            found.append(f"{name} among {ranks} of {shapes}")  # a record of many small objects takes long to save
             return method(group, *args, **kwargs)
 
         return recording
