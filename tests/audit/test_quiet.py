@@ -11,7 +11,7 @@ import torch
 from rigs.cells import run_cells
 from rigs.megatron.options import ADAM, BOTH, GRADS, Interrupted, new_machine, raising_half_way, rerun, rerun_data
 from rigs.megatron.save import Saves, has_working_writer, minor, prepare
-from rigs.mistakes.weights import SHARDED, optimizers_in
+from rigs.mistakes.weights import SHARDED, parts_of
 from rigs.train_step.fsdp import Sharded
 from rigs.train_step.models import in_pieces
 
@@ -213,7 +213,7 @@ def with_new_moments(options):
     model = tiny_gpt(**options)
     for step in range(STEPS):
         if step == 2:
-            for part in optimizers_in(model.optimizer):
+            for part in parts_of(model.optimizer):
                 part.load_state_dict(copy.deepcopy(part.state_dict()))
                 for state in part.optimizer.state.values():
                     state["exp_avg"].zero_()
