@@ -18,13 +18,16 @@ CHECKS = "megapatch/_verify/checks/training.py"
 TESTS = (
     "patches/megatron/test_divide_by_zero.py",
     "patches/megatron/test_edits.py",
+    "test_arrows.py",
     "test_catalog.py",
     "test_pages.py",
     "test_quick.py",
     "test_verdicts.py",
     "verify/test_command.py",
 )
-NAMES = "divide or catalog or generated or quick or file_is_whole or every_patch or harmless or another_body"
+NAMES = (
+    "divide or arrows or catalog or generated or quick or file_is_whole or every_patch or harmless or another_body"
+)
 
 
 @needs_megatron
