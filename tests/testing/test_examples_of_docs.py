@@ -26,7 +26,9 @@ def example(page, name):
 def run_examples(page, folder, **files):
     """Write the page's examples into files of these names in the folder, and run what pytest finds in it."""
     for file, name in files.items():
-        (folder / f"{file}.py").write_text(example(page, name))
+        (folder / f"{file}.py").write_text(
+            example(page, name).replace("from ...patch import", "from megapatch import")
+        )
     shown = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "."],
         cwd=folder,
