@@ -270,6 +270,40 @@ def gradients_prepared_to_look_for_an_overflow(run):
         trainer.update()
 
 
+@program(
+    "bf16, overlapped reduce",
+    changed=dict.fromkeys(("megatron.nested-no-sync", "megatron.grad-ready-window"), (*WRONG, "collectives")),
+)
+def no_sync_around_a_call_of_a_step(run):
+    trainer = run.trainer()
+    (ddp,) = trainer.model.chunks
+    trainer.train(0)
+    trainer.model.zero_grad()
+    with ddp.no_sync():
+        with unfinished(trainer), mock.patch.object(trainer.model.config, "grad_sync_func", None):
+            trainer.backward(1)
+        torch.distributed.barrier()  # or the next call would race with the reduce that has begun too early
+        trainer.backward(2)
+    trainer.update()
+    trainer.train(3)
+
+
+@program(
+    "bf16, overlapped reduce",
+    changed=dict.fromkeys(
+        ("megatron.parameters-without-gradients", "megatron.grad-ready-window"), ("raised", "collectives", "loss")
+    ),
+)
+def a_layer_that_gets_no_gradient_in_a_step(run):
+    trainer = run.trainer()
+    frozen = [each for name, each in trainer.model._named_parameters() if "layers.0.mlp" in name]
+    trainer.train(0)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    trainer.model.zero_grad()
+    run.raising(trainer.backward, 1)
+
+
 @program("bf16, overlapped reduce", "bf16, sharded, overlaps", "pp, vpp")
 def more_microbatches_in_a_later_step(run):
     trainer = run.trainer()
