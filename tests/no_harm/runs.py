@@ -118,7 +118,8 @@ def recorded_collectives():
         def recording(group, *args, **kwargs):
             tensors = tree_flatten((args, kwargs))[0]
             shapes = [tuple(each.shape) for each in tensors if torch.is_tensor(each)]
-            found.append((name, tuple(torch.distributed.get_process_group_ranks(group)), shapes))
+            ranks = torch.distributed.get_process_group_ranks(group)
+            found.append(f"{name} among {ranks} of {shapes}")  # a record of many small objects takes long to save
             return method(group, *args, **kwargs)
 
         return recording

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from rigs.megatron.save import minor
+
 from .layouts import LAYOUTS, here
 
 PROGRAMS: dict[str, Program] = {}
@@ -38,3 +40,13 @@ def program(*layouts, changed=None):
 def pairs():
     """Return all (program, layout) that this Megatron can run."""
     return [(name, layout) for name, entry in PROGRAMS.items() for layout in here(entry.layouts)]
+
+
+def in_ci(pairs):
+    """Return those of these pairs that CI runs: each program in the layout met least, with each Megatron in another."""
+    found = {}
+    for number, program in enumerate(dict(pairs)):
+        layouts = [layout for name, layout in pairs if name == program]
+        turn = (number + minor()) % len(layouts)
+        found[program] = min(layouts[turn:] + layouts[:turn], key=[*found.values()].count)
+    return set(found.items())

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs.megatron.save import minor
-from rigs.turns import chosen, with_nightly
+from rigs.turns import chosen
 
 from . import runs
 from .compare import different, same
-from .table import PROGRAMS, pairs
+from .table import PROGRAMS, in_ci, pairs
 
 pytestmark = pytest.mark.skipif(minor() < 16, reason="older Megatrons lack half of what these programs do")
 
 PAIRS = pairs()
+IN_CI = in_ci(PAIRS)
 MEANT = [pair for pair in PAIRS if PROGRAMS[pair[0]].changed]
 
 
@@ -33,7 +34,10 @@ def records(request, tmp_path_factory):
     return of_mode
 
 
-@pytest.mark.parametrize(("program", "layout"), with_nightly(PAIRS))
+@pytest.mark.parametrize(
+    ("program", "layout"),
+    [pytest.param(*pair, marks=() if pair in IN_CI else pytest.mark.nightly) for pair in PAIRS],
+)
 def test_a_correct_program_is_the_same_with_megapatch(records, program, layout):
     pair = program, layout
     found = different(records(runs.PLAIN)[pair], records(runs.PATCHED)[pair])
