@@ -1,34 +1,16 @@
-"""The layouts of the grid, most of them those of the way back, and groups of them."""
+"""The layouts of the grid, which are those of the way back, and groups of them."""
 
 from __future__ import annotations
 
 from rigs.megatron.save import minor
-from way_back import layouts
-from way_back.layouts import ADAM, ON_DISK, OVERLAPS, SHARDED, Layout
+from way_back.layouts import LAYOUTS, ON_DISK
 
 BUCKETS = "dp_reshardable"
-BF16 = {"dtype": "bf16"}
 SKIPPED = ("bf16, on disk", "bf16, fully_reshardable")  # here every layout is saved on disk
-LAYOUTS = {
-    **{name: layout for name, layout in layouts.LAYOUTS.items() if name not in SKIPPED},
-    "bf16, overlapped reduce": Layout({}, {**ADAM, **BF16, "overlap_grad_reduce": True}),
-    "fp32, sharded, overlaps": Layout({}, {**SHARDED, **OVERLAPS}, BUCKETS),
-    "cp": Layout({"cp": 2}, {**SHARDED, **BF16, "attention": False}, BUCKETS),
-    "cp, moe": Layout(
-        {"cp": 2},
-        {
-            **ADAM,
-            "attention": False,
-            "experts": 2,
-            "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
-        },
-    ),
-    "pp, tied": Layout({"pp": 2}, {**ADAM, **BF16, "tied_embeddings": True}),
-    "precision-aware": Layout({}, {**SHARDED, **BF16, "lr": 0.01}, BUCKETS, offload="precision-aware", oldest=16),
-}
 LAYOUTS = {
     name: layout if layout.is_on_disk else layout._replace(saved=BUCKETS if layout.is_sharded else ON_DISK)
     for name, layout in LAYOUTS.items()
+    if name not in SKIPPED
 }
 
 DENSE = ("fp32", "bf16", "fp16")

@@ -12,7 +12,7 @@ import warnings
 from datetime import timedelta
 
 import torch
-from rigs.cells import run_cells
+from rigs.cells import AUDITED, run_cells, take_rules
 from rigs.imported import WITHOUT_MEGAPATCH
 from rigs.megatron.options import quick_writer
 from torch.utils._pytree import tree_flatten
@@ -27,8 +27,8 @@ from .layouts import LAYOUTS
 from .table import PROGRAMS
 from .trainer import Run
 
-PLAIN, PATCHED = "plain", "with megapatch"
-ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}}
+PLAIN, PATCHED, WATCHED = "plain", "with megapatch", "with the audit"
+ENVIRONMENTS = {PLAIN: WITHOUT_MEGAPATCH, PATCHED: {}, WATCHED: AUDITED}
 ALONE = timedelta(seconds=15)
 """How long a rank waits for the other one in a collective."""
 LONGEST = 40
@@ -95,9 +95,11 @@ def outcome(program, name, rank, folder, collectives):
     try:
         with layout.in_use():
             PROGRAMS[program].function(run)
-            return {("collectives", "all"): list(collectives), **run.outcome()}
+            found = {("collectives", "all"): list(collectives), **run.outcome()}
     finally:
         signal.alarm(0)
+        rules = take_rules() if "MEGAPATCH_AUDIT" in os.environ else []
+    return {**found, ("findings", "all"): sorted(set(rules))}
 
 
 COLLECTIVES = (

@@ -43,7 +43,7 @@ def pairs():
 
 
 def in_ci(pairs):
-    """Return those of these pairs that CI runs: each program in the layout met least, with each Megatron in another."""
+    """Return those that CI runs: each program in the layout met least so far, with each Megatron in another."""
     found = {}
     for number, program in enumerate(dict(pairs)):
         layouts = [layout for name, layout in pairs if name == program]

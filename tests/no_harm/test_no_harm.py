@@ -9,6 +9,7 @@ from rigs.turns import chosen
 
 from . import runs
 from .compare import different, same
+from .false_alarms import false_alarms
 from .table import PROGRAMS, in_ci, pairs
 
 pytestmark = pytest.mark.skipif(minor() < 16, reason="older Megatrons lack half of what these programs do")
@@ -53,6 +54,18 @@ def test_without_its_patch_nothing_differs(records, program, layout):
     disabled = records(runs.PATCHED, alike, MEGAPATCH_DISABLE=",".join(patches))
     found = different(records(runs.PLAIN)[pair], disabled[pair])
     assert not found, in_lines(found)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("program", "layout"), PAIRS)
+def test_the_audit_finds_nothing_and_changes_nothing(records, program, layout):
+    pair = program, layout
+    watched = records(runs.WATCHED)[pair]
+    found = different(records(runs.PLAIN)[pair], watched)
+    its_own = {"collectives", "findings"}  # it compares ranks
+    assert set(found) - its_own == PROGRAMS[program].kinds(layout) - its_own, in_lines(found)
+    rules = {rule for rank in watched for rule in rank["findings", "all"]}
+    assert rules == false_alarms(program, layout)
 
 
 def test_there_are_enough_programs():

@@ -20,6 +20,7 @@ checkpoints  saving and loading, with state dicts or by Megatron's distributed c
 pictures     everything that a step reads, as numbers, and where two of them differ
 ranks        the job that the ranks run
 search       drawing sequences, running them, and making one that differs as short as it gets
+plain        the same sequences in a process without megapatch, where plain Megatron does them right
 known        what differs today, strictly
 reported     public reports, and the sequences that show them without patches
 

@@ -31,6 +31,10 @@ MOE = {
         **({"moe_enable_routing_replay": True} if minor() >= 16 else {}),
     },
 }
+AUX_LOSS = {
+    "experts": 2,
+    "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
+}
 DROPOUT = {"config": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
 STATE_DICTS = "state dicts"  # torch's
 ON_DISK = "on disk"  # by Megatron's distributed checkpoints, like the sharding types
@@ -126,6 +130,14 @@ LAYOUTS = {
     "moe": Layout({}, {**ADAM, **MOE}, oldest=15),  # the first with global_aux_loss
     "ep": Layout({"ep": 2}, {**SHARDED, **MOE, "dtype": "bf16"}, "dp_reshardable", oldest=15),
     "offloaded": Layout({}, {**SHARDED, "dtype": "bf16", "lr": 0.01}, "dp_reshardable", offload="half", oldest=13),
+    "bf16, overlapped reduce": Layout({}, {**ADAM, "dtype": "bf16", "overlap_grad_reduce": True}),
+    "fp32, sharded, overlaps": Layout({}, {**SHARDED, **OVERLAPS}, "dp_reshardable"),
+    "cp": Layout({"cp": 2}, {**SHARDED, "dtype": "bf16", "attention": False}, "dp_reshardable", oldest=16),
+    "cp, moe": Layout({"cp": 2}, {**ADAM, **AUX_LOSS, "attention": False}, oldest=16),
+    "pp, tied": Layout({"pp": 2}, {**ADAM, "dtype": "bf16", "tied_embeddings": True}, oldest=16),
+    "precision-aware": Layout(
+        {}, {**SHARDED, "dtype": "bf16", "lr": 0.01}, "dp_reshardable", offload="precision-aware", oldest=16
+    ),
 }
 
 

@@ -9,13 +9,20 @@ from random import Random
 from rigs.cells import run_cells
 
 from .layouts import LAYOUTS
-from .plan import LOADS, MODELS, NEUTRAL, SAVES, STEPS, Sequence, after, plan
+from .plan import ASYNCHRONOUS, LOADS, MODELS, NEUTRAL, SAVES, STEPS, Sequence, after, plan
 from .ranks import RAISES, job
 
 LONGEST = 7
 # By kind, so that the many places of aborts do not crowd out loads, which need a step and a save.
-KINDS = (STEPS, STEPS, SAVES, LOADS, LOADS, NEUTRAL, NEUTRAL, MODELS)
-BEGINNINGS = ((), ("step",), ("step", "save"), ("step", "save", "step"))
+KINDS = (STEPS, STEPS, SAVES, ASYNCHRONOUS, LOADS, LOADS, NEUTRAL, NEUTRAL, MODELS, MODELS)
+BEGINNINGS = (
+    (),
+    ("step",),
+    ("step", "save"),
+    ("step", "save", "step"),
+    ("step", "async save"),
+    ("step", "save", "new model"),
+)
 
 Differences = dict[str, str]
 """Differences after a sequence, by kind, in words."""

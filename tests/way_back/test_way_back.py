@@ -10,12 +10,14 @@ from rigs.megatron.save import minor
 from way_back.chosen import CHOSEN, chosen_here
 from way_back.known import KNOWN, PLAIN, is_free, report_of
 from way_back.layouts import LAYOUTS, layouts_here
+from way_back.plain import is_right, run_twins
 from way_back.plan import ASYNCHRONOUS, OPERATIONS, REPLAYED, TRAIN, WAYS, Sequence, WeightsOf, plan
 from way_back.ranks import RAISES
 from way_back.reported import REPORTED, REPORTED_HERE
 from way_back.search import drawn, run, shrunk
 
-DRAWN = 20  # of a thorough run: half a minute on two idle cores
+DRAWN, TWINS = 12, 6  # of a thorough run: half a minute on two idle cores
+MORE = 48  # each night
 BY_ITSELF = {row.report for row in REPORTED_HERE}
 TRIES = 16  # batches of drawn sequences, of this many each
 BATCH = 25
@@ -37,8 +39,16 @@ def test_sequences_leave_what_only_their_steps_and_loads_leave():
 
 
 @pytest.mark.thorough
-def test_so_do_drawn_ones():
-    assert not (found := differing(drawn(1, DRAWN, layouts_here(), is_free))), found
+@pytest.mark.parametrize(("seed", "count"), [(1, DRAWN), pytest.param(2, MORE, marks=pytest.mark.nightly)])
+def test_so_do_drawn_ones(seed, count):
+    assert not (found := differing(drawn(seed, count, layouts_here(), is_free))), found
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "count"), [(1, TWINS), pytest.param(2, MORE, marks=pytest.mark.nightly)])
+def test_what_plain_megatron_does_right_is_the_same_with_megapatch(seed, count):
+    found = run_twins(drawn(seed, count, layouts_here(), is_right))
+    assert not any(found.values()), found
 
 
 def test_chosen_ones_do_every_operation():
