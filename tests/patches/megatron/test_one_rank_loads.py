@@ -15,6 +15,8 @@ from rigs.cells import cells_of
 from rigs.megatron.gathers import pair, wrong
 from rigs.megatron.options import UNPATCHED, quick_writer
 
+from megapatch._mcore.bucket_groups import finish_param_gathers
+from megapatch.patches.megatron._around_train import finish_earlier_call
 from megapatch.testing import init_parallel
 from megapatch.weight_sync import gathered_parameters
 
@@ -39,6 +41,8 @@ READS = {
     "disable_forward_pre_hook": lambda model, folder: model.chunks[0].disable_forward_pre_hook(),
     "forward pass": lambda model, folder: model.forward_backward(2, forward_only=True),
     "step": lambda model, folder: model.train_step(2),
+    "train(), called again": lambda model, folder: finish_earlier_call(model.chunks),
+    "streaming.slime": lambda model, folder: finish_param_gathers(model.chunks[0]),
 }
 
 
