@@ -22,7 +22,7 @@ NEEDED = {
         aborts(*ABORTS),
         lambda layout: layout.is_moe or "overlap_grad_reduce" in layout.options,
     ),
-    "megatron.train-reentry": ((f"{TRAIN} that raises",), lambda layout: True),
+    "megatron.train-reentry": ((TRAIN, f"{TRAIN} that raises"), lambda layout: True),
 }
 """By patch, the operations for which plain Megatron needs it, in these layouts."""
 

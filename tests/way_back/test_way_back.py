@@ -136,7 +136,7 @@ def test_what_counts():
 
 
 def test_every_operation_can_be_drawn():
-    sequences = drawn(0, 300, layouts_here())
+    sequences = drawn(0, 1500, layouts_here())
     missing = set(OPERATIONS) - {operation for one in sequences for operation in one.operations}
     on_disk = any(LAYOUTS[name].is_on_disk and LAYOUTS[name].can_save for name in layouts_here())
     expected = set() if on_disk else set(ASYNCHRONOUS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import itertools
@@ -193,6 +194,7 @@ def prepare():
         numpy.product = numpy.prod  # what 0.13 distributes with; numpy 2 has dropped it
 
 
+@functools.cache
 def minor():
     """Return the minor version of Megatron, whose major version is 0."""
     return int(version_of("megatron-core", "megatron.core").split(".")[1])
