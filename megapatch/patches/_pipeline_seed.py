@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ def offset_seed_by_stage(set_seed: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(set_seed)
     def patched_set_seed(*args: Any, **kwargs: Any) -> Any:
         seed = kwargs.get("seed", args[place] if len(args) > place else None)
-        if not isinstance(seed, int):
+        if not isinstance(seed, numbers.Integral):
             return set_seed(*args, **kwargs)
         if "seed" in kwargs:
             kwargs["seed"] += seed_offset()

@@ -16,11 +16,16 @@ from pathlib import Path
 from types import CoroutineType, GeneratorType
 from unittest import mock
 
+import pytest
 import torch
+from rigs.areal import engine as areal
 from rigs.imported import after_megatron
+from rigs.ms_swift import trainer as ms_swift
 from rigs.nemo_rl.worker import find_nemo_rl
 from rigs.roll.strategy import find_roll
+from rigs.skyrl import releases as skyrl
 from rigs.slime.train import find_slime
+from rigs.verl import engine as verl
 
 import megapatch
 from megapatch import audit
@@ -134,24 +139,28 @@ def find_frameworks():
     find_roll()
 
 
-def differences(rank, world_size):
+def differences(rank, world_size, family=""):
+    """Return how many functions are patched and watched, of all or of one family, and what is different."""
     torch.distributed.destroy_process_group()  # what communicates fails, with a patch and without
-    for module in {site.module for patch in PATCHES for site in patch.sites}:
+    for module in {site.module for patch in PATCHES if patch.name.startswith(family) for site in patch.sites}:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     megapatch.apply()
-    patched = replaced_targets()
+    patched = replaced_targets(family)
     found = in_each(patched)
+    if family:
+        return len(patched), 0, found
     audit.start()
     watched = {name: target for name, target in replaced_targets().items() if name not in patched}
     found |= in_each(watched, parts=1)  # the audit looks at what it is shown, and keeps its errors to itself
     return len(patched), len(watched), found
 
 
-def replaced_targets():
+def replaced_targets(family=""):
     return {
         target.target: target
         for record in this_process().records
+        if any(patch.name.startswith(family) for patch, _ in record.rows())
         for target in record.installed
         if type(target) is ReplacedTarget and target.target not in EXCEPTIONS
     }
@@ -179,3 +188,23 @@ def test_odd_arguments_meet_upstreams_own_outcome(tmp_path, monkeypatch):
     ((patched, watched, found),) = run_ranks(differences, 1, setup=find_frameworks, env={"MEGAPATCH_AUDIT": ""})
     assert found == {}
     assert patched > 60 and watched > 20
+
+
+FRAMEWORKS = {
+    "areal.": (areal.RELEASES, "AREAL_RELEASE", areal.find_areal),
+    "ms_swift.": (ms_swift.RELEASES, "SWIFT_RELEASE", ms_swift.find_swift),
+    "skyrl.": (skyrl.RELEASES, "SKYRL_RELEASE", skyrl.find_skyrl),
+    "verl.": (verl.RELEASES, "VERL_RELEASE", verl.find_verl),
+}
+
+
+@pytest.mark.parametrize("family", FRAMEWORKS)
+def test_so_do_those_of_frameworks(family, tmp_path, monkeypatch):
+    """On the newest release that is there."""
+    releases, variable, setup = FRAMEWORKS[family]
+    if not releases:
+        pytest.skip(f"no release of {family} is there")
+    monkeypatch.chdir(tmp_path)
+    ((patched, _, found),) = releases[-1].ranks_of(variable, differences, 1, family, setup=setup)
+    assert found == {}
+    assert patched

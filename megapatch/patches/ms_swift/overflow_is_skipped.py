@@ -59,7 +59,7 @@ def leave_overflows_to_the_optimizer(wrap_model: Callable[..., Any]) -> Callable
     @functools.wraps(wrap_model)
     def patched_wrap_model(args: Any, *others: Any, **kwargs: Any) -> Any:
         models = wrap_model(args, *others, **kwargs)
-        if args.fp16:
+        if getattr(args, "fp16", None) is True:
             leave_overflows_to_optimizer(models)
         return models
 

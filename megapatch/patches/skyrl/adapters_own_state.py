@@ -20,6 +20,7 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
+from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import StandIn, cannot_run, lacking, missing_parameters, with_globals
 from .._temporarily import temporarily_set
@@ -36,10 +37,12 @@ def with_fp32_shards(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def patched_method(*args: Any, **kwargs: Any) -> Any:
-        optimizer = signature.bind(*args, **kwargs).arguments["optimizer"]
+        optimizer = arguments_of(signature, args, kwargs).get("optimizer")
+        chained = getattr(optimizer, "chained_optimizers", None)
         with contextlib.ExitStack() as shown:
-            for each in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-                if any(fp32 := getattr(each, LEFT_OUT, None) or []):
+            for each in chained if isinstance(chained, list) else [optimizer]:
+                fp32 = getattr(each, LEFT_OUT, None)
+                if isinstance(fp32, list) and any(fp32):
                     walked = [*(getattr(each, WALKED, None) or []), *fp32]
                     shown.enter_context(temporarily_set(each, **{WALKED: walked}))
             return method(*args, **kwargs)
