@@ -10,6 +10,7 @@ import types
 import pytest
 from rigs.needs import needs_megatron, needs_torch
 
+import megapatch
 from megapatch._mcore import devices
 from megapatch._ranks import numbered
 from megapatch._reporting import agreement, facts
@@ -212,39 +213,87 @@ def test_ranks_agree_in_one_collective_or_say_who_differs():
         assert rank["the others of a group"] == (1, None)
 
 
-def dying(rank, world_size, how):
+def missing(rank, world_size, how):
+    """One rank dies, or goes on to its own next collective."""
     import os
     import signal
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
 
     import megapatch
 
+    agreement._PATIENCE = timedelta(seconds=30)
     megapatch.assert_consistent()
-    if rank == 1 and how == "before":
-        agreement.look = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 1 and how == "in the all-reduce":
-        import torch.distributed as dist
-
+    agreement._PATIENCE = timedelta(seconds=1)
+    if rank == 1 and how == "dies before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1 and how == "dies in the all-reduce":
         dist.all_reduce = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-    megapatch.assert_consistent()
+    error = ""
+    if rank != 1 or how != "does not call it":
+        try:
+            megapatch.assert_consistent()
+        except megapatch.InconsistentError as found:
+            error = str(found)
+            if how != "does not call it":
+                raise
+    numbers = torch.full((4096,), float(rank + 1))
+    dist.all_reduce(numbers)
+    return error, numbers.unique().tolist()
 
 
 @needs_torch
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("before", "rank 1 had not come; look for why it died, or what it waits for"),
-        ("in the all-reduce", "all ranks had come, and one has died since, or cannot be reached"),
+        ("dies before", "rank 1 did not come within 1 seconds, so no collective was made. It has not imported"),
+        ("dies in the all-reduce", "all had come, and one has died since, or cannot be reached"),
     ],
 )
 def test_where_a_rank_dies_the_others_raise_and_say_who(how, expected):
     from megapatch.testing import RanksFailed, run_ranks
 
     with pytest.raises(RanksFailed) as failed:
-        run_ranks(dying, 3, how)
+        run_ranks(missing, 3, how)
     assert sorted(failed.value.failures) == [0, 1, 2]
     for rank in (0, 2):
         assert f"InconsistentError: ranks could not be compared: {expected}" in failed.value.failures[rank]
     assert "SIGKILL" in failed.value.failures[1]
+
+
+@needs_torch
+def test_a_rank_that_does_not_come_meets_no_collective_of_ours():
+    from megapatch.testing import run_ranks
+
+    errors, numbers = zip(*run_ranks(missing, 3, "does not call it"), strict=True)
+    assert all("rank 1 did not come within 1 seconds" in errors[rank] for rank in (0, 2)) and not errors[1]
+    assert numbers == ([6.0],) * 3
+
+
+@needs_torch
+def test_one_key_says_who_has_come():
+    """Of 1,000 ranks one is missing: no rank asks for each of the others."""
+    import collections
+
+    import torch.distributed as dist
+
+    store, asked = dist.HashStore(), collections.Counter()
+
+    class Counted:
+        def __getattr__(self, name):
+            asked[name] += 1
+            return getattr(store, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "default_store", Counted)
+        patch.setattr(agreement, "_PATIENCE", agreement.timedelta(seconds=0.01))
+        for rank in range(999):
+            with pytest.raises(megapatch.InconsistentError) as found:
+                agreement._wait_for_all([*range(1000)], rank)
+            assert rank or asked.total() <= 10
+    assert "could not be compared: rank 999 did not come within 0.01 seconds" in str(found.value)
 
 
 @needs_torch

@@ -62,6 +62,25 @@ def test_ranks_write_what_they_found_and_rank_0_says_it(tmp_path):
     assert sentence.startswith(expected) and "disabled on rank 1" in sentence
 
 
+def checking_on_one_of_two(rank, world_size):
+    from datetime import timedelta
+
+    from megapatch._reporting import agreement
+
+    agreement._PATIENCE = timedelta(seconds=0.5)
+    if rank == 0:
+        with pytest.raises(megapatch.InconsistentError, match=r"rank 1 did not come within 0\.5 seconds"):
+            megapatch.check()
+
+
+@needs_megatron
+def test_a_rank_that_does_not_call_it_is_named_and_the_others_leave_their_files(tmp_path):
+    from megapatch.testing import run_ranks
+
+    run_ranks(checking_on_one_of_two, 2, env={"MEGAPATCH_REPORT": str(tmp_path)})
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.json"]
+
+
 @needs_megatron
 def test_strict_is_an_error():
     from megapatch.errors import RanksFailed

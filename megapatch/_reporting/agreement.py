@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .. import _versions
 from .._mcore.devices import device_of
-from .._ranks import numbered
+from .._ranks import default_store, meet, name_of, numbered
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
-from .arrivals import naming_the_missing
 from .facts import LOOK, Facts, difference, look
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _SLOTS = 1024
 _NOTHING = 2**63 - 1
 _MOST_VALUES = 4  # of one fact, that are distinguished
+_PATIENCE = timedelta(minutes=10)
 
 
 def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -35,16 +36,17 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
     targets that are really replaced. Modules that a rank has not loaded do not count there: trainer and rollout
     ranks load different ones. So call it just before training begins, when everything that matters is imported.
 
-    Takes one all-reduce of 16 KiB when all agree, whatever the number of ranks. When they differ, it takes three
-    more collectives for each value, of one byte a rank.
+    Takes four operations of torch.distributed's store on each rank, and one all-reduce of 16 KiB when all agree,
+    whatever the number of ranks. When they differ, it takes three more collectives for each value, of one byte a
+    rank. No collective is made before all ranks have come.
 
     Args:
         group: a process group of torch.distributed, on any backend, including gloo and NCCL; None for all ranks.
 
     Raises:
         InconsistentError: when ranks differ, or one cannot tell; the message names the first difference and the
-            ranks. Also where a rank dies before it compares, or never does: with gloo at once, with others after
-            a timeout; the message names it.
+            ranks. Also where a rank does not come within ten minutes, as it has died, lacks megapatch or does not
+            call this; the message names it.
         MisuseError: without an initialized torch.distributed, or on a rank that is not in the group.
         Exception: torch's own, where a rank dies while differences are put into words.
     """
@@ -68,13 +70,50 @@ def differing(group: torch.distributed.ProcessGroup | None = None) -> str | None
     here = look()
     device = device_of(group)
     lowest_and_highest = torch.tensor(_table(here), dtype=torch.int64, device=device)
-    with naming_the_missing(group):
+    _wait_for_all(dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank())
+    try:
         dist.all_reduce(lowest_and_highest, op=dist.ReduceOp.MIN, group=group)
+    except RuntimeError as error:  # torch.distributed's are
+        raise InconsistentError(
+            "ranks could not be compared: all had come, and one has died since, or cannot be reached"
+        ) from error
     slots = _differing(lowest_and_highest.tolist())
     for position, slot in enumerate(slots, 1):
         if text := _in_words(_of_slot(here, slot), len(slots) - position, group, device):
             return text
     return None
+
+
+def _wait_for_all(ranks: list[int], rank: int) -> None:
+    """Return when all ranks have come, by torch.distributed's store.
+
+    A rank that does not come would take the all-reduce for its own next collective, and get garbage by it.
+
+    Raises:
+        InconsistentError: some have not come within `_PATIENCE`, which the message names.
+    """
+    store, size = default_store(), len(ranks)
+    name = f"megapatch.agreement/{name_of(ranks)}"
+    try:
+        # Counted in the store, which may outlive a process and a process group.
+        number = store.add(f"{name}/calls of {rank}", 1)
+        here = f"{name}/{number}/here"
+        if store.has_extended_api():  # all of torch's but FileStore
+            store.append(here, f"{rank},")
+        if meet(store, name, size, number, _PATIENCE):
+            return
+        here = store.get(here).decode() if store.has_extended_api() else ""
+    except Exception as error:
+        raise InconsistentError(
+            f"ranks could not be compared: torch.distributed's store does not answer ({type(error).__name__}); "
+            "the rank that holds it (usually rank 0) may have died"
+        ) from error
+    missing = sorted({*ranks} - {int(other) for other in here.split(",") if other})
+    who = numbered("rank", missing) if here else "a rank"
+    raise InconsistentError(
+        f"ranks could not be compared: {who} did not come within {_PATIENCE.total_seconds():g} seconds, so no "
+        "collective was made. It has not imported megapatch, does not call this, has died, or waits elsewhere"
+    )
 
 
 def _in_words(here: Facts, others: int, group: Any, device: Any) -> str | None:

@@ -39,12 +39,15 @@ def check(*ignored: object, **also_ignored: object) -> None:
     if _done:
         return
     rank, size, initialized = place()
-    different = None
+    different, failed = None, None
     if initialized:
         from .agreement import differing
 
         _done.append("compared")
-        different = differing() if size > 1 else None
+        try:
+            different = differing() if size > 1 else None
+        except InconsistentError as error:
+            different, failed = str(error), error
         said = f"NOT ALIKE on {size} ranks: {different}" if different else f"alike on {_ranks(size)}"
     else:
         said = "ranks are not compared, as torch.distributed is not initialized" if size > 1 else ""
@@ -55,6 +58,8 @@ def check(*ignored: object, **also_ignored: object) -> None:
         write_file(Path(folder), report, rank, size)
     if rank == 0:
         terminal.note("; ".join(filter(None, [_line(report), said])))
+    if failed:
+        raise failed
     if different and engine.settings.strict:
         raise InconsistentError(f"megapatch is not the same on all ranks: {different}")
 

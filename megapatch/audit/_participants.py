@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .._ranks import default_store, name_of, numbered
+from .._ranks import default_store, meet, name_of, numbered
 from .._troubleshooting import see
 
 log = logging.getLogger("megapatch")
@@ -28,7 +28,6 @@ log = logging.getLogger("megapatch")
 _PATIENCE = timedelta(seconds=120)
 _FOR_OTHERS = 0.9  # of the patience: the rest is for the store, to say afterwards who has come
 _RANKS = 2**20  # more than a world has; its square leaves 23 bits of a store's numbers for a digest
-_VOID = 2**62
 _YES = "yes"
 _T = TypeVar("_T")
 
@@ -168,32 +167,7 @@ def _settle(store: Any, settings: str, rank: int, size: int) -> tuple[str, str]:
 
 
 def _meet(store: Any, name: str, size: int, number: int) -> bool:
-    """Return whether all ranks have come to a meeting. The counter alone decides, so that a yes is one for all.
-
-    A key says only that it is worth looking at: where writing or deleting it fails, the others find the counter
-    full when their patience ends.
-    """
-    counter, full = f"{name}/come", size * number
-    come = store.add(counter, 1)
-    if come == full:
-        with contextlib.suppress(Exception):
-            store.set(f"{name}/{number}", _YES)
-            store.delete_key(f"{name}/{number - 1}")  # everybody has left it: the store does not grow
-        return True
-    if come >= _VOID:
-        return False
-    try:
-        store.wait([f"{name}/{number}"], _PATIENCE * _FOR_OTHERS)
-    except Exception:  # torch has had several kinds for a store's timeout
-        return _were_all_there(store, counter, full)
-    return True
-
-
-def _were_all_there(store: Any, counter: str, full: int) -> bool:
-    """Return whether a counter is full. If it is not, make it void: nobody who comes later finds it full."""
-    while (come := store.add(counter, 0)) < full:
-        store.compare_set(counter, str(come), str(come + _VOID))  # unless somebody has come meanwhile
-    return bool(come < _VOID)
+    return meet(store, name, size, number, _PATIENCE * _FOR_OTHERS)
 
 
 def _in_time(operate: Callable[[], _T]) -> _T:
