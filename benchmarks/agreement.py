@@ -3,8 +3,8 @@
     python benchmarks/agreement.py
 
 The table and the work on it are real; there is no network. Shown beside it are the bytes that a rank would receive
-if all gathered a table of 4 KiB: they grow with the number of ranks. Where one rank does not come, one of the others is
-real here, and waits 0.01 s.
+if all gathered a table of 4 KiB: they grow with the number of ranks. Where one rank does not come, one of the
+others is real here, and waits 0.01 s.
 """
 
 from __future__ import annotations
