@@ -51,7 +51,7 @@ def test_ranks_write_what_they_found_and_rank_0_says_it(tmp_path):
     assert (shown.returncode, shown.stderr) == (0, "")
     # The folder's path stands in a line of its own if it is long.
     assert " ".join(shown.stdout.split()).startswith(f"2 ranks in {alike} ")
-    assert shown.stdout.endswith("\nall ranks are alike\n")
+    assert shown.stdout.endswith("\nall ranks are alike, and every patch that they need is in place\n")
 
     said = run_ranks(checking, 2, 1, env={"MEGAPATCH_REPORT": str(not_alike)})
     expected = f"megatron.nested-no-sync at {DDP} is applied"
@@ -103,21 +103,23 @@ def test_without_ranks_it_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def write(folder, rank, size, **facts):
+def write(folder, rank, size, patches=(), **facts):
     data = {"rank": rank, "size": size, "facts": {name: [value, ""] for name, value in facts.items()}}
-    (folder / f"rank-{rank:05}.json").write_text(json.dumps({**data, "report": {"digest": "d"}}))
+    (folder / f"rank-{rank:05}.json").write_text(
+        json.dumps({**data, "report": {"digest": "d", "patches": patches}})
+    )
 
 
 def test_a_thousand_ranks(tmp_path):
     for rank in range(1000):
         write(tmp_path, rank, 1000, **{f"p{number} at m": "applied" for number in range(60)}, torch="2.13.0")
     started = time.monotonic()
-    assert compare_files(tmp_path) == ([f"1000 ranks in {tmp_path}", "digest d on ranks 0-999"], [], [])
+    assert compare_files(tmp_path) == ([f"1000 ranks in {tmp_path}", "digest d on ranks 0-999"], [], [], [])
     assert time.monotonic() - started < 10
     for rank in (3, 4, 5, 700):
         write(tmp_path, rank, 1000, torch="2.6.0")
     write(tmp_path, 9, 1000, **{"p7 at m": "refused"}, torch="2.13.0")
-    assert compare_files(tmp_path)[1] == [
+    assert compare_files(tmp_path).differing == [
         "p7 at m is applied on ranks 0-2, 6-8, 10-699, 701-999; refused on rank 9",
         "torch is 2.13.0 on ranks 0-2, 6-699, 701-999; 2.6.0 on ranks 3-5, 700",
     ]
@@ -134,6 +136,15 @@ def test_what_is_missing_or_cannot_be_read_is_not_alike(tmp_path):
     (tmp_path / "empty").mkdir()
     shown = run("doctor", str(tmp_path / "empty"))
     assert (shown.returncode, shown.stderr.count("holds no rank-*.json")) == (2, 1)
+
+
+def test_a_patch_that_is_in_place_on_no_rank_is_not_well(tmp_path):
+    patch = {"name": "a.patch", "status": "overwritten", "reason": "module m replaced it"}
+    for rank in range(4):
+        write(tmp_path, rank, 4, patches=[patch] if rank != 2 else [patch | {"status": "applied"}])
+    shown = run("doctor", str(tmp_path))
+    assert shown.returncode == 1 and "alike" not in shown.stdout
+    assert "\na.patch is overwritten (module m replaced it) on ranks 0-1, 3\n" in shown.stdout
 
 
 def test_where_no_patch_is_applied_yet_it_says_when_to_call_it(monkeypatch, capsys):

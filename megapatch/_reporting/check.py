@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import NamedTuple
 
 from .._engine.engine import this_process
 from .._engine.record import NEEDS_ATTENTION
@@ -88,22 +89,39 @@ def write_file(folder: Path, report: Report, rank: int, size: int) -> None:
         terminal.note(f"megapatch: {REPORT}={folder}: rank {rank} cannot write there: {error.strerror}")
 
 
-def compare_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Read the files of all ranks.
+class Compared(NamedTuple):
+    """The files of a run's ranks: the facts that they share, in words, and what is wrong.
 
-    Returns:
-        The facts that they share, in words; the differences, by rank; and the files that could not be read.
+    Attributes:
+        common: how many ranks there are, and the digests.
+        differing: the differences, with the ranks.
+        not_in_place: the patches that failed, or were refused, missed or overwritten, with the ranks.
+        unreadable: the files that could not be read, and the ranks without one.
     """
+
+    common: list[str]
+    differing: list[str]
+    not_in_place: list[str]
+    unreadable: list[str]
+
+
+def compare_files(folder: Path) -> Compared:
+    """Read and compare the files of all ranks."""
     ranks: dict[int, Facts] = {}
     digests: dict[str, list[int]] = {}
+    bad: dict[str, list[int]] = {}
     unreadable: list[str] = []
     largest = 0
     for path, data in files.read(folder, _KIND, unreadable):
         try:
+            rank = int(data["rank"])
             size = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
-            ranks[int(data["rank"])] = size | {name: (value, why) for name, (value, why) in data["facts"].items()}
+            ranks[rank] = size | {name: (value, why) for name, (value, why) in data["facts"].items()}
             largest = max(largest, int(data["size"]))
-            digests.setdefault(str(data["report"]["digest"]), []).append(int(data["rank"]))
+            digests.setdefault(str(data["report"]["digest"]), []).append(rank)
+            for patch in data["report"]["patches"]:
+                if Status(patch["status"]) in NEEDS_ATTENTION:
+                    bad.setdefault(f"{patch['name']} is {patch['status']} ({patch['reason']})", []).append(rank)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             unreadable.append(files.cannot_be_read(path, error))
     numbers = sorted(ranks)
@@ -113,4 +131,9 @@ def compare_files(folder: Path) -> tuple[list[str], list[str], list[str]]:
         [ranks[number] for number in numbers],
         lambda members: numbered("rank", [numbers[member] for member in members]),
     )
-    return [f"{_ranks(len(ranks))} in {folder}", *common], found, unreadable
+    return Compared(
+        common=[f"{_ranks(len(ranks))} in {folder}", *common],
+        differing=found,
+        not_in_place=[f"{what} on {numbered('rank', members)}" for what, members in bad.items()],
+        unreadable=unreadable,
+    )

@@ -29,7 +29,7 @@ EXIT_CODES = """\
 exit codes:
   0  every patch that is needed is in place, or was switched off on purpose
   1  a patch that is needed, or may be, is not in place (failed, refused,
-     missed, overwritten); with FOLDER: ranks differ
+     missed, overwritten), on any rank with FOLDER; or ranks differ
   2  could not look: bad usage or environment, nothing to patch is installed, or
      it cannot be imported; or the file for --report exists already or cannot be
      written
@@ -74,24 +74,24 @@ def doctor(
 
 def compare(folder: str, as_json: bool) -> int:
     """Compare the files that the ranks of a run wrote to a folder; return one of `EXIT_CODES`."""
-    common, differing, unreadable = compare_files(Path(folder))
+    found = compare_files(Path(folder))
     if as_json:
-        terminal.write_json({"schema": 1, "common": common, "differing": differing, "unreadable": unreadable})
+        terminal.write_json({"schema": 1, **found._asdict()})
     else:
-        for sentence in (*common, *differing):
+        for sentence in (*found.common, *found.differing, *found.not_in_place):
             terminal.write("\n".join(terminal.wrapped(sentence, terminal.width())))
-    for sentence in unreadable:
+    for sentence in found.unreadable:
         terminal.note(sentence)
-    if unreadable or len(common) < 2:
-        if not unreadable:
+    if found.unreadable or len(found.common) < 2:
+        if not found.unreadable:
             terminal.note(
                 f"{folder} holds no rank-*.json: run with MEGAPATCH_REPORT={folder} and megapatch.check()"
             )
         return COULD_NOT_LOOK
-    if differing:
+    if found.differing or found.not_in_place:
         return NOT_APPLIED
     if not as_json:
-        terminal.write("all ranks are alike")
+        terminal.write("all ranks are alike, and every patch that they need is in place")
     return WELL
 
 
