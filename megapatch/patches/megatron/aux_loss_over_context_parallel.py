@@ -21,7 +21,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.known import CONFIG, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 from .._temporarily import temporarily_set
@@ -75,11 +74,8 @@ def scale_by_context_parallel(backward_step: Callable[..., Any]) -> Callable[...
         **kwargs: Any,
     ) -> Any:
         values = (input_tensor, output_tensor, output_tensor_grad, model_type, config)
-        if (
-            not is_a(config, CONFIG)
-            or getattr(config, "num_moe_experts", None) is None
-            or config.calculate_per_token_loss
-        ):
+        has_experts = isinstance(getattr(config, "num_moe_experts", None), int)
+        if not has_experts or getattr(config, "calculate_per_token_loss", False):
             return backward_step(*values, *args, **kwargs)
         size = parallel.get_context_parallel_world_size()
         scale = routers.MoEAuxLossAutoScaler.main_loss_backward_scale
