@@ -129,12 +129,20 @@ def test_a_distribution_with_bad_metadata_loses_no_other(tmp_path):
         ("MEGAPATCH_DISABLED", "MEGAPATCH_DISABLE"),
         ("megapatch_only", "MEGAPATCH_ONLY"),
         ("MEGAPATCHSTRICT", "MEGAPATCH_STRICT"),
+        ("MEGAPATH_DISABLE", "MEGAPATCH_DISABLE"),
+        ("MEGA_PATCH_DISABLE", "MEGAPATCH_DISABLE"),
     ],
 )
 def test_a_misspelt_variable_is_a_warning_at_import(variable, meant, tmp_path):
     _, said = found(environment={variable: "megatron.*", "PYTHONPATH": str(HERE)}, cwd=tmp_path)
     assert f"{variable} is set and means nothing to megapatch; did you mean {meant}?" in said
     assert "megatron.*" not in said
+
+
+@pytest.mark.parametrize("variable", ["MEGATRON_STRICT", "MEDIA_ONLY", "PIP_QUIET", "MEGAPHONE_AUDIT"])
+def test_those_of_others_are_not(variable, tmp_path):
+    _, said = found(environment={variable: "1", "PYTHONPATH": str(HERE)}, cwd=tmp_path)
+    assert "means nothing" not in said
 
 
 def test_the_known_ones_are_not(tmp_path):

@@ -58,23 +58,29 @@ def names_in(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each MEGAPATCH_* variable that is unknown, with the one that was probably meant."""
+    """Return one sentence for each variable that looks like one of ours and is not, with the one probably meant.
+
+    That is a MEGAPATCH_* that is unknown, or a known ending after nearly that beginning: MEGAPATH_DISABLE.
+    """
     prefix = "MEGAPATCH_"
     variables = (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, ACCEPT, REPORT, QUIET)
     known = [name.removeprefix(prefix) for name in variables]
-    unknown = [
-        name
-        for name in sorted(environment)
-        if name.upper().startswith("MEGAPATCH") and name != RUN_TARGETS
-        if not (name.startswith(prefix) and name.removeprefix(prefix) in known)
-    ]
     found = []
-    for name in unknown:
+    for name in sorted({*environment} - {*variables, RUN_TARGETS}):
+        begins_alike = name.upper().startswith("MEGAPATCH")
+        ending = next((ending for ending in known if name.upper().endswith(f"_{ending}")), None)
+        if not begins_alike and not (ending and name.upper().startswith("ME")):
+            continue
         import difflib  # only when a name is wrong
 
-        near = difflib.get_close_matches(name.upper().removeprefix("MEGAPATCH").strip("_"), known, n=1)
-        meant = f"did you mean {prefix}{near[0]}?" if near else f"known are {prefix}{{{','.join(known)}}}"
-        found.append(f"{name} is set and means nothing to megapatch; {meant}")
+        if begins_alike:
+            near = difflib.get_close_matches(name.upper().removeprefix("MEGAPATCH").strip("_"), known, n=1)
+        else:
+            beginning = name.upper().removesuffix(f"_{ending}").replace("_", "")
+            near = [str(ending)] if difflib.SequenceMatcher(None, beginning, "MEGAPATCH").ratio() > 0.8 else []
+        if near or begins_alike:
+            meant = f"did you mean {prefix}{near[0]}?" if near else f"known are {prefix}{{{','.join(known)}}}"
+            found.append(f"{name} is set and means nothing to megapatch; {meant}")
     return found
 
 
