@@ -13,6 +13,7 @@ from .._versions import TESTED, find_module, here, too_old
 from ..errors import MegapatchError, RanksFailed, RanksTimedOut
 from ..patches._catalogue import CATALOGUE
 from . import in_ranks
+from .check import CannotRunHere
 from .judge import REPAIRED, UNDECIDED, UNFINISHED, WITH, Row, run_check, without_a_run
 from .results import CANNOT_RUN, Results
 from .world import Device, Launched, Local, World, gpus, is_launched, opened
@@ -25,7 +26,7 @@ exit codes:
   0    all is repaired, or was switched off on purpose
   1    something is not, or could not be decided in time
   2    nothing can be verified here: bad usage, or torch or megatron-core is
-       missing
+       missing or cannot be imported
   130  interrupted (Ctrl-C); what was known until then is printed
 """
 
@@ -65,6 +66,11 @@ def verify(
                 _fill(results, world, chosen, seconds)
         except KeyboardInterrupt:
             results.stopped = "interrupted"
+        except CannotRun as error:
+            if world.leads:
+                terminal.note(str(error))
+            world.close()
+            return CANNOT_RUN
         except MegapatchError as error:
             results.stopped = str(error)
     if world.leads:
@@ -122,6 +128,8 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
     try:
         found = _examine_ranks(world, [name for name in chosen if name in patches], seconds)
     except (RanksFailed, RanksTimedOut) as error:
+        if isinstance(error, RanksFailed) and (why := in_ranks.last_line(error, CannotRunHere.__name__)):
+            raise CannotRun(f"verify cannot run here: {why}") from error
         results.stopped = f"the processes do not work here:\n{error}"
         return
     results.device, statuses, todo = found.device, found.statuses, []

@@ -61,8 +61,18 @@ class ScenarioFailed(Exception):
 
 
 def look(rank: int, world_size: int, names: tuple[str, ...]) -> Look:
-    """Import the targets of these patches, and return the status of each."""
+    """Import the targets of these patches, and return the status of each.
+
+    Raises:
+        CannotRunHere: Megatron itself cannot be imported.
+    """
     import torch
+
+    try:
+        import megatron.core  # noqa: F401
+    except Exception as error:
+        what = str(error).partition("\n")[0]
+        raise CannotRunHere(f"megatron.core cannot be imported: {type(error).__name__}: {what}") from error
 
     statuses = _statuses(names) if names else {}
     on_gpu = torch.cuda.is_available()  # never with the CUDA stubs
