@@ -35,11 +35,11 @@ class FirstSign:
         self._say(f"megapatch {__version__} applies patches; print(megapatch.report()) lists them")
 
     def watch_exit(self) -> None:
-        """At exit, say if this process has used torch and no patch was applied in it."""
+        """At exit, say if this process has imported Megatron and no patch was applied in it: a driver does not."""
         atexit.register(self._none_applied, os.getpid())
 
     def _none_applied(self, started_in: int) -> None:
-        if "torch" in sys.modules and os.getpid() == started_in and not _has_parent():
+        if "megatron.core" in sys.modules and os.getpid() == started_in and not _has_parent():
             self._say(f"megapatch {__version__} applied no patch in this process; `megapatch doctor` says why")
 
     def _say(self, text: str) -> None:
