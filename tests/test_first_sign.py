@@ -18,7 +18,7 @@ from megapatch._engine import first_sign
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 PATCHED = f"import megapatch, {DDP}, megatron.core.rerun_state_machine"
-MEGATRON = "sys.modules['megatron.core'] = types.ModuleType('megatron.core')"
+MEGATRON = "sys.modules.update(dict.fromkeys(('torch', 'megatron.core'), types.ModuleType('any')))"
 UNPATCHED = f"import megapatch, sys, types; {MEGATRON}"
 APPLIED = f"megapatch {_version.__version__} applies patches; print(megapatch.report()) lists them"
 NONE = f"megapatch {_version.__version__} applied no patch in this process; `megapatch doctor` says why"
@@ -42,7 +42,7 @@ def test_a_process_with_megatron_and_without_patches_says_so_at_exit(environment
 
 
 def test_a_driver_without_megatron_says_nothing():
-    assert signs(UNPATCHED.replace("megatron.core", "torch")) == []
+    assert signs(UNPATCHED.replace(", 'megatron.core'", ",")) == []
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,15 @@ def test_an_engine_says_it_once(modules, capsys):
 
 
 def test_the_command_line_has_reports_of_its_own(fake_megatron):
-    assert "applied" not in run("doctor", path=fake_megatron("")).stderr
+    with_torch = "import sys, types; sys.modules.setdefault('torch', types.ModuleType('torch'))"
+    assert "applied" not in run("doctor", path=fake_megatron(with_torch)).stderr
 
 
 def test_it_fits_into_a_line(monkeypatch, capsys):
     monkeypatch.setattr(first_sign, "__version__", "0.10.10+g9c2b1f9.changed")
     first_sign.FirstSign(logging.getLogger("nobody's"), quiet=False).applied()
-    monkeypatch.setitem(sys.modules, "megatron.core", types.ModuleType("megatron.core"))
+    for name in ("torch", "megatron.core"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     first_sign.FirstSign(logging.getLogger("nobody's"), quiet=False)._none_applied(os.getpid())
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and max(map(len, lines)) <= 100
