@@ -24,6 +24,7 @@ from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import StandIn, cannot_run, lacking, missing_parameters, with_globals
 from .._temporarily import temporarily_set
+from ..megatron._chained import children_of
 
 MODULE = "skyrl.backends.skyrl_train.workers.megatron.adapter_store"
 STORE = "AdapterStore"
@@ -38,9 +39,8 @@ def with_fp32_shards(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def patched_method(*args: Any, **kwargs: Any) -> Any:
         optimizer = arguments_of(signature, args, kwargs).get("optimizer")
-        chained = getattr(optimizer, "chained_optimizers", None)
         with contextlib.ExitStack() as shown:
-            for each in chained if isinstance(chained, list) else [optimizer]:
+            for each in children_of(optimizer):
                 fp32 = getattr(each, LEFT_OUT, None)
                 if isinstance(fp32, list) and any(fp32):
                     walked = [*(getattr(each, WALKED, None) or []), *fp32]
