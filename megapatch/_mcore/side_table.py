@@ -9,7 +9,7 @@ _NOTHING = object()
 
 
 class _Fact:
-    """What is known about one object, or _NOTHING."""
+    """A fact about one object; its value is `_NOTHING` once it was taken back or the object is gone."""
 
     __slots__ = ("owner", "value")
 
@@ -58,11 +58,10 @@ class SideTable:
         facts[key] = _Fact(weakref.ref(owner, forget), value)
 
     def pop(self, owner: Any, default: Any = None) -> Any:
-        value = self.get(owner, default)
-        if (fact := self._fact(owner)) is not None:
-            fact.value = _NOTHING
+        if (fact := self._fact(owner)) is None or fact.value is _NOTHING:
+            return default
+        value, fact.value = fact.value, _NOTHING
         return value
 
     def __contains__(self, owner: Any) -> bool:
-        fact = self._fact(owner)
-        return fact is not None and fact.value is not _NOTHING
+        return self.get(owner, _NOTHING) is not _NOTHING

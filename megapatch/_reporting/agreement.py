@@ -98,18 +98,18 @@ def _wait_for_all(ranks: list[int], rank: int) -> None:
         # Counted in the store, which may outlive a process and a process group.
         number = store.add(f"{name}/calls of {rank}", 1)
         here = f"{name}/{number}/here"
-        if store.has_extended_api():  # all of torch's but FileStore
+        if has_names := store.has_extended_api():  # all of torch's but FileStore
             store.append(here, f"{rank},")
         if meet(store, name, size, number, _PATIENCE):
             return
-        here = store.get(here).decode() if store.has_extended_api() else ""
+        come = store.get(here).decode() if has_names else ""
     except Exception as error:
         raise InconsistentError(
             f"ranks could not be compared: torch.distributed's store does not answer ({type(error).__name__}); "
             "the rank that holds it (usually rank 0) may have died"
         ) from error
-    missing = sorted({*ranks} - {int(other) for other in here.split(",") if other})
-    who = numbered("rank", missing) if here else "a rank"
+    missing = sorted({*ranks} - {int(other) for other in come.split(",") if other})
+    who = numbered("rank", missing) if come else "a rank"
     raise InconsistentError(
         f"ranks could not be compared: {who} did not come within {_PATIENCE.total_seconds():g} seconds, so no "
         "collective was made. It has not imported megapatch, does not call this, has died, or waits elsewhere"

@@ -45,7 +45,6 @@ class FreshCounts(Part):
             import torch
 
             self.ledger.met.add("fresh-counts")
-
             self._seen.append(_Seen(torch.stack([count.any() for count in counts]).any(), user_code()))
 
     @observes
