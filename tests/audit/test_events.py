@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.audit import idle_audit, part_of, replacement, running_audit
+from rigs.audit import idle_audit, part_of, running_audit, watcher_of
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted, raising_half_way
 from rigs.megatron.save import minor
@@ -176,7 +176,7 @@ def test_a_helper_that_is_called_for_each_buffer_is_one_event_a_step(watching):
     def pause(*args, **kwargs):
         return args, kwargs
 
-    helper = replacement(part_of(watching, Offloads), "TorchMemorySaver.pause")(pause)
+    helper = watcher_of(part_of(watching, Offloads), "TorchMemorySaver.pause")(pause)
     assert [helper("buffer", tag="weights"), helper()] == [(("buffer",), {"tag": "weights"}), ((), {})]
     assert events_of(watching) == {"offload": [("pause()", 1)]}
     watching.ledger.step += 1
@@ -196,7 +196,7 @@ def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause)
     chunk = Chunk(buffers=[buffer])
     part.begin_call(Call([chunk], trains=True))
     if cause == "helper":
-        replacement(part, "TorchMemorySaver.pause")(len)("")
+        watcher_of(part, "TorchMemorySaver.pause")(len)("")
     watching.counts.loads += cause == "load"
     buffer.grad_data = torch.zeros(1)
     part.begin_call(Call([chunk], trains=True))

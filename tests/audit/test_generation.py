@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from rigs.audit import found, part_of, replacement, running_audit
+from rigs.audit import found, part_of, running_audit, watcher_of
 from rigs.streaming.world import World, run
 
 from megapatch import audit
@@ -26,10 +26,10 @@ def _audited():
     audit.start()
     generation = part_of(running_audit(), _resumed.Resumed)
     for client in (Client, PlainClient):
-        client.pause_generation = replacement(generation, "RemoteInfEngine.pause_generation")(
+        client.pause_generation = watcher_of(generation, "RemoteInfEngine.pause_generation")(
             client.pause_generation
         )
-        client.resume_generation = replacement(generation, "RemoteInfEngine.continue_generation")(
+        client.resume_generation = watcher_of(generation, "RemoteInfEngine.continue_generation")(
             client.resume_generation
         )
     Trainer.sync = generation.syncing("client", "Trainer.sync")(Trainer.sync)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rigs.audit import Thing, idle_audit, part_of, replacement
+from rigs.audit import Thing, idle_audit, part_of, watcher_of
 
 from megapatch.audit._audit import Step
 from megapatch.audit._buckets import state_of
@@ -107,14 +107,14 @@ GROUPS = {"param_groups": [{"step": 5}]}
 )
 def test_what_was_loaded_is_looked_for(watching, loaded, moment, is_found):
     optimizer, loads = Optimizer(moment), part_of(watching, LoadedIsThere)
-    replacement(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, loaded)
+    watcher_of(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, loaded)
     loads.begin_step(Step(optimizer, []))
     assert [found.rule for found in watching.ledger.findings()] == ["loaded-is-there"] * is_found
 
 
 def test_moments_may_be_loaded_on_their_own(watching):
     optimizer, loads = Optimizer(1.0), part_of(watching, LoadedIsThere)
-    replacement(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, {"optimizer": GROUPS})
-    replacement(loads, "DistributedOptimizer.load_parameter_state")(lambda *ignored: None)(optimizer, "a file")
+    watcher_of(loads, "FP32Optimizer.load_state_dict")(lambda *ignored: None)(optimizer, {"optimizer": GROUPS})
+    watcher_of(loads, "DistributedOptimizer.load_parameter_state")(lambda *ignored: None)(optimizer, "a file")
     loads.begin_step(Step(optimizer, []))
     assert watching.ledger.findings() == []

@@ -1,4 +1,4 @@
-"""What is generated: the catalogue of patches and pages of docs/, from the patches and from the promised names.
+"""The generated files: the catalogue of patches and pages of docs/, from the patches and from the promised names.
 
 Of audit.md one table is generated. Two pages are made with the site only (`site.py`).
 """

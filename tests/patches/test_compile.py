@@ -1,4 +1,4 @@
-"""What is patched and can be part of compiled code compiles, in one graph, to the patched behaviour."""
+"""Patched functions that compiled code may call compile, in one graph, to the patched behaviour."""
 
 from __future__ import annotations
 

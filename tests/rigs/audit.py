@@ -35,8 +35,8 @@ def part_of(of, kind):
     return part
 
 
-def replacement(part, path):
-    """Return what makes the replacement of a function that a part watches, from the original."""
+def watcher_of(part, path):
+    """Return the watcher of a function: it takes the original, and returns the one that is installed."""
     return next(site.replace[path] for site in part.sites() if path in site.replace)
 
 
