@@ -66,11 +66,14 @@ def init_parallel(
 def destroy_parallel() -> None:
     """Take down the layout, so that `init_parallel` can set up another in the same processes.
 
-    The layout's process groups stay until then: a model may still use them, and ranks may still be communicating.
+    A collective. The layout's process groups stay until the next `init_parallel`, as a model may still use them,
+    but for the gloo groups that Megatron destroys itself.
     """
+    import torch
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
+        torch.distributed.barrier()  # a rank may still be connecting those of gloo
         parallel_state.destroy_model_parallel()
         # megatron-core 0.12 leaves these, and a stage without position embeddings then looks for its old group.
         parallel_state._POSITION_EMBEDDING_GLOBAL_RANKS = None

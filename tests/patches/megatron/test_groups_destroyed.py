@@ -33,6 +33,12 @@ def initialize(**sizes):
     return state
 
 
+def take_down(state):
+    """Megatron destroys gloo groups at once: a rank that still connects one would fail."""
+    torch.distributed.barrier()
+    state.destroy_model_parallel()
+
+
 def resources():
     return len(process_groups()), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
@@ -44,7 +50,7 @@ def cycles():
         state = initialize(tensor_model_parallel_size=1 + cycle % 2)
         torch.distributed.all_reduce(torch.ones(1).cuda(), group=state.get_data_parallel_group())
         found.append(resources())
-        state.destroy_model_parallel()
+        take_down(state)
     return found
 
 
@@ -57,11 +63,11 @@ def dropped_models():
             state = initialize()
             found.append(len(process_groups()))
             tiny_gpt()
-            state.destroy_model_parallel()
+            take_down(state)
     finally:
         gc.enable()
     gc.collect()
-    initialize().destroy_model_parallel()
+    take_down(initialize())
     return found, len(process_groups())
 
 
@@ -71,7 +77,7 @@ def collections():
     gc.disable()
     try:
         for _ in range(3):
-            initialize().destroy_model_parallel()
+            take_down(initialize())
     finally:
         gc.enable()
     return gc.get_stats()[2]["collections"] - before
@@ -88,7 +94,7 @@ def late(rank, without):
         (state.initialize_model_parallel if patched else unpatched(state.initialize_model_parallel))()
         counts.append(len(process_groups()))
         first = first or state.get_data_parallel_group().group_name
-        state.destroy_model_parallel()
+        take_down(state)
     torch.distributed.destroy_process_group(own)
     return counts, works({group.group_name: group for group in process_groups()}[first])
 
@@ -104,7 +110,7 @@ def in_vain(rank):
                 initialize()
             except (AssertionError, RuntimeError):
                 errors += 1
-        state.destroy_model_parallel()
+        take_down(state)
     return counts, errors
 
 
@@ -121,14 +127,14 @@ def kept_by_one(rank):
     of_layout = state.get_data_parallel_group()
     kept = {"model": of_layout} if rank == 0 else None
     name = of_layout.group_name
-    state.destroy_model_parallel()
+    take_down(state)
     before = len(process_groups())
     del of_layout
-    initialize().destroy_model_parallel()
+    take_down(initialize())
     there = {group.group_name: group for group in process_groups()}
     found = works(own), works(there[name]), len(there) - before
     del kept, there
-    initialize().destroy_model_parallel()
+    take_down(initialize())
     later = len(process_groups()) - before
     torch.distributed.destroy_process_group(own)
     return *found, later
@@ -144,17 +150,17 @@ def other_calls():
         except (AssertionError, RuntimeError) as error:
             errors.append(type(error).__name__)
         assert works(state.get_data_parallel_group())
-    state.destroy_model_parallel()
-    state.destroy_model_parallel()
+    take_down(state)
+    take_down(state)
     assert works(initialize().get_data_parallel_group())
     assert len(process_groups()) == count
-    state.destroy_model_parallel()
+    take_down(state)
     return len(errors)
 
 
 def other_world(rank):
     """The default group is destroyed in between, and all others with it."""
-    initialize().destroy_model_parallel()
+    take_down(initialize())
     backend = torch.distributed.get_backend()
     torch.distributed.destroy_process_group()
     store = torch.distributed.FileStore(str(Path(os.environ["STORE"])), 2)
