@@ -56,6 +56,13 @@ def reason_to_skip(file: Path, absent: dict[str, str]) -> str | None:
 
 
 @cache
+def runs_without_megatron(file: Path) -> bool:
+    """Return whether all tests of a module run where nothing but the package and what tests it is installed."""
+    by_test = {("rigs.needs", "needs_megatron"), ("rigs.needs", "needs_torch")} & _imports(file, at_import=True)
+    return reason_to_skip(file, HOW_TO_GET) is None and not by_test and "importorskip" not in file.read_text()
+
+
+@cache
 def uses_torch(file: Path) -> bool:
     """Return whether a module of tests, a rig that it uses or a conftest.py above it imports torch at any time."""
     above = [folder / "conftest.py" for folder in file.parents if folder.is_relative_to(TESTS)]

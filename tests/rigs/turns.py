@@ -17,18 +17,23 @@ from collections.abc import Container
 
 import pytest
 
+from rigs.needs import TESTS, runs_without_megatron
 from rigs.quick import QUICK, is_quick
 
 MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
-PYTHONS = ((3, 10), (3, 13))  # besides those of the Megatrons
+PYTHONS = ((3, 10), (3, 12), (3, 13))  # besides the README's
 # With these, and the newest, tox.ini also tests what depends little on Megatron's version.
 MOST = ("0.12", "0.16")
 DEPENDS_LITTLE = ("testing/", "verify/", "test_agreement.py", "test_demo.py")
+OF_FRAMEWORKS = (
+    "patches/nemo_rl/",
+    "patches/roll/",
+    "patches/slime/",
+)  # others have their releases
 OF_THESE_TWO = "no_harm/"  # with the newest and with 0.16: older ones lack half of what these programs do
 ALWAYS = (
     "patches/megatron/test_diagnos",
     "patches/megatron/test_edits.py",
-    "patches/megatron/test_renames.py",
     "test_package.py",
     "test_verdicts.py",
 )
@@ -42,10 +47,12 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
     """
     minor = ".".join(megatron.split(".")[:2])
     module, _, test = place.removeprefix("tests/").partition("::")
-    if not megatron and python in PYTHONS:
-        return python == PYTHONS[_turn(module, len(PYTHONS))]
-    if module.startswith(ALWAYS) or minor not in MEGATRONS:
+    if module.startswith(ALWAYS):
         return True
+    if python in PYTHONS and (not megatron or (minor not in MEGATRONS and runs_without_megatron(TESTS / module))):
+        return python == PYTHONS[_turn(module, len(PYTHONS))]
+    if minor not in MEGATRONS or module.startswith(OF_FRAMEWORKS):
+        return minor not in MEGATRONS
     if (is_quick(place) if test else module in QUICK_MODULES) and _turn(module, 3) == MEGATRONS.index(minor) % 3:
         return True
     if module.startswith(OF_THESE_TWO):
