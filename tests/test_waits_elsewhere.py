@@ -96,7 +96,7 @@ def test_nemo_rls_generation_may_take_a_version_in_a_coroutine(in_loop):
 
 def test_verls_replicas_are_all_resumed_where_one_was_cancelled(caplog):
     from megapatch._pausing.generation import resumed_on_failure
-    from megapatch.patches.verl._replica_calls import ReplicaCalls
+    from megapatch.patches.verl.weight_sync_resume import ReplicaCalls
 
     class Replica:
         def __init__(self, cancelled=False):

@@ -48,8 +48,8 @@ def run_all(make, check):
         for plan in PLANS:
             world = make(plan)
             with contextlib.ExitStack() as stack:
-                log = stack.enter_context(mock.patch(f"{PACKAGE}._pause.log"))
-                for module in ("cancellation", "generation"):
+                log = stack.enter_context(mock.patch(f"{PACKAGE}.log"))
+                for module in ("waiting", "generation"):
                     stack.enter_context(mock.patch(f"megapatch._pausing.{module}.log", log))
                 raised = await asyncio.ensure_future(world.raised())
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import types
@@ -14,9 +13,8 @@ from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import Failure, World
 
 from megapatch import MegapatchError
-from megapatch._pausing.generation import unmarked_on_failure
-from megapatch.weight_sync import paused_generation
-from megapatch.weight_sync._pause import _warned
+from megapatch.patches.skyrl.pause_rollback import clear_mark_on_failure
+from megapatch.weight_sync import _warned, paused_generation
 
 
 class Plain:
@@ -247,6 +245,7 @@ def test_it_is_for_one_sync():
 
 def test_a_failed_pause_leaves_a_mark_that_was_there():
     client = World(paused=True)
-    with contextlib.suppress(Failure), unmarked_on_failure(client):
-        raise Failure
+    client.plan = {"pause, first": "raise"}
+    with pytest.raises(Failure):
+        asyncio.run(clear_mark_on_failure(World.pause_generation)(client))
     assert client.generation_paused_event.is_set()

@@ -190,6 +190,99 @@ def test_a_client_whose_mark_is_a_question_to_wait_for():
     asyncio.run(main())
 
 
+INTERRUPTED = """
+import asyncio, sys
+from megapatch import weight_sync
+from megapatch._pausing import blocking, generation, waiting
+from megapatch.weight_sync import paused_generation
+
+FILES = {module.__file__ for module in (weight_sync, blocking, generation, waiting)}
+ENTRY = paused_generation.__exit__.__code__.co_firstlineno  # nothing of ours runs before
+
+def reached(place):
+    global left
+    left -= 1
+    if not left:
+        print(*place)
+        raise KeyboardInterrupt
+
+def trace(frame, event, argument):
+    if frame.f_code.co_filename not in FILES or frame.f_code.co_name == "__init__":
+        return None
+    if event == "line" and frame.f_code is paused_generation.__exit__.__code__ and frame.f_lineno <= ENTRY + 3:
+        return trace
+    if event == "line":
+        reached((frame.f_code.co_name, frame.f_lineno))
+    return trace
+
+class Plain:
+    paused = False
+
+    def pause_generation(self):
+        self.paused = True
+
+    def resume_generation(self):
+        self.paused = False
+
+class Instant:
+    paused = False
+
+    async def pause_generation(self):
+        self.paused = True
+
+    async def resume_generation(self):
+        self.paused = False
+
+class Slow(Instant):
+    async def pause_generation(self):
+        await asyncio.sleep(0.001)
+        self.paused = True
+
+class Marked(Slow):
+    class Event:
+        def __init__(self, client):
+            self.client = client
+
+        def is_set(self):
+            return self.client.paused
+
+        def clear(self):
+            self.client.paused = False
+
+    @property
+    def generation_paused_event(self):
+        return self.Event(self)
+
+for kind in (Plain, Instant, Slow, Marked):
+    nth = left = 0
+    while left <= 0:
+        nth += 1
+        client, left = kind(), nth
+        try:
+            pausing = paused_generation(client)
+            sys.settrace(trace)
+            with pausing:
+                assert client.paused
+        except KeyboardInterrupt:
+            assert not left
+        finally:
+            sys.settrace(None)
+        assert not client.paused, (kind, nth)
+        if left > 0:
+            break
+    print(kind.__name__, nth, "lines")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends itself a signal")
+def test_an_interruption_of_any_line_leaves_generation_running_and_waits_for_nothing():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count(" lines") == 4
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends itself a signal")
 def test_ctrl_c_in_a_with_ends_the_pause_and_resumes():
     code = """

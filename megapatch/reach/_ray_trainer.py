@@ -8,8 +8,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .._pausing.cancellation import tell_besides
-from .._pausing.waiting import finished
+from .._pausing.waiting import finished, tell_besides
 from ..errors import MisuseError
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class RayTrainer:
 
     async def _in_step(self, method: str, *args: Any) -> list[Any]:
         try:
-            found: list[Any] = await finished(await self.on_all_ranks(method, *args), f"{method}()")
+            found: list[Any] = await finished(await self.on_all_ranks(method, *args), f"{method}()", ignored=True)
             return found
         except Exception as error:
             try:

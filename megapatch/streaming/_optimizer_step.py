@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._pausing.cancellation import tell_besides
+from .._pausing.waiting import tell_besides
 from ..errors import EmptyStepError, MisuseError
 from ._calls import SequentialCalls, Timer, run_to_end
 from ._config import StreamingConfig

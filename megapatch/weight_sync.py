@@ -1,10 +1,10 @@
-"""Generation paused around a weight sync, and resumed however the sync ends.
+"""Around a weight sync: generation paused (`paused_generation`), parameters whole (`gathered_parameters`).
 
-    async with paused_generation(client):      # `with` where no event loop is running
+`lent_weights` is for weights that come in the other direction, and do not stay.
+
+async with paused_generation(client):      # `with` where no event loop is running
+    with gathered_parameters(model):
         await broadcast_weights()
-
-Without a pause, requests in flight are served by a mixture of old and new weights. If an exception leaves
-generation paused, no request is ever served again.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
+from typing import Any
 
-from .._pausing.blocking import Blocking, running_loop, without_loop
-from .._pausing.generation import (
-    EVENT,
-    PAUSE,
-    RESUME,
-    is_paused,
-    log_failed_sync,
-    resume_once,
-    unmarked_on_failure,
-)
-from .._pausing.waiting import Call, Outcome, attempt
-from .._troubleshooting import see
-from ..errors import MisuseError
+from ._mcore.main_params import lent_weights
+from ._mcore.param_gathers import ddps_of, gather_params
+from ._pausing.blocking import Blocking, running_loop, without_loop
+from ._pausing.generation import EVENT, PAUSE, RESUME, is_paused, log_failed_sync, resume_once
+from ._pausing.waiting import Call, Outcome, attempt
+from ._troubleshooting import see
+from .errors import MisuseError
+
+__all__ = ["gathered_parameters", "lent_weights", "paused_generation"]
 
 log = logging.getLogger("megapatch")
 
@@ -37,6 +34,48 @@ _IN_LOOP = (
 )
 
 _warned: set[type] = set()
+
+
+class gathered_parameters:
+    """Make a model's parameters those of the last optimizer step on this rank, before they are read.
+
+        gathered_parameters(model)              # now, until the next optimizer step
+        with gathered_parameters(model):        # the same
+            export(model)
+
+    With the distributed optimizer and overlap_param_gather, optimizer.step() leaves each data-parallel rank with
+    its own new shard of the parameters beside the others' old ones, until the next forward pass gathers them.
+    Code that reads the parameters before that, to save or to export them, reads a mixture.
+
+    This makes pending gathers, with Megatron's own methods, and waits for gathers under way. Where nothing is
+    pending it does nothing, and no collective runs: without overlap_param_gather, after a forward pass, and when
+    called again. Megatron-FSDP and FSDP2 gather in their own exports: there is nothing to do for them.
+
+    Call it on all ranks: the same gathers are pending on all ranks of a data-parallel group, and all of them have
+    to make these. Call it where the parameters are read: in a generator after its first `next`, not when made.
+
+    Args:
+        model: a model, or a list of model chunks, wrapped in DistributedDataParallel or not. For a model that is
+            not, the DistributedDataParallel around it is found.
+
+    Raises:
+        MisuseError: `model` is something else; or something is pending that cannot be gathered now, as its buffer
+            is offloaded, with reuse_grad_buf_for_mxfp8_param_ag, and with a layer-wise optimizer. The message says
+            how to avoid it. No collective has run by then.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        gather_params(ddps_of(model))
+
+    def __enter__(self) -> Any:
+        gather_params(ddps_of(self._model))  # made before an optimizer step, perhaps
+        return self._model
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave the parameters as they are: whole until the next optimizer step."""
 
 
 class paused_generation:
@@ -60,12 +99,16 @@ class paused_generation:
     raised, it is added to that as a note (from Python 3.11 on) and logged as an ERROR.
 
     Cancellation, however often, does not reach the resume, and is delivered when that is over; a failure of the
-    body is then its `__context__`. Only two things interrupt a resume: the cancellation of all tasks of the event
-    loop, as by asyncio.run() at its end, and Ctrl-C in a `with`.
+    body is then its `__context__`. The same holds for Ctrl-C in a `with`. Only two things interrupt a resume: the
+    cancellation of all tasks of the event loop, as by asyncio.run() at its end, and a second Ctrl-C in a `with`.
+    Ctrl-C between the last line of the body and the first one of ours leaves generation paused, as Python has no
+    way to keep it out of there.
 
     Results of `pause` and `resume` are waited for: an awaitable such as Ray's ObjectRef, a
-    `concurrent.futures.Future`, and each of several in a list or another container. A result that stands for work
-    that cannot be waited for, such as a generator or a thread, is a MisuseError, as a failure of that call.
+    `concurrent.futures.Future`, and each of several in a collection, a dataclass or a SimpleNamespace. None,
+    numbers, text, the response of an HTTP client, and objects that have only such attributes are results. Anything
+    else, such as a generator or a thread, may stand for work that cannot be waited for. It is a MisuseError, as a
+    failure of that call.
 
     A CancelledError that the client raises by itself is a failure like others, as a MegapatchError.
 
@@ -97,7 +140,11 @@ class paused_generation:
     async def __aenter__(self) -> bool:
         if (library := running_loop()) != "asyncio":
             raise MisuseError(_OTHER_LOOP.format(library or "another event loop"))
-        return await self._enter(attempt)
+        try:
+            return await self._enter(attempt)
+        except BaseException as error:
+            await self._undo(error, attempt)
+            raise
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -110,8 +157,8 @@ class paused_generation:
         self._blocking = Blocking()
         try:
             return without_loop(self._enter(self._blocking.attempt))
-        except BaseException:
-            self._blocking.close()
+        except BaseException as error:
+            self._undo_and_close(error)
             raise
 
     def __exit__(
@@ -119,8 +166,10 @@ class paused_generation:
     ) -> None:
         try:
             without_loop(self._exit(error, self._blocking.attempt))
-        finally:
             self._blocking.close()
+        except BaseException as failure:
+            self._undo_and_close(failure)
+            raise
 
     async def _enter(self, attempt: Callable[..., Awaitable[Outcome]]) -> bool:
         if self._used:
@@ -131,30 +180,43 @@ class paused_generation:
         if self._pause is None or self._resume is None:
             _warn(self._client, f"it has no {PAUSE if self._pause is None else RESUME}")
             return False
-        cancelled: BaseException | None
-        try:
-            with unmarked_on_failure(self._client):
-                failure, cancelled = await attempt(self._pause, f"{PAUSE}()", interruptible=True)
-                if failure is not None:
-                    raise cancelled or failure
-        except BaseException as error:
-            if _cannot_pause(error):
-                _warn(self._client, f"{type(error).__name__}: {error}")
-                return False
-            if getattr(self._client, EVENT, None) is None:
-                await resume_once(self._resume, error, attempt)
-            raise
-        if cancelled is not None:  # and the client has paused nevertheless
-            await resume_once(self._resume, cancelled, attempt)
-            raise cancelled
         self._to_resume = True
+        failure, cancelled = await attempt(self._pause, f"{PAUSE}()", interruptible=True)
+        if failure is not None and getattr(self._client, EVENT, None) is not None:
+            getattr(self._client, EVENT).clear()
+        if failure is not None and cancelled is None and _cannot_pause(failure):
+            self._to_resume = False
+            _warn(self._client, f"{type(failure).__name__}: {failure}")
+            return False
+        if (error := cancelled or failure) is not None:
+            raise error
         return True
 
     async def _exit(self, error: BaseException | None, attempt: Callable[..., Awaitable[Outcome]]) -> None:
         if error is not None:
             log_failed_sync(error)
-        if self._to_resume and self._resume is not None:
-            await resume_once(self._resume, error, attempt)
+        if self._to_resume:
+            await self._resume_now(error, attempt)
+
+    async def _resume_now(self, error: BaseException | None, attempt: Callable[..., Awaitable[Outcome]]) -> None:
+        async def attempt_once(call: Call, what: str) -> Outcome:
+            outcome = await attempt(call, what)
+            self._to_resume = False  # and not if Ctrl-C has come before the call, or in it
+            return outcome
+
+        assert self._resume is not None  # else nothing was paused
+        await resume_once(self._resume, error, attempt_once)
+
+    async def _undo(self, error: BaseException, attempt: Callable[..., Awaitable[Outcome]]) -> None:
+        """Resume what may be paused, unless the client's event says that it is not."""
+        if self._to_resume and (getattr(self._client, EVENT, None) is None or is_paused(self._client)):
+            await self._resume_now(error, attempt)
+
+    def _undo_and_close(self, error: BaseException) -> None:
+        try:
+            without_loop(self._undo(error, self._blocking.attempt))
+        finally:
+            self._blocking.close()
 
 
 # ------------------------------------------------------------------------------------------ warnings
