@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ..errors import ConfigError
-from ._tags import TOKEN_STALENESS, TokenStaleness
 
-Policy: TypeAlias = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
+Policy: TypeAlias = Literal["weight_fifo", "ready_first", "windowed"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 SWITCHES = ("abort_stale_rollouts", "drop_equal_rewards", "refresh_policy_logprobs", "refresh_reference_logprobs")
 
@@ -28,13 +27,10 @@ class StreamingConfig:
         train_global_batch_size: samples of an optimizer step. By default all samples of the step, which then has
             one optimizer step.
         max_staleness: versions (optimizer steps) that a group may be behind; 0 is on-policy.
-        token_staleness: the age of a sample with tokens of several versions (``weight_versions`` in its tag): that
-            of its "oldest" token, or of the "mean" version of its tokens, rounded down.
         pick: which group is trained on next, and how many rollouts begin ahead of training; docs/streaming.md says
             how each policy biases the training data.
             "weight_fifo": the oldest weights first. A place is kept for each rollout in flight that would be too
             old after the optimizer step, so no rollout that `TrainPump.rollout` has begun is lost.
-            "in_order": as their rollouts began.
             "ready_first": as they become ready. Rollouts that are too old when they end are evicted.
             "windowed": the newest weights first, and no bound on rollouts ahead; many of them are evicted.
         prompt_groups_per_microbatch: prompt groups that a microbatch call trains on together, for trainers that
@@ -69,7 +65,6 @@ class StreamingConfig:
     target_prompt_groups_per_step: int = None  # type: ignore[assignment]  # set below
     train_global_batch_size: int = None  # type: ignore[assignment]
     max_staleness: int = 0
-    token_staleness: TokenStaleness = "oldest"
     pick: Policy = "weight_fifo"
     prompt_groups_per_microbatch: int = 1
     oversampled_prompt_groups: int = 0
@@ -135,21 +130,16 @@ class StreamingConfig:
         self._check_whole("max_microbatches_in_flight", 1)
 
     def _check_choices(self) -> None:
-        if self.token_staleness not in TOKEN_STALENESS:
-            raise ConfigError("token_staleness", self.token_staleness, f"one of {', '.join(TOKEN_STALENESS)}")
         if self.pick not in POLICIES:
             raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
-        if self.oversampled_prompt_groups and self.pick in ("in_order", "windowed"):
-            why = "waits for the first" if self.pick == "in_order" else "does not bound rollouts"
-            raise ConfigError("oversampled_prompt_groups", self.oversampled_prompt_groups, f"0: {self.pick} {why}")
+        if self.oversampled_prompt_groups and self.pick == "windowed":
+            rule = "0: windowed does not bound rollouts"
+            raise ConfigError("oversampled_prompt_groups", self.oversampled_prompt_groups, rule)
 
     def _check_switches(self) -> None:
         for field in SWITCHES:
             if not isinstance(getattr(self, field), bool):
                 raise ConfigError(field, getattr(self, field), "True or False")
-        if self.abort_stale_rollouts and self.token_staleness == "mean":
-            rule = 'False with token_staleness="mean": new tokens make a rollout younger'
-            raise ConfigError("abort_stale_rollouts", True, rule)
         if self.drop_equal_rewards and self.generations_per_prompt == 1:
             raise ConfigError("drop_equal_rewards", True, "False where generations_per_prompt is 1: all are equal")
 

@@ -49,7 +49,6 @@ class Rollout:
     """A prompt group that was announced, until it was trained on or is given up."""
 
     version: int  # of the weights that it began with
-    number: int  # in the order in which rollouts began
     begun: float
     ended: float | None = None
     claimed: bool = False
@@ -98,11 +97,6 @@ class InFlight:
             if self._rollouts.get(group_id) is rollout and not rollout.running:
                 self.land(group_id)
         del self._ended[:ended]
-
-    @property
-    def first_number(self) -> float:
-        """The number of the one that began first; infinite if there is none."""
-        return next((rollout.number for rollout in self._rollouts.values()), float("inf"))
 
     def by_version(self) -> list[tuple[int, int]]:
         """Return each version with the number of rollouts that began with it, the oldest first."""

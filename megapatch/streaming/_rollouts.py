@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 
@@ -21,7 +20,7 @@ class Rollouts:
     Rollouts that have begun, from the first on, are never more than those of the optimizer steps up to
     `max_staleness` after that of the weights: AReaL's bound. So those that began with weights up to a version fit
     into the optimizer steps in which they are not too old, unless newer ones take their places. "weight_fifo"
-    keeps these, and "in_order" never picks a newer one.
+    keeps these.
 
     Args:
         capacity: prompt groups that the buffer holds; None: no limit.
@@ -68,11 +67,6 @@ class Rollouts:
             self._end(group_id, rollout, context)
             context.swallows(None)
 
-    def number_of(self, group_id: Hashable) -> float:
-        """Groups, for "in_order": return the group's place in the order of begin; unannounced ones are last."""
-        rollout = self._rollouts.get(group_id)
-        return math.inf if rollout is None else rollout.number
-
     def have_to_come_before(self, group: Group, places: int) -> bool:
         """Supply: return whether training on this group now would take the place of a rollout in flight.
 
@@ -80,8 +74,6 @@ class Rollouts:
             group: one that is ready.
             places: groups that the open optimizer step still takes.
         """
-        if self._config.pick == "in_order":
-            return self._in_flight.first_number < self.number_of(group.group_id)
         if self._config.pick != "weight_fifo":
             return False
         oversampled = self._config.oversampled_prompt_groups  # no place is kept for so many
@@ -190,7 +182,7 @@ class Rollouts:
         self._trainer_version = self._generation_version = version
         now = asyncio.get_running_loop().time()
         for group, seconds in ended:
-            rollout = Rollout(group.weight_version or 0, self._begun, now - seconds, ended=now)
+            rollout = Rollout(group.weight_version or 0, now - seconds, ended=now)
             self._rollouts[group.group_id] = rollout
             self._begun += 1
         self._reported = self._begun
@@ -235,7 +227,7 @@ class Rollouts:
             if (rollout := self._rollouts.get(group_id)) is not None and not rollout.claimed:
                 return rollout  # this is another part of one that has its place
             if self._has_room:
-                rollout = Rollout(self._generation_version, self._begun, asyncio.get_running_loop().time())
+                rollout = Rollout(self._generation_version, asyncio.get_running_loop().time())
                 self._begun += 1
                 self._rollouts[group_id] = rollout
                 return rollout

@@ -65,10 +65,10 @@ def test_rollouts_that_wait_in_the_buffer_still_count():
     run(main())
 
 
-def test_in_order_and_durations_are_those_of_before():
+def test_durations_are_those_of_before():
     async def main():
         world = SavingWorld()
-        pump = world.pump(pick="in_order", target_prompt_groups_per_step=2)
+        pump = world.pump(target_prompt_groups_per_step=2)
         await asyncio.gather(roll_out(world, pump, "first", 4.0), roll_out(world, pump, "second", 2.0))
         heard = []
 
@@ -77,9 +77,9 @@ def test_in_order_and_durations_are_those_of_before():
                 heard.append(metrics) if prefix == "streaming" else None
 
         state = await saved(pump)
-        world, pump, _ = await resumed(state, pick="in_order", target_prompt_groups_per_step=2, logger=Logger())
+        world, pump, _ = await resumed(state, target_prompt_groups_per_step=2, logger=Logger())
         await pump.step()
-        assert world.trained == [["first", "second"]]
+        assert world.trained == [["second", "first"]]
         assert heard[0]["trained_rollout_seconds"] == pytest.approx(3.0) and heard[0]["rollouts_begun"] == 0
 
     run(main())

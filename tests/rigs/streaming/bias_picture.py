@@ -12,7 +12,7 @@ from typing import NamedTuple
 DOCS = Path(__file__).parents[3] / "docs"
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 320, 56, 16, 40, 48
 MOST_X, MOST_Y = 14, 4  # seconds
-COLORS = {"windowed": "#e45756", "ready_first": "#f58518", "in_order": "#72b7b2", "weight_fifo": "#4c78a8"}
+COLORS = {"windowed": "#e45756", "ready_first": "#f58518", "weight_fifo": "#4c78a8"}
 
 
 class Row(NamedTuple):
@@ -65,10 +65,7 @@ def points(table):
     for pick, color in COLORS.items():
         for row in (row for row in table if row.pick == pick):
             at = x(row.step), y(row.trained)
-            look = f'fill="{color}" r="5"'
-            if pick == "in_order":  # a ring around a point of weight_fifo
-                look = f'fill="none" stroke="{color}" stroke-width="2" r="8"'
-            yield f'<circle cx="{at[0]}" cy="{at[1]}" {look}/>'
+            yield f'<circle cx="{at[0]}" cy="{at[1]}" fill="{color}" r="5"/>'
             yield label(row, *at, color)
 
 
@@ -77,8 +74,6 @@ def label(row, at_x, at_y, color):
     name = f"{row.pick} {row.max_staleness}"
     if row.pick == "weight_fifo":
         return text(at_x, at_y - 10, row.max_staleness, color=color)
-    if row.pick == "in_order":
-        return text(at_x, at_y + 22, name, color=color)
     if name == "windowed 1":
         return text(at_x, at_y - 10, name, color=color)
     return text(at_x + 10, at_y + 4, name, "start", color)

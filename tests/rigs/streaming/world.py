@@ -74,7 +74,7 @@ class World:
         self.paused = False
 
     def pump(self, **settings):
-        for_the_pump = {"compute_advantages", "logger", "terminal", "version"} & settings.keys()
+        for_the_pump = {"compute_advantages", "logger", "version"} & settings.keys()
         others = {name: settings.pop(name) for name in for_the_pump}
         config = StreamingConfig(**{"generations_per_prompt": 1, **settings})
         self.made = TrainPump(config, self, self, self, self, **others)
