@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming.world import World, run
+from rigs.streaming.world import World
 
 from megapatch import MisuseError
 from megapatch.streaming import Group, StalenessSampler
@@ -40,47 +40,40 @@ def test_its_newest_token_must_not_be_from_the_future():
     assert sampler(max_staleness=2).eligible(samples, 5)
 
 
-def test_a_rollout_goes_on_across_syncs():
+async def test_a_rollout_goes_on_across_syncs():
     """As docs/streaming.md has it: an engine ends a request early when it is paused."""
+    world, runs = World(), []
+    pump = world.pump(max_staleness=2)
 
-    async def main():
-        world, runs = World(), []
-        pump = world.pump(max_staleness=2)
+    async def roll_out():
+        async with pump.rollout("long"):
+            for _ in range(3):
+                await pump.rollouts_permitted()
+                runs.append((world.generation_version, 10))
+                await asyncio.sleep(10)
+            await world.buffer.put("long", {"group_id": "long", "weight_versions": runs}, "long")
 
-        async def roll_out():
-            async with pump.rollout("long"):
-                for _ in range(3):
-                    await pump.rollouts_permitted()
-                    runs.append((world.generation_version, 10))
-                    await asyncio.sleep(10)
-                await world.buffer.put("long", {"group_id": "long", "weight_versions": runs}, "long")
-
-        rolling = asyncio.ensure_future(roll_out())
-        for version in range(2):
-            await asyncio.sleep(5)
-            await world.put(f"short{version}", version=version)
-            await pump.step()
-            await asyncio.sleep(5)
-        await rolling
-        assert runs == [(0, 10), (1, 10), (2, 10)]
+    rolling = asyncio.ensure_future(roll_out())
+    for version in range(2):
+        await asyncio.sleep(5)
+        await world.put(f"short{version}", version=version)
         await pump.step()
-        assert world.trained == [["short0"], ["short1"], ["long"]]
+        await asyncio.sleep(5)
+    await rolling
+    assert runs == [(0, 10), (1, 10), (2, 10)]
+    await pump.step()
+    assert world.trained == [["short0"], ["short1"], ["long"]]
 
-    run(main())
 
-
-def test_late_duplicates_are_known_by_their_oldest_token():
-    async def main():
-        world = World()
-        pump = world.pump(version=1, max_staleness=1)
-        await world.buffer.put("a", of((0, 1), (1, 1)), "a")
-        await pump.step()
-        await world.buffer.put("a", of((0, 2)), "a")
-        assert world.buffer.late_duplicates == 1
-        await world.buffer.put("a", of((1, 2)), "a")
-        assert len(world.buffer) == 1
-
-    run(main())
+async def test_late_duplicates_are_known_by_their_oldest_token():
+    world = World()
+    pump = world.pump(version=1, max_staleness=1)
+    await world.buffer.put("a", of((0, 1), (1, 1)), "a")
+    await pump.step()
+    await world.buffer.put("a", of((0, 2)), "a")
+    assert world.buffer.late_duplicates == 1
+    await world.buffer.put("a", of((1, 2)), "a")
+    assert len(world.buffer) == 1
 
 
 @pytest.mark.parametrize("runs", [[], [(1,)], [(1, 0)], [("1", 2)], [(1.5, 2)], 7, "12", [(0, 1), (1, -1)]])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from rigs.streaming.saving import SavingWorld, resumed, roll_out, saved
-from rigs.streaming.world import World, raised, run
+from rigs.streaming.world import World, raised
 
 from megapatch import MisuseError
 from megapatch.streaming import RolloutBuffer
@@ -29,142 +29,115 @@ def test_killed_a_hundred_times(tmp_path):
     assert groups > 500 and rollouts > groups + 200  # those in flight are rolled out again
 
 
-def test_the_version_and_complete_groups_go_on():
-    async def main():
-        world = SavingWorld()
-        pump = world.pump(generations_per_prompt=2, max_staleness=1)
-        for name in "abc":
-            await world.put(name, samples=2)
-        await pump.step()
-        other, resumed_pump, again = await resumed(await saved(pump), generations_per_prompt=2, max_staleness=1)
-        assert resumed_pump.version == 1 and again == []
-        assert list(other.buffer.samples()) == ["b0", "b1", "c0", "c1"]
-        await resumed_pump.step()
-        assert other.trained == [["b0", "b1"]] and resumed_pump.version == 2
-
-    run(main())
+async def test_the_version_and_complete_groups_go_on():
+    world = SavingWorld()
+    pump = world.pump(generations_per_prompt=2, max_staleness=1)
+    for name in "abc":
+        await world.put(name, samples=2)
+    await pump.step()
+    other, resumed_pump, again = await resumed(await saved(pump), generations_per_prompt=2, max_staleness=1)
+    assert resumed_pump.version == 1 and again == []
+    assert list(other.buffer.samples()) == ["b0", "b1", "c0", "c1"]
+    await resumed_pump.step()
+    assert other.trained == [["b0", "b1"]] and resumed_pump.version == 2
 
 
-def test_no_rollout_begins_before_generation_has_the_weights_and_the_step_syncs_first():
-    async def main():
-        pump = SavingWorld().pump(version=3)
-        world, pump, _ = await resumed(await saved(pump))
-        rolling = asyncio.ensure_future(roll_out(world, pump, "a"))
-        await asyncio.sleep(1)
-        assert not pump.admitted and not len(world.buffer)
-        await pump.step()
-        await rolling
-        assert world.called("stamp", "microbatch") == ["stamp 3", "microbatch a", "stamp 4"]
-
-    run(main())
+async def test_no_rollout_begins_before_generation_has_the_weights_and_the_step_syncs_first():
+    pump = SavingWorld().pump(version=3)
+    world, pump, _ = await resumed(await saved(pump))
+    rolling = asyncio.ensure_future(roll_out(world, pump, "a"))
+    await asyncio.sleep(1)
+    assert not pump.admitted and not len(world.buffer)
+    await pump.step()
+    await rolling
+    assert world.called("stamp", "microbatch") == ["stamp 3", "microbatch a", "stamp 4"]
 
 
-def test_a_failed_step_is_undone_first_and_its_advantages_are_not_computed_again():
-    async def main():
-        computed = []
+async def test_a_failed_step_is_undone_first_and_its_advantages_are_not_computed_again():
+    computed = []
 
-        async def advantages(data):
-            computed.append(data[0])
-            return [f"{data[0]}!"]
+    async def advantages(data):
+        computed.append(data[0])
+        return [f"{data[0]}!"]
 
-        world = SavingWorld({"before microbatch": "raise", "before give_back": "raise"})
-        await world.put("a")
-        pump = world.pump(compute_advantages=advantages)
-        assert await raised(pump.step()) and not world.buffer.samples()
-        other, pump, _ = await resumed(await saved(pump), compute_advantages=advantages)
-        assert world.called("give_back") == ["give_back a"]
-        await pump.step()
-        assert other.trained == [["a!"]] and computed == ["a"]
-
-    run(main())
+    world = SavingWorld({"before microbatch": "raise", "before give_back": "raise"})
+    await world.put("a")
+    pump = world.pump(compute_advantages=advantages)
+    assert await raised(pump.step()) and not world.buffer.samples()
+    other, pump, _ = await resumed(await saved(pump), compute_advantages=advantages)
+    assert world.called("give_back") == ["give_back a"]
+    await pump.step()
+    assert other.trained == [["a!"]] and computed == ["a"]
 
 
-def test_trained_groups_whose_clearing_failed_are_not_saved():
-    async def main():
-        world = SavingWorld({"before clear": "raise"})
-        for name in "ab":
-            await world.put(name)
-        pump = world.pump(max_staleness=1)
-        assert await raised(pump.step())
-        world, pump, _ = await resumed(await saved(pump), max_staleness=1)
-        await pump.step()
-        assert world.trained == [["b"]] and pump.version == 2
-
-    run(main())
+async def test_trained_groups_whose_clearing_failed_are_not_saved():
+    world = SavingWorld({"before clear": "raise"})
+    for name in "ab":
+        await world.put(name)
+    pump = world.pump(max_staleness=1)
+    assert await raised(pump.step())
+    world, pump, _ = await resumed(await saved(pump), max_staleness=1)
+    await pump.step()
+    assert world.trained == [["b"]] and pump.version == 2
 
 
-def test_late_duplicates_are_still_known():
-    async def main():
-        world = SavingWorld()
-        await world.put("a")
-        pump = world.pump()
-        await pump.step()
-        world, _, _ = await resumed(await saved(pump))
-        await world.put("a")
-        assert world.buffer.late_duplicates == 1 and not len(world.buffer)
-
-    run(main())
+async def test_late_duplicates_are_still_known():
+    world = SavingWorld()
+    await world.put("a")
+    pump = world.pump()
+    await pump.step()
+    world, _, _ = await resumed(await saved(pump))
+    await world.put("a")
+    assert world.buffer.late_duplicates == 1 and not len(world.buffer)
 
 
-def test_a_buffer_without_state_keeps_its_own():
-    async def main():
-        world = World()
-        for name in "ab":
-            await world.put(name)
-        pump = world.pump(max_staleness=1)
-        await pump.step()
-        state = await saved(pump)
-        assert "buffer" not in state
-        other = World()
-        other.buffer = world.buffer
-        pump = other.pump(max_staleness=1)
-        assert await pump.load_state_dict(state) == []
-        await pump.step()
-        assert other.trained == [["b"]] and pump.version == 2
-
-    run(main())
+async def test_a_buffer_without_state_keeps_its_own():
+    world = World()
+    for name in "ab":
+        await world.put(name)
+    pump = world.pump(max_staleness=1)
+    await pump.step()
+    state = await saved(pump)
+    assert "buffer" not in state
+    other = World()
+    other.buffer = world.buffer
+    pump = other.pump(max_staleness=1)
+    assert await pump.load_state_dict(state) == []
+    await pump.step()
+    assert other.trained == [["b"]] and pump.version == 2
 
 
 @pytest.mark.parametrize("state", [{}, {"format": 2}, None])
-def test_another_format_is_refused(state):
-    async def main():
-        for load in (RolloutBuffer().load_state_dict, SavingWorld().pump().load_state_dict):
-            with pytest.raises(MisuseError, match=r"has the format .*; expected 1"):
-                await load(state) if load.__qualname__.startswith("TrainPump") else load(state)
-
-    run(main())
+async def test_another_format_is_refused(state):
+    for load in (RolloutBuffer().load_state_dict, SavingWorld().pump().load_state_dict):
+        with pytest.raises(MisuseError, match=r"has the format .*; expected 1"):
+            await load(state) if load.__qualname__.startswith("TrainPump") else load(state)
 
 
-def test_loading_into_what_is_in_use_is_refused():
-    async def main():
-        world = SavingWorld()
-        await world.put("a")
-        pump = world.pump()
-        state = await saved(pump)
-        with pytest.raises(MisuseError, match="has had samples already"):
-            await pump.load_state_dict(state)
-        await pump.step()
+async def test_loading_into_what_is_in_use_is_refused():
+    world = SavingWorld()
+    await world.put("a")
+    pump = world.pump()
+    state = await saved(pump)
+    with pytest.raises(MisuseError, match="has had samples already"):
+        await pump.load_state_dict(state)
+    await pump.step()
+    with pytest.raises(MisuseError, match="in use already"):
+        await pump.load_state_dict(state)
+    world = SavingWorld()
+    pump = world.pump()
+    async with pump.rollout("b"):
         with pytest.raises(MisuseError, match="in use already"):
             await pump.load_state_dict(state)
-        world = SavingWorld()
-        pump = world.pump()
-        async with pump.rollout("b"):
-            with pytest.raises(MisuseError, match="in use already"):
-                await pump.load_state_dict(state)
-        with pytest.raises(MisuseError, match=r"has no load_state_dict\(\)"):
-            await World().pump().load_state_dict(state)
-
-    run(main())
+    with pytest.raises(MisuseError, match=r"has no load_state_dict\(\)"):
+        await World().pump().load_state_dict(state)
 
 
-def test_neither_while_a_step_runs():
-    async def main():
-        pump = SavingWorld().pump()
-        stepping = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(1)
-        for call in (pump.state_dict(), pump.load_state_dict({})):
-            with pytest.raises(MisuseError, match=r"while step\(\) of this pump is running"):
-                await call
-        stepping.cancel()
-
-    run(main())
+async def test_neither_while_a_step_runs():
+    pump = SavingWorld().pump()
+    stepping = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(1)
+    for call in (pump.state_dict(), pump.load_state_dict({})):
+        with pytest.raises(MisuseError, match=r"while step\(\) of this pump is running"):
+            await call
+    stepping.cancel()
