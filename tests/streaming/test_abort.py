@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, raised
+from rigs.streaming.world import Streaming, World, raised
 
 OVER = {"oversampled_prompt_groups": 1, "abort_stale_rollouts": True}
 
@@ -143,12 +143,7 @@ async def test_samples_are_dropped_again_after_clearing_them_has_failed():
 
 
 async def test_their_seconds_are_logged_apart():
-    heard = []
-
-    class Logger:
-        def log_metrics(self, metrics, step, prefix):
-            heard.append(metrics) if prefix == "streaming" else None
-
-    await step_beside(logger=Logger())
+    heard = Streaming()
+    await step_beside(logger=heard)
     assert heard[0]["aborted_rollout_seconds"] == pytest.approx(1.0, abs=0.01)
     assert "rollout_seconds" not in heard[0]

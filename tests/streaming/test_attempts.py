@@ -7,7 +7,7 @@ import logging
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, raised, run
+from rigs.streaming.world import Streaming, World, raised, run
 
 from megapatch import MisuseError
 
@@ -111,13 +111,8 @@ async def test_a_rollout_that_was_aborted_begins_again_with_new_weights(attempts
 
 
 async def test_retries_are_counted():
-    heard = []
-
-    class Logger:
-        def log_metrics(self, metrics, step, prefix):
-            heard.append(metrics) if prefix == "streaming" else None
-
-    world, pump = pair(logger=Logger(), max_staleness=1)
+    heard = Streaming()
+    world, pump = pair(logger=heard, max_staleness=1)
     for group, failures in (("a", 2), ("b", 0)):
         await pump.roll_out(group, Prompt(world, group, failures).generate)
         await pump.step()

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 
 import pytest
-from rigs.streaming.world import World, raised
+from rigs.streaming.world import Streaming, World, raised
 
 from megapatch.streaming import ConfigError, EmptyStepError, RolloutBuffer
 
@@ -67,9 +67,8 @@ def test_a_buffer_that_is_smaller_than_a_step_is_refused():
 # ------------------------------------------------------------------------------------------ left behind
 async def test_orphans_in_a_full_buffer_expire(caplog):
     world = Bounded(2)
-    logged = []
-    world.log_metrics = lambda metrics, step, prefix: logged.append(metrics) if prefix == "streaming" else None
-    pump = world.pump(orphan_timeout=100, target_prompt_groups_per_step=1, logger=world)
+    logged = Streaming()
+    pump = world.pump(orphan_timeout=100, target_prompt_groups_per_step=1, logger=logged)
     await world.put("a", expected_num_samples=2)
     await world.put("b", committed=False)
     putting = asyncio.ensure_future(world.put("c"))

@@ -167,8 +167,7 @@ async def test_a_failure_loses_no_group(call, when):
     world = Updating({f"{when} {call}": "raise"})
     if call == "give_back":
         world.plan["before microbatch"] = "raise"
-    for name in "abcd":
-        await world.put(name)
+    await world.put_each("abcd")
     await world.put("old", version=-1)
     pump = world.pump(target_prompt_groups_per_step=2, max_staleness=1, version=0)
     for _ in range(4):

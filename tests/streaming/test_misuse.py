@@ -37,8 +37,7 @@ class Array:
 
 async def test_a_version_from_a_checkpoint_becomes_a_plain_int():
     world, given = World(), Array(5)
-    for name in "ab":
-        await world.put(name, version=5)
+    await world.put_each("ab", version=5)
     pump = world.pump(version=given, max_staleness=1)
     assert type(pump.version) is int
     await pump.step()

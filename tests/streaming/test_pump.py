@@ -10,8 +10,7 @@ from rigs.streaming.world import World
 
 async def test_one_step():
     world = World()
-    for name in "abc":
-        await world.put(name, samples=2)
+    await world.put_each("abc", samples=2)
     pump = world.pump(generations_per_prompt=2, target_prompt_groups_per_step=3)
     await pump.step()
     assert world.called() == [
@@ -35,8 +34,7 @@ async def test_one_step():
 
 async def test_several_optimizer_steps_and_one_sync():
     world = World()
-    for name in "abcdef":
-        await world.put(name)
+    await world.put_each("abcdef")
     pump = world.pump(target_prompt_groups_per_step=6, train_global_batch_size=2, max_staleness=2)
     await pump.step()
     assert world.called("begin", "finish", "clear", "sync", "stamp") == [
@@ -92,8 +90,7 @@ async def test_a_step_begins_when_so_many_groups_are_there_and_goes_on_with_sing
 
 async def test_the_least_number_of_groups_is_for_the_first_optimizer_step_of_a_step():
     world = World()
-    for name in "abcd":
-        await world.put(name)
+    await world.put_each("abcd")
     pump = world.pump(min_prompt_groups_per_batch=4, train_global_batch_size=2, max_staleness=1)
     await pump.step()
     assert world.trained == [["a", "b"], ["c", "d"]]
@@ -134,8 +131,7 @@ async def test_a_group_is_picked_when_the_trainer_has_room_for_it():
     """A fresher one that came meanwhile goes first; of claimed ones there are at most as many as in flight."""
     world = World({"before microbatch": lambda: asyncio.sleep(100)})
     pump = world.pump(target_prompt_groups_per_step=4, max_staleness=5, version=5, pick="windowed")
-    for name in "abc":
-        await world.put(name, version=1)
+    await world.put_each("abc", version=1)
     task = asyncio.ensure_future(pump.step())
     await asyncio.sleep(50)
     assert world.called() == ["claim a", "begin", "claim b"]
@@ -154,8 +150,7 @@ async def test_a_slow_trainer_bounds_what_is_in_flight(limit):
         most = max(most, len(world.called("claim")) - len(world.called("microbatch")))
 
     world = World({"before microbatch": slow})
-    for name in "abcdef":
-        await world.put(name)
+    await world.put_each("abcdef")
     await world.pump(target_prompt_groups_per_step=6, max_microbatches_in_flight=limit).step()
     assert most == limit
 
@@ -167,8 +162,7 @@ async def test_the_next_group_is_prepared_while_one_is_trained_on():
         return [f"{data[0]}!"]
 
     world = World({"before microbatch": lambda: asyncio.sleep(5)})
-    for name in "ab":
-        await world.put(name)
+    await world.put_each("ab")
     begun = asyncio.get_running_loop().time()
     await world.pump(target_prompt_groups_per_step=2, compute_advantages=advantages).step()
     assert asyncio.get_running_loop().time() - begun == 15
@@ -221,8 +215,7 @@ async def test_a_change_between_looking_and_waiting_is_not_missed():
 
 async def test_so_many_steps():
     world = World()
-    for name in "abc":
-        await world.put(name)
+    await world.put_each("abc")
     await world.pump(max_staleness=2).run(3)
     assert world.trained == [["a"], ["b"], ["c"]]
     assert world.called("sync") == ["sync 1", "sync 2", "sync 3"]

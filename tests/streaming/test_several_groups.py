@@ -24,8 +24,7 @@ def test_no_call_has_fewer_and_none_is_left_over(groups, each, calls):
 
 async def test_the_trainer_gets_lists_and_the_last_one_has_the_remainder():
     world, got = World(), []
-    for name in "abcde":
-        await world.put(name, samples=2)
+    await world.put_each("abcde", samples=2)
     original = world.train_microbatch
 
     async def train_microbatch(data):
@@ -59,8 +58,7 @@ async def test_more_than_a_call_takes_may_be_needed_to_begin():
     world = World()
     settings = {"min_prompt_groups_per_batch": 3, "target_prompt_groups_per_step": 4}
     stepping = asyncio.ensure_future(world.pump(prompt_groups_per_microbatch=2, **settings).step())
-    for name in "ab":
-        await world.put(name)
+    await world.put_each("ab")
     await asyncio.sleep(1)
     assert not world.called()
     await world.put("c")
@@ -73,8 +71,7 @@ async def test_more_than_a_call_takes_may_be_needed_to_begin():
 
 async def test_logprobs_take_a_calls_groups_together_and_advantages_one_by_one():
     world, seen = World(), []
-    for name in "abcd":
-        await world.put(name)
+    await world.put_each("abcd")
 
     async def advantages(data):
         seen.append(data)
@@ -91,8 +88,7 @@ async def test_logprobs_take_a_calls_groups_together_and_advantages_one_by_one()
 
 async def test_advantages_are_computed_once_though_the_step_is_repeated():
     world, seen = World({"before microbatch": "raise"}), []
-    for name in "ab":
-        await world.put(name)
+    await world.put_each("ab")
 
     async def advantages(data):
         seen.append(data[0])

@@ -146,8 +146,7 @@ async def test_an_empty_step_says_what_was_evicted():
     await world.put("a")
     pump = world.pump()
     await pump.step()
-    for name in "bc":
-        await world.put(name, version=0)
+    await world.put_each("bc", version=0)
     world.buffer.close()
     with pytest.raises(EmptyStepError, match="Evicted as too old meanwhile: 2 prompt groups") as caught:
         await pump.step()

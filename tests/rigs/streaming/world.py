@@ -86,6 +86,10 @@ class World:
             key = group if samples == 1 else f"{group}{number}"
             await self.buffer.put(key, tag, key)
 
+    async def put_each(self, groups, **options):
+        for group in groups:
+            await self.put(group, **options)
+
     async def point(self, place):
         self.reached.append(place)
         deed = self.plan.get(place)
@@ -178,6 +182,14 @@ class World:
         if which:
             return [call for call in self.calls if call.split()[0] in which]
         return [call for call in self.calls if call not in looks]
+
+
+class Streaming(list):
+    """A logger that keeps the metrics of each step under the prefix "streaming"."""
+
+    def log_metrics(self, metrics, step, prefix):
+        if prefix == "streaming":
+            self.append(metrics)
 
 
 def flat(data):
