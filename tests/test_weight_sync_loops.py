@@ -10,7 +10,6 @@ import types
 
 import pytest
 from rigs.command import heed_ctrl_c
-from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import Failure, World, bracket
 
 from megapatch import MegapatchError, MisuseError
@@ -69,41 +68,35 @@ def test_a_cancellation_of_the_clients_own_is_a_failure(call, event):
         assert failure.__notes__ == ["generation could not be resumed"]
 
 
-def test_a_resume_that_was_cancelled_after_a_failed_body_is_logged(caplog):
-    async def main():
-        client = Cancelled("resume")
-        with pytest.raises(Failure):
-            async with paused_generation(client):
-                raise Failure
-
-    asyncio.run(main())
+async def test_a_resume_that_was_cancelled_after_a_failed_body_is_logged(caplog):
+    client = Cancelled("resume")
+    with pytest.raises(Failure):
+        async with paused_generation(client):
+            raise Failure
     assert "generation could not be resumed" in caplog.text
 
 
-def test_a_pause_that_a_cancellation_does_not_stop_is_undone():
-    async def main():
-        world, begun = World(), asyncio.Event()
+async def test_a_pause_that_a_cancellation_does_not_stop_is_undone():
+    world, begun = World(), asyncio.Event()
 
-        async def pause():
-            world.calls.append("pause")
-            world.mark(paused=True)
-            begun.set()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(10)
+    async def pause():
+        world.calls.append("pause")
+        world.mark(paused=True)
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
 
-        async def sync():
-            async with paused_generation(world, pause=pause):
-                raise AssertionError
+    async def sync():
+        async with paused_generation(world, pause=pause):
+            raise AssertionError
 
-        task = asyncio.ensure_future(sync())
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert world.calls == ["pause", "resume"]
-        assert not world.generation_paused_event.is_set()
-
-    run_on_virtual_clock(main())
+    task = asyncio.ensure_future(sync())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert world.calls == ["pause", "resume"]
+    assert not world.generation_paused_event.is_set()
 
 
 # ------------------------------------------------------------------------------------------ loops
@@ -175,19 +168,15 @@ def test_without_asyncio_it_is_refused_before_anything_is_paused(monkeypatch):
     assert world.calls == []
 
 
-def test_a_client_whose_mark_is_a_question_to_wait_for():
+async def test_a_client_whose_mark_is_a_question_to_wait_for():
     """Every coroutine is true: the sync would take generation as paused."""
-
-    async def main():
-        client = World()
-        asked = client.body()
-        client.generation_paused_event = types.SimpleNamespace(is_set=lambda: asked)
-        with pytest.raises(MisuseError, match="expected True or False"):
-            async with paused_generation(client):
-                raise AssertionError
-        asked.close()
-
-    asyncio.run(main())
+    client = World()
+    asked = client.body()
+    client.generation_paused_event = types.SimpleNamespace(is_set=lambda: asked)
+    with pytest.raises(MisuseError, match="expected True or False"):
+        async with paused_generation(client):
+            raise AssertionError
+    asked.close()
 
 
 INTERRUPTED = """

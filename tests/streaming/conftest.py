@@ -1,23 +1,12 @@
-"""Coroutine functions as tests, on virtual time; a local Ray, started once for all; and asyncio, listened to."""
+"""A local Ray, started once for all who want it; and asyncio, listened to."""
 
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 
 import pytest
 from rigs.ray import ray_with
-from rigs.streaming.world import run
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem):
-    test = pyfuncitem.obj
-    if not inspect.iscoroutinefunction(test):
-        return None
-    run(test(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
-    return True
 
 
 @pytest.fixture(scope="session")
