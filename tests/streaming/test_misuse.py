@@ -10,7 +10,7 @@ import pytest
 from rigs.streaming.world import World, raised
 
 from megapatch import MegapatchError
-from megapatch.streaming import Backlog, ConfigError, EmptyStepError, RolloutBuffer, StreamingConfig, TrainPump
+from megapatch.streaming import Backlog, ConfigError, EmptyStepError, StreamingConfig, TrainPump
 
 
 # ------------------------------------------------------------------------------------------ version=
@@ -72,22 +72,6 @@ async def test_what_a_second_pump_has_claimed_itself_it_gives_back():
     assert error is None and second.trained == [["a"]]
     assert isinstance(await raised(step), MegapatchError)
     assert first.called() == ["claim a"] and list(first.buffer.samples()) == ["b"]
-
-
-async def test_many_pumps_train_on_nothing_twice():
-    buffer, worlds = RolloutBuffer(), [World() for _ in range(3)]
-    for world in worlds:
-        world.buffer = buffer
-    for number in range(30):
-        await worlds[0].put(str(number))
-    buffer.close()
-    settings = {"target_prompt_groups_per_step": 2, "max_staleness": 99}
-    runs = [raised(world.pump(**settings).run(99)) for world in worlds]
-    errors = await asyncio.gather(*runs)
-    assert all(isinstance(error, MegapatchError) for error in errors), errors
-    trained = [key for world in worlds for keys in world.trained for key in keys]
-    assert len(trained) == len(set(trained)) > 0
-    assert len(buffer.samples()) == 30 - len(trained)
 
 
 @pytest.mark.parametrize("failed", ["clear", "give_back"])

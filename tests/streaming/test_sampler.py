@@ -96,37 +96,6 @@ def test_least_lag_first_then_arrival():
     assert [group.group_id for group in sampler.eligible(samples, 4)] == ["new", "later", "old"]
 
 
-def test_strictly_on_policy():
-    samples = {name: tag(name, version) for name, version in (("before", 3), ("now", 4), ("after", 5))}
-    sampler = StalenessSampler(0, 1)
-    assert [group.group_id for group in sampler.eligible(samples, 4)] == ["now"]
-    assert [group.group_id for group in sampler.evict(samples, 4)] == ["before"]
-    assert sampler.select_one_group(samples, 6) is None
-
-
-def test_a_group_of_several_versions_is_as_old_as_its_oldest_and_as_new_as_its_newest():
-    samples = {0: tag("mixed", 3), 1: tag("mixed", 5)}
-    sampler = StalenessSampler(1, 2)
-    assert sampler.select_one_group(samples, 4) is None  # from the future
-    assert sampler.select_one_group(samples, 5) is None  # too old
-    assert sampler.evict(samples, 5) == [Group("mixed", (0, 1), 3)]
-    assert StalenessSampler(2, 2).select_one_group(samples, 5) == Group("mixed", (0, 1), 3)
-
-
-def test_what_is_still_coming_is_left_alone():
-    sampler = StalenessSampler(0, 2)
-    assert sampler.evict({0: tag("a", 0)}, 9) == []
-    assert sampler.evict({0: tag("a", 0), 1: tag("a", 0, committed=False)}, 9) == []
-
-
-def test_a_sample_too_many_keeps_a_group_from_being_picked_until_it_is_evicted():
-    samples = {0: tag("a", 4), 1: tag("a", 4), 2: tag("a", 4)}
-    sampler = StalenessSampler(1, 2)
-    assert sampler.select_one_group(samples, 4) is None
-    assert sampler.backlog(samples, 4).incomplete == 1
-    assert sampler.evict(samples, 6) == [Group("a", (0, 1, 2), 4)]
-
-
 def test_the_least_that_a_tag_has():
     samples = {"a": {"group_id": 0, "weight_version": 0}}
     assert StalenessSampler(0, 1).select_one_group(samples, 0) == Group(0, ("a",), 0)

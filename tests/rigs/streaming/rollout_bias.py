@@ -1,6 +1,6 @@
 """The samples that each policy trains on, simulated: log-normal rollouts, a trainer, and a pump, on virtual time.
 
-python -m rigs.streaming.rollout_bias    prints the table of docs/streaming.md, which bias_picture draws
+python -m rigs.streaming.rollout_bias    prints the table of docs/streaming.md
 """
 
 from __future__ import annotations
