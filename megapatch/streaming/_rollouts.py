@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 
 from ._config import StreamingConfig
 from ._groups import Groups
-from ._in_flight import Abortable, InFlight, Rollout, RolloutSeconds
+from ._in_flight import Abortable, Rollout, RolloutSeconds
 from ._synced_weights import SyncedWeights
 from ._tags import Group
 
@@ -33,7 +33,7 @@ class Rollouts:
         self._config, self._weights, self._capacity = config, weights, capacity
         self._trainer_version = self._generation_version = version
         self._rollouts: dict[Hashable, Rollout] = {}
-        self._in_flight = InFlight()
+        self._ended: list[Rollout] = []  # and in flight
         self._running = 0  # groups with an open context
         self._claimed = 0  # of all that were announced
         self._begun = self._reported = 0
@@ -78,7 +78,7 @@ class Rollouts:
             return False
         oversampled = self._config.oversampled_prompt_groups  # no place is kept for so many
         older = 0  # in flight, and to be trained on in the `places` up to their last optimizer step
-        for version, number in self._in_flight.by_version():
+        for version, number in sorted(Counter(rollout.version for rollout in self._in_flight).items()):
             if group.weight_version is None or version >= group.weight_version:
                 break
             steps = version + self._config.max_staleness - self._trainer_version  # after the open one
@@ -91,14 +91,15 @@ class Rollouts:
 
     def runs(self, group_id: Hashable) -> bool:
         """Orphans: return whether the group is in flight."""
-        return group_id in self._in_flight
+        rollout = self._rollouts.get(group_id)
+        return rollout is not None and rollout.in_flight
 
     def claimed(self, group: Group) -> None:
         """Supply: note that training has claimed the group, which makes room in the buffer."""
         if (rollout := self._rollouts.get(group.group_id)) is not None:
             self._claimed += not rollout.claimed
             rollout.claimed = True
-            self._in_flight.land(group.group_id)
+            rollout.in_flight = False
             if self._capacity is not None:
                 self._tell_of_room()
 
@@ -117,8 +118,12 @@ class Rollouts:
             self._abort_stale()
 
     def _abort_stale(self) -> None:
-        for group_id, rollout in self._in_flight:
-            if rollout.running and self._trainer_version - rollout.version > self._config.max_staleness:
+        for group_id, rollout in list(self._rollouts.items()):
+            if (
+                rollout.in_flight
+                and rollout.running
+                and self._trainer_version - rollout.version > self._config.max_staleness
+            ):
                 for context in rollout.running:
                     context.abort()
                 self._forget(group_id, rollout)
@@ -146,15 +151,17 @@ class Rollouts:
 
     def look_begins(self) -> int:
         """Supply: begin a look at the buffer, and return the argument of `look_ended` after it."""
-        return self._in_flight.look_begins()
+        return len(self._ended)
 
     def look_ended(self, ended: int, groups: Groups) -> None:
         """Supply: end a look. Rollouts that had ended before it are in the groups now, or nowhere (a filter)."""
-        self._in_flight.look_ended(ended)
+        for rollout in self._ended[:ended]:
+            rollout.in_flight = bool(rollout.running)  # a part of its group has begun meanwhile
+        del self._ended[:ended]
         if not self._waiting:
             return
         for group_id, rollout in list(self._rollouts.items()):
-            if group_id not in self._in_flight and not rollout.claimed and group_id not in groups:
+            if not rollout.in_flight and not rollout.claimed and group_id not in groups:
                 self._forget(group_id, rollout)
 
     def state(self) -> list[tuple[Hashable, float, bool]]:
@@ -194,7 +201,7 @@ class Rollouts:
 
     def __str__(self) -> str:
         now = asyncio.get_running_loop().time()
-        ages = [now - rollout.begun for _, rollout in self._in_flight]
+        ages = [now - rollout.begun for rollout in self._in_flight]
         texts = [f"{len(ages)} rollouts in flight, the oldest for {max(ages):.0f} s"] if ages else []
         if self._waiting:
             texts.append(f"{len(self._waiting)} rollouts wait to begin, because {self._why_they_wait}")
@@ -216,7 +223,7 @@ class Rollouts:
             self._waiting[group_id] -= 1
             if not self._waiting[group_id]:
                 del self._waiting[group_id]
-        self._in_flight.add(group_id, rollout)
+        rollout.in_flight = True
         self._running += not rollout.running
         rollout.running.append(Abortable())
         return rollout, rollout.running[-1]
@@ -233,6 +240,10 @@ class Rollouts:
                 return rollout
             self.news.set()  # there may be dropped ones
             await self._room.wait()
+
+    @property
+    def _in_flight(self) -> list[Rollout]:
+        return [rollout for rollout in self._rollouts.values() if rollout.in_flight]
 
     @property
     def _why_they_wait(self) -> str:
@@ -268,7 +279,8 @@ class Rollouts:
             self._tell_of_room()
         rollout.ended = asyncio.get_running_loop().time()
         self._seconds.add("aborted_" if context.is_aborted else "", rollout.ended - rollout.begun)
-        self._in_flight.has_ended(group_id, rollout)
+        if rollout.in_flight:
+            self._ended.append(rollout)
         self.news.set()
 
     def _finish(self, groups: Sequence[Group], kind: str) -> None:
@@ -281,7 +293,7 @@ class Rollouts:
 
     def _forget(self, group_id: Hashable, rollout: Rollout) -> None:
         if self._rollouts.get(group_id) is rollout:
-            self._in_flight.land(group_id)
+            rollout.in_flight = False
             self._claimed -= rollout.claimed
             del self._rollouts[group_id]
             self._tell_of_room()

@@ -10,7 +10,7 @@ from rigs.streaming.rollouts import begun
 from rigs.streaming.world import World, cancelled_after, failing_after, raised
 
 from megapatch.streaming import EmptyStepError, RolloutBuffer
-from megapatch.streaming._in_flight import Abortable, InFlight, Rollout
+from megapatch.streaming._groups import Groups
 
 
 # ------------------------------------------------------------------------------------------ how many
@@ -100,17 +100,16 @@ async def test_a_group_in_parts_counts_once():
 
 async def test_a_look_does_not_land_a_group_that_has_begun_again():
     """Its first part had ended before the look; the second one is not in the buffer yet."""
-    in_flight, rollout = InFlight(), Rollout(version=0, begun=0.0)
-    in_flight.add("a", rollout)
-    in_flight.has_ended("a", rollout)
-    ended = in_flight.look_begins()
-    rollout.running.append(Abortable())
-    in_flight.look_ended(ended)
-    assert "a" in in_flight
-    rollout.running.clear()
-    in_flight.has_ended("a", rollout)
-    in_flight.look_ended(in_flight.look_begins())
-    assert "a" not in in_flight
+    pump = World().pump()
+    rollouts = pump._rollouts
+    async with pump.rollout("a"):
+        pass
+    ended = rollouts.look_begins()
+    async with pump.rollout("a"):
+        rollouts.look_ended(ended, Groups(0, 1, 0))
+        assert rollouts.runs("a")
+    rollouts.look_ended(rollouts.look_begins(), Groups(0, 1, 0))
+    assert not rollouts.runs("a")
 
 
 async def test_one_that_waits_to_begin_can_be_cancelled():
