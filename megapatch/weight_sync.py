@@ -112,10 +112,10 @@ class paused_generation:
 
     A CancelledError that the client raises by itself is a failure like others, as a MegapatchError.
 
-    `async with` needs asyncio. `with` blocks, with one event loop for both calls, in which nothing runs meanwhile
-    and which is closed at the end; a client whose connections are bound to a loop and outlive a sync needs
-    `async with`. Where an event loop is running, `with` is refused before anything is paused: nobody knows
-    whether `resume` would need that loop.
+    `async with` needs asyncio. `with` blocks, with one event loop for both calls. It runs in threads of its own,
+    nothing runs in it meanwhile, and it is closed at the end. A client whose connections are bound to a loop and
+    outlive a sync needs `async with`. Where an event loop is running, `with` is refused before anything is paused:
+    nobody knows whether `resume` would need that loop.
 
     Callers have to keep two syncs from overlapping: the second one takes generation as paused, and the first one
     resumes it.
