@@ -34,7 +34,7 @@ _versions.find_module = lambda name: None if name.partition(".")[0] in {hidden} 
         ("gpu/conftest.py", None, TORCH),
         ("patches/megatron/conftest.py", None, TORCH),
         ("patches/megatron/test_diagnoses_of_save_plan.py", None, TORCH),  # marks two tests
-        ("streaming/test_small_groups.py", MEGATRON, TORCH),  # by megapatch.testing
+        ("streaming/test_slime.py", MEGATRON, TORCH),  # by megapatch.testing
         ("train_step/test_last_call.py", MEGATRON, TORCH),  # by a rig
         ("patches/megatron/test_nested_no_sync.py", MEGATRON, TORCH),
     ],
@@ -81,7 +81,7 @@ def collect(folder, hidden, *files, **environment):
 
 
 def test_a_skip_says_what_is_missing_and_how_to_get_it(tmp_path):
-    files = ["streaming/test_small_groups.py", "test_settings.py"]
+    files = ["streaming/test_slime.py", "test_settings.py"]
     status, said = collect(tmp_path, ["torch", "megatron"], *files)
     assert status == 0 and "test_settings.py::" in said
     assert HOW_TO_GET[TORCH] in said

@@ -6,64 +6,54 @@ import asyncio
 import types
 
 import pytest
-from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import Failure, World
 
 from megapatch import MegapatchError, MisuseError
 
 
 # ------------------------------------------------------------------------------------------ a pump's calls
-def test_a_pump_waits_for_what_a_call_returns_and_leaves_data_alone():
+async def test_a_pump_waits_for_what_a_call_returns_and_leaves_data_alone():
     from megapatch.streaming._calls import perform
 
-    async def main():
-        done = []
+    done = []
 
-        async def work(name):
-            await asyncio.sleep(0)
-            done.append(name)
+    async def work(name):
+        await asyncio.sleep(0)
+        done.append(name)
 
-        await perform(lambda: [work("sync"), work("sync")])
-        assert done == ["sync"] * 2
-        lazy = [work("data"), work("data")]
-        assert await perform(lambda: lazy, data=True) is lazy
-        assert len(done) == 2
-        for coroutine in lazy:
-            coroutine.close()
-        with pytest.raises(MisuseError, match="generator"):
-            await perform(lambda: (step for step in ()))
-
-    asyncio.run(main())
+    await perform(lambda: [work("sync"), work("sync")])
+    assert done == ["sync"] * 2
+    lazy = [work("data"), work("data")]
+    assert await perform(lambda: lazy, data=True) is lazy
+    assert len(done) == 2
+    for coroutine in lazy:
+        coroutine.close()
+    with pytest.raises(MisuseError, match="generator"):
+        await perform(lambda: (step for step in ()))
 
 
-def test_a_pump_whose_trainer_cancels_itself_does_not_look_cancelled():
+async def test_a_pump_whose_trainer_cancels_itself_does_not_look_cancelled():
     from rigs.streaming.world import World as Pumped
 
     async def cancelled():
         raise asyncio.CancelledError
 
-    async def main():
-        world = Pumped({"before finish": cancelled})
-        await world.put("a")
-        task = asyncio.ensure_future(world.pump().step())
-        await asyncio.wait([task])
-        assert not task.cancelled()
-        assert isinstance(task.exception(), MegapatchError)
-
-    run_on_virtual_clock(main())
+    world = Pumped({"before finish": cancelled})
+    await world.put("a")
+    task = asyncio.ensure_future(world.pump().step())
+    await asyncio.wait([task])
+    assert not task.cancelled()
+    assert isinstance(task.exception(), MegapatchError)
 
 
-def test_the_sync_of_a_group_whose_method_is_a_coroutine_function_is_waited_for():
+async def test_the_sync_of_a_group_whose_method_is_a_coroutine_function_is_waited_for():
     """As that of miles' main."""
     from megapatch.streaming._calls import perform
     from megapatch.streaming.slime import GroupWeights
 
-    async def main():
-        world = World()
-        await perform(GroupWeights(types.SimpleNamespace(update_weights=world.body)).sync_weights)
-        assert world.calls == ["body"]
-
-    asyncio.run(main())
+    world = World()
+    await perform(GroupWeights(types.SimpleNamespace(update_weights=world.body)).sync_weights)
+    assert world.calls == ["body"]
 
 
 # ------------------------------------------------------------------------------------------ patches
@@ -94,9 +84,9 @@ def test_nemo_rls_generation_may_take_a_version_in_a_coroutine(in_loop):
     assert versions == [3]
 
 
-def test_verls_replicas_are_all_resumed_where_one_was_cancelled(caplog):
+async def test_verls_replicas_are_all_resumed_where_one_was_cancelled(caplog):
     from megapatch._pausing.generation import resumed_on_failure
-    from megapatch.patches.verl._replica_calls import ReplicaCalls
+    from megapatch.patches.verl.weight_sync_resume import ReplicaCalls
 
     class Replica:
         def __init__(self, cancelled=False):
@@ -111,21 +101,18 @@ def test_verls_replicas_are_all_resumed_where_one_was_cancelled(caplog):
             await asyncio.sleep(0.01)
             self.calls.append("resume")
 
-    async def main():
-        replicas = [Replica(cancelled=True), Replica()]
+    replicas = [Replica(cancelled=True), Replica()]
 
-        async def sync():
-            with ReplicaCalls(replicas) as calls:
-                async with resumed_on_failure(calls):
-                    for replica in replicas:
-                        await replica.abort_all_requests()
-                    raise Failure
+    async def sync():
+        with ReplicaCalls(replicas) as calls:
+            async with resumed_on_failure(calls):
+                for replica in replicas:
+                    await replica.abort_all_requests()
+                raise Failure
 
-        with pytest.raises(Failure):
-            await sync()
-        assert replicas[1].calls == ["abort", "resume"]
-
-    asyncio.run(main())
+    with pytest.raises(Failure):
+        await sync()
+    assert replicas[1].calls == ["abort", "resume"]
     assert "generation could not be resumed" in caplog.text
 
 

@@ -10,7 +10,6 @@ import sys
 from unittest import mock
 
 import pytest
-from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import PLACES, Failure, World
 
 from megapatch._pausing.generation import resumed_on_failure
@@ -48,8 +47,8 @@ def run_all(make, check):
         for plan in PLANS:
             world = make(plan)
             with contextlib.ExitStack() as stack:
-                log = stack.enter_context(mock.patch(f"{PACKAGE}._pause.log"))
-                for module in ("cancellation", "generation"):
+                log = stack.enter_context(mock.patch(f"{PACKAGE}.log"))
+                for module in ("waiting", "generation"):
                     stack.enter_context(mock.patch(f"megapatch._pausing.{module}.log", log))
                 raised = await asyncio.ensure_future(world.raised())
             try:
@@ -122,15 +121,12 @@ def test_by_hand_a_failed_body_is_followed_by_one_resume(event):
     run_all(lambda plan: ByHand(plan, event=event), check)
 
 
-def test_by_hand_what_someone_has_resumed_is_not_resumed_again():
-    async def run():
-        world = World()
-        with pytest.raises(Failure):
-            async with resumed_on_failure(world):
-                raise Failure
-        assert world.calls == []
-
-    asyncio.run(run())
+async def test_by_hand_what_someone_has_resumed_is_not_resumed_again():
+    world = World()
+    with pytest.raises(Failure):
+        async with resumed_on_failure(world):
+            raise Failure
+    assert world.calls == []
 
 
 # ------------------------------------------------------------------------------------------ cancellation
@@ -145,63 +141,54 @@ class Endless:
         await asyncio.Event().wait()
 
 
-def test_a_second_cancellation_does_not_lose_the_resume():
-    async def run():
-        world, body, resuming, go_on = World(), Endless(), asyncio.Event(), asyncio.Event()
+async def test_a_second_cancellation_does_not_lose_the_resume():
+    world, body, resuming, go_on = World(), Endless(), asyncio.Event(), asyncio.Event()
 
-        async def resume():
-            resuming.set()
-            await go_on.wait()
-            world.mark(paused=False)
+    async def resume():
+        resuming.set()
+        await go_on.wait()
+        world.mark(paused=False)
 
-        async def sync():
-            async with paused_generation(world, resume=resume):
-                await body()
+    async def sync():
+        async with paused_generation(world, resume=resume):
+            await body()
 
-        task = asyncio.ensure_future(sync())
-        await body.began.wait()
-        for _ in range(3):
-            task.cancel()
-            await resuming.wait()
-            await asyncio.sleep(0)
-            assert not task.done()
-        assert world.generation_paused_event.is_set()
-        go_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not world.generation_paused_event.is_set()
-
-    run_on_virtual_clock(run())  # which also ends a test that would wait forever
+    task = asyncio.ensure_future(sync())
+    await body.began.wait()
+    for _ in range(3):
+        task.cancel()
+        await resuming.wait()
+        await asyncio.sleep(0)
+        assert not task.done()
+    assert world.generation_paused_event.is_set()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not world.generation_paused_event.is_set()
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio.timeout() is from Python 3.11 on")
 @pytest.mark.parametrize("slow", ["pause", "body", "resume"])
-def test_a_timeout_is_still_one(slow):
+async def test_a_timeout_is_still_one(slow):
     """It tells its own cancellation from others by their number, so that has to be right."""
+    world = World()
+    functions = {call: getattr(world, f"{call}_generation", world.body) for call in ("pause", "body", "resume")}
 
-    async def run():
-        world = World()
-        functions = {
-            call: getattr(world, f"{call}_generation", world.body) for call in ("pause", "body", "resume")
-        }
+    def maybe_slow(call):
+        async def function():
+            if call == slow:
+                await asyncio.sleep(2)
+            await functions[call]()
 
-        def maybe_slow(call):
-            async def function():
-                if call == slow:
-                    await asyncio.sleep(2)
-                await functions[call]()
+        return function
 
-            return function
-
-        pause, body, resume = map(maybe_slow, functions)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(1), paused_generation(world, pause=pause, resume=resume):
-                await body()
-        assert asyncio.current_task().cancelling() == 0
-        assert not world.generation_paused_event.is_set()
-        assert world.calls.count("resume") == (slow != "pause")
-
-    run_on_virtual_clock(run())
+    pause, body, resume = map(maybe_slow, functions)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1), paused_generation(world, pause=pause, resume=resume):
+            await body()
+    assert asyncio.current_task().cancelling() == 0
+    assert not world.generation_paused_event.is_set()
+    assert world.calls.count("resume") == (slow != "pause")
 
 
 def test_at_the_end_of_asyncio_run_it_is_resumed():

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import types
 from unittest import mock
 
 import pytest
-from rigs.streaming.world import run as run_on_virtual_clock
-from rigs.weight_sync import Failure, World
+from rigs.weight_sync import Failure, World, bracket
 
 from megapatch import MegapatchError
-from megapatch._pausing.generation import unmarked_on_failure
-from megapatch.weight_sync import paused_generation
-from megapatch.weight_sync._pause import _warned
+from megapatch.patches.skyrl.pause_rollback import clear_mark_on_failure
+from megapatch.weight_sync import _warned, paused_generation
 
 
 class Plain:
@@ -78,48 +74,39 @@ def test_coroutine_functions_without_a_loop():
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["coroutine function", "function that returns a coroutine"])
-def test_with_cannot_wait_for_coroutines_in_a_loop(hidden):
-    async def run():
-        world = World()
-        coroutine = world.pause_generation
-        pause = (lambda: coroutine()) if hidden else coroutine
-        with (
-            pytest.raises(MegapatchError, match="async with"),
-            paused_generation(world, pause=pause, resume=lambda: world.calls.append("resume")),
-        ):
-            raise AssertionError
-        assert world.calls == []
-
-    asyncio.run(run())
+async def test_with_cannot_wait_for_coroutines_in_a_loop(hidden):
+    world = World()
+    coroutine = world.pause_generation
+    pause = (lambda: coroutine()) if hidden else coroutine
+    with (
+        pytest.raises(MegapatchError, match="async with"),
+        paused_generation(world, pause=pause, resume=lambda: world.calls.append("resume")),
+    ):
+        raise AssertionError
+    assert world.calls == []
 
 
-def test_with_in_a_loop_where_only_resuming_would_have_to_wait():
-    async def run():
-        world = World(event=False)
-        with (
-            pytest.raises(MegapatchError, match="async with"),
-            paused_generation(world, pause=lambda: world.calls.append("pause")),
-        ):
-            raise AssertionError
-        assert world.calls == []
-
-    asyncio.run(run())
+async def test_with_in_a_loop_where_only_resuming_would_have_to_wait():
+    world = World(event=False)
+    with (
+        pytest.raises(MegapatchError, match="async with"),
+        paused_generation(world, pause=lambda: world.calls.append("pause")),
+    ):
+        raise AssertionError
+    assert world.calls == []
 
 
-def test_a_pause_that_returns_a_future():
-    async def run():
-        done = []
+async def test_a_pause_that_returns_a_future():
+    done = []
 
-        def later(name):
-            future = asyncio.get_running_loop().create_future()
-            asyncio.get_running_loop().call_later(1, lambda: (done.append(name), future.set_result(None)))
-            return future
+    def later(name):
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_later(1, lambda: (done.append(name), future.set_result(None)))
+        return future
 
-        async with paused_generation(None, pause=lambda: later("pause"), resume=lambda: later("resume")):
-            assert done == ["pause"]
-        assert done == ["pause", "resume"]
-
-    run_on_virtual_clock(run())
+    async with paused_generation(None, pause=lambda: later("pause"), resume=lambda: later("resume")):
+        assert done == ["pause"]
+    assert done == ["pause", "resume"]
 
 
 def test_methods_of_an_actor():
@@ -141,28 +128,17 @@ def test_methods_of_an_actor():
         def remote(self):
             return ObjectRef(self.name)
 
-    actor = types.SimpleNamespace(pause_generation=ActorMethod("pause"), resume_generation=ActorMethod("resume"))
-
-    async def run():
-        async with paused_generation(actor):
-            calls.append("body")
-
-    asyncio.run(run())
-    assert calls == ["await pause", "body", "await resume"]
-    calls.clear()
-    with paused_generation(actor):
-        calls.append("body")
-    assert calls == ["await pause", "body", "await resume"]
+    for how in ("with", "async with"):
+        bracket(ActorMethod("pause"), ActorMethod("resume"), lambda: calls.append("body"), how)
+        assert calls == ["await pause", "body", "await resume"]
+        calls.clear()
 
 
-def test_a_mock_is_called_as_it_would_be():
+async def test_a_mock_is_called_as_it_would_be():
     client = mock.AsyncMock(generation_paused_event=None)
 
-    async def run():
-        async with paused_generation(client):
-            client.resume_generation.assert_not_called()
-
-    asyncio.run(run())
+    async with paused_generation(client):
+        client.resume_generation.assert_not_called()
     client.pause_generation.assert_awaited_once_with()
     client.resume_generation.assert_awaited_once_with()
 
@@ -206,35 +182,29 @@ class BrokenPause(World):
 
 
 @pytest.mark.parametrize("kind", [NoAbort, NotThere, NoMethods, NoResume, NoPause], ids=lambda kind: kind.__name__)
-def test_what_cannot_pause_is_synced_as_before_with_one_warning(kind, caplog):
+async def test_what_cannot_pause_is_synced_as_before_with_one_warning(kind, caplog):
     _warned.discard(kind)
 
-    async def run():
-        for _ in range(2):
-            client = kind()
-            async with paused_generation(client) as paused:
-                assert paused is False
-                await client.body()
-            if isinstance(client, World):
-                assert client.calls == ["pause", "body"]
-                assert not client.generation_paused_event.is_set()
-
-    asyncio.run(run())
+    for _ in range(2):
+        client = kind()
+        async with paused_generation(client) as paused:
+            assert paused is False
+            await client.body()
+        if isinstance(client, World):
+            assert client.calls == ["pause", "body"]
+            assert not client.generation_paused_event.is_set()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.name == "megapatch"
     assert f"{kind.__name__} cannot pause generation" in record.message
 
 
-def test_what_fails_for_another_reason_is_not_taken_for_that():
-    async def run():
-        client = BrokenPause()
-        with pytest.raises(AttributeError, match="post"):
-            async with paused_generation(client):
-                raise AssertionError
-        assert not client.generation_paused_event.is_set()
-
-    asyncio.run(run())
+async def test_what_fails_for_another_reason_is_not_taken_for_that():
+    client = BrokenPause()
+    with pytest.raises(AttributeError, match="post"):
+        async with paused_generation(client):
+            raise AssertionError
+    assert not client.generation_paused_event.is_set()
 
 
 def test_it_is_for_one_sync():
@@ -247,6 +217,7 @@ def test_it_is_for_one_sync():
 
 def test_a_failed_pause_leaves_a_mark_that_was_there():
     client = World(paused=True)
-    with contextlib.suppress(Failure), unmarked_on_failure(client):
-        raise Failure
+    client.plan = {"pause, first": "raise"}
+    with pytest.raises(Failure):
+        asyncio.run(clear_mark_on_failure(World.pause_generation)(client))
     assert client.generation_paused_event.is_set()

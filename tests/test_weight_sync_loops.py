@@ -10,7 +10,6 @@ import types
 
 import pytest
 from rigs.command import heed_ctrl_c
-from rigs.streaming.world import run as run_on_virtual_clock
 from rigs.weight_sync import Failure, World, bracket
 
 from megapatch import MegapatchError, MisuseError
@@ -69,41 +68,35 @@ def test_a_cancellation_of_the_clients_own_is_a_failure(call, event):
         assert failure.__notes__ == ["generation could not be resumed"]
 
 
-def test_a_resume_that_was_cancelled_after_a_failed_body_is_logged(caplog):
-    async def main():
-        client = Cancelled("resume")
-        with pytest.raises(Failure):
-            async with paused_generation(client):
-                raise Failure
-
-    asyncio.run(main())
+async def test_a_resume_that_was_cancelled_after_a_failed_body_is_logged(caplog):
+    client = Cancelled("resume")
+    with pytest.raises(Failure):
+        async with paused_generation(client):
+            raise Failure
     assert "generation could not be resumed" in caplog.text
 
 
-def test_a_pause_that_a_cancellation_does_not_stop_is_undone():
-    async def main():
-        world, begun = World(), asyncio.Event()
+async def test_a_pause_that_a_cancellation_does_not_stop_is_undone():
+    world, begun = World(), asyncio.Event()
 
-        async def pause():
-            world.calls.append("pause")
-            world.mark(paused=True)
-            begun.set()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.sleep(10)
+    async def pause():
+        world.calls.append("pause")
+        world.mark(paused=True)
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
 
-        async def sync():
-            async with paused_generation(world, pause=pause):
-                raise AssertionError
+    async def sync():
+        async with paused_generation(world, pause=pause):
+            raise AssertionError
 
-        task = asyncio.ensure_future(sync())
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert world.calls == ["pause", "resume"]
-        assert not world.generation_paused_event.is_set()
-
-    run_on_virtual_clock(main())
+    task = asyncio.ensure_future(sync())
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert world.calls == ["pause", "resume"]
+    assert not world.generation_paused_event.is_set()
 
 
 # ------------------------------------------------------------------------------------------ loops
@@ -175,19 +168,93 @@ def test_without_asyncio_it_is_refused_before_anything_is_paused(monkeypatch):
     assert world.calls == []
 
 
-def test_a_client_whose_mark_is_a_question_to_wait_for():
+async def test_a_client_whose_mark_is_a_question_to_wait_for():
     """Every coroutine is true: the sync would take generation as paused."""
+    client = World()
+    asked = client.body()
+    client.generation_paused_event = types.SimpleNamespace(is_set=lambda: asked)
+    with pytest.raises(MisuseError, match="expected True or False"):
+        async with paused_generation(client):
+            raise AssertionError
+    asked.close()
 
-    async def main():
-        client = World()
-        asked = client.body()
-        client.generation_paused_event = types.SimpleNamespace(is_set=lambda: asked)
-        with pytest.raises(MisuseError, match="expected True or False"):
-            async with paused_generation(client):
-                raise AssertionError
-        asked.close()
 
-    asyncio.run(main())
+INTERRUPTED = """
+import asyncio, itertools, sys, types
+from megapatch import weight_sync
+from megapatch._pausing import blocking, generation, waiting
+from megapatch.weight_sync import paused_generation
+
+FILES = {module.__file__ for module in (weight_sync, blocking, generation, waiting)}
+EXIT = paused_generation.__exit__.__code__
+
+class Plain:
+    paused = False
+
+    def pause_generation(self):
+        self.paused = True
+
+    def resume_generation(self):
+        self.paused = False
+
+class Instant(Plain):
+    async def pause_generation(self):
+        self.paused = True
+
+    async def resume_generation(self):
+        self.paused = False
+
+class Slow(Instant):
+    async def pause_generation(self):
+        await asyncio.sleep(0.001)
+        self.paused = True
+
+class Marked(Slow):
+    @property
+    def generation_paused_event(self):
+        return types.SimpleNamespace(is_set=lambda: self.paused, clear=self.unmark)
+
+    def unmark(self):
+        self.paused = False
+
+def sync(client, nth):
+    lines = itertools.count(1)
+
+    def trace(frame, event, argument):
+        code = frame.f_code
+        if code.co_filename not in FILES or code.co_name == "__init__":
+            return None
+        may_be_kept_out = code is not EXIT or frame.f_lineno > EXIT.co_firstlineno + 3  # in its `try`
+        if event == "line" and may_be_kept_out and next(lines) == nth:
+            raise KeyboardInterrupt
+        return trace
+
+    pausing = paused_generation(client)
+    sys.settrace(trace)
+    with pausing:
+        assert client.paused
+
+for kind in (Plain, Instant, Slow, Marked):
+    for nth in itertools.count(1):
+        client = kind()
+        try:
+            sync(client, nth)
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+            assert not client.paused, (kind, nth)
+    print(kind.__name__, nth)
+"""
+
+
+def test_an_interruption_of_any_line_leaves_generation_running_and_waits_for_nothing():
+    command = [sys.executable, "-W", "ignore", "-c", INTERRUPTED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr + done.stdout
+    numbers = dict(line.split() for line in done.stdout.splitlines())
+    assert list(numbers) == ["Plain", "Instant", "Slow", "Marked"] and int(numbers["Instant"]) > 100, numbers
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends itself a signal")

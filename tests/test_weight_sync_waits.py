@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
+import dataclasses
+import datetime
 import functools
+import http.client
+import io
+import itertools
 import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
+from unittest import mock
 
 import pytest
 from rigs.weight_sync import Failure, World, bracket
@@ -45,6 +53,21 @@ class Engines:
     def executor(self, name):
         return self.pool.submit(lambda: asyncio.run(self.work(name)))
 
+    def values(self, name):
+        return {"a": self.work(name), "b": self.work(name)}.values()
+
+    def deque(self, name):
+        return collections.deque([self.work(name)])
+
+    def user_list(self, name):
+        return collections.UserList([self.work(name)])
+
+    def dataclass(self, name):
+        return Pending("a", self.work(name))
+
+    def namespace(self, name):
+        return types.SimpleNamespace(servers=[self.work(name), Pending("b", self.threadsafe(name))])
+
     def future(self, name):
         return asyncio.ensure_future(self.work(name))
 
@@ -60,7 +83,7 @@ class Engines:
         self.loop.close()
 
 
-KINDS = ["coroutine", "list_of_coroutines", "nested", "coroutine_that_returns_a_list", "threadsafe", "executor"]
+KINDS = [name for name in vars(Engines) if name not in ("work", "future", "running") and not name.startswith("_")]
 
 
 @pytest.mark.parametrize(
@@ -77,12 +100,48 @@ def test_whatever_is_returned_is_waited_for(kind, how):
     assert engines.done.count("resume") == len(seen)
 
 
+@dataclasses.dataclass
+class Pending:
+    server: str
+    work: object
+
+
+def pooled(method, *arguments):
+    pool = ThreadPool(1)
+    found = getattr(pool, method)(*arguments)
+    pool.close()
+    pool.join()
+    return found
+
+
+KNOWN = {
+    "text": "ok",
+    "dictionary": {"status": 200, "at": datetime.datetime(2026, 1, 1)},
+    "list": [None, 1, Pending("a", {"ok": True})],
+    "namespace": types.SimpleNamespace(status=200),
+    "response": http.client.HTTPResponse(types.SimpleNamespace(makefile=lambda _: io.BytesIO())),
+    "object": type("Reply", (), {"__init__": lambda self: setattr(self, "servers", ["a"])})(),
+    "mock": mock.MagicMock(),
+}
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_result_is_a_result(kind):
+    KNOWN["response"].headers = KNOWN["response"].status = 200
+    bracket(lambda: KNOWN[kind], lambda: KNOWN[kind])
+
+
 class Work:
     """As torch.distributed's."""
 
     def is_completed(self): ...
 
     def wait(self): ...
+
+
+class Client:
+    def __init__(self, session):
+        self.session = session
 
 
 async def asynchronous_generator():
@@ -106,6 +165,13 @@ UNWAITABLE = {
     "work": Work,
     "list of work": lambda: ["ok", [Work()]],
     "thread": lambda: threading.Thread(target=str),
+    "iterator": lambda: iter([1]),
+    "chain": lambda: itertools.chain([1], [2]),
+    "iterator in an object": lambda: types.SimpleNamespace(replies=iter([1])),
+    "pool's iterator": lambda: pooled("imap", str, [1]),
+    "pool's result": lambda: pooled("apply_async", str),
+    "object that holds work": lambda: Client(threading.Event()),
+    "object without attributes": object,
 }
 
 
@@ -123,11 +189,6 @@ def test_what_cannot_be_waited_for_is_refused_as_what_it_is(kind, how):
     with pytest.raises(MisuseError, match=r"resume_generation\(\) returned a") as raised:
         bracket(lambda: None, UNWAITABLE[kind], body, how)
     assert sys.version_info < (3, 11) or raised.value.__notes__ == ["generation could not be resumed"]
-
-
-@pytest.mark.parametrize("result", ["ok", {"status": 200}, [None, 1], types.SimpleNamespace(status=200)], ids=str)
-def test_a_result_is_a_result(result):
-    bracket(lambda: result, lambda: result)
 
 
 @pytest.mark.parametrize("how", ["with", "async with"])

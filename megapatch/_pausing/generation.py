@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from .._troubleshooting import see
 from ..errors import MisuseError
-from .cancellation import tell_besides
-from .waiting import Call, Outcome, attempt, is_under_way
+from .waiting import Call, Outcome, attempt, is_under_way, tell_besides
 
 log = logging.getLogger("megapatch")
 
@@ -34,19 +33,6 @@ def is_paused(client: object) -> bool:
     if is_under_way(answer):
         raise MisuseError(f"{EVENT}.is_set() returned a {type(answer).__name__}; expected True or False")
     return bool(answer)
-
-
-@contextlib.contextmanager
-def unmarked_on_failure(client: object) -> Iterator[None]:
-    """Wrap a pause: if it fails or is cancelled, clear the event that it has set."""
-    event: Any = getattr(client, EVENT, None)
-    ours = event is not None and not event.is_set()
-    try:
-        yield
-    except BaseException:
-        if ours:
-            event.clear()
-        raise
 
 
 @contextlib.asynccontextmanager

@@ -2,40 +2,59 @@
 
 awaitable                            awaited, then its result is looked at; Ray's ObjectRef is one
 `concurrent.futures.Future`          likewise, as of an executor or of `asyncio.run_coroutine_threadsafe`
-list, tuple, set or dictionary       each of its values, all of them even when one fails
-generator, function, a handle        MisuseError: nothing in the first two has run, and nobody knows how to
+collection, dataclass, namespace     each of its values, all of them even when one fails. Where the caller ignores
+                                     the result, collections that are not Python's own are not read
+None, numbers, text, dates, arrays   a result; so is the response of an HTTP client
+iterator, function, a handle         MisuseError: nothing in the first two may have run, and nobody knows how to
                                      wait for the third (torch's Work, a thread, a process, a pool's AsyncResult)
-anything else                        is a result
+anything else                        a result if all of its attributes are, or if the caller ignores it; else
+                                     MisuseError
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
 import functools
 import inspect
+import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from enum import Enum
+from numbers import Number
+from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .._troubleshooting import see
 from ..errors import MegapatchError, MisuseError
-from .cancellation import is_remote, tell_besides, wait_to_end
 
 if TYPE_CHECKING:
     import asyncio
+
+log = logging.getLogger("megapatch")
 
 Call = Callable[..., object]
 Outcome = tuple["Exception | None", "BaseException | None"]
 _T = TypeVar("_T")
 
+_VALUES = (
+    *(type(None), Number, str, bytes, bytearray, range, Enum, BaseException),
+    *(datetime.date, datetime.time, datetime.timedelta),
+)
+_OWN = (dict, list, tuple, set, frozenset)
 _NOT_BEGUN = (
-    *(Generator, AsyncGenerator, map, filter, zip),
     *(FunctionType, BuiltinFunctionType, MethodType, functools.partial),
     *(contextlib._GeneratorContextManager, contextlib._AsyncGeneratorContextManager),
 )
 _ENDED = ("done", "ready", "poll", "is_alive", "is_completed")
 _WAITS = ("wait", "result", "join")
 """A handle of work that is under way has a method of each kind."""
+
+
+def is_remote(call: Callable[..., object]) -> bool:
+    """Return whether it is a Ray actor's method. Looks at the type, because a mock has every attribute."""
+    return callable(getattr(type(call), "remote", None))
 
 
 def begin(call: Call) -> object:
@@ -54,22 +73,60 @@ def _is_concurrent(kind: type) -> bool:
     return futures is not None and issubclass(kind, futures.Future)
 
 
-def _parts(result: object) -> list[Any]:
-    """Return the values of a container of Python's own; reading another one may do anything."""
-    if isinstance(result, (list, tuple, set, frozenset)):
+def _is_value(kind: type) -> bool:
+    return issubclass(kind, _VALUES) or (hasattr(kind, "dtype") and hasattr(kind, "shape"))
+
+
+def _is_response(result: object) -> bool:
+    """Return whether it looks like a response of requests, httpx, aiohttp or urllib."""
+    return hasattr(result, "headers") and (hasattr(result, "status_code") or hasattr(result, "status"))
+
+
+def _parts(result: object) -> list[Any] | None:
+    """Return the values in a collection or a record, and None for anything else."""
+    if isinstance(result, dict):
+        return list(dict.values(result))
+    if isinstance(result, Mapping):
+        return list(result.values())
+    if isinstance(result, Collection):
         return list(result)
-    return list(dict.values(result)) if isinstance(result, dict) else []
+    is_record = isinstance(result, SimpleNamespace) or dataclasses.is_dataclass(result)
+    return _attributes(result) if is_record and not isinstance(result, type) else None
 
 
-def _unwaitable(kind: type) -> str | None:
-    """Say what is wrong with an object of this type, if it stands for work that cannot be waited for.
+def _attributes(result: object) -> list[Any]:
+    slots = (name for kind in type(result).__mro__ for name in vars(kind).get("__slots__", ()))
+    names = {*getattr(result, "__dict__", ()), *slots} - {"__dict__", "__weakref__"}
+    return [getattr(result, name) for name in names if hasattr(result, name)]
+
+
+def _are_data(values: Iterable[Any], above: tuple[int, ...] = ()) -> bool:
+    """Return whether nothing in these values can be under way."""
+    for value in values:
+        if _is_value(type(value)) or _is_response(value) or id(value) in above:
+            continue
+        parts = _parts(value)
+        if parts is None or not _are_data(parts, (*above, id(value))):
+            return False
+    return True
+
+
+def _wrong_with(result: object, parts: list[Any] | None, ignored: bool) -> str | None:
+    """Say what is wrong with a result, if it may stand for work that cannot be waited for.
 
     Looks at the type, because a mock has every attribute.
     """
-    if issubclass(kind, _NOT_BEGUN):
-        return f"a {kind.__name__}, in which nothing has run"
-    if all(any(callable(getattr(kind, name, None)) for name in names) for names in (_ENDED, _WAITS)):
+    kind = type(result)
+    if issubclass(kind, _NOT_BEGUN) or hasattr(kind, "__next__") or hasattr(kind, "__anext__"):
+        return f"a {kind.__name__}, in which nothing may have run"
+    ended, waits = (any(callable(getattr(kind, name, None)) for name in names) for names in (_ENDED, _WAITS))
+    if ended and waits:
         return f"a {kind.__name__}, which may be under way"
+    if parts is not None or ignored:
+        return None
+    attributes = _attributes(result)
+    if waits or not attributes or not _are_data(attributes):
+        return f"a {kind.__name__}, and nobody can say whether its work is done"
     return None
 
 
@@ -84,45 +141,43 @@ async def top_of(result: Any) -> Any:
     return result
 
 
-async def finished(result: Any, what: str = "the call") -> Any:
+async def finished(result: Any, what: str = "the call", ignored: bool = False) -> Any:
     """Return a result when nothing in it is under way any more; see the top of this module.
 
     Args:
         result: of a call that does something, rather than of one that returns data.
         what: the call, in messages.
+        ignored: whether an object of an unknown kind is a result: that of a call that waits for its work itself.
 
     Raises:
-        MisuseError: it stands for work that cannot be waited for.
+        MisuseError: it may stand for work that cannot be waited for.
         Exception: the first failure, when all else has ended, too. The others are logged.
     """
-    return await _finished(result, what, set())
+    return await _finished(result, what, ignored, set())
 
 
-async def _finished(result: Any, what: str, above: set[int]) -> Any:
+async def _finished(result: Any, what: str, ignored: bool, above: set[int]) -> Any:
     result = await top_of(result)
-    if (wrong := _unwaitable(type(result))) is not None:
-        raise MisuseError(f"{what} returned {wrong}: let it wait until that is done, or be a coroutine function")
-    parts = _parts(result)
-    if id(result) in above or not any(map(_may_be_under_way, set(map(type, parts)))):
+    if _is_value(type(result)) or _is_response(result) or id(result) in above:
+        return result
+    parts = _parts(result) if isinstance(result, _OWN) or not ignored else None  # reading may do anything
+    if (wrong := _wrong_with(result, parts, ignored)) is not None:
+        raise MisuseError(
+            f"{what} returned {wrong}. Wrap the call in a function, or a coroutine function, that waits until the "
+            "work is done and returns None"
+        )
+    if parts is None or all(map(_is_value, set(map(type, parts)))):
         return result
     import asyncio
 
-    waits = (_finished(part, what, {*above, id(result)}) for part in parts)
+    waits = (_finished(part, what, ignored, {*above, id(result)}) for part in parts)
     found = await asyncio.gather(*waits, return_exceptions=True)
     _raise_first(what, found)
     if isinstance(result, dict):
         return dict(zip(result, found, strict=True))
-    return tuple(found) if isinstance(result, tuple) else found
-
-
-def _may_be_under_way(kind: type) -> bool:
-    containers = (list, tuple, set, frozenset, dict)
-    return (
-        issubclass(kind, (GeneratorType, *containers))
-        or hasattr(kind, "__await__")
-        or _is_concurrent(kind)
-        or _unwaitable(kind) is not None
-    )
+    if isinstance(result, tuple):
+        return tuple(found)
+    return found if isinstance(result, (list, set, frozenset)) else result
 
 
 def _raise_first(what: str, found: Sequence[Any]) -> None:
@@ -151,7 +206,38 @@ def as_failure(what: str, error: BaseException) -> BaseException:
     return failure
 
 
+def tell_besides(prefix: str, failure: BaseException, raised: BaseException, entry: str) -> None:
+    """Report a failure other than the one that is raised: in the log, and in a note on that one.
+
+    Args:
+        entry: the anchor of its entry in docs/troubleshooting.md.
+    """
+    text = f"{prefix}: {type(failure).__name__}: {failure}"
+    log.error("%s (after %s)" + see(entry), text, type(raised).__name__, exc_info=failure)
+    if add_note := getattr(raised, "add_note", None):  # from Python 3.11 on
+        add_note(text)
+
+
 # ------------------------------------------------------------------------------------------ in an event loop
+async def wait_to_end(future: asyncio.Future[Any], interruptible: bool = False) -> BaseException | None:
+    """Wait until the future is done, and return the first cancellation that arrived meanwhile, if any.
+
+    No such cancellation reaches the future, unless it is interruptible. Only cancelling all tasks of the event
+    loop, as asyncio.run() does at its end, cancels it.
+    """
+    import asyncio
+
+    cancelled: BaseException | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])  # does not cancel the future when we are cancelled
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+            if interruptible:  # not before it has begun: a call may have to be made
+                asyncio.get_running_loop().call_soon(future.cancel)
+    return cancelled
+
+
 async def attempt(call: Call, what: str, interruptible: bool = False) -> Outcome:
     """Make a call and wait until it is done. Return its failure, and the first cancellation that arrived.
 
@@ -167,11 +253,11 @@ async def attempt(call: Call, what: str, interruptible: bool = False) -> Outcome
         return ordinary(as_failure(what, error)), None
     if isinstance(result, (type(None), bool)):
         return None, None
-    task, cancelled = await _wait_to_end(finished(result, what), result, interruptible)
+    task, cancelled = await _run_to_end(finished(result, what), result, interruptible)
     return ordinary(_failure_of(task, what)), cancelled
 
 
-async def _wait_to_end(
+async def _run_to_end(
     coroutine: Coroutine[Any, Any, _T], result: Any, interruptible: bool
 ) -> tuple[asyncio.Task[_T], BaseException | None]:
     """Run a coroutine that waits for a result in a task, to its end; return that, and the first cancellation."""
@@ -208,7 +294,8 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
 
     Args:
         what: the call, in messages.
-        data: whether the call returns data; objects in it are not waited for.
+        data: whether the call returns data; objects in it are not waited for. Otherwise the result is waited for
+            as `finished` does, and an object of an unknown kind is let be.
 
     Raises:
         MegapatchError: the call was cancelled, and not by its caller.
@@ -216,7 +303,8 @@ async def result_of(result: Any, what: str, data: bool = False) -> Any:
 
     if result is None or (data and not is_under_way(result)):
         return result
-    task, cancelled = await _wait_to_end(top_of(result) if data else finished(result, what), result, True)
+    waiting = top_of(result) if data else finished(result, what, ignored=True)
+    task, cancelled = await _run_to_end(waiting, result, True)
     failure = _failure_of(task, what)
     if cancelled is not None:
         if failure is not None and not task.cancelled():

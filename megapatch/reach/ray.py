@@ -18,7 +18,7 @@ from typing import Any
 from .._ranks import numbered
 from .._reporting.facts import Facts, difference
 from ..errors import InconsistentError, MegapatchError
-from ._ray_trainer import RayTrainer
+from ..streaming._trainers import RayTrainer
 
 __all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env", "verify"]
 

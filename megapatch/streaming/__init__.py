@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, EmptyStepError
 from ._config import StreamingConfig
+from ._groups import StalenessSampler
 from ._parts import Buffer, Generation, Synchronizer, Trainer
 from ._pump import TrainPump
-from ._reporter import Logger, ScalarWriter
+from ._reporter import Logger
 from ._rollout_buffer import RolloutBuffer
-from ._sampler import StalenessSampler
-from ._step_trainer import StepTrainer
 from ._tags import Backlog, Group, Samples, Updates
+from ._trainers import StepTrainer
 
 if TYPE_CHECKING:
     from . import nemo_rl, skyrl, slime
@@ -36,7 +36,6 @@ __all__ = [
     "Logger",
     "RolloutBuffer",
     "Samples",
-    "ScalarWriter",
     "StalenessSampler",
     "StepTrainer",
     "StreamingConfig",

@@ -7,13 +7,12 @@ import contextlib
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
-from .._pausing.cancellation import is_remote, wait_to_end
-from .._pausing.waiting import result_of
+from .._pausing.blocking import device_setter
+from .._pausing.waiting import is_remote, result_of, wait_to_end
 from .._troubleshooting import see
 
 _T = TypeVar("_T")
@@ -144,7 +143,7 @@ class SequentialCalls:
     def __init__(self, timer: Timer, watchdog: Watchdog) -> None:
         self._turn = asyncio.Lock()  # which is fair
         self._thread = ThreadPoolExecutor(  # it ends when this object does
-            1, thread_name_prefix="megapatch-trainer", initializer=_device_setter()
+            1, thread_name_prefix="megapatch-trainer", initializer=device_setter()
         )
         self._timer, self.watchdog = timer, watchdog
 
@@ -167,14 +166,6 @@ class SequentialCalls:
             with self._timer.phase(method):
                 call = getattr(owner, method)
                 return await perform(call, *args, thread=self._thread, watchdog=self.watchdog, data=data, **kwargs)
-
-
-def _device_setter() -> Callable[[], None]:
-    """Return a function that gives its thread the CUDA device of this one; a new thread has the first device."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return lambda: None
-    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def _raising_no_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

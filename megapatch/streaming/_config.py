@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ..errors import ConfigError
-from ._tags import TOKEN_STALENESS, TokenStaleness
 
-Policy: TypeAlias = Literal["weight_fifo", "in_order", "ready_first", "windowed"]
+Policy: TypeAlias = Literal["weight_fifo", "ready_first", "windowed"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 SWITCHES = ("abort_stale_rollouts", "drop_equal_rewards", "refresh_policy_logprobs", "refresh_reference_logprobs")
 
@@ -28,13 +27,10 @@ class StreamingConfig:
         train_global_batch_size: samples of an optimizer step. By default all samples of the step, which then has
             one optimizer step.
         max_staleness: versions (optimizer steps) that a group may be behind; 0 is on-policy.
-        token_staleness: the age of a sample with tokens of several versions (``weight_versions`` in its tag): that
-            of its "oldest" token, or of the "mean" version of its tokens, rounded down.
         pick: which group is trained on next, and how many rollouts begin ahead of training; docs/streaming.md says
             how each policy biases the training data.
             "weight_fifo": the oldest weights first. A place is kept for each rollout in flight that would be too
             old after the optimizer step, so no rollout that `TrainPump.rollout` has begun is lost.
-            "in_order": as their rollouts began.
             "ready_first": as they become ready. Rollouts that are too old when they end are evicted.
             "windowed": the newest weights first, and no bound on rollouts ahead; many of them are evicted.
         prompt_groups_per_microbatch: prompt groups that a microbatch call trains on together, for trainers that
@@ -69,7 +65,6 @@ class StreamingConfig:
     target_prompt_groups_per_step: int = None  # type: ignore[assignment]  # set below
     train_global_batch_size: int = None  # type: ignore[assignment]
     max_staleness: int = 0
-    token_staleness: TokenStaleness = "oldest"
     pick: Policy = "weight_fifo"
     prompt_groups_per_microbatch: int = 1
     oversampled_prompt_groups: int = 0
@@ -85,10 +80,7 @@ class StreamingConfig:
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_choices()
-        self._check_switches()
-        self._check_timeouts()
-        self._check_batch_size()
-        self._check_microbatch_size()
+        self._check_batches()
 
     @property
     def prompt_groups_per_optimizer_step(self) -> int:
@@ -135,58 +127,38 @@ class StreamingConfig:
         self._check_whole("max_microbatches_in_flight", 1)
 
     def _check_choices(self) -> None:
-        if self.token_staleness not in TOKEN_STALENESS:
-            raise ConfigError("token_staleness", self.token_staleness, f"one of {', '.join(TOKEN_STALENESS)}")
-        if self.pick not in POLICIES:
-            raise ConfigError("pick", self.pick, f"one of {', '.join(POLICIES)}")
-        if self.oversampled_prompt_groups and self.pick in ("in_order", "windowed"):
-            why = "waits for the first" if self.pick == "in_order" else "does not bound rollouts"
-            raise ConfigError("oversampled_prompt_groups", self.oversampled_prompt_groups, f"0: {self.pick} {why}")
-
-    def _check_switches(self) -> None:
+        self._require("pick", self.pick in POLICIES, f"one of {', '.join(POLICIES)}")
+        is_bounded = self.pick != "windowed" or not self.oversampled_prompt_groups
+        self._require("oversampled_prompt_groups", is_bounded, "0: windowed does not bound rollouts")
         for field in SWITCHES:
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(field, getattr(self, field), "True or False")
-        if self.abort_stale_rollouts and self.token_staleness == "mean":
-            rule = 'False with token_staleness="mean": new tokens make a rollout younger'
-            raise ConfigError("abort_stale_rollouts", True, rule)
-        if self.drop_equal_rewards and self.generations_per_prompt == 1:
-            raise ConfigError("drop_equal_rewards", True, "False where generations_per_prompt is 1: all are equal")
-
-    def _check_timeouts(self) -> None:
+            self._require(field, isinstance(getattr(self, field), bool), "True or False")
+        may_differ = not self.drop_equal_rewards or self.generations_per_prompt > 1
+        self._require("drop_equal_rewards", may_differ, "False where generations_per_prompt is 1: all are equal")
         for field in ("orphan_timeout", "rollout_timeout"):
             timeout = getattr(self, field)
-            if timeout is not None and not (_is_number(timeout, (int, float)) and timeout > 0):
-                raise ConfigError(field, timeout, "a number of seconds above 0, or None")
+            is_time = timeout is None or (_is_number(timeout, (int, float)) and timeout > 0)
+            self._require(field, is_time, "a number of seconds above 0, or None")
 
-    def _check_batch_size(self) -> None:
-        size, samples = self.train_global_batch_size, self._samples_per_step
-        if size % self.generations_per_prompt:
-            raise ConfigError(
-                "train_global_batch_size",
-                size,
-                f"a multiple of generations_per_prompt ({self.generations_per_prompt}): whole prompt groups",
-            )
-        if samples % size:
-            raise ConfigError(
-                "train_global_batch_size",
-                size,
-                f"a divisor of target_prompt_groups_per_step * generations_per_prompt ({samples}): whole "
-                "optimizer steps",
-            )
-        if self.max_staleness < self.optimizer_steps_per_step - 1:
-            # Upstream only warns. But nothing sampled in a step is newer than the weights that it began with.
-            raise ConfigError(
-                "max_staleness",
-                self.max_staleness,
-                f"{self.optimizer_steps_per_step - 1} or more: a step has {self.optimizer_steps_per_step} "
-                "optimizer steps and weights are synced only after the last, so no group would be new enough",
-            )
+    def _check_batches(self) -> None:
+        size, samples, each = self.train_global_batch_size, self._samples_per_step, self.generations_per_prompt
+        rule = f"a multiple of generations_per_prompt ({each}): whole prompt groups"
+        self._require("train_global_batch_size", size % each == 0, rule)
+        product = f"target_prompt_groups_per_step * generations_per_prompt ({samples})"
+        rule = f"a divisor of {product}: whole optimizer steps"
+        self._require("train_global_batch_size", samples % size == 0, rule)
+        steps, groups = self.optimizer_steps_per_step, self.prompt_groups_per_optimizer_step
+        # Upstream only warns. But nothing sampled in a step is newer than the weights that it began with.
+        rule = (
+            f"{steps - 1} or more: a step has {steps} optimizer steps and weights are synced only after the last, "
+            "so no group would be new enough"
+        )
+        self._require("max_staleness", self.max_staleness >= steps - 1, rule)
+        rule = f"{groups} or less, the prompt groups of an optimizer step"
+        self._require("prompt_groups_per_microbatch", self.prompt_groups_per_microbatch <= groups, rule)
 
-    def _check_microbatch_size(self) -> None:
-        if self.prompt_groups_per_microbatch > (groups := self.prompt_groups_per_optimizer_step):
-            rule = f"{groups} or less, the prompt groups of an optimizer step"
-            raise ConfigError("prompt_groups_per_microbatch", self.prompt_groups_per_microbatch, rule)
+    def _require(self, field: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(field, getattr(self, field), rule)
 
     def _default(self, field: str, value: int) -> None:
         if getattr(self, field) is None:
@@ -194,8 +166,8 @@ class StreamingConfig:
 
     def _check_whole(self, field: str, least: int, of: str = "") -> None:
         value = getattr(self, field)
-        if not _is_number(value, int) or value < least:
-            raise ConfigError(field, value, f"a whole number, {f'{of} ({least})' if of else least} or more")
+        rule = f"a whole number, {f'{of} ({least})' if of else least} or more"
+        self._require(field, _is_number(value, int) and value >= least, rule)
 
 
 def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:

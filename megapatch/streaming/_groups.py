@@ -1,36 +1,38 @@
-"""An index of samples by prompt group, at the same cost for each change, and the groups that get no more samples.
+"""An index of samples by prompt group, and the groups that get no more samples.
 
 The supply keeps one for the pump; `StalenessSampler` makes one for each call.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from ..errors import MisuseError
-from ._tags import Backlog, Group, Record, Tag
-
-_Entry: TypeAlias = "tuple[Any, int, int, Record]"
+from ._tags import Backlog, Group, Record, Samples, Tag, read_tag
 
 LOOKS = 4
 """How often all groups are looked at within the timeout. Each look reads them all."""
+
+_ORDERS: dict[str, Callable[[Record], tuple[Any, int]]] = {
+    "weight_fifo": lambda record: (record.oldest, record.first),
+    "windowed": lambda record: (-(record.oldest or 0), record.first),
+    "ready_first": lambda record: (record.last, record.first),
+}
 
 
 class Groups:
     """Prompt groups, sorted into ready, too old and others at a version of the trainer's weights.
 
-    Adding or dropping a sample takes constant time (and a logarithm where a group becomes complete), `pick` looks
-    at one heap per version, and `evict` only at the groups that it returns.
+    Adding or dropping a sample takes a time that does not depend on how many there are, the other methods one that
+    grows with the number of groups.
 
     Args:
         max_staleness: versions that a group may be behind.
         generations_per_prompt: samples of a group whose tags do not say how many it has.
         version: of the trainer's weights.
         pick: a policy, as `StreamingConfig.pick`.
-        number_of: the place of a group in the order in which rollouts began, for the policy "in_order".
         drop_equal_rewards: whether groups whose samples all have the same reward are not to be trained on.
     """
 
@@ -40,17 +42,10 @@ class Groups:
         generations_per_prompt: int,
         version: int,
         pick: str = "windowed",
-        number_of: Callable[[Hashable], float] = lambda group_id: float("inf"),
         drop_equal_rewards: bool = False,
     ) -> None:
-        self._drops_equal_rewards = drop_equal_rewards
         self._max_staleness, self._generations = max_staleness, generations_per_prompt
-        self._by_version = pick in ("windowed", "weight_fifo")
-        self._next_heap: Callable[[Iterable[int]], int] = max if pick == "windowed" else min
-        self._rank: Callable[[Record], float] = {
-            "in_order": lambda record: number_of(record.group_id),
-            "ready_first": lambda record: record.last,
-        }.get(pick, lambda record: 0)
+        self._order, self._drops_equal_rewards = _ORDERS[pick], drop_equal_rewards
         self.version = version
         self.reset()
 
@@ -58,41 +53,26 @@ class Groups:
         """Forget all samples."""
         self._records: dict[Hashable, Record] = {}
         self._group_of: dict[Hashable, Record] = {}
-        self._settled: dict[int, dict[Hashable, Record]] = {}  # by the oldest version: complete, or more than that
-        self._future: dict[int, dict[Hashable, Record]] = {}  # by the newest version, which the trainer lacks
-        self._equal: dict[Hashable, Record] = {}  # with equal rewards, where these are to be dropped
-        self._heaps: dict[int, list[_Entry]] = {}  # entries of groups that have left stay until they are on top
-        self._serials = itertools.count()
-        self.ready = 0
 
     def __contains__(self, group_id: Hashable) -> bool:
         return group_id in self._records
 
     def add(self, key: Hashable, arrival: int, tag: Tag) -> None:
         """Add a sample, or replace it."""
-        if key in self._group_of:
-            self.drop(key)
-        record = self._records.get(tag.group_id)
-        if record is None:
-            record = self._records[tag.group_id] = Record(tag.group_id)
-        elif record.is_settled:
-            self._unsettle(record)
+        self.drop(key)
         if self._drops_equal_rewards and tag.committed and tag.reward is None:
             raise MisuseError(
                 f"sample {key!r} has no reward in its tag; expected a number, as drop_equal_rewards is set"
             )
+        record = self._records.setdefault(tag.group_id, Record(tag.group_id))
         self._group_of[key] = record
         record.include(arrival, key, tag, self._generations)
-        if record.is_settled:
-            self._settle(record)
 
     def drop(self, key: Hashable) -> None:
         """Forget a sample, if it is there."""
         record = self._group_of.pop(key, None)
         if record is None:
             return
-        if record.is_settled:
-            self._unsettle(record)
         del record.samples[key]
         if not record.samples:
             del self._records[record.group_id]
@@ -101,66 +81,31 @@ class Groups:
         record.empty()
         for other, (arrival, tag) in rest.items():
             record.include(arrival, other, tag, self._generations)
-        if record.is_settled:
-            self._settle(record)
 
     def drop_group(self, group: Group) -> None:
         """Forget the samples of a group."""
-        record = self._records.get(group.group_id)
-        if (
-            record is None
-            or len(record.samples) != len(group.keys)
-            or any(k not in record.samples for k in group.keys)
-        ):
-            for key in group.keys:
-                self.drop(key)
-        else:
-            self._drop_record(record)
+        for key in group.keys:
+            self.drop(key)
 
     def evict(self, version: int) -> list[Group]:
         """Move to a version; return the groups that are complete, committed and too old, and forget them."""
         self.version = version
-        for newest in [newest for newest in self._future if newest <= version]:
-            for record in self._future.pop(newest).values():
-                self._push(record)
-        stale = [oldest for oldest in self._settled if version - oldest > self._max_staleness]
-        records = sorted((r for oldest in stale for r in self._settled[oldest].values()), key=lambda r: r.first)
-        groups = [record.as_group() for record in records]
-        for record in records:
-            self._drop_record(record)
-        if self._by_version:
-            for oldest in [oldest for oldest in self._heaps if version - oldest > self._max_staleness]:
-                del self._heaps[oldest]
-        return groups
+        return self._taken(
+            record for record in self._records.values() if record.is_settled and self._is_old(record)
+        )
 
     def take_equal_rewards(self) -> list[Group]:
         """Return the groups that are dropped for their rewards, and forget them."""
-        groups = [record.as_group() for record in self._equal.values()]
-        for record in list(self._equal.values()):
-            self._drop_record(record)
-        return groups
+        return self._taken(record for record in self._records.values() if self._is_equal(record))
 
-    def pick(self) -> Group | None:
-        """Return the group to train on next, or None."""
-        while self._heaps:
-            version = self._next_heap(self._heaps)
-            heap = self._heaps[version]
-            while heap and heap[0][3].serial != heap[0][2]:
-                heapq.heappop(heap)
-            if heap:
-                return heap[0][3].as_group()
-            del self._heaps[version]
-        return None
+    def pick(self) -> tuple[Group | None, int]:
+        """Return the group to train on next, or None, and how many could be."""
+        ready = list(self._ready())
+        return (min(ready, key=self._order).as_group() if ready else None), len(ready)
 
-    def all_ready(self) -> list[Group]:
+    def ready(self) -> list[Group]:
         """Return all groups that can be trained on, in order of arrival."""
-        records = (record for record in self._records.values() if record.serial >= 0)
-        return [record.as_group() for record in sorted(records, key=lambda record: record.first)]
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there are groups that are not ready."""
-        return len(self._records) > self.ready
+        return [record.as_group() for record in sorted(self._ready(), key=lambda record: record.first)]
 
     def whole(self, group_id: Hashable) -> Group | None:
         """Return the group if it is complete and committed."""
@@ -188,46 +133,106 @@ class Groups:
         return (
             len(record.samples) != record.expected,
             bool(record.uncommitted),
-            record.oldest is not None and self.version - record.oldest > self._max_staleness,
+            self._is_old(record),
             record.newest is not None and record.newest > self.version,
         )
 
-    def _settle(self, record: Record) -> None:
-        assert record.oldest is not None and record.newest is not None  # committed samples have a version
-        self._settled.setdefault(record.oldest, {})[record.group_id] = record
-        if len(record.samples) > record.expected or self.version - record.oldest > self._max_staleness:
-            return
-        if self._drops_equal_rewards and record.lowest == record.highest:
-            self._equal[record.group_id] = record
-        elif record.newest > self.version:
-            self._future.setdefault(record.newest, {})[record.group_id] = record
-        else:
-            self._push(record)
+    def _ready(self) -> Iterator[Record]:
+        for record in self._records.values():
+            is_there = record.is_whole and record.newest is not None and record.newest <= self.version
+            if is_there and not self._is_old(record) and not self._is_equal(record):
+                yield record
 
-    def _push(self, record: Record) -> None:
-        assert record.oldest is not None
-        record.serial = next(self._serials)
-        heap = self._heaps.setdefault(record.oldest if self._by_version else 0, [])
-        heapq.heappush(heap, (self._rank(record), record.first, record.serial, record))
-        self.ready += 1
+    def _is_old(self, record: Record) -> bool:
+        return record.oldest is not None and self.version - record.oldest > self._max_staleness
 
-    def _unsettle(self, record: Record) -> None:
-        for version, buckets in ((record.oldest, self._settled), (record.newest, self._future)):
-            bucket = buckets.get(version, {})  # type: ignore[arg-type]
-            bucket.pop(record.group_id, None)
-            if not bucket:
-                buckets.pop(version, None)  # type: ignore[arg-type]
-        self._equal.pop(record.group_id, None)
-        if record.serial >= 0:
-            record.serial = -1
-            self.ready -= 1
+    def _is_equal(self, record: Record) -> bool:
+        is_equal = self._drops_equal_rewards and record.lowest == record.highest
+        return is_equal and record.is_whole and not self._is_old(record)
 
-    def _drop_record(self, record: Record) -> None:
-        if record.is_settled:
-            self._unsettle(record)
-        del self._records[record.group_id]
-        for key in record.samples:
-            del self._group_of[key]
+    def _taken(self, records: Iterator[Record]) -> list[Group]:
+        groups = [record.as_group() for record in sorted(records, key=lambda record: record.first)]
+        for group in groups:
+            self.drop_group(group)
+        return groups
+
+
+@dataclass(frozen=True)
+class StalenessSampler:
+    """Picks prompt groups that are ready, not too stale, and not from the future.
+
+    A sample's tag is a mapping with these fields:
+
+    - ``group_id``: identifies its prompt; not None.
+    - ``weight_version``: of the weights that it was sampled from; may be missing until the sample is committed.
+    - ``weight_versions``, instead, where generation continues across weight syncs: a list of pairs, each of a
+      version and the number of tokens that were sampled from it.
+    - ``committed``: whether the sample is complete (None: no); True if missing. A group is committed when all of
+      its samples are.
+    - ``expected_num_samples``: samples of its group; may be missing. If samples disagree, the largest counts.
+    - ``reward``: a number, which the pump needs with `StreamingConfig.drop_equal_rewards`; the sampler ignores it.
+
+    A group with samples of several versions is as old as its oldest sample, and from the future if its newest
+    sample is. A group is complete when it has exactly as many samples as expected; one with more (a sample that
+    came twice) is never picked.
+
+    Args:
+        max_staleness: versions that a group may be behind the trainer; 0 is strictly on-policy.
+        generations_per_prompt: samples of a group whose tags do not say how many it has.
+
+    Raises:
+        MisuseError: from all methods: a tag has no group_id, or is committed without a weight_version, or has a
+            number that is not whole. The message names the sample.
+    """
+
+    max_staleness: int
+    generations_per_prompt: int
+
+    def select_one_group(self, samples: Samples, trainer_version: int) -> Group | None:
+        """Return the eligible group with the least lag, the first to arrive among equals, or None.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
+        return next(iter(self.eligible(samples, trainer_version)), None)
+
+    def eligible(self, samples: Samples, trainer_version: int) -> list[Group]:
+        """Return the groups that can be trained on, in the order in which they would be picked.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
+        ready = self._index(samples, trainer_version).ready()
+        return sorted(ready, key=lambda group: trainer_version - (group.weight_version or 0))
+
+    def evict(self, samples: Samples, trainer_version: int) -> list[Group]:
+        """Return the groups that are complete, committed and too old, in order of arrival.
+
+        Groups that are still being written are left out: the rest of such a group would come after its eviction,
+        and never be complete.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
+        return self._index(samples, trainer_version).evict(trainer_version)
+
+    def backlog(self, samples: Samples, trainer_version: int) -> Backlog:
+        """Count the groups, and those that cannot be trained on by reason.
+
+        Args:
+            samples: tags by sample key, in order of arrival.
+            trainer_version: version of the trainer's weights, in optimizer steps.
+        """
+        return self._index(samples, trainer_version).backlog()
+
+    def _index(self, samples: Samples, trainer_version: int) -> Groups:
+        groups = Groups(self.max_staleness, self.generations_per_prompt, trainer_version)
+        for number, (key, tag) in enumerate(samples.items()):
+            groups.add(key, number, read_tag(key, tag))
+        return groups
 
 
 class Orphans:
@@ -265,6 +270,6 @@ class Orphans:
 
     def seconds_to_the_next_look(self, groups: Groups, now: float) -> list[float]:
         """Return a list with the seconds, or an empty one where nothing has to be looked at."""
-        if self._timeout is None or self._looked is None or not groups.has_others:
+        if self._timeout is None or self._looked is None or next(groups.unsettled(), None) is None:
             return []
         return [max(0.0, self._looked + self._timeout / LOOKS - now)]

@@ -58,9 +58,8 @@ class Buffer(Protocol):
     a Ray actor's handle.
 
     The pump reads all tags whenever `changes` has grown, which takes the event loop about 5 ms for 1,000 samples.
-    A buffer that also has ``updates(seen)`` is asked for the changes instead, at a cost that does not depend on
-    how much the buffer holds. It returns `Updates` since the position `seen`, or all samples if it does not
-    know that position (-1: the pump knows nothing).
+    A buffer that also has ``updates(seen)`` is asked for the changes instead. It returns `Updates` since the
+    position `seen`, or all samples if it does not know that position (-1: the pump knows nothing).
 
     A call may fail after it took effect (a reply can be lost), and is then repeated. So `give_back` and `clear`
     have to accept groups that they have dealt with before, or that the buffer does not hold.

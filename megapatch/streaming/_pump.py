@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TextIO
+from typing import Any
 
 from ..errors import MisuseError
 from ._calls import SequentialCalls, Timer, Watchdog, perform, run_to_end
 from ._config import StreamingConfig
 from ._optimizer_step import OptimizerSteps, StepTaken
 from ._parts import Buffer, Generation, Synchronizer, Trainer, capacity_of, methods_of, require, whole_version
-from ._reporter import Logger, Reporter, ScalarWriter
+from ._reporter import Logger, Reporter
 from ._resume import FORMAT, as_plain, load
 from ._rollouts import Rollouts
 from ._synced_weights import SyncedWeights
@@ -55,7 +55,6 @@ class TrainPump:
             ``prepare_logprobs()`` gets its result then.
         logger: gets metrics under the prefixes "train" (the result of finish_train_step()), "streaming" and
             "timing/train" (seconds), with the version as the step. A plain one runs in the event loop.
-        terminal: a stream such as sys.stderr, which shows a progress line if it is a terminal.
         version: of the trainer's weights now, in optimizer steps. If generation has other weights, as after
             loading a checkpoint without `load_state_dict`, call sync_weights() first.
 
@@ -74,8 +73,7 @@ class TrainPump:
         generation: Generation,
         *,
         compute_advantages: Callable[[Any], Any] | None = None,
-        logger: Logger | ScalarWriter | None = None,
-        terminal: TextIO | None = None,
+        logger: Logger | None = None,
         version: int = 0,
     ) -> None:
         refreshing = ("prepare_logprobs",) if config.refreshes_logprobs else ()
@@ -93,7 +91,7 @@ class TrainPump:
             config, trainer, buffer, compute_advantages, calls, self._timer, self._rollouts, version
         )
         watchdog.others_waiting = self._steps.supply.waiting
-        self._reporter = Reporter(logger, terminal)
+        self._reporter = Reporter(logger)
         self._first_version = version
         self._version_of_step = version  # with which this step began: that of the last sync
         self._in_use: str | None = None
@@ -275,11 +273,6 @@ class TrainPump:
             (seconds, "timing/train"),
         ):
             await self._reporter.log_metrics(metrics, version, prefix)
-        self._reporter.progress(
-            f"version {version}: {len(done.groups)} prompt groups, at most {streaming['max_lag']} versions "
-            f"behind, in {seconds['optimizer_step']:.1f} s ({seconds['wait_for_rollouts']:.1f} s waiting for "
-            "rollouts)"
-        )
 
     @contextlib.contextmanager
     def _using(self, what: str) -> Iterator[None]:

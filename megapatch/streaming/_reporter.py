@@ -1,4 +1,4 @@
-"""Report the pump's steps to a logger and on a terminal: TrainPump makes all calls here."""
+"""Report the pump's steps to a logger: TrainPump makes all calls here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
-from .._printable import one_line
 from .._troubleshooting import see
 from ._calls import failure_of, perform
 
@@ -36,28 +35,11 @@ class Logger(Protocol):
         """
 
 
-class ScalarWriter(Protocol):
-    """A TensorBoard SummaryWriter, or anything with this method, which runs in the event loop."""
-
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object:
-        """Log one value.
-
-        Args:
-            tag: prefix and name, as in "train/loss".
-            value: the number; metrics that are not numbers are left out.
-            step: the version, which counts optimizer steps.
-        """
-
-
 class Reporter:
-    """Passes metrics on. The first failure is logged with its traceback; none of them stops training.
+    """Passes metrics on. The first failure is logged with its traceback; none of them stops training."""
 
-    Args:
-        terminal: a stream that shows a progress line if it is a terminal.
-    """
-
-    def __init__(self, logger: Logger | ScalarWriter | None, terminal: TextIO | None) -> None:
-        self._logger, self._terminal = logger, terminal
+    def __init__(self, logger: Logger | None) -> None:
+        self._logger = logger
         self._warned = False
 
     async def log_metrics(self, result: Any, step: int, prefix: str) -> None:
@@ -69,16 +51,13 @@ class Reporter:
             if metrics := as_metrics(result):
                 await self._pass_on(logger, metrics, step, prefix)
         except Exception:
-            self._warn("a logger failed; training continues, and further failures are not logged" + see("logger"))
+            if not self._warned:
+                self._warned = True
+                log.exception(
+                    "a logger failed; training continues, and further failures are not logged" + see("logger")
+                )
 
-    async def _pass_on(
-        self, logger: Logger | ScalarWriter, metrics: dict[str, Any], step: int, prefix: str
-    ) -> None:
-        if not hasattr(logger, "log_metrics"):
-            for name, value in metrics.items():
-                if (number := _number(value)) is not None:
-                    logger.add_scalar(f"{prefix}/{name}", number, step)
-            return
+    async def _pass_on(self, logger: Logger, metrics: dict[str, Any], step: int, prefix: str) -> None:
         call = asyncio.ensure_future(perform(logger.log_metrics, metrics, step=step, prefix=prefix, data=True))
         call.add_done_callback(failure_of)  # so that asyncio does not report a failure nobody has asked for
         try:
@@ -92,23 +71,6 @@ class Reporter:
         finally:
             call.cancel()
 
-    def progress(self, text: str) -> None:
-        """Show the text in place of the last one, if the stream is a terminal."""
-        try:
-            if self._terminal is not None and self._terminal.isatty():
-                self._terminal.write(f"\r\x1b[K{one_line(text)}")  # over the last one
-                self._terminal.flush()
-        except Exception:
-            self._warn(
-                "the progress line failed; training continues, and further failures are not logged"
-                + see("progress-line")
-            )
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            self._warned = True
-            log.exception(text)
-
 
 def as_metrics(result: Any) -> dict[str, Any]:
     """Return the values of a mapping or a dataclass by name, and an empty dictionary for anything else."""
@@ -117,13 +79,3 @@ def as_metrics(result: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
         return {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
     return {}
-
-
-def _number(value: Any) -> float | None:
-    """Return the value as a float, or None if it is not a single number: text, lists, larger tensors."""
-    if isinstance(value, (str, bytes)):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # torch: "only one element tensors can be converted"
-        return None

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 
 from ._config import StreamingConfig
 from ._groups import Groups
-from ._in_flight import Abortable, InFlight, Rollout, RolloutSeconds
+from ._in_flight import Abortable, Rollout, RolloutSeconds
 from ._synced_weights import SyncedWeights
 from ._tags import Group
 
@@ -21,7 +20,7 @@ class Rollouts:
     Rollouts that have begun, from the first on, are never more than those of the optimizer steps up to
     `max_staleness` after that of the weights: AReaL's bound. So those that began with weights up to a version fit
     into the optimizer steps in which they are not too old, unless newer ones take their places. "weight_fifo"
-    keeps these, and "in_order" never picks a newer one.
+    keeps these.
 
     Args:
         capacity: prompt groups that the buffer holds; None: no limit.
@@ -34,7 +33,7 @@ class Rollouts:
         self._config, self._weights, self._capacity = config, weights, capacity
         self._trainer_version = self._generation_version = version
         self._rollouts: dict[Hashable, Rollout] = {}
-        self._in_flight = InFlight()
+        self._ended: list[Rollout] = []  # and in flight
         self._running = 0  # groups with an open context
         self._claimed = 0  # of all that were announced
         self._begun = self._reported = 0
@@ -68,11 +67,6 @@ class Rollouts:
             self._end(group_id, rollout, context)
             context.swallows(None)
 
-    def number_of(self, group_id: Hashable) -> float:
-        """Groups, for "in_order": return the group's place in the order of begin; unannounced ones are last."""
-        rollout = self._rollouts.get(group_id)
-        return math.inf if rollout is None else rollout.number
-
     def have_to_come_before(self, group: Group, places: int) -> bool:
         """Supply: return whether training on this group now would take the place of a rollout in flight.
 
@@ -80,13 +74,11 @@ class Rollouts:
             group: one that is ready.
             places: groups that the open optimizer step still takes.
         """
-        if self._config.pick == "in_order":
-            return self._in_flight.first_number < self.number_of(group.group_id)
         if self._config.pick != "weight_fifo":
             return False
         oversampled = self._config.oversampled_prompt_groups  # no place is kept for so many
         older = 0  # in flight, and to be trained on in the `places` up to their last optimizer step
-        for version, number in self._in_flight.by_version():
+        for version, number in sorted(Counter(rollout.version for rollout in self._in_flight).items()):
             if group.weight_version is None or version >= group.weight_version:
                 break
             steps = version + self._config.max_staleness - self._trainer_version  # after the open one
@@ -99,14 +91,15 @@ class Rollouts:
 
     def runs(self, group_id: Hashable) -> bool:
         """Orphans: return whether the group is in flight."""
-        return group_id in self._in_flight
+        rollout = self._rollouts.get(group_id)
+        return rollout is not None and rollout.in_flight
 
     def claimed(self, group: Group) -> None:
         """Supply: note that training has claimed the group, which makes room in the buffer."""
         if (rollout := self._rollouts.get(group.group_id)) is not None:
             self._claimed += not rollout.claimed
             rollout.claimed = True
-            self._in_flight.land(group.group_id)
+            rollout.in_flight = False
             if self._capacity is not None:
                 self._tell_of_room()
 
@@ -125,8 +118,12 @@ class Rollouts:
             self._abort_stale()
 
     def _abort_stale(self) -> None:
-        for group_id, rollout in self._in_flight:
-            if rollout.running and self._trainer_version - rollout.version > self._config.max_staleness:
+        for group_id, rollout in list(self._rollouts.items()):
+            if (
+                rollout.in_flight
+                and rollout.running
+                and self._trainer_version - rollout.version > self._config.max_staleness
+            ):
                 for context in rollout.running:
                     context.abort()
                 self._forget(group_id, rollout)
@@ -154,15 +151,17 @@ class Rollouts:
 
     def look_begins(self) -> int:
         """Supply: begin a look at the buffer, and return the argument of `look_ended` after it."""
-        return self._in_flight.look_begins()
+        return len(self._ended)
 
     def look_ended(self, ended: int, groups: Groups) -> None:
         """Supply: end a look. Rollouts that had ended before it are in the groups now, or nowhere (a filter)."""
-        self._in_flight.look_ended(ended)
+        for rollout in self._ended[:ended]:
+            rollout.in_flight = bool(rollout.running)  # a part of its group has begun meanwhile
+        del self._ended[:ended]
         if not self._waiting:
             return
         for group_id, rollout in list(self._rollouts.items()):
-            if group_id not in self._in_flight and not rollout.claimed and group_id not in groups:
+            if not rollout.in_flight and not rollout.claimed and group_id not in groups:
                 self._forget(group_id, rollout)
 
     def state(self) -> list[tuple[Hashable, float, bool]]:
@@ -190,7 +189,7 @@ class Rollouts:
         self._trainer_version = self._generation_version = version
         now = asyncio.get_running_loop().time()
         for group, seconds in ended:
-            rollout = Rollout(group.weight_version or 0, self._begun, now - seconds, ended=now)
+            rollout = Rollout(group.weight_version or 0, now - seconds, ended=now)
             self._rollouts[group.group_id] = rollout
             self._begun += 1
         self._reported = self._begun
@@ -202,7 +201,7 @@ class Rollouts:
 
     def __str__(self) -> str:
         now = asyncio.get_running_loop().time()
-        ages = [now - rollout.begun for _, rollout in self._in_flight]
+        ages = [now - rollout.begun for rollout in self._in_flight]
         texts = [f"{len(ages)} rollouts in flight, the oldest for {max(ages):.0f} s"] if ages else []
         if self._waiting:
             texts.append(f"{len(self._waiting)} rollouts wait to begin, because {self._why_they_wait}")
@@ -224,7 +223,7 @@ class Rollouts:
             self._waiting[group_id] -= 1
             if not self._waiting[group_id]:
                 del self._waiting[group_id]
-        self._in_flight.add(group_id, rollout)
+        rollout.in_flight = True
         self._running += not rollout.running
         rollout.running.append(Abortable())
         return rollout, rollout.running[-1]
@@ -235,12 +234,16 @@ class Rollouts:
             if (rollout := self._rollouts.get(group_id)) is not None and not rollout.claimed:
                 return rollout  # this is another part of one that has its place
             if self._has_room:
-                rollout = Rollout(self._generation_version, self._begun, asyncio.get_running_loop().time())
+                rollout = Rollout(self._generation_version, asyncio.get_running_loop().time())
                 self._begun += 1
                 self._rollouts[group_id] = rollout
                 return rollout
             self.news.set()  # there may be dropped ones
             await self._room.wait()
+
+    @property
+    def _in_flight(self) -> list[Rollout]:
+        return [rollout for rollout in self._rollouts.values() if rollout.in_flight]
 
     @property
     def _why_they_wait(self) -> str:
@@ -276,7 +279,8 @@ class Rollouts:
             self._tell_of_room()
         rollout.ended = asyncio.get_running_loop().time()
         self._seconds.add("aborted_" if context.is_aborted else "", rollout.ended - rollout.begun)
-        self._in_flight.has_ended(group_id, rollout)
+        if rollout.in_flight:
+            self._ended.append(rollout)
         self.news.set()
 
     def _finish(self, groups: Sequence[Group], kind: str) -> None:
@@ -289,7 +293,7 @@ class Rollouts:
 
     def _forget(self, group_id: Hashable, rollout: Rollout) -> None:
         if self._rollouts.get(group_id) is rollout:
-            self._in_flight.land(group_id)
+            rollout.in_flight = False
             self._claimed -= rollout.claimed
             del self._rollouts[group_id]
             self._tell_of_room()

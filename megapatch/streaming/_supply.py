@@ -7,17 +7,19 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._troubleshooting import see
 from ._calls import PATIENCE, Watchdog, failure_of, perform, run_to_end
 from ._config import StreamingConfig
 from ._groups import Groups, Orphans
 from ._in_flight import Rollout
-from ._microbatches import MicrobatchQueue
 from ._parts import Buffer
 from ._rollouts import Rollouts
 from ._tags import Backlog, Group, Updates, read_tag
+
+if TYPE_CHECKING:
+    from ._optimizer_step import MicrobatchQueue
 
 log = logging.getLogger("megapatch")
 
@@ -38,18 +40,12 @@ class Supply:
     ) -> None:
         self._buffer, self._rollouts, self._timeout = buffer, rollouts, config.rollout_timeout
         self._groups = Groups(
-            config.max_staleness,
-            config.generations_per_prompt,
-            version,
-            config.pick,
-            rollouts.number_of,
-            config.drop_equal_rewards,
+            config.max_staleness, config.generations_per_prompt, version, config.pick, config.drop_equal_rewards
         )
         self._looked_at: tuple[int, int] | None = None  # the changes and the version for which they were found
         self._position = -1  # of the buffer's updates
         self._watchdog = watchdog
         self._turn = asyncio.Lock()  # of those who change this index
-        self._token_staleness = config.token_staleness
         self._loses_by_design = config.pick == "windowed" or config.oversampled_prompt_groups > 0
         self._warned = False
         self._orphans = Orphans(config.orphan_timeout)
@@ -73,8 +69,8 @@ class Supply:
             queue.reap()
             self._rollouts.news.clear()
             seen = await self._refresh_groups(version)
-            eligible = self._groups.ready
-            group = self._groups.pick() if eligible >= needed else None
+            best, eligible = self._groups.pick()
+            group = best if eligible >= needed else None
             if group is not None and not self._rollouts.have_to_come_before(group, places):
                 return group
             if eligible > most:
@@ -230,7 +226,7 @@ class Supply:
             if tag is None:
                 self._groups.drop(key)
             else:
-                self._groups.add(key, number, read_tag(key, tag, self._token_staleness))
+                self._groups.add(key, number, read_tag(key, tag))
         self._position = updates.position
 
     async def _updates_since(self, seen: int) -> Updates:

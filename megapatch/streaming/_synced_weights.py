@@ -7,8 +7,8 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from .._pausing.cancellation import wait_to_end
 from .._pausing.generation import RESUME, is_paused
+from .._pausing.waiting import finished, wait_to_end
 from .._troubleshooting import see
 from ..weight_sync import paused_generation
 from ._calls import SequentialCalls, failure_of, perform, raise_cancelled, run_to_end
@@ -49,7 +49,7 @@ class SyncedWeights:
             self._left_paused = by_us and is_paused(self._generation)
         if self._left_paused:  # by an earlier sync, whose resume failed
             try:
-                await run_to_end(perform(getattr(self._generation, RESUME), watchdog=self._calls.watchdog))
+                await run_to_end(self._resume())
             except Exception as failure:
                 if cancelled is not None:
                     raise cancelled from failure
@@ -91,8 +91,12 @@ class SyncedWeights:
             with self._calls.watchdog.watching(f"the resume of {name}"):
                 await pause.__aexit__(None, None, None)
 
+    async def _resume(self) -> None:
+        call = perform(getattr(self._generation, RESUME), watchdog=self._calls.watchdog)
+        await finished(await call, f"{RESUME}()")
+
     async def _sync_and_stamp(self, version: int) -> None:
-        await self._calls(self._synchronizer, "sync_weights")
+        await finished(await self._calls(self._synchronizer, "sync_weights"), "sync_weights()")
         if getattr(self._generation, STAMP, None) is None:
             if not self._warned:
                 self._warned = True
@@ -104,4 +108,4 @@ class SyncedWeights:
                 )
             return
         # A failure is raised: new rollouts would count as older than they are and be evicted, perhaps forever.
-        await self._calls(self._generation, STAMP, version)
+        await finished(await self._calls(self._generation, STAMP, version), f"{STAMP}()")

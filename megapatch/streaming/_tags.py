@@ -5,12 +5,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple
 
 from ..errors import MisuseError
-
-TokenStaleness: TypeAlias = Literal["oldest", "mean"]
-TOKEN_STALENESS: tuple[str, ...] = get_args(TokenStaleness)
 
 Samples = Mapping[Hashable, Mapping[str, Any]]
 """The tags of samples by sample key, in order of arrival; `StalenessSampler` lists a tag's fields."""
@@ -81,19 +78,19 @@ class Tag(NamedTuple):
 
     group_id: Hashable
     committed: bool
-    version: int | None  # that counts for staleness
+    version: int | None  # of the oldest token
     newest: int | None  # which is another one only if the sample has tokens of several versions
     expected: int | None
     reward: float | None = None
 
 
-def read_tag(key: Hashable, tag: Mapping[str, Any], token_staleness: TokenStaleness = "oldest") -> Tag:
+def read_tag(key: Hashable, tag: Mapping[str, Any]) -> Tag:
     """Check a tag; raise MisuseError if the sampler cannot use it."""
     group_id, committed = tag.get("group_id"), bool(tag.get("committed", True))
     version: int | None = tag.get("weight_version")
     expected, newest = tag.get("expected_num_samples"), version
     if (runs := tag.get("weight_versions")) is not None:
-        version, newest = versions_of(key, runs, token_staleness)
+        version, newest = versions_of(key, runs)
     elif type(version) is not int:  # a call costs as much as all the rest, for each sample
         newest = version = _whole(key, tag, "weight_version")
     if expected is not None:
@@ -130,13 +127,12 @@ def _whole(key: Hashable, tag: Mapping[str, Any], name: str) -> int | None:
         raise MisuseError(f"sample {key!r} has {name}={value!r} in its tag; expected a whole number") from None
 
 
-def versions_of(key: Hashable, runs: Any, staleness: TokenStaleness) -> tuple[int, int]:
-    """Return the version that counts for staleness, and the newest.
+def versions_of(key: Hashable, runs: Any) -> tuple[int, int]:
+    """Return the versions of the oldest and the newest token.
 
     Args:
         key: of the sample, for the error.
         runs: pairs of a version and the number of tokens that it made, in any order.
-        staleness: the version that counts: of the "oldest" token, or the "mean" of all tokens, rounded down.
 
     Raises:
         MisuseError: these are no such pairs, or there are none.
@@ -151,10 +147,7 @@ def versions_of(key: Hashable, runs: Any, staleness: TokenStaleness) -> tuple[in
             f"sample {key!r} has weight_versions={runs!r} in its tag; expected a list of pairs, each of a version "
             "and the number of tokens sampled from it"
         )
-    if staleness == "oldest":
-        return min(versions), max(versions)
-    mean = sum(version * tokens for version, tokens in pairs) // sum(tokens for _, tokens in pairs)
-    return mean, max(versions)
+    return min(versions), max(versions)
 
 
 @dataclass(eq=False)
@@ -169,9 +162,12 @@ class Record:
     newest: int | None = None
     lowest: float | None = None  # reward
     highest: float | None = None
-    serial: int = -1  # of the heap's entry that counts; -1: none does
+    first: int = -1  # of arrival
+    last: int = -1
 
     def include(self, arrival: int, key: Hashable, tag: Tag, generations_per_prompt: int) -> None:
+        self.first = arrival if not self.samples else min(self.first, arrival)
+        self.last = max(self.last, arrival)
         self.samples[key] = arrival, tag
         expected = tag.expected or generations_per_prompt
         if expected > self.expected:
@@ -189,7 +185,7 @@ class Record:
                 self.highest = reward
 
     def empty(self) -> None:
-        self.samples, self.expected, self.uncommitted = {}, 0, 0
+        self.samples, self.expected, self.uncommitted, self.last = {}, 0, 0, -1
         self.oldest = self.newest = self.lowest = self.highest = None
 
     @property
@@ -199,14 +195,6 @@ class Record:
     @property
     def is_whole(self) -> bool:
         return not self.uncommitted and len(self.samples) == self.expected
-
-    @property
-    def first(self) -> int:
-        return min(arrival for arrival, _ in self.samples.values())
-
-    @property
-    def last(self) -> int:
-        return max(arrival for arrival, _ in self.samples.values())
 
     def as_group(self) -> Group:
         keys = sorted(self.samples, key=lambda key: self.samples[key][0])

@@ -265,10 +265,11 @@ class InFlightUpdates:
     async def pause_generation(self) -> None:
         """Do nothing: requests in flight continue."""
 
-    async def resume_generation(self) -> None:
-        """Drop the engines' caches, if that is asked for."""
+    async def resume_generation(self) -> Any:
+        """Drop the engines' caches, if that is asked for; return what is left to wait for."""
         if self.generation is not None:
-            await asyncio.to_thread(self.generation.invalidate_kv_cache)
+            return await asyncio.to_thread(self.generation.invalidate_kv_cache)
+        return None
 
 
 # ---------------------------------------------------------------------------- metrics

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, raised, run
+from rigs.streaming.world import Streaming, World, raised
 
 OVER = {"oversampled_prompt_groups": 1, "abort_stale_rollouts": True}
 
@@ -43,142 +43,107 @@ async def step_beside(body_of=Body, meanwhile=None, world=None, **settings):
     return world, pump, body, living
 
 
-def test_its_body_is_cancelled_and_the_task_goes_on():
-    async def main():
-        world, pump, body, living = await step_beside()
-        assert await living is None and body.events == ["begun", "left", "went on"]
-        await world.put("next", samples=2, version=1)
-        await pump.step()
-        assert not len(world.buffer)  # also not what it had put
-        assert world.trained == [["quick0", "quick1"], ["next0", "next1"]]
-
-    run(main())
+async def test_its_body_is_cancelled_and_the_task_goes_on():
+    world, pump, body, living = await step_beside()
+    assert await living is None and body.events == ["begun", "left", "went on"]
+    await world.put("next", samples=2, version=1)
+    await pump.step()
+    assert not len(world.buffer)  # also not what it had put
+    assert world.trained == [["quick0", "quick1"], ["next0", "next1"]]
 
 
-def test_not_while_it_can_still_be_trained_on():
-    async def main():
-        _, _, body, living = await step_beside(max_staleness=1)
-        assert body.events == ["begun"] and not living.done()
-        living.cancel()
-
-    run(main())
+async def test_not_while_it_can_still_be_trained_on():
+    _, _, body, living = await step_beside(max_staleness=1)
+    assert body.events == ["begun"] and not living.done()
+    living.cancel()
 
 
-def test_not_without_the_setting():
-    async def main():
-        _, _, body, living = await step_beside(abort_stale_rollouts=False)
-        assert body.events == ["begun"]
-        living.cancel()
-
-    run(main())
+async def test_not_without_the_setting():
+    _, _, body, living = await step_beside(abort_stale_rollouts=False)
+    assert body.events == ["begun"]
+    living.cancel()
 
 
-def test_its_place_is_free():
-    async def main():
-        world, pump, rollouts = await begun(**OVER)
-        assert "".join(rollouts.begun) == "abc"
-        await rollouts.end("a", "b")
-        await pump.step()
-        await asyncio.sleep(1)
-        assert "".join(rollouts.begun) == "abcdef" and rollouts.tasks["c"].done()
-        assert world.trained == [["a", "b"]]
-
-    run(main())
+async def test_its_place_is_free():
+    world, pump, rollouts = await begun(**OVER)
+    assert "".join(rollouts.begun) == "abc"
+    await rollouts.end("a", "b")
+    await pump.step()
+    await asyncio.sleep(1)
+    assert "".join(rollouts.begun) == "abcdef" and rollouts.tasks["c"].done()
+    assert world.trained == [["a", "b"]]
 
 
-def test_all_parts_of_a_group_are_ended():
-    async def main():
-        class Parts(Body):
-            async def live(self):
-                await asyncio.gather(super().live(), self.part())
+async def test_all_parts_of_a_group_are_ended():
+    class Parts(Body):
+        async def live(self):
+            await asyncio.gather(super().live(), self.part())
 
-            async def part(self):
-                async with self.pump.rollout(self.group):
-                    await asyncio.sleep(1e6)
-                self.events.append("part, too")
+        async def part(self):
+            async with self.pump.rollout(self.group):
+                await asyncio.sleep(1e6)
+            self.events.append("part, too")
 
-        _, _, body, living = await step_beside(Parts)
-        assert await living is None and set(body.events) == {"begun", "left", "went on", "part, too"}
-
-    run(main())
+    _, _, body, living = await step_beside(Parts)
+    assert await living is None and set(body.events) == {"begun", "left", "went on", "part, too"}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 does not count cancellations")
-def test_a_cancellation_from_outside_is_still_one():
-    async def main():
-        async def cancel_then_wait():
-            try:
-                await asyncio.sleep(1e6)
-            finally:
-                living.cancel()  # while it is being aborted
+async def test_a_cancellation_from_outside_is_still_one():
+    async def cancel_then_wait():
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            living.cancel()  # while it is being aborted
 
-        world = World()
-        pump = world.pump(generations_per_prompt=2, **OVER)
-        body = Body(world, pump)
-        living = asyncio.ensure_future(body.live(cancel_then_wait))
-        await asyncio.sleep(1)
-        await world.put("quick", samples=2)
-        await pump.step()
-        await asyncio.wait([living])
-        assert living.cancelled() and body.events == ["begun", "left"]
-
-    run(main())
+    world = World()
+    pump = world.pump(generations_per_prompt=2, **OVER)
+    body = Body(world, pump)
+    living = asyncio.ensure_future(body.live(cancel_then_wait))
+    await asyncio.sleep(1)
+    await world.put("quick", samples=2)
+    await pump.step()
+    await asyncio.wait([living])
+    assert living.cancelled() and body.events == ["begun", "left"]
 
 
-def test_an_exception_of_the_body_is_raised():
-    async def main():
-        async def fail():
-            try:
-                await asyncio.sleep(1e6)
-            finally:
-                raise KeyError("cleaning up")
+async def test_an_exception_of_the_body_is_raised():
+    async def fail():
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            raise KeyError("cleaning up")
 
-        _, _, body, living = await step_beside(meanwhile=fail)
-        assert isinstance(await living, KeyError) and body.events == ["begun", "left"]
-
-    run(main())
+    _, _, body, living = await step_beside(meanwhile=fail)
+    assert isinstance(await living, KeyError) and body.events == ["begun", "left"]
 
 
-def test_a_task_that_was_aborted_can_be_cancelled_later():
+async def test_a_task_that_was_aborted_can_be_cancelled_later():
     """Its count of cancellations is what it was before."""
 
-    async def main():
-        class Worker(Body):
-            async def live(self):
-                await super().live()
-                if sys.version_info >= (3, 11):
-                    assert asyncio.current_task().cancelling() == 0
-                await asyncio.wait_for(asyncio.sleep(1), 5)
-                self.events.append("works")
+    class Worker(Body):
+        async def live(self):
+            await super().live()
+            if sys.version_info >= (3, 11):
+                assert asyncio.current_task().cancelling() == 0
+            await asyncio.wait_for(asyncio.sleep(1), 5)
+            self.events.append("works")
 
-        _, _, body, living = await step_beside(Worker)
-        assert await living is None and body.events[-1] == "works"
-
-    run(main())
+    _, _, body, living = await step_beside(Worker)
+    assert await living is None and body.events[-1] == "works"
 
 
-def test_samples_are_dropped_again_after_clearing_them_has_failed():
-    async def main():
-        world, pump, _, _ = await step_beside()
-        world.plan["before clear"] = "raise"
-        await world.put("next", samples=2, version=1)
-        assert await raised(pump.step())
-        await pump.step()
-        assert not len(world.buffer) and world.trained[1] == ["next0", "next1"]
-
-    run(main())
+async def test_samples_are_dropped_again_after_clearing_them_has_failed():
+    world, pump, _, _ = await step_beside()
+    world.plan["before clear"] = "raise"
+    await world.put("next", samples=2, version=1)
+    assert await raised(pump.step())
+    await pump.step()
+    assert not len(world.buffer) and world.trained[1] == ["next0", "next1"]
 
 
-def test_their_seconds_are_logged_apart():
-    async def main():
-        heard = []
-
-        class Logger:
-            def log_metrics(self, metrics, step, prefix):
-                heard.append(metrics) if prefix == "streaming" else None
-
-        await step_beside(logger=Logger())
-        assert heard[0]["aborted_rollout_seconds"] == pytest.approx(1.0, abs=0.01)
-        assert "rollout_seconds" not in heard[0]
-
-    run(main())
+async def test_their_seconds_are_logged_apart():
+    heard = Streaming()
+    await step_beside(logger=heard)
+    assert heard[0]["aborted_rollout_seconds"] == pytest.approx(1.0, abs=0.01)
+    assert "rollout_seconds" not in heard[0]

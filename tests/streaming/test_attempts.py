@@ -7,7 +7,7 @@ import logging
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, raised, run
+from rigs.streaming.world import Streaming, World, raised, run
 
 from megapatch import MisuseError
 
@@ -54,124 +54,95 @@ def test_the_attempt_that_succeeds_is_trained_on(caplog, after, training):
     ]
 
 
-def test_the_last_failure_is_raised_and_the_place_is_free():
-    async def main():
-        world, pump = pair()
-        prompt = Prompt(world, "a", failures=9)
-        error = await raised(pump.roll_out("a", prompt.generate, attempts=2))
-        assert isinstance(error, ConnectionError) and str(error) == "attempt 2" and prompt.attempts == 2
-        assert not len(world.buffer)
-        assert await pump.roll_out("b", Prompt(world, "b").generate)
-        await pump.step()
-        assert world.trained == [["b0/1", "b1/1"]]
-
-    run(main())
+async def test_the_last_failure_is_raised_and_the_place_is_free():
+    world, pump = pair()
+    prompt = Prompt(world, "a", failures=9)
+    error = await raised(pump.roll_out("a", prompt.generate, attempts=2))
+    assert isinstance(error, ConnectionError) and str(error) == "attempt 2" and prompt.attempts == 2
+    assert not len(world.buffer)
+    assert await pump.roll_out("b", Prompt(world, "b").generate)
+    await pump.step()
+    assert world.trained == [["b0/1", "b1/1"]]
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_failure_after_all_samples_were_there_is_raised_and_they_stay(trained):
-    async def main():
-        world, pump = pair(max_staleness=1)
-        prompt = Prompt(world, "a", failures=1, after=2)
-        stepping = asyncio.ensure_future(pump.step()) if trained else None
-        assert isinstance(await raised(pump.roll_out("a", prompt.generate)), ConnectionError)
-        await (stepping or pump.step())
-        assert prompt.attempts == 1 and world.trained == [["a0/1", "a1/1"]]
-
-    run(main())
+async def test_a_failure_after_all_samples_were_there_is_raised_and_they_stay(trained):
+    world, pump = pair(max_staleness=1)
+    prompt = Prompt(world, "a", failures=1, after=2)
+    stepping = asyncio.ensure_future(pump.step()) if trained else None
+    assert isinstance(await raised(pump.roll_out("a", prompt.generate)), ConnectionError)
+    await (stepping or pump.step())
+    assert prompt.attempts == 1 and world.trained == [["a0/1", "a1/1"]]
 
 
-def test_a_cancellation_is_not_tried_again():
-    async def main():
-        world, pump = pair()
-        prompt = Prompt(world, "a")
-        rolling = asyncio.ensure_future(pump.roll_out("a", prompt.generate))
-        await asyncio.sleep(0.5)
-        rolling.cancel()
-        await asyncio.wait([rolling])
-        assert rolling.cancelled() and prompt.attempts == 1
-
-    run(main())
+async def test_a_cancellation_is_not_tried_again():
+    world, pump = pair()
+    prompt = Prompt(world, "a")
+    rolling = asyncio.ensure_future(pump.roll_out("a", prompt.generate))
+    await asyncio.sleep(0.5)
+    rolling.cancel()
+    await asyncio.wait([rolling])
+    assert rolling.cancelled() and prompt.attempts == 1
 
 
 @pytest.mark.parametrize("attempts", [1, 2])
-def test_a_rollout_that_was_aborted_begins_again_with_new_weights(attempts):
-    async def main():
-        world, pump = pair(oversampled_prompt_groups=1, abort_stale_rollouts=True)
-        slow = Prompt(world, "slow")
-        original, world.generation_version = slow.generate, 0
+async def test_a_rollout_that_was_aborted_begins_again_with_new_weights(attempts):
+    world, pump = pair(oversampled_prompt_groups=1, abort_stale_rollouts=True)
+    slow = Prompt(world, "slow")
+    original, world.generation_version = slow.generate, 0
 
-        async def generate():
-            await original() if slow.attempts else await half()
+    async def generate():
+        await original() if slow.attempts else await half()
 
-        async def half():
-            slow.attempts = 1
-            await world.buffer.put(("slow", 0), {"group_id": "slow", "weight_version": 0}, "old")
-            await asyncio.sleep(1e6)
+    async def half():
+        slow.attempts = 1
+        await world.buffer.put(("slow", 0), {"group_id": "slow", "weight_version": 0}, "old")
+        await asyncio.sleep(1e6)
 
-        rolling = asyncio.ensure_future(pump.roll_out("slow", generate, attempts))
-        await asyncio.sleep(1)
-        await world.put("quick", samples=2)
+    rolling = asyncio.ensure_future(pump.roll_out("slow", generate, attempts))
+    await asyncio.sleep(1)
+    await world.put("quick", samples=2)
+    await pump.step()
+    assert await rolling is (attempts == 2)
+    if attempts == 2:
         await pump.step()
-        assert await rolling is (attempts == 2)
-        if attempts == 2:
-            await pump.step()
-            assert world.trained == [["quick0", "quick1"], ["slow0/2", "slow1/2"]]
-        assert not len(world.buffer)
-
-    run(main())
+        assert world.trained == [["quick0", "quick1"], ["slow0/2", "slow1/2"]]
+    assert not len(world.buffer)
 
 
-def test_retries_are_counted():
-    async def main():
-        heard = []
-
-        class Logger:
-            def log_metrics(self, metrics, step, prefix):
-                heard.append(metrics) if prefix == "streaming" else None
-
-        world, pump = pair(logger=Logger(), max_staleness=1)
-        for group, failures in (("a", 2), ("b", 0)):
-            await pump.roll_out(group, Prompt(world, group, failures).generate)
-            await pump.step()
-        assert heard[0]["rollout_retries"] == 2 and "rollout_retries" not in heard[1]
-
-    run(main())
+async def test_retries_are_counted():
+    heard = Streaming()
+    world, pump = pair(logger=heard, max_staleness=1)
+    for group, failures in (("a", 2), ("b", 0)):
+        await pump.roll_out(group, Prompt(world, group, failures).generate)
+        await pump.step()
+    assert heard[0]["rollout_retries"] == 2 and "rollout_retries" not in heard[1]
 
 
 @pytest.mark.parametrize("attempts", [0, -1, "3", 1.5])
-def test_what_is_no_number_of_attempts(attempts):
-    async def main():
-        world, pump = pair()
-        with pytest.raises(MisuseError, match="expected a whole number above 0"):
-            await pump.roll_out("a", Prompt(world, "a").generate, attempts)
-
-    run(main())
+async def test_what_is_no_number_of_attempts(attempts):
+    world, pump = pair()
+    with pytest.raises(MisuseError, match="expected a whole number above 0"):
+        await pump.roll_out("a", Prompt(world, "a").generate, attempts)
 
 
-def test_another_attempt_waits_for_its_turn():
-    async def main():
-        _, pump, rollouts = await begun(groups="abc")
-        begins = []
+async def test_another_attempt_waits_for_its_turn():
+    _, pump, rollouts = await begun(groups="abc")
+    begins = []
 
-        async def generate():
-            begins.append(asyncio.get_running_loop().time())
-            raise ConnectionError
+    async def generate():
+        begins.append(asyncio.get_running_loop().time())
+        raise ConnectionError
 
-        rolling = asyncio.ensure_future(raised(pump.roll_out("d", generate, attempts=2)))
-        await asyncio.sleep(1)
-        assert not begins
-        for group in "abc":
-            rollouts.tasks[group].cancel()
-        assert isinstance(await rolling, ConnectionError) and len(begins) == 2
-
-    run(main())
+    rolling = asyncio.ensure_future(raised(pump.roll_out("d", generate, attempts=2)))
+    await asyncio.sleep(1)
+    assert not begins
+    for group in "abc":
+        rollouts.tasks[group].cancel()
+    assert isinstance(await rolling, ConnectionError) and len(begins) == 2
 
 
-def test_a_group_that_cannot_be_one():
-    async def main():
-        world, pump = pair()
-        with pytest.raises(TypeError, match="unhashable"):
-            await pump.roll_out([], Prompt(world, "a").generate)
-
-    run(main())
+async def test_a_group_that_cannot_be_one():
+    world, pump = pair()
+    with pytest.raises(TypeError, match="unhashable"):
+        await pump.roll_out([], Prompt(world, "a").generate)

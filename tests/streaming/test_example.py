@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rigs.command import heed_ctrl_c
 from rigs.needs import needs_megatron
+from rigs.variables import folder_in
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "streaming_rl.py"
 
@@ -38,6 +39,20 @@ def test_it_learns_faster_as_rollouts_arrive_and_on_policy_it_is_synchronous_tra
         assert float(last) > float(first) + 0.2
     assert plot.exists() == bool(find_spec("matplotlib"))
     assert ("matplotlib is not installed" in shown) != plot.exists()
+
+
+@pytest.mark.thorough
+@needs_megatron
+@pytest.mark.nightly
+@pytest.mark.parametrize(("framework", "least"), [("nemo_rl", 0.5), ("slime", 0.1)])
+def test_a_framework_as_its_parts(framework, least):
+    if framework == "slime" and (Path(folder_in("SLIME_CHECKOUT") or "none") / "miles").is_dir():
+        pytest.skip("the checkout is one of miles")
+    command = [sys.executable, "-W", "ignore", EXAMPLE.with_name(f"streaming_{framework}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(losses) == 6 and losses[-1] < losses[0] - least, done.stdout
 
 
 @pytest.mark.thorough

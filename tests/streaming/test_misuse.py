@@ -7,10 +7,10 @@ import pickle
 import re
 
 import pytest
-from rigs.streaming.world import World, raised, run
+from rigs.streaming.world import World, raised
 
 from megapatch import MegapatchError
-from megapatch.streaming import Backlog, ConfigError, EmptyStepError, RolloutBuffer, StreamingConfig, TrainPump
+from megapatch.streaming import Backlog, ConfigError, EmptyStepError, StreamingConfig, TrainPump
 
 
 # ------------------------------------------------------------------------------------------ version=
@@ -35,94 +35,61 @@ class Array:
         return self
 
 
-def test_a_version_from_a_checkpoint_becomes_a_plain_int():
-    async def main():
-        world, given = World(), Array(5)
-        for name in "ab":
-            await world.put(name, version=5)
-        pump = world.pump(version=given, max_staleness=1)
-        assert type(pump.version) is int
-        await pump.step()
-        assert (pump.version, given.value) == (6, 5)
-        assert world.called("finish", "sync") == ["finish", "sync 1"]
-
-    run(main())
+async def test_a_version_from_a_checkpoint_becomes_a_plain_int():
+    world, given = World(), Array(5)
+    await world.put_each("ab", version=5)
+    pump = world.pump(version=given, max_staleness=1)
+    assert type(pump.version) is int
+    await pump.step()
+    assert (pump.version, given.value) == (6, 5)
+    assert world.called("finish", "sync") == ["finish", "sync 1"]
 
 
 # ------------------------------------------------------------------------------------------ two pumps
-def test_the_group_of_another_pump_is_left_to_it():
-    async def main():
-        first = World({"before microbatch": lambda: asyncio.sleep(10)})
-        second = World({"before claim": lambda: asyncio.sleep(5)})  # both have seen it by then
-        second.buffer = first.buffer
-        await first.put("a")
-        step = asyncio.ensure_future(first.pump().step())
-        error = await raised(second.pump().step())
-        assert isinstance(error, MegapatchError)
-        assert str(error) == "claim(): prompt group 'a' is claimed already, or gone"
-        assert second.called() == ["claim a"] and not first.buffer.samples()
-        await step
-        assert first.trained == [["a"]] and not len(first.buffer)
-
-    run(main())
+async def test_the_group_of_another_pump_is_left_to_it():
+    first = World({"before microbatch": lambda: asyncio.sleep(10)})
+    second = World({"before claim": lambda: asyncio.sleep(5)})  # both have seen it by then
+    second.buffer = first.buffer
+    await first.put("a")
+    step = asyncio.ensure_future(first.pump().step())
+    error = await raised(second.pump().step())
+    assert isinstance(error, MegapatchError)
+    assert str(error) == "claim(): prompt group 'a' is claimed already, or gone"
+    assert second.called() == ["claim a"] and not first.buffer.samples()
+    await step
+    assert first.trained == [["a"]] and not len(first.buffer)
 
 
-def test_what_a_second_pump_has_claimed_itself_it_gives_back():
-    async def main():
-        first, second = World(), World()
-        second.buffer = first.buffer
-        for name in "ab":
-            await first.put(name)
-        step = asyncio.ensure_future(first.pump(target_prompt_groups_per_step=3).step())
-        second.plan["before begin"] = lambda: asyncio.sleep(5)
-        first.plan["before claim"] = lambda: asyncio.sleep(1)  # the second is quicker
-        error = await raised(second.pump().step())
-        assert error is None and second.trained == [["a"]]
-        assert isinstance(await raised(step), MegapatchError)
-        assert first.called() == ["claim a"] and list(first.buffer.samples()) == ["b"]
-
-    run(main())
-
-
-def test_many_pumps_train_on_nothing_twice():
-    async def main():
-        buffer, worlds = RolloutBuffer(), [World() for _ in range(3)]
-        for world in worlds:
-            world.buffer = buffer
-        for number in range(30):
-            await worlds[0].put(str(number))
-        buffer.close()
-        settings = {"target_prompt_groups_per_step": 2, "max_staleness": 99}
-        runs = [raised(world.pump(**settings).run(99)) for world in worlds]
-        errors = await asyncio.gather(*runs)
-        assert all(isinstance(error, MegapatchError) for error in errors), errors
-        trained = [key for world in worlds for keys in world.trained for key in keys]
-        assert len(trained) == len(set(trained)) > 0
-        assert len(buffer.samples()) == 30 - len(trained)
-
-    run(main())
+async def test_what_a_second_pump_has_claimed_itself_it_gives_back():
+    first, second = World(), World()
+    second.buffer = first.buffer
+    for name in "ab":
+        await first.put(name)
+    step = asyncio.ensure_future(first.pump(target_prompt_groups_per_step=3).step())
+    second.plan["before begin"] = lambda: asyncio.sleep(5)
+    first.plan["before claim"] = lambda: asyncio.sleep(1)  # the second is quicker
+    error = await raised(second.pump().step())
+    assert error is None and second.trained == [["a"]]
+    assert isinstance(await raised(step), MegapatchError)
+    assert first.called() == ["claim a"] and list(first.buffer.samples()) == ["b"]
 
 
 @pytest.mark.parametrize("failed", ["clear", "give_back"])
-def test_a_pump_in_place_of_one_that_is_gone(failed):
+async def test_a_pump_in_place_of_one_that_is_gone(failed):
     """The groups that the first pump left claimed come again, once somebody says that it is gone."""
-
-    async def main():
-        world = World({f"before {failed}": "raise"})
-        if failed == "give_back":
-            world.plan["before microbatch"] = "raise"
-        await world.put("a")
-        gone = world.pump()
-        assert await raised(gone.step())
-        assert not world.buffer.samples()
-        step = asyncio.ensure_future(world.pump(max_staleness=1, version=gone.version).step())
-        await asyncio.sleep(10)
-        assert not step.done()
-        world.buffer.give_back_all()  # which wakes it up
-        await step
-        assert world.trained[-1] == ["a"] and not len(world.buffer)
-
-    run(main())
+    world = World({f"before {failed}": "raise"})
+    if failed == "give_back":
+        world.plan["before microbatch"] = "raise"
+    await world.put("a")
+    gone = world.pump()
+    assert await raised(gone.step())
+    assert not world.buffer.samples()
+    step = asyncio.ensure_future(world.pump(max_staleness=1, version=gone.version).step())
+    await asyncio.sleep(10)
+    assert not step.done()
+    world.buffer.give_back_all()  # which wakes it up
+    await step
+    assert world.trained[-1] == ["a"] and not len(world.buffer)
 
 
 # ------------------------------------------------------------------------------------------ errors travel
@@ -148,24 +115,21 @@ def test_errors_survive_pickle(make):
 
 
 # ------------------------------------------------------------------------------------------ parts and moments
-def test_one_thing_at_a_time():
-    async def main():
-        world = World()
-        pump = world.pump(target_prompt_groups_per_step=2)
-        await world.put("a")
-        task = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(1)
-        with pytest.raises(MegapatchError, match=r"sync_weights\(\) while step\(\).*: a train step is open"):
-            await pump.sync_weights()
-        with pytest.raises(MegapatchError, match=r"step\(\) while step\(\)"):
-            await pump.step()
-        assert pump.admitted
-        assert not world.called("pause", "abort")
-        await world.put("b")
-        await task
+async def test_one_thing_at_a_time():
+    world = World()
+    pump = world.pump(target_prompt_groups_per_step=2)
+    await world.put("a")
+    task = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(1)
+    with pytest.raises(MegapatchError, match=r"sync_weights\(\) while step\(\).*: a train step is open"):
         await pump.sync_weights()
-
-    run(main())
+    with pytest.raises(MegapatchError, match=r"step\(\) while step\(\)"):
+        await pump.step()
+    assert pump.admitted
+    assert not world.called("pause", "abort")
+    await world.put("b")
+    await task
+    await pump.sync_weights()
 
 
 @pytest.mark.parametrize(

@@ -5,212 +5,170 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming.world import World, run
+from rigs.streaming.world import World
 
 
-def test_one_step():
-    async def main():
-        world = World()
-        for name in "abc":
-            await world.put(name, samples=2)
-        pump = world.pump(generations_per_prompt=2, target_prompt_groups_per_step=3)
-        await pump.step()
-        assert world.called() == [
-            "claim a",
-            "begin",
-            "microbatch a0 a1",
-            "claim b",
-            "microbatch b0 b1",
-            "claim c",
-            "microbatch c0 c1",
-            "finish",
-            "clear a b c",
-            "pause",
-            "sync 1",
-            "stamp 1",
-            "resume",
-        ]
-        assert pump.version == world.generation_version == 1
-        assert pump.admitted and len(world.buffer) == 0
-
-    run(main())
+async def test_one_step():
+    world = World()
+    await world.put_each("abc", samples=2)
+    pump = world.pump(generations_per_prompt=2, target_prompt_groups_per_step=3)
+    await pump.step()
+    assert world.called() == [
+        "claim a",
+        "begin",
+        "microbatch a0 a1",
+        "claim b",
+        "microbatch b0 b1",
+        "claim c",
+        "microbatch c0 c1",
+        "finish",
+        "clear a b c",
+        "pause",
+        "sync 1",
+        "stamp 1",
+        "resume",
+    ]
+    assert pump.version == world.generation_version == 1
+    assert pump.admitted and len(world.buffer) == 0
 
 
-def test_several_optimizer_steps_and_one_sync():
-    async def main():
-        world = World()
-        for name in "abcdef":
-            await world.put(name)
-        pump = world.pump(target_prompt_groups_per_step=6, train_global_batch_size=2, max_staleness=2)
-        await pump.step()
-        assert world.called("begin", "finish", "clear", "sync", "stamp") == [
-            *["begin", "finish", "clear a b", "begin", "finish", "clear c d", "begin", "finish", "clear e f"],
-            *["sync 3", "stamp 3"],
-        ]
-        assert world.trained == [["a", "b"], ["c", "d"], ["e", "f"]]
-        assert pump.version == 3
-
-    run(main())
+async def test_several_optimizer_steps_and_one_sync():
+    world = World()
+    await world.put_each("abcdef")
+    pump = world.pump(target_prompt_groups_per_step=6, train_global_batch_size=2, max_staleness=2)
+    await pump.step()
+    assert world.called("begin", "finish", "clear", "sync", "stamp") == [
+        *["begin", "finish", "clear a b", "begin", "finish", "clear c d", "begin", "finish", "clear e f"],
+        *["sync 3", "stamp 3"],
+    ]
+    assert world.trained == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert pump.version == 3
 
 
-def test_the_version_is_up_before_samples_are_cleared_and_not_before_finish():
-    async def main():
-        world = World()
-        seen = {}
-        for place in ("before finish", "after finish", "before clear", "before sync"):
+async def test_the_version_is_up_before_samples_are_cleared_and_not_before_finish():
+    world = World()
+    seen = {}
+    for place in ("before finish", "after finish", "before clear", "before sync"):
 
-            async def look(place=place):
-                seen[place] = pump.version
+        async def look(place=place):
+            seen[place] = pump.version
 
-            world.plan[place] = look
-        await world.put("a")
-        pump = world.pump()
-        await pump.step()
-        assert seen == {"before finish": 0, "after finish": 0, "before clear": 1, "before sync": 1}
-
-    run(main())
+        world.plan[place] = look
+    await world.put("a")
+    pump = world.pump()
+    await pump.step()
+    assert seen == {"before finish": 0, "after finish": 0, "before clear": 1, "before sync": 1}
 
 
-def test_the_trainers_step_begins_when_a_first_group_is_ready():
-    async def main():
-        world = World()
-        pump = world.pump(target_prompt_groups_per_step=2)
-        task = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(1)
-        assert world.called() == []
-        await world.put("a")
-        await asyncio.sleep(1)
-        assert world.called() == ["claim a", "begin", "microbatch a"]
-        await world.put("b")
-        await task
-        assert world.trained == [["a", "b"]]
-
-    run(main())
+async def test_the_trainers_step_begins_when_a_first_group_is_ready():
+    world = World()
+    pump = world.pump(target_prompt_groups_per_step=2)
+    task = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(1)
+    assert world.called() == []
+    await world.put("a")
+    await asyncio.sleep(1)
+    assert world.called() == ["claim a", "begin", "microbatch a"]
+    await world.put("b")
+    await task
+    assert world.trained == [["a", "b"]]
 
 
-def test_a_step_begins_when_so_many_groups_are_there_and_goes_on_with_single_ones():
-    async def main():
-        world = World()
-        pump = world.pump(min_prompt_groups_per_batch=2, target_prompt_groups_per_step=3)
-        task = asyncio.ensure_future(pump.step())
-        await world.put("a")
-        await asyncio.sleep(1)
-        assert world.called() == []
-        await world.put("b")
-        await asyncio.sleep(1)
-        assert world.called("microbatch") == ["microbatch a", "microbatch b"]
-        await world.put("c")
-        await task
-
-    run(main())
+async def test_a_step_begins_when_so_many_groups_are_there_and_goes_on_with_single_ones():
+    world = World()
+    pump = world.pump(min_prompt_groups_per_batch=2, target_prompt_groups_per_step=3)
+    task = asyncio.ensure_future(pump.step())
+    await world.put("a")
+    await asyncio.sleep(1)
+    assert world.called() == []
+    await world.put("b")
+    await asyncio.sleep(1)
+    assert world.called("microbatch") == ["microbatch a", "microbatch b"]
+    await world.put("c")
+    await task
 
 
-def test_the_least_number_of_groups_is_for_the_first_optimizer_step_of_a_step():
-    async def main():
-        world = World()
-        for name in "abcd":
-            await world.put(name)
-        pump = world.pump(min_prompt_groups_per_batch=4, train_global_batch_size=2, max_staleness=1)
-        await pump.step()
-        assert world.trained == [["a", "b"], ["c", "d"]]
-
-    run(main())
+async def test_the_least_number_of_groups_is_for_the_first_optimizer_step_of_a_step():
+    world = World()
+    await world.put_each("abcd")
+    pump = world.pump(min_prompt_groups_per_batch=4, train_global_batch_size=2, max_staleness=1)
+    await pump.step()
+    assert world.trained == [["a", "b"], ["c", "d"]]
 
 
-def test_the_long_tail_comes_later_or_never():
+async def test_the_long_tail_comes_later_or_never():
     """Quick groups go first; what is too old when it comes is cleared, untrained."""
-
-    async def main():
-        world = World()
-        pump = world.pump(max_staleness=1)
-        await world.put("slow", committed=False)
-        for version in range(2):
-            await world.put(f"quick {version}", version=version)
-            await pump.step()
-        await world.put("slow", version=0)
-        await world.put("slower", version=1)
+    world = World()
+    pump = world.pump(max_staleness=1)
+    await world.put("slow", committed=False)
+    for version in range(2):
+        await world.put(f"quick {version}", version=version)
         await pump.step()
-        assert world.trained == [["quick 0"], ["quick 1"], ["slower"]]
-        assert "clear slow" in world.calls
-        assert len(world.buffer) == 0
+    await world.put("slow", version=0)
+    await world.put("slower", version=1)
+    await pump.step()
+    assert world.trained == [["quick 0"], ["quick 1"], ["slower"]]
+    assert "clear slow" in world.calls
+    assert len(world.buffer) == 0
 
-    run(main())
 
-
-def test_strictly_on_policy():
+async def test_strictly_on_policy():
     """Samples from older weights are never trained on, and those from newer ones wait."""
-
-    async def main():
-        world = World()
-        pump = world.pump(target_prompt_groups_per_step=2)
-        for name, version in (("a", 0), ("future", 1), ("b", 0), ("stale", 0)):
-            await world.put(name, version=version)
-        await pump.step()
-        task = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(1)
-        assert not task.done()
-        await world.put("c", version=1)
-        await task
-        assert world.trained == [["a", "b"], ["future", "c"]]
-
-    run(main())
+    world = World()
+    pump = world.pump(target_prompt_groups_per_step=2)
+    for name, version in (("a", 0), ("future", 1), ("b", 0), ("stale", 0)):
+        await world.put(name, version=version)
+    await pump.step()
+    task = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(1)
+    assert not task.done()
+    await world.put("c", version=1)
+    await task
+    assert world.trained == [["a", "b"], ["future", "c"]]
 
 
-def test_a_group_is_picked_when_the_trainer_has_room_for_it():
+async def test_a_group_is_picked_when_the_trainer_has_room_for_it():
     """A fresher one that came meanwhile goes first; of claimed ones there are at most as many as in flight."""
-
-    async def main():
-        world = World({"before microbatch": lambda: asyncio.sleep(100)})
-        pump = world.pump(target_prompt_groups_per_step=4, max_staleness=5, version=5, pick="windowed")
-        for name in "abc":
-            await world.put(name, version=1)
-        task = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(50)
-        assert world.called() == ["claim a", "begin", "claim b"]
-        await world.put("fresh", version=5)
-        await task
-        assert world.trained == [["a", "b", "fresh", "c"]]
-
-    run(main())
+    world = World({"before microbatch": lambda: asyncio.sleep(100)})
+    pump = world.pump(target_prompt_groups_per_step=4, max_staleness=5, version=5, pick="windowed")
+    await world.put_each("abc", version=1)
+    task = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(50)
+    assert world.called() == ["claim a", "begin", "claim b"]
+    await world.put("fresh", version=5)
+    await task
+    assert world.trained == [["a", "b", "fresh", "c"]]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_a_slow_trainer_bounds_what_is_in_flight(limit):
-    async def main():
-        most = 0
+async def test_a_slow_trainer_bounds_what_is_in_flight(limit):
+    most = 0
 
-        async def slow():
-            nonlocal most
-            await asyncio.sleep(10)
-            most = max(most, len(world.called("claim")) - len(world.called("microbatch")))
+    async def slow():
+        nonlocal most
+        await asyncio.sleep(10)
+        most = max(most, len(world.called("claim")) - len(world.called("microbatch")))
 
-        world = World({"before microbatch": slow})
-        for name in "abcdef":
-            await world.put(name)
-        await world.pump(target_prompt_groups_per_step=6, max_microbatches_in_flight=limit).step()
-        assert most == limit
-
-    run(main())
+    world = World({"before microbatch": slow})
+    await world.put_each("abcdef")
+    await world.pump(target_prompt_groups_per_step=6, max_microbatches_in_flight=limit).step()
+    assert most == limit
 
 
-def test_the_next_group_is_prepared_while_one_is_trained_on():
-    async def main():
-        async def advantages(data):
-            world.calls.append(f"advantages {data[0]}")
-            await asyncio.sleep(5)
-            return [f"{data[0]}!"]
+async def test_the_next_group_is_prepared_while_one_is_trained_on():
+    async def advantages(data):
+        world.calls.append(f"advantages {data[0]}")
+        await asyncio.sleep(5)
+        return [f"{data[0]}!"]
 
-        world = World({"before microbatch": lambda: asyncio.sleep(5)})
-        for name in "ab":
-            await world.put(name)
-        begun = asyncio.get_running_loop().time()
-        await world.pump(target_prompt_groups_per_step=2, compute_advantages=advantages).step()
-        assert asyncio.get_running_loop().time() - begun == 15
-        assert world.called("advantages", "microbatch") == [
-            *["advantages a", "advantages b", "microbatch a!", "microbatch b!"]
-        ]
-
-    run(main())
+    world = World({"before microbatch": lambda: asyncio.sleep(5)})
+    await world.put_each("ab")
+    begun = asyncio.get_running_loop().time()
+    await world.pump(target_prompt_groups_per_step=2, compute_advantages=advantages).step()
+    assert asyncio.get_running_loop().time() - begun == 15
+    assert world.called("advantages", "microbatch") == [
+        *["advantages a", "advantages b", "microbatch a!", "microbatch b!"]
+    ]
 
 
 def test_log_probs_then_advantages_then_the_microbatch():
@@ -236,38 +194,28 @@ def test_log_probs_then_advantages_then_the_microbatch():
     asyncio.run(main())
 
 
-def test_it_does_not_ask_the_buffer_while_nothing_changes():
-    async def main():
-        world = World()
-        task = asyncio.ensure_future(world.pump().step())
-        await asyncio.sleep(500)
-        assert world.calls == ["changes", "samples", "wait"]
-        await world.put("a", committed=False)
-        await asyncio.sleep(50)
-        assert world.calls.count("samples") == 2
-        await world.put("a")
-        await task
-
-    run(main())
+async def test_it_does_not_ask_the_buffer_while_nothing_changes():
+    world = World()
+    task = asyncio.ensure_future(world.pump().step())
+    await asyncio.sleep(500)
+    assert world.calls == ["changes", "samples", "wait"]
+    await world.put("a", committed=False)
+    await asyncio.sleep(50)
+    assert world.calls.count("samples") == 2
+    await world.put("a")
+    await task
 
 
-def test_a_change_between_looking_and_waiting_is_not_missed():
-    async def main():
-        world = World()
-        world.plan["after samples"] = lambda: world.put("a") if not len(world.buffer) else asyncio.sleep(0)
-        await world.pump().step()
-        assert world.trained == [["a"]]
-
-    run(main())
+async def test_a_change_between_looking_and_waiting_is_not_missed():
+    world = World()
+    world.plan["after samples"] = lambda: world.put("a") if not len(world.buffer) else asyncio.sleep(0)
+    await world.pump().step()
+    assert world.trained == [["a"]]
 
 
-def test_so_many_steps():
-    async def main():
-        world = World()
-        for name in "abc":
-            await world.put(name)
-        await world.pump(max_staleness=2).run(3)
-        assert world.trained == [["a"], ["b"], ["c"]]
-        assert world.called("sync") == ["sync 1", "sync 2", "sync 3"]
-
-    run(main())
+async def test_so_many_steps():
+    world = World()
+    await world.put_each("abc")
+    await world.pump(max_staleness=2).run(3)
+    assert world.trained == [["a"], ["b"], ["c"]]
+    assert world.called("sync") == ["sync 1", "sync 2", "sync 3"]

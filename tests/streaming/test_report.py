@@ -1,14 +1,16 @@
-"""The report of a step, to logger and tracker; training continues when either fails."""
+"""The report of a step to a logger; training continues when that fails."""
 
 from __future__ import annotations
 
 import asyncio
-import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
 from rigs.streaming.world import World, failing_after, raised, run
+
+from megapatch.streaming.nemo_rl import _reduced
 
 
 class Logger:
@@ -25,21 +27,6 @@ class AsyncLogger(Logger):
         super().log_metrics(metrics, step, prefix)
 
 
-class Writer:
-    """TensorBoard's SummaryWriter has no log_metrics."""
-
-    def __init__(self):
-        self.scalars = {}
-
-    def add_scalar(self, tag, scalar_value, global_step=None):
-        self.scalars[tag, global_step] = scalar_value
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 async def one_step(world, **settings):
     await world.put("old", version=3)
     await world.put("new", version=5)
@@ -48,110 +35,67 @@ async def one_step(world, **settings):
 
 
 @pytest.mark.parametrize("kind", [Logger, AsyncLogger])
-def test_metrics_and_seconds_by_phase(kind):
-    async def main():
-        world = World(
-            {
-                "before samples": lambda: asyncio.sleep(1),
-                "before claim": lambda: asyncio.sleep(2),
-                "before microbatch": lambda: asyncio.sleep(30),
-                "before finish": lambda: asyncio.sleep(4),
-                "before sync": lambda: asyncio.sleep(5),
-            }
-        )
-        logger = kind()
-        await one_step(world, logger=logger)
-        assert [(step, prefix) for step, prefix, _ in logger.logged] == [
-            *[(6, "train"), (6, "streaming"), (6, "timing/train"), (6, "timing/train")]
-        ]
-        train, streaming, timing, sync = (metrics for *_, metrics in logger.logged)
-        assert train == {"loss": 1.0}
-        assert list(streaming.items()) == [
-            *[("prompt_groups", 2), ("samples", 2), ("evicted_prompt_groups", 1), ("expired_prompt_groups", 0)],
-            *[("equal_rewards_prompt_groups", 0), ("max_lag", 2), ("mean_lag", 1)],
-        ]
-        assert {phase: seconds for phase, seconds in timing.items() if seconds} == {
-            "wait_for_rollouts": 1,  # there is nothing new to look at for the second
-            "claim": 4,
-            "train_microbatch": 60,
-            "wait_for_trainer": 60 - 2,  # less what was done beside the first
-            "finish_train_step": 4,
-            "optimizer_step": 3 + 60 + 4,
+async def test_metrics_and_seconds_by_phase(kind):
+    world = World(
+        {
+            "before samples": lambda: asyncio.sleep(1),
+            "before claim": lambda: asyncio.sleep(2),
+            "before microbatch": lambda: asyncio.sleep(30),
+            "before finish": lambda: asyncio.sleep(4),
+            "before sync": lambda: asyncio.sleep(5),
         }
-        assert sync == {"sync_weights": 5, "set_weight_version": 0}
+    )
+    logger = kind()
+    await one_step(world, logger=logger)
+    assert [(step, prefix) for step, prefix, _ in logger.logged] == [
+        *[(6, "train"), (6, "streaming"), (6, "timing/train"), (6, "timing/train")]
+    ]
+    train, streaming, timing, sync = (metrics for *_, metrics in logger.logged)
+    assert train == {"loss": 1.0}
+    assert list(streaming.items()) == [
+        *[("prompt_groups", 2), ("samples", 2), ("evicted_prompt_groups", 1), ("expired_prompt_groups", 0)],
+        *[("equal_rewards_prompt_groups", 0), ("max_lag", 2), ("mean_lag", 1)],
+    ]
+    assert {phase: seconds for phase, seconds in timing.items() if seconds} == {
+        "wait_for_rollouts": 1,  # there is nothing new to look at for the second
+        "claim": 4,
+        "train_microbatch": 60,
+        "wait_for_trainer": 60 - 2,  # less what was done beside the first
+        "finish_train_step": 4,
+        "optimizer_step": 3 + 60 + 4,
+    }
+    assert sync == {"sync_weights": 5, "set_weight_version": 0}
 
-    run(main())
+
+async def test_waiting_for_room_for_another_microbatch_is_waiting_for_the_trainer():
+    world, logger = World({"before microbatch": lambda: asyncio.sleep(30)}), Logger()
+    await one_step(world, logger=logger, max_microbatches_in_flight=1)
+    timing = logger.logged[2][2]
+    assert (timing["train_microbatch"], timing["wait_for_trainer"]) == (60, 60)
 
 
-def test_waiting_for_room_for_another_microbatch_is_waiting_for_the_trainer():
-    async def main():
-        world, logger = World({"before microbatch": lambda: asyncio.sleep(30)}), Logger()
-        await one_step(world, logger=logger, max_microbatches_in_flight=1)
-        timing = logger.logged[2][2]
-        assert (timing["train_microbatch"], timing["wait_for_trainer"]) == (60, 60)
+async def test_what_a_failed_step_took_is_not_the_next_ones():
+    async def slowly_failing():
+        await asyncio.sleep(100)
+        world.plan.clear()
+        raise KeyError
 
-    run(main())
-
-
-def test_what_a_failed_step_took_is_not_the_next_ones():
-    async def main():
-        async def slowly_failing():
-            await asyncio.sleep(100)
-            world.plan.clear()
-            raise KeyError
-
-        world, logger = World({"before microbatch": slowly_failing}), Logger()
-        await world.put("a")
-        pump = world.pump(logger=logger)
-        with pytest.raises(KeyError):
-            await pump.step()
+    world, logger = World({"before microbatch": slowly_failing}), Logger()
+    await world.put("a")
+    pump = world.pump(logger=logger)
+    with pytest.raises(KeyError):
         await pump.step()
-        assert logger.logged[2][2]["optimizer_step"] == 0
-
-    run(main())
-
-
-def test_what_a_failed_step_took_is_not_that_of_a_sync_by_hand():
-    async def main():
-        world, logger = World({"before microbatch": failing_after(100)}), Logger()
-        await world.put("a")
-        pump = world.pump(logger=logger)
-        assert await raised(pump.step())
-        await pump.sync_weights()
-        assert logger.logged == [(0, "timing/train", {"sync_weights": 0, "set_weight_version": 0})]
-
-    run(main())
+    await pump.step()
+    assert logger.logged[2][2]["optimizer_step"] == 0
 
 
-def test_tensorboard_as_it_is():
-    async def main():
-        class Trainer(World):
-            async def finish_train_step(self):
-                await super().finish_train_step()
-                return {"loss": 1, "text": "7", "lists": [1], "none": None}
-
-        writer = Writer()
-        await one_step(Trainer(), logger=writer)
-        assert writer.scalars["train/loss", 6] == 1.0
-        assert writer.scalars["streaming/max_lag", 6] == 2.0
-        assert ("timing/train/finish_train_step", 6) in writer.scalars
-        assert ("timing/train/sync_weights", 6) in writer.scalars
-        assert not {tag for tag, _ in writer.scalars} & {"train/text", "train/lists", "train/none"}
-
-    run(main())
-
-
-def test_the_real_tensorboard_reads_it_back(tmp_path):
-    pytest.importorskip("torch")
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(tmp_path) as writer:
-        run(one_step(World(), logger=writer))
-    events = EventAccumulator(str(tmp_path)).Reload()
-    (lag,) = events.Scalars("streaming/max_lag")
-    assert (lag.step, lag.value) == (6, 2.0)
+async def test_what_a_failed_step_took_is_not_that_of_a_sync_by_hand():
+    world, logger = World({"before microbatch": failing_after(100)}), Logger()
+    await world.put("a")
+    pump = world.pump(logger=logger)
+    assert await raised(pump.step())
+    await pump.sync_weights()
+    assert logger.logged == [(0, "timing/train", {"sync_weights": 0, "set_weight_version": 0})]
 
 
 @dataclass
@@ -165,19 +109,16 @@ class Result:
     [(Result(True, 0.5), {"succeeded": True, "grad_norm": 0.5}), (None, None), ([1], None), (Result, None)],
     ids=["dataclass", "none", "list", "class"],
 )
-def test_what_finish_returns(result, told):
-    async def main():
-        class Trainer(World):
-            async def finish_train_step(self):
-                await super().finish_train_step()
-                return result
+async def test_what_finish_returns(result, told):
+    class Trainer(World):
+        async def finish_train_step(self):
+            await super().finish_train_step()
+            return result
 
-        logger = Logger()
-        await one_step(Trainer(), logger=logger)
-        found = [metrics for _, prefix, metrics in logger.logged if prefix == "train"]
-        assert found == ([told] if told else [])
-
-    run(main())
+    logger = Logger()
+    await one_step(Trainer(), logger=logger)
+    found = [metrics for _, prefix, metrics in logger.logged if prefix == "train"]
+    assert found == ([told] if told else [])
 
 
 class BrokenLogger:
@@ -190,63 +131,37 @@ class CancelledLogger:
         raise asyncio.CancelledError
 
 
-class BrokenWriter:
-    def add_scalar(self, *args):
-        raise OSError("disk full")
-
-
-class BrokenTerminal(Terminal):
-    def write(self, text):
-        raise OSError("disk full")
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        {"logger": BrokenLogger()},
-        {"logger": CancelledLogger()},
-        {"logger": BrokenWriter()},
-        {"logger": object()},
-        {"terminal": BrokenTerminal()},
-    ],
-    ids=["logger", "cancelled", "writer", "neither", "terminal"],
-)
-def test_training_goes_on_without_a_logger_and_that_is_said_once(broken, caplog):
-    async def main():
-        world = World()
-        await world.put("a", version=0)
-        await world.put("b", version=1)
-        await world.pump(**broken).run(2)
-        assert world.trained == [["a"], ["b"]]
-        assert caplog.text.count("training continues") == 1
-        assert "Traceback" in caplog.text
-
-    run(main())
+@pytest.mark.parametrize("broken", [BrokenLogger(), CancelledLogger(), object()], ids=lambda it: type(it).__name__)
+async def test_training_goes_on_without_a_logger_and_that_is_said_once(broken, caplog):
+    world = World()
+    await world.put("a", version=0)
+    await world.put("b", version=1)
+    await world.pump(logger=broken).run(2)
+    assert world.trained == [["a"], ["b"]]
+    assert caplog.text.count("training continues") == 1
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize("closing", ["fails", "works"])
-def test_a_logger_that_hangs_is_given_up(caplog, closing):
-    async def main():
-        class Hanging:
-            async def log_metrics(self, metrics, step, prefix):
-                try:
-                    await asyncio.sleep(1e6)
-                finally:
-                    if closing == "fails":
-                        raise OSError("no connection")
+async def test_a_logger_that_hangs_is_given_up(caplog, closing):
+    class Hanging:
+        async def log_metrics(self, metrics, step, prefix):
+            try:
+                await asyncio.sleep(1e6)
+            finally:
+                if closing == "fails":
+                    raise OSError("no connection")
 
-        world = World()
-        await world.put("a", version=0)
-        await world.put("b", version=1)
-        await world.pump(logger=Hanging()).run(2)
-        assert world.trained == [["a"], ["b"]]
-        assert asyncio.get_running_loop().time() == 60
-        assert caplog.text.count("log_metrics() took more than 60 seconds; it is not called again") == 1
-        assert caplog.text.count("training continues") == 1
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run(main())
+    world = World()
+    await world.put("a", version=0)
+    await world.put("b", version=1)
+    await world.pump(logger=Hanging()).run(2)
+    assert world.trained == [["a"], ["b"]]
+    assert asyncio.get_running_loop().time() == 60
+    assert caplog.text.count("log_metrics() took more than 60 seconds; it is not called again") == 1
+    assert caplog.text.count("training continues") == 1
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 class LazyTrainer(World):
@@ -267,14 +182,11 @@ class LazyTrainer(World):
         return self.Metrics()
 
 
-def test_metrics_that_cannot_be_read(caplog):
-    async def main():
-        world, logger = LazyTrainer(), Logger()
-        await one_step(world, logger=logger)
-        assert [prefix for _, prefix, _ in logger.logged] == ["streaming", "timing/train", "timing/train"]
-        assert world.called()[-1] == "resume" and caplog.text.count("training continues") == 1
-
-    run(main())
+async def test_metrics_that_cannot_be_read(caplog):
+    world, logger = LazyTrainer(), Logger()
+    await one_step(world, logger=logger)
+    assert [prefix for _, prefix, _ in logger.logged] == ["streaming", "timing/train", "timing/train"]
+    assert world.called()[-1] == "resume" and caplog.text.count("training continues") == 1
 
 
 def test_metrics_are_not_read_for_nobody(caplog):
@@ -282,16 +194,24 @@ def test_metrics_are_not_read_for_nobody(caplog):
     assert not caplog.records
 
 
-def test_a_progress_line_on_a_terminal():
-    async def main():
-        terminal, file = Terminal(), io.StringIO()
-        await one_step(World(), terminal=terminal)
-        await one_step(World(), terminal=file)
-        (line,) = terminal.getvalue().split("\r")[1:]
-        assert (
-            line
-            == "\x1b[Kversion 6: 2 prompt groups, at most 2 versions behind, in 0.0 s (0.0 s waiting for rollouts)"
-        )
-        assert file.getvalue() == ""
-
-    run(main())
+# --------------------------------------------------------------- NeMo-RL's rules for the metrics of microbatches
+def test_infinite_extremes_do_not_count_and_without_others_there_is_minus_one():
+    result = {
+        "loss": 2,
+        "grad_norm": None,
+        "all_mb_metrics": {
+            "probs_ratio_min": [0.5, math.inf, 0.25],
+            "probs_ratio_max": [1.5, -math.inf, 1.25],
+            "probs_ratio_clamped_min": [math.inf],
+            "num_valid_samples": [3, 4],
+            "lr": [0.1, 0.3],
+        },
+    }
+    assert _reduced(result) == {
+        "loss": 2.0,
+        "probs_ratio_min": 0.25,
+        "probs_ratio_max": 1.5,
+        "probs_ratio_clamped_min": -1.0,
+        "num_valid_samples": 7.0,
+        "lr": 0.2,
+    }

@@ -7,152 +7,119 @@ import logging
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, run
+from rigs.streaming.world import World, cancelled_after, failing_after, raised
 
-from megapatch.streaming import RolloutBuffer
-from megapatch.streaming._in_flight import Abortable, InFlight, Rollout
+from megapatch.streaming import EmptyStepError, RolloutBuffer
+from megapatch.streaming._groups import Groups
 
 
 # ------------------------------------------------------------------------------------------ how many
 @pytest.mark.parametrize(("max_staleness", "first"), [(0, "ab"), (1, "abcd"), (2, "abcdef")])
-@pytest.mark.parametrize("pick", ["weight_fifo", "in_order", "ready_first"])
-def test_as_many_begin_as_can_be_trained_on(max_staleness, first, pick):
-    async def main():
-        world, pump, rollouts = await begun(max_staleness=max_staleness, pick=pick)
-        assert "".join(rollouts.begun) == first
-        await rollouts.end("a", "b")
-        assert "".join(rollouts.begun) == first  # what waits in the buffer counts, too
-        await pump.step()
-        await asyncio.sleep(1)
-        assert "".join(rollouts.begun) == "abcdefgh"[: len(first) + 2]
-        assert world.trained == [["a", "b"]]
-
-    run(main())
+@pytest.mark.parametrize("pick", ["weight_fifo", "ready_first"])
+async def test_as_many_begin_as_can_be_trained_on(max_staleness, first, pick):
+    world, pump, rollouts = await begun(max_staleness=max_staleness, pick=pick)
+    assert "".join(rollouts.begun) == first
+    await rollouts.end("a", "b")
+    assert "".join(rollouts.begun) == first  # what waits in the buffer counts, too
+    await pump.step()
+    await asyncio.sleep(1)
+    assert "".join(rollouts.begun) == "abcdefgh"[: len(first) + 2]
+    assert world.trained == [["a", "b"]]
 
 
-def test_windowed_has_no_bound():
-    async def main():
-        _, _, rollouts = await begun(pick="windowed")
-        assert "".join(rollouts.begun) == "abcdefgh"
-
-    run(main())
+async def test_windowed_has_no_bound():
+    _, _, rollouts = await begun(pick="windowed")
+    assert "".join(rollouts.begun) == "abcdefgh"
 
 
-def test_the_bound_is_of_optimizer_steps():
-    async def main():
-        settings = {"target_prompt_groups_per_step": 4, "train_global_batch_size": 2, "max_staleness": 1}
-        world, pump, rollouts = await begun(**settings)
-        assert "".join(rollouts.begun) == "abcd"
-        await rollouts.end(*"abcd")
-        await pump.step()
-        await asyncio.sleep(1)
-        assert world.trained == [["a", "b"], ["c", "d"]] and "".join(rollouts.begun) == "abcdefgh"
-
-    run(main())
+async def test_the_bound_is_of_optimizer_steps():
+    settings = {"target_prompt_groups_per_step": 4, "train_global_batch_size": 2, "max_staleness": 1}
+    world, pump, rollouts = await begun(**settings)
+    assert "".join(rollouts.begun) == "abcd"
+    await rollouts.end(*"abcd")
+    await pump.step()
+    await asyncio.sleep(1)
+    assert world.trained == [["a", "b"], ["c", "d"]] and "".join(rollouts.begun) == "abcdefgh"
 
 
-def test_a_pump_that_begins_at_a_later_version_has_the_same_bound():
-    async def main():
-        _, _, rollouts = await begun(max_staleness=1, version=7)
-        assert "".join(rollouts.begun) == "abcd"
-
-    run(main())
+async def test_a_pump_that_begins_at_a_later_version_has_the_same_bound():
+    _, _, rollouts = await begun(max_staleness=1, version=7)
+    assert "".join(rollouts.begun) == "abcd"
 
 
-def test_no_more_begin_than_a_buffer_holds():
+async def test_no_more_begin_than_a_buffer_holds():
     """The last would wait in put(), and training for it."""
-
-    async def main():
-        world = World()
-        world.max_prompt_groups = 3
-        _, _, rollouts = await begun(world, max_staleness=3)
-        assert "".join(rollouts.begun) == "abc"
-
-    run(main())
+    world = World()
+    world.max_prompt_groups = 3
+    _, _, rollouts = await begun(world, max_staleness=3)
+    assert "".join(rollouts.begun) == "abc"
 
 
-def test_none_begins_while_weights_are_synced():
-    async def main():
-        _, pump, rollouts = await begun(World({"before sync": lambda: asyncio.sleep(100)}), groups="")
-        syncing = asyncio.ensure_future(pump.sync_weights())
-        await asyncio.sleep(1)
-        rollouts.begin("a")
-        await asyncio.sleep(98)
-        assert not rollouts.begun
-        await syncing
-        await asyncio.sleep(1)
-        assert rollouts.begun == ["a"]
-
-    run(main())
+async def test_none_begins_while_weights_are_synced():
+    _, pump, rollouts = await begun(World({"before sync": lambda: asyncio.sleep(100)}), groups="")
+    syncing = asyncio.ensure_future(pump.sync_weights())
+    await asyncio.sleep(1)
+    rollouts.begin("a")
+    await asyncio.sleep(98)
+    assert not rollouts.begun
+    await syncing
+    await asyncio.sleep(1)
+    assert rollouts.begun == ["a"]
 
 
 @pytest.mark.parametrize("how", ["fails", "is cancelled", "is dropped"])
-def test_another_begins_for_one_that_comes_to_nothing(how):
-    async def main():
-        _, pump, rollouts = await begun()
-        stepping = asyncio.ensure_future(pump.step())
-        await asyncio.sleep(1)
-        if how == "fails":
-            rollouts.ends["a"].set_exception(KeyError())
-        elif how == "is cancelled":
-            rollouts.tasks["a"].cancel()
-        else:
-            rollouts.ends["a"].set_result("dropped")
-        await asyncio.sleep(1)
-        assert "".join(rollouts.begun) == "abc"
-        await rollouts.end("b", "c")
-        await stepping
-        rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
-
-    run(main())
+async def test_another_begins_for_one_that_comes_to_nothing(how):
+    _, pump, rollouts = await begun()
+    stepping = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(1)
+    if how == "fails":
+        rollouts.ends["a"].set_exception(KeyError())
+    elif how == "is cancelled":
+        rollouts.tasks["a"].cancel()
+    else:
+        rollouts.ends["a"].set_result("dropped")
+    await asyncio.sleep(1)
+    assert "".join(rollouts.begun) == "abc"
+    await rollouts.end("b", "c")
+    await stepping
+    rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
 
 
-def test_a_group_in_parts_counts_once():
-    async def main():
-        world = World()
-        pump = world.pump(generations_per_prompt=3)
+async def test_a_group_in_parts_counts_once():
+    world = World()
+    pump = world.pump(generations_per_prompt=3)
 
-        async def part(number):
-            async with pump.rollout("a"):
-                await asyncio.sleep(number)
-                await world.buffer.put(number, {"group_id": "a", "weight_version": 0}, str(number))
+    async def part(number):
+        async with pump.rollout("a"):
+            await asyncio.sleep(number)
+            await world.buffer.put(number, {"group_id": "a", "weight_version": 0}, str(number))
 
-        await asyncio.gather(pump.step(), *(part(number) for number in (1, 2, 3)))
-        assert world.trained == [["1", "2", "3"]]
-
-    run(main())
+    await asyncio.gather(pump.step(), *(part(number) for number in (1, 2, 3)))
+    assert world.trained == [["1", "2", "3"]]
 
 
-def test_a_look_does_not_land_a_group_that_has_begun_again():
+async def test_a_look_does_not_land_a_group_that_has_begun_again():
     """Its first part had ended before the look; the second one is not in the buffer yet."""
-
-    async def main():
-        in_flight, rollout = InFlight(), Rollout(version=0, number=0, begun=0.0)
-        in_flight.add("a", rollout)
-        in_flight.has_ended("a", rollout)
-        ended = in_flight.look_begins()
-        rollout.running.append(Abortable())
-        in_flight.look_ended(ended)
-        assert "a" in in_flight
-        rollout.running.clear()
-        in_flight.has_ended("a", rollout)
-        in_flight.look_ended(in_flight.look_begins())
-        assert "a" not in in_flight
-
-    run(main())
+    pump = World().pump()
+    rollouts = pump._rollouts
+    async with pump.rollout("a"):
+        pass
+    ended = rollouts.look_begins()
+    async with pump.rollout("a"):
+        rollouts.look_ended(ended, Groups(0, 1, 0))
+        assert rollouts.runs("a")
+    rollouts.look_ended(rollouts.look_begins(), Groups(0, 1, 0))
+    assert not rollouts.runs("a")
 
 
-def test_one_that_waits_to_begin_can_be_cancelled():
-    async def main():
-        _, pump, rollouts = await begun(groups="abc")
-        rollouts.tasks["c"].cancel()
-        await rollouts.end("a", "b")
-        await pump.step()
-        rollouts.begin("d", "e", "f")
-        await asyncio.sleep(1)
-        assert "".join(rollouts.begun) == "abde"
-
-    run(main())
+async def test_one_that_waits_to_begin_can_be_cancelled():
+    _, pump, rollouts = await begun(groups="abc")
+    rollouts.tasks["c"].cancel()
+    await rollouts.end("a", "b")
+    await pump.step()
+    rollouts.begin("d", "e", "f")
+    await asyncio.sleep(1)
+    assert "".join(rollouts.begun) == "abde"
 
 
 # ------------------------------------------------------------------------------------------ what is reported
@@ -165,58 +132,152 @@ class Logger:
             self.logged.append(metrics)
 
 
-def test_durations_are_logged():
-    async def main():
-        logger = Logger()
-        _, pump, rollouts = await begun(
-            groups="abcde", max_staleness=1, pick="ready_first", logger=logger, target_prompt_groups_per_step=1
-        )
-        await rollouts.end("b")
-        await pump.step()  # b: 1 s
-        await asyncio.sleep(7)
-        await rollouts.end("c")
-        await pump.step()
-        await rollouts.end("a")  # is too old now
-        await rollouts.end("d")
-        await pump.step()
-        first, second, third = ({key: m[key] for key in m if "rollout" in key} for m in logger.logged)
-        assert first == {
-            "rollouts_begun": 2,
-            "rollout_seconds": 1,
-            "rollout_seconds_p90": 1,
-            "trained_rollout_seconds": 1,
-            "trained_rollout_seconds_p90": 1,
-        }
-        assert second["rollouts_begun"] == 1 and second["rollout_seconds"] == second["trained_rollout_seconds"]
-        assert third["evicted_rollout_seconds"] > third["trained_rollout_seconds"]
-
-    run(main())
+async def test_durations_are_logged():
+    logger = Logger()
+    _, pump, rollouts = await begun(
+        groups="abcde", max_staleness=1, pick="ready_first", logger=logger, target_prompt_groups_per_step=1
+    )
+    await rollouts.end("b")
+    await pump.step()  # b: 1 s
+    await asyncio.sleep(7)
+    await rollouts.end("c")
+    await pump.step()
+    await rollouts.end("a")  # is too old now
+    await rollouts.end("d")
+    await pump.step()
+    first, second, third = ({key: m[key] for key in m if "rollout" in key} for m in logger.logged)
+    assert first == {
+        "rollouts_begun": 2,
+        "rollout_seconds": 1,
+        "rollout_seconds_p90": 1,
+        "trained_rollout_seconds": 1,
+        "trained_rollout_seconds_p90": 1,
+    }
+    assert second["rollouts_begun"] == 1 and second["rollout_seconds"] == second["trained_rollout_seconds"]
+    assert third["evicted_rollout_seconds"] > third["trained_rollout_seconds"]
 
 
-def test_the_first_eviction_is_a_warning(caplog):
-    async def main():
-        world = World()
-        pump = world.pump(version=3)
-        await world.put("old", version=1)
-        await world.put("older", version=0)
-        await world.put("new", version=3)
-        await pump.step()
-        (record,) = caplog.records
-        assert record.levelno == logging.WARNING and "training sees too many short ones" in record.getMessage()
-        assert "pump.rollout(group_id)" in record.getMessage()
-
-    run(main())
+async def test_the_first_eviction_is_a_warning(caplog):
+    world = World()
+    pump = world.pump(version=3)
+    await world.put("old", version=1)
+    await world.put("older", version=0)
+    await world.put("new", version=3)
+    await pump.step()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "training sees too many short ones" in record.getMessage()
+    assert "pump.rollout(group_id)" in record.getMessage()
 
 
-def test_a_capacity_that_is_no_number_is_none():
-    async def main():
-        world = World()
-        world.max_prompt_groups = world.changes  # as a Ray actor's handle has
-        _, _, rollouts = await begun(world)
-        assert "".join(rollouts.begun) == "ab"
-
-    run(main())
+async def test_a_capacity_that_is_no_number_is_none():
+    world = World()
+    world.max_prompt_groups = world.changes  # as a Ray actor's handle has
+    _, _, rollouts = await begun(world)
+    assert "".join(rollouts.begun) == "ab"
 
 
 def test_a_buffer_of_this_process_shows_its_capacity():
     assert RolloutBuffer(7).max_prompt_groups == 7
+
+
+# ------------------------------------------------------------------------------------------ whose place is kept
+@pytest.mark.parametrize(
+    ("pick", "trained"),
+    [
+        ("weight_fifo", ["db", "ac", "fe"]),  # a and c have to be in the second step, or never
+        ("ready_first", ["db", "fe"]),
+        ("windowed", ["db", "fe"]),
+    ],
+)
+async def test_what_is_slow(pick, trained):
+    world, pump, rollouts = await begun(groups="abcd", max_staleness=1, pick=pick)
+    training = asyncio.ensure_future(raised(pump.run(3)))
+    await rollouts.end("d")
+    await rollouts.end("b")
+    rollouts.begin("e", "f")
+    await asyncio.sleep(1)
+    await rollouts.end("f")
+    for slow in "eac" if pick == "ready_first" or pick == "windowed" else "ace":
+        await rollouts.end(slow)
+    world.buffer.close()
+    await training
+    assert ["".join(step) for step in world.trained] == trained
+
+
+async def test_a_slow_one_is_not_waited_for_before_it_has_to_be():
+    world, pump, rollouts = await begun(groups="abcd", max_staleness=1)
+    await rollouts.end("b", "c", "d")
+    await pump.step()
+    assert world.trained == [["b", "c"]]
+    rollouts.begin("e")
+    await asyncio.sleep(1)
+    await rollouts.end("e")
+    stepping = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(100)
+    assert world.called("claim")[-1] == "claim d"  # the other place is kept for a
+    await rollouts.end("a")
+    await stepping
+    assert world.trained[1] == ["d", "a"]
+
+
+@pytest.mark.parametrize("ending", ["fails", "is dropped", "never ends"])
+async def test_a_place_is_not_kept_for_one_that_does_not_come(ending):
+    world, pump, rollouts = await begun(groups="ab")
+    await rollouts.end("b")
+    stepping = asyncio.ensure_future(raised(pump.step()))
+    await asyncio.sleep(1)
+    rollouts.begin("c")
+    await asyncio.sleep(1)
+    if ending == "never ends":
+        rollouts.tasks["a"].cancel()  # its user decides
+    elif ending == "fails":
+        rollouts.ends["a"].set_exception(KeyError())
+    else:
+        await rollouts.end("a", how="dropped")
+    await asyncio.sleep(1)
+    await rollouts.end("c")
+    assert await stepping is None
+    assert world.trained == [["b", "c"]]
+    await asyncio.wait(rollouts.tasks.values())
+    rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
+
+
+async def test_a_closed_buffer_keeps_no_place():
+    world, pump, _ = await begun(groups="a", max_staleness=1)
+    await world.put_each("bc")
+    await pump.step()
+    await world.put_each("de", version=1)
+    stepping = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(1)
+    assert world.called("claim")[2:] == ["claim d"]  # the other place is that of a
+    world.buffer.close()
+    await stepping
+    assert world.trained == [["b", "c"], ["d", "e"]]
+
+
+async def test_a_wait_for_one_in_flight_is_told(caplog):
+    _, pump, _ = await begun(groups="a", rollout_timeout=700)
+    error = await raised(pump.step())
+    assert isinstance(error, EmptyStepError)
+    assert "1 rollouts in flight, the oldest for 601 s" in caplog.text
+
+
+@pytest.mark.parametrize("place", ["before microbatch", "after claim", "before finish"])
+async def test_groups_of_a_failed_step_keep_their_places(place):
+    world, pump, rollouts = await begun(max_staleness=1)
+    world.plan[place] = failing_after(5)
+    await rollouts.end("a", "b")
+    assert await raised(pump.step())
+    assert "".join(rollouts.begun) == "abcd"
+    world.plan.clear()
+    await pump.step()
+    await asyncio.sleep(1)
+    assert world.trained == [["a", "b"]] and "".join(rollouts.begun) == "abcdef"
+
+
+async def test_a_cancelled_step_leaves_rollouts_alone():
+    world, pump, rollouts = await begun()
+    assert isinstance(await cancelled_after(3, pump.step(), times=1), asyncio.CancelledError)
+    await rollouts.end("a", "b")
+    await pump.step()
+    assert world.trained == [["a", "b"]]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 
 import pytest
+from rigs.streaming.world import World
 
-from megapatch import MegapatchError
+from megapatch import MegapatchError, MisuseError
 from megapatch.streaming import Backlog, Group, StalenessSampler
 
 
@@ -94,37 +96,6 @@ def test_least_lag_first_then_arrival():
     assert [group.group_id for group in sampler.eligible(samples, 4)] == ["new", "later", "old"]
 
 
-def test_strictly_on_policy():
-    samples = {name: tag(name, version) for name, version in (("before", 3), ("now", 4), ("after", 5))}
-    sampler = StalenessSampler(0, 1)
-    assert [group.group_id for group in sampler.eligible(samples, 4)] == ["now"]
-    assert [group.group_id for group in sampler.evict(samples, 4)] == ["before"]
-    assert sampler.select_one_group(samples, 6) is None
-
-
-def test_a_group_of_several_versions_is_as_old_as_its_oldest_and_as_new_as_its_newest():
-    samples = {0: tag("mixed", 3), 1: tag("mixed", 5)}
-    sampler = StalenessSampler(1, 2)
-    assert sampler.select_one_group(samples, 4) is None  # from the future
-    assert sampler.select_one_group(samples, 5) is None  # too old
-    assert sampler.evict(samples, 5) == [Group("mixed", (0, 1), 3)]
-    assert StalenessSampler(2, 2).select_one_group(samples, 5) == Group("mixed", (0, 1), 3)
-
-
-def test_what_is_still_coming_is_left_alone():
-    sampler = StalenessSampler(0, 2)
-    assert sampler.evict({0: tag("a", 0)}, 9) == []
-    assert sampler.evict({0: tag("a", 0), 1: tag("a", 0, committed=False)}, 9) == []
-
-
-def test_a_sample_too_many_keeps_a_group_from_being_picked_until_it_is_evicted():
-    samples = {0: tag("a", 4), 1: tag("a", 4), 2: tag("a", 4)}
-    sampler = StalenessSampler(1, 2)
-    assert sampler.select_one_group(samples, 4) is None
-    assert sampler.backlog(samples, 4).incomplete == 1
-    assert sampler.evict(samples, 6) == [Group("a", (0, 1, 2), 4)]
-
-
 def test_the_least_that_a_tag_has():
     samples = {"a": {"group_id": 0, "weight_version": 0}}
     assert StalenessSampler(0, 1).select_one_group(samples, 0) == Group(0, ("a",), 0)
@@ -183,3 +154,76 @@ def test_numbers_of_other_kinds_are_read_as_whole():
     assert StalenessSampler(2, 1).select_one_group(samples, 5) == Group("a", (0, 1), 3)
     assert StalenessSampler(1, 1).evict(samples, 5) == [Group("a", (0, 1), 3)]
     assert StalenessSampler(2, 1).backlog(samples, 4).from_the_future == 1
+
+
+# -------------------------------------------------------------------- samples whose tokens have several versions
+def sampler(**settings):
+    return StalenessSampler(**{"max_staleness": 1, "generations_per_prompt": 1, **settings})
+
+
+def of(*runs, group="a"):
+    return {"group_id": group, "weight_versions": list(runs)}
+
+
+@pytest.mark.parametrize(
+    ("runs", "oldest"),
+    [([(3, 10)], 3), ([(2, 0), (3, 10), (5, 0)], 3), ([(2, 1), (4, 9)], 2), ([(4, 5), (2, 5), (3, 5)], 2)],
+)
+def test_the_version_that_counts(runs, oldest):
+    (group,) = sampler(max_staleness=2).eligible({0: of(*runs)}, 4)
+    assert group == Group("a", (0,), oldest)
+
+
+def test_a_group_is_as_old_as_its_oldest_sample():
+    samples = {0: of((4, 9)), 1: of((2, 1), (4, 1))}
+    two = {"generations_per_prompt": 2, "max_staleness": 1}
+    assert sampler(**two).evict(samples, 4) == [Group("a", (0, 1), 2)]
+
+
+def test_its_newest_token_must_not_be_from_the_future():
+    samples = {0: of((3, 99), (5, 1))}
+    assert not sampler().eligible(samples, 4)
+    assert sampler(max_staleness=2).eligible(samples, 5)
+
+
+async def test_a_rollout_goes_on_across_syncs():
+    """As docs/streaming.md has it: an engine ends a request early when it is paused."""
+    world, runs = World(), []
+    pump = world.pump(max_staleness=2)
+
+    async def roll_out():
+        async with pump.rollout("long"):
+            for _ in range(3):
+                await pump.rollouts_permitted()
+                runs.append((world.generation_version, 10))
+                await asyncio.sleep(10)
+            await world.buffer.put("long", {"group_id": "long", "weight_versions": runs}, "long")
+
+    rolling = asyncio.ensure_future(roll_out())
+    for version in range(2):
+        await asyncio.sleep(5)
+        await world.put(f"short{version}", version=version)
+        await pump.step()
+        await asyncio.sleep(5)
+    await rolling
+    assert runs == [(0, 10), (1, 10), (2, 10)]
+    await pump.step()
+    assert world.trained == [["short0"], ["short1"], ["long"]]
+
+
+async def test_late_duplicates_are_known_by_their_oldest_token():
+    world = World()
+    pump = world.pump(version=1, max_staleness=1)
+    await world.buffer.put("a", of((0, 1), (1, 1)), "a")
+    await pump.step()
+    await world.buffer.put("a", of((0, 2)), "a")
+    assert world.buffer.late_duplicates == 1
+    await world.buffer.put("a", of((1, 2)), "a")
+    assert len(world.buffer) == 1
+
+
+@pytest.mark.parametrize("runs", [[], [(1,)], [(1, 0)], [("1", 2)], [(1.5, 2)], 7, "12", [(0, 1), (1, -1)]])
+def test_what_are_no_versions_of_tokens(runs):
+    told = r"^sample 'a' has weight_versions=.* in its tag; expected a list of pairs"
+    with pytest.raises(MisuseError, match=told):
+        sampler().eligible({"a": {"group_id": "a", "weight_versions": runs}}, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from rigs.streaming.world import World, raised, run
+from rigs.streaming.world import World, raised
 
 from megapatch import MisuseError
 from megapatch.streaming import StreamingConfig
@@ -22,122 +22,99 @@ def test_no_call_has_fewer_and_none_is_left_over(groups, each, calls):
     assert config.prompt_groups_by_microbatch == calls
 
 
-def test_the_trainer_gets_lists_and_the_last_one_has_the_remainder():
-    async def main():
-        world, got = World(), []
-        for name in "abcde":
-            await world.put(name, samples=2)
-        original = world.train_microbatch
+async def test_the_trainer_gets_lists_and_the_last_one_has_the_remainder():
+    world, got = World(), []
+    await world.put_each("abcde", samples=2)
+    original = world.train_microbatch
 
-        async def train_microbatch(data):
-            got.append(data)
-            await original(data)
+    async def train_microbatch(data):
+        got.append(data)
+        await original(data)
 
-        world.train_microbatch = train_microbatch
-        settings = {"target_prompt_groups_per_step": 5, "prompt_groups_per_microbatch": 2}
-        await world.pump(generations_per_prompt=2, **settings).step()
-        assert got == [[["a0", "a1"], ["b0", "b1"]], [["c0", "c1"], ["d0", "d1"], ["e0", "e1"]]]
-        assert world.called("begin", "microbatch", "finish", "clear") == [
-            *["begin", "microbatch a0 a1 b0 b1", "microbatch c0 c1 d0 d1 e0 e1"],
-            *["finish", "clear a b c d e"],
-        ]
-
-    run(main())
+    world.train_microbatch = train_microbatch
+    settings = {"target_prompt_groups_per_step": 5, "prompt_groups_per_microbatch": 2}
+    await world.pump(generations_per_prompt=2, **settings).step()
+    assert got == [[["a0", "a1"], ["b0", "b1"]], [["c0", "c1"], ["d0", "d1"], ["e0", "e1"]]]
+    assert world.called("begin", "microbatch", "finish", "clear") == [
+        *["begin", "microbatch a0 a1 b0 b1", "microbatch c0 c1 d0 d1 e0 e1"],
+        *["finish", "clear a b c d e"],
+    ]
 
 
-def test_none_is_claimed_before_a_call_has_all_of_its_groups():
+async def test_none_is_claimed_before_a_call_has_all_of_its_groups():
     """A better one may come until then: here one from older weights."""
-
-    async def main():
-        world = World()
-        await world.put("new", version=1)
-        settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2, "max_staleness": 1}
-        stepping = asyncio.ensure_future(world.pump(version=1, **settings).step())
-        await asyncio.sleep(1)
-        assert not world.called()
-        await world.put("old", version=0)
-        await stepping
-        assert world.trained == [["old", "new"]]
-
-    run(main())
+    world = World()
+    await world.put("new", version=1)
+    settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2, "max_staleness": 1}
+    stepping = asyncio.ensure_future(world.pump(version=1, **settings).step())
+    await asyncio.sleep(1)
+    assert not world.called()
+    await world.put("old", version=0)
+    await stepping
+    assert world.trained == [["old", "new"]]
 
 
-def test_more_than_a_call_takes_may_be_needed_to_begin():
-    async def main():
-        world = World()
-        settings = {"min_prompt_groups_per_batch": 3, "target_prompt_groups_per_step": 4}
-        stepping = asyncio.ensure_future(world.pump(prompt_groups_per_microbatch=2, **settings).step())
-        for name in "ab":
-            await world.put(name)
-        await asyncio.sleep(1)
-        assert not world.called()
-        await world.put("c")
-        await asyncio.sleep(1)
-        assert world.called() == ["claim a", "claim b", "begin", "microbatch a b"]
-        await world.put("d")
-        await stepping
-        assert world.trained == [["a", "b", "c", "d"]]
-
-    run(main())
+async def test_more_than_a_call_takes_may_be_needed_to_begin():
+    world = World()
+    settings = {"min_prompt_groups_per_batch": 3, "target_prompt_groups_per_step": 4}
+    stepping = asyncio.ensure_future(world.pump(prompt_groups_per_microbatch=2, **settings).step())
+    await world.put_each("ab")
+    await asyncio.sleep(1)
+    assert not world.called()
+    await world.put("c")
+    await asyncio.sleep(1)
+    assert world.called() == ["claim a", "claim b", "begin", "microbatch a b"]
+    await world.put("d")
+    await stepping
+    assert world.trained == [["a", "b", "c", "d"]]
 
 
-def test_logprobs_take_a_calls_groups_together_and_advantages_one_by_one():
-    async def main():
-        world, seen = World(), []
-        for name in "abcd":
-            await world.put(name)
+async def test_logprobs_take_a_calls_groups_together_and_advantages_one_by_one():
+    world, seen = World(), []
+    await world.put_each("abcd")
 
-        async def advantages(data):
-            seen.append(data)
-            return [f"{key}!" for key in data]
+    async def advantages(data):
+        seen.append(data)
+        return [f"{key}!" for key in data]
 
-        settings = {"target_prompt_groups_per_step": 4, "prompt_groups_per_microbatch": 2}
-        pump = world.pump(refresh_policy_logprobs=True, compute_advantages=advantages, **settings)
-        await pump.step()
-        assert world.called("prepare", "microbatch") == [
-            *["prepare a b", "microbatch a! b!", "prepare c d", "microbatch c! d!"]
-        ]
-        assert seen == [["a"], ["b"], ["c"], ["d"]]
-
-    run(main())
+    settings = {"target_prompt_groups_per_step": 4, "prompt_groups_per_microbatch": 2}
+    pump = world.pump(refresh_policy_logprobs=True, compute_advantages=advantages, **settings)
+    await pump.step()
+    assert world.called("prepare", "microbatch") == [
+        *["prepare a b", "microbatch a! b!", "prepare c d", "microbatch c! d!"]
+    ]
+    assert seen == [["a"], ["b"], ["c"], ["d"]]
 
 
-def test_advantages_are_computed_once_though_the_step_is_repeated():
-    async def main():
-        world, seen = World({"before microbatch": "raise"}), []
-        for name in "ab":
-            await world.put(name)
+async def test_advantages_are_computed_once_though_the_step_is_repeated():
+    world, seen = World({"before microbatch": "raise"}), []
+    await world.put_each("ab")
 
-        async def advantages(data):
-            seen.append(data[0])
-            return [f"{data[0]}!"]
+    async def advantages(data):
+        seen.append(data[0])
+        return [f"{data[0]}!"]
 
-        settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2, "max_staleness": 1}
-        pump = world.pump(compute_advantages=advantages, **settings)
-        assert await raised(pump.step())
-        assert world.called("give_back") == ["give_back a b"]
-        await pump.step()
-        assert world.trained == [["a!", "b!"]] and seen == ["a", "b"]
-        assert not pump._steps.computed
-
-    run(main())
+    settings = {"target_prompt_groups_per_step": 2, "prompt_groups_per_microbatch": 2, "max_staleness": 1}
+    pump = world.pump(compute_advantages=advantages, **settings)
+    assert await raised(pump.step())
+    assert world.called("give_back") == ["give_back a b"]
+    await pump.step()
+    assert world.trained == [["a!", "b!"]] and seen == ["a", "b"]
+    assert not pump._steps.computed
 
 
 @pytest.mark.parametrize("returned", [["one"], None, "ab"])
-def test_a_trainer_that_returns_something_else_for_its_list(returned):
-    async def main():
-        world = World()
-        for name in "ab" if returned != "ab" else "abc":
-            await world.put(name)
+async def test_a_trainer_that_returns_something_else_for_its_list(returned):
+    world = World()
+    for name in "ab" if returned != "ab" else "abc":
+        await world.put(name)
 
-        async def prepare_logprobs(data, **which):
-            return returned
+    async def prepare_logprobs(data, **which):
+        return returned
 
-        world.prepare_logprobs = prepare_logprobs
-        settings = {"prompt_groups_per_microbatch": 2, "refresh_policy_logprobs": True}
-        size = 3 if returned == "ab" else 2
-        error = await raised(world.pump(target_prompt_groups_per_step=size, **settings).step())
-        assert isinstance(error, MisuseError) and f"for {size} prompt groups" in str(error)
-        assert not world.trained and len(world.buffer.samples()) == size
-
-    run(main())
+    world.prepare_logprobs = prepare_logprobs
+    settings = {"prompt_groups_per_microbatch": 2, "refresh_policy_logprobs": True}
+    size = 3 if returned == "ab" else 2
+    error = await raised(world.pump(target_prompt_groups_per_step=size, **settings).step())
+    assert isinstance(error, MisuseError) and f"for {size} prompt groups" in str(error)
+    assert not world.trained and len(world.buffer.samples()) == size

@@ -150,37 +150,6 @@ def test_what_a_plain_trainer_raises(kind, call):
     assert type(error) is kind
 
 
-def test_the_event_loop_is_free_while_a_plain_call_blocks():
-    """The call returns when the loop has made its turns: it would wait for them, had it blocked the loop."""
-
-    class Blocking(Plain):
-        def __init__(self):
-            super().__init__()
-            self.entered, self.go_on, self.in_time = threading.Event(), threading.Event(), []
-
-        def work(self, name):
-            self.go_on.clear()
-            self.entered.set()
-            self.in_time.append(self.go_on.wait(30))
-
-    async def main():
-        trainer = Blocking()
-        step = asyncio.ensure_future(trained(trainer, groups="ab"))
-        turns = 0
-        while not step.done():
-            await asyncio.sleep(0)
-            if trainer.entered.is_set():
-                turns += 1
-                if turns % 1000 == 0:
-                    trainer.entered.clear()
-                    trainer.go_on.set()
-        assert (await step).version == 1
-        assert turns == 4000
-        assert trainer.in_time == [True] * 4
-
-    asyncio.run(main())
-
-
 def test_advantages_are_computed_in_another_thread_than_the_trainer():
     """While a group is trained on."""
     meet = threading.Barrier(2, timeout=30)
@@ -190,7 +159,10 @@ def test_advantages_are_computed_in_another_thread_than_the_trainer():
             if name == "a":
                 meet.wait()
 
+    threads = set()
+
     def advantages(data):
+        threads.add(threading.current_thread())
         if data == ["b"]:
             meet.wait()
         return data
@@ -202,22 +174,6 @@ def test_advantages_are_computed_in_another_thread_than_the_trainer():
         config = StreamingConfig(generations_per_prompt=1, target_prompt_groups_per_step=2)
         await TrainPump(config, trainer, buffer, generation, generation, compute_advantages=advantages).step()
         assert trainer.calls == ["begin", "a", "b", "finish"]
-
-    asyncio.run(main())
-
-
-def test_advantages_are_not_computed_in_the_event_loop():
-    async def main():
-        trainer, buffer, generation, threads = Plain(), RolloutBuffer(), Generation(), set()
-        for group in "ab":
-            await buffer.put(group, {"group_id": group, "weight_version": 0}, group)
-
-        def advantages(data):
-            threads.add(threading.current_thread())
-            return data
-
-        config = StreamingConfig(generations_per_prompt=1, target_prompt_groups_per_step=2)
-        await TrainPump(config, trainer, buffer, generation, generation, compute_advantages=advantages).step()
         (thread,) = threads
         assert thread not in {threading.main_thread(), *trainer.threads}
 

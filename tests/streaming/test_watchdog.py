@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, cancelled_after, run
+from rigs.streaming.world import World, cancelled_after
 
 from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump, _calls
 
@@ -35,26 +35,20 @@ def warnings(caplog):
 
 
 @pytest.mark.parametrize("call", HANGS)
-def test_the_call_that_hangs_is_named_once(caplog, call):
-    async def main():
-        world = World({f"before {call}": lambda: asyncio.sleep(3000)})
-        await world.put("a")
-        await world.pump(refresh_policy_logprobs=True).step()
-        assert world.trained == [["a"]]
-
-    run(main())
+async def test_the_call_that_hangs_is_named_once(caplog, call):
+    world = World({f"before {call}": lambda: asyncio.sleep(3000)})
+    await world.put("a")
+    await world.pump(refresh_policy_logprobs=True).step()
+    assert world.trained == [["a"]]
     (text,) = warnings(caplog)
     assert text.startswith(f"the pump waits for {HANGS[call]}, which has not returned for 600 seconds. Waiting: ")
 
 
 @pytest.mark.parametrize("call", HANGS)
-def test_nothing_is_said_before(caplog, call):
-    async def main():
-        world = World({f"{when} {call}": lambda: asyncio.sleep(590) for when in ("before",)})
-        await world.put("a")
-        await world.pump(refresh_policy_logprobs=True).step()
-
-    run(main())
+async def test_nothing_is_said_before(caplog, call):
+    world = World({f"{when} {call}": lambda: asyncio.sleep(590) for when in ("before",)})
+    await world.put("a")
+    await world.pump(refresh_policy_logprobs=True).step()
     assert not warnings(caplog)
 
 
@@ -66,15 +60,12 @@ async def waiting_step(pump, rollouts):
     stepping.cancel()
 
 
-def test_what_waits_for_the_call_is_listed(caplog):
-    async def main():
-        world, pump, rollouts = await begun(
-            World({"before microbatch": lambda: asyncio.sleep(1000)}), max_staleness=1, groups="abcdef"
-        )
-        await world.put("z")
-        await waiting_step(pump, rollouts)
-
-    run(main())
+async def test_what_waits_for_the_call_is_listed(caplog):
+    world, pump, rollouts = await begun(
+        World({"before microbatch": lambda: asyncio.sleep(1000)}), max_staleness=1, groups="abcdef"
+    )
+    await world.put("z")
+    await waiting_step(pump, rollouts)
     (text,) = warnings(caplog)
     assert "Waiting: 0 samples in 0 prompt groups" in text
     assert "3 rollouts in flight, the oldest for 60" in text
@@ -92,78 +83,63 @@ def test_what_waits_for_the_call_is_listed(caplog):
         ({"max_rollouts_in_flight": 3}, 3, "2 have begun, and no more can be trained on (max_staleness)"),
     ],
 )
-def test_why_rollouts_wait_to_begin(caplog, settings, capacity, why):
-    async def main():
-        world = World()
-        if capacity:
-            world.max_prompt_groups = capacity
-        _, pump, _ = await begun(world, groups="abcd", **settings)
-        await cancelled_after(700, pump.step(), times=1)
-
-    run(main())
+async def test_why_rollouts_wait_to_begin(caplog, settings, capacity, why):
+    world = World()
+    if capacity:
+        world.max_prompt_groups = capacity
+    _, pump, _ = await begun(world, groups="abcd", **settings)
+    await cancelled_after(700, pump.step(), times=1)
     (text,) = warnings(caplog)
     assert text.startswith("no prompt group to train on for 600 seconds") and text.endswith(f"because {why}")
 
 
-def test_a_group_that_training_has_is_not_in_the_buffer(caplog):
-    async def main():
-        world = World()
-        world.max_prompt_groups = 2
-        _, pump, rollouts = await begun(world, groups="abcd", max_staleness=0)
-        await waiting_step(pump, rollouts)
-
-    run(main())
+async def test_a_group_that_training_has_is_not_in_the_buffer(caplog):
+    world = World()
+    world.max_prompt_groups = 2
+    _, pump, rollouts = await begun(world, groups="abcd", max_staleness=0)
+    await waiting_step(pump, rollouts)
     (text,) = warnings(caplog)
     assert text.endswith("because 2 have begun, and no more can be trained on (max_staleness)")
 
 
-def test_the_oldest_of_the_rollouts_in_flight_is_the_one_that_began_first(caplog):
-    async def main():
-        _, pump, rollouts = await begun(groups="", max_staleness=1)
-        for group in "ab":
-            await asyncio.sleep(50)
-            rollouts.begin(group)
-        await cancelled_after(700, pump.step(), times=1)
-
-    run(main())
+async def test_the_oldest_of_the_rollouts_in_flight_is_the_one_that_began_first(caplog):
+    _, pump, rollouts = await begun(groups="", max_staleness=1)
+    for group in "ab":
+        await asyncio.sleep(50)
+        rollouts.begin(group)
+    await cancelled_after(700, pump.step(), times=1)
     (text,) = warnings(caplog)
     assert "2 rollouts in flight, the oldest for 650 s" in text
 
 
-def test_rollouts_that_wait_for_a_sync(caplog):
-    async def main():
-        world = World({"before sync": lambda: asyncio.sleep(700)})
-        pump = world.pump()
-        syncing = asyncio.ensure_future(pump.sync_weights())
-        await asyncio.sleep(1)
+async def test_rollouts_that_wait_for_a_sync(caplog):
+    world = World({"before sync": lambda: asyncio.sleep(700)})
+    pump = world.pump()
+    syncing = asyncio.ensure_future(pump.sync_weights())
+    await asyncio.sleep(1)
 
-        async def roll_out():
-            async with pump.rollout("a"):
-                pass
+    async def roll_out():
+        async with pump.rollout("a"):
+            pass
 
-        rolling = asyncio.ensure_future(roll_out())
-        await syncing
-        await rolling
-
-    run(main())
+    rolling = asyncio.ensure_future(roll_out())
+    await syncing
+    await rolling
     (text,) = warnings(caplog)
     assert text.endswith("1 rollouts wait to begin, because weights are being synced, or could not be")
 
 
-def test_calls_of_put_that_wait_are_counted(caplog):
-    async def main():
-        world, buffer = World(), RolloutBuffer(max_prompt_groups=1)
-        config = StreamingConfig(generations_per_prompt=2)
-        pump = TrainPump(config, world, buffer, world, world)
-        await buffer.put("half", {"group_id": "half", "weight_version": 0}, "half")
-        putting = asyncio.ensure_future(buffer.put("other", {"group_id": "other", "weight_version": 0}, "other"))
-        await cancelled_after(700, pump.step(), times=1)
-        assert buffer.waiting_puts == 1
-        putting.cancel()
-        await asyncio.wait([putting])
-        assert buffer.waiting_puts == 0
-
-    run(main())
+async def test_calls_of_put_that_wait_are_counted(caplog):
+    world, buffer = World(), RolloutBuffer(max_prompt_groups=1)
+    config = StreamingConfig(generations_per_prompt=2)
+    pump = TrainPump(config, world, buffer, world, world)
+    await buffer.put("half", {"group_id": "half", "weight_version": 0}, "half")
+    putting = asyncio.ensure_future(buffer.put("other", {"group_id": "other", "weight_version": 0}, "other"))
+    await cancelled_after(700, pump.step(), times=1)
+    assert buffer.waiting_puts == 1
+    putting.cancel()
+    await asyncio.wait([putting])
+    assert buffer.waiting_puts == 0
     (text,) = warnings(caplog)
     assert text.endswith("1 put() calls wait for room in the buffer")
 

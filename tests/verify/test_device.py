@@ -18,7 +18,7 @@ from rigs.megatron.options import GRADS
 from rigs.train_step.models import sum_forward_step
 
 import megapatch
-from megapatch.reach import _ray_trainer
+from megapatch.streaming import _trainers
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
@@ -161,7 +161,7 @@ def test_a_comparison_of_the_audit_is_one_all_reduce_a_group_and_four_reads(foun
 def test_the_trainer_of_ray_actors_has_nothing_to_do_with_a_device():
     imported = {
         alias.name if isinstance(node, ast.Import) else node.module
-        for node in ast.walk(ast.parse(inspect.getsource(_ray_trainer)))
+        for node in ast.walk(ast.parse(inspect.getsource(_trainers)))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for alias in node.names
     }

@@ -23,8 +23,8 @@ from types import ModuleType
 from typing import Any
 
 from ..._pausing.blocking import attempt_and_block
-from ..._pausing.cancellation import tell_besides
 from ..._pausing.generation import log_failed_sync
+from ..._pausing.waiting import tell_besides
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import in_finally, lacking, missing_attributes, missing_names, reads_in_order, resolve
 from .._temporarily import temporarily_set

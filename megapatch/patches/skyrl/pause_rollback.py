@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from ..._pausing.generation import EVENT, PAUSE, RESUME, unmarked_on_failure
+from ..._pausing.generation import EVENT, PAUSE, RESUME
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_names, reads_in_order
 
@@ -61,8 +61,14 @@ def diagnose(module: ModuleType) -> Verdict:
 def clear_mark_on_failure(pause: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     @functools.wraps(pause)
     async def patched_pause_generation(self: Any, *args: Any, **kwargs: Any) -> None:
-        with unmarked_on_failure(self):
+        event: Any = getattr(self, EVENT, None)
+        is_ours = event is not None and not event.is_set()
+        try:
             return await pause(self, *args, **kwargs)
+        except BaseException:
+            if is_ours:
+                event.clear()
+            raise
 
     return patched_pause_generation
 

@@ -16,7 +16,7 @@ from unittest import mock
 import megapatch
 from megapatch._engine.engine import this_process
 from megapatch._layers import MARK
-from megapatch.weight_sync._pause import _warned
+from megapatch.weight_sync import _warned
 from rigs.cells import take_rules
 
 OLD, MIXED, NEW = ["old", "old"], ["new", "old"], ["new", "new"]

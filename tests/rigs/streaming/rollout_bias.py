@@ -1,6 +1,6 @@
 """The samples that each policy trains on, simulated: log-normal rollouts, a trainer, and a pump, on virtual time.
 
-python -m rigs.streaming.rollout_bias    prints the table of docs/streaming.md, which bias_picture draws
+python -m rigs.streaming.rollout_bias    prints the table of docs/streaming.md
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEDIAN, SPREAD = 2.0, 1.0  # seconds, and the standard deviation of their logari
 MICROBATCH, SYNC = 0.02, 0.2  # seconds
 CASES = (
     *(("windowed", 0), ("windowed", 1), ("ready_first", 1)),
-    *(("in_order", 1), ("weight_fifo", 0), ("weight_fifo", 1), ("weight_fifo", 4), ("weight_fifo", 8)),
+    *(("weight_fifo", 0), ("weight_fifo", 1), ("weight_fifo", 4), ("weight_fifo", 8)),
 )
 
 

@@ -74,7 +74,7 @@ class World:
         self.paused = False
 
     def pump(self, **settings):
-        for_the_pump = {"compute_advantages", "logger", "terminal", "version"} & settings.keys()
+        for_the_pump = {"compute_advantages", "logger", "version"} & settings.keys()
         others = {name: settings.pop(name) for name in for_the_pump}
         config = StreamingConfig(**{"generations_per_prompt": 1, **settings})
         self.made = TrainPump(config, self, self, self, self, **others)
@@ -85,6 +85,10 @@ class World:
             tag = {"group_id": group, "weight_version": version, "committed": committed, **tag}
             key = group if samples == 1 else f"{group}{number}"
             await self.buffer.put(key, tag, key)
+
+    async def put_each(self, groups, **options):
+        for group in groups:
+            await self.put(group, **options)
 
     async def point(self, place):
         self.reached.append(place)
@@ -178,6 +182,14 @@ class World:
         if which:
             return [call for call in self.calls if call.split()[0] in which]
         return [call for call in self.calls if call not in looks]
+
+
+class Streaming(list):
+    """A logger that keeps the metrics of each step under the prefix "streaming"."""
+
+    def log_metrics(self, metrics, step, prefix):
+        if prefix == "streaming":
+            self.append(metrics)
 
 
 def flat(data):
