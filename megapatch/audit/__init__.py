@@ -15,6 +15,7 @@ import atexit
 import logging
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._engine.engine import this_process
@@ -106,6 +107,8 @@ class _Process:
         self.statuses: tuple[RuleStatus, ...] = ()  # of the rules, when it ended
         self._pid = os.getpid()
         self._has_failed = False
+        self._files: dict[int, Path] = {}
+        """By rank, the file that this process writes."""
 
     def report(self, ended: bool = False) -> AuditReport:
         """Return the report as it is now, without judging what waits for it."""
@@ -124,7 +127,7 @@ class _Process:
         try:
             from ._report import write
 
-            write(folder, self.report(ended))
+            write(folder, self.report(ended), self._files)
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
@@ -203,7 +206,7 @@ def findings() -> list[Finding]:
 def notes() -> list[Finding]:
     """Return what a trainer may do on purpose or by mistake, in the order in which it was first seen.
 
-    Names in MEGAPATCH_AUDIT_ACCEPT, separated by commas, are left out. A note raises nothing.
+    Names in MEGAPATCH_AUDIT_ACCEPT, separated by commas, are left out, of findings, too. A note raises nothing.
     """
     _judge()
     return _PROCESS.ledger.notes()

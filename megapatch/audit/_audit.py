@@ -93,8 +93,12 @@ class Audit:
         return part
 
     def is_due(self) -> bool:
-        """Return whether ranks are compared in this step, in which the audit may wait for a GPU."""
-        return self.ledger.step % self.settings.every == 0
+        """Return whether ranks are compared in this step, in which the audit may wait for a GPU.
+
+        That is in every so many steps, and in the first ones after 1, 2, 4, 8 and so on: a smoke test is short.
+        """
+        step, every = self.ledger.step, self.settings.every
+        return step % every == 0 or (step < every and step & (step - 1) == 0)
 
     def looks(self) -> bool:
         """Return whether this rank looks closely at its own parameters in this step. Ranks may differ in that."""

@@ -71,7 +71,7 @@ class Calls(Part):
 
     @observes
     def _show_beginning(self, call: Call) -> None:
-        self.ledger.met.add("hooks-balanced")
+        self.ledger.judged["hooks-balanced"] += 1
         self.audit.models.add(call.chunks)
         for part in self.audit.parts:
             part.begin_call(call)
@@ -79,6 +79,8 @@ class Calls(Part):
     @observes
     def _show_end(self, call: Call) -> None:
         self.audit.counts.may_have_broken |= not (call.trains and call.has_returned)
+        if not call.trains:
+            self.ledger.happened("forward-only")
         for part in self.audit.parts:
             part.end_call(call)
             if not call.has_returned:

@@ -41,6 +41,7 @@ class EveryChunkSteps(Part):
         if not call.trains:
             return
         trained = {chunk: noted for chunk in call.chunks if (noted := self._trained.get(chunk, None))}
+        self.ledger.judged["every-chunk-steps"] += 1
         left = [chunk for chunk, noted in trained.items() if noted.waits]
         if left and len(left) < len(trained):
             names = [pair for chunk in left for pair in chunk.module.named_parameters()]

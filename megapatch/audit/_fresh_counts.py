@@ -44,7 +44,7 @@ class FreshCounts(Part):
         if counts:
             import torch
 
-            self.ledger.met.add("fresh-counts")
+            self.ledger.judged["fresh-counts"] += 1
             self._seen.append(_Seen(torch.stack([count.any() for count in counts]).any(), user_code()))
 
     @observes

@@ -68,6 +68,7 @@ class GradientsKept(Part):
             before = self._finished.pop(buffer, None)  # the step itself may change them
             if before is None:
                 continue
+            self.ledger.judged["gradients-kept"] += 1
             if before.counts != _counts(buffer):
                 self._report()
             elif before.sample is not None:

@@ -44,6 +44,7 @@ class KeptBetweenSteps(Part):
             if left is not None and left.loads == self.audit.counts.loads:
                 for what, now in _samples(optimizer).items():
                     for differ in differences(left.samples[what], now):
+                        self.ledger.judged["kept-between-steps"] += 1
                         self._changed.add(what, differ, self.ledger.step + 1)
 
     def has_changed(self, optimizer: Any) -> bool:

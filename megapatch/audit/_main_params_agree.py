@@ -53,10 +53,12 @@ class MainParamsAgree(Part):
     def _compare(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if not self.audit.looks():
             for differ in _samples_differ(optimizer):
-                self._unread.add("parameters", differ, self.ledger.step + 1)
+                self.ledger.judged["main-params-agree"] += 1
+                self._unread.add("some parameters", differ, self.ledger.step + 1)
             return
         parameters, differ = compared_with_mains(optimizer)
         if parameters:
+            self.ledger.judged["main-params-agree"] += 1
             self._compared.append(_Compared(parameters, differ, user_code()))
 
     @observes
@@ -67,7 +69,7 @@ class MainParamsAgree(Part):
             wrong = [parameter for parameter, differs in zip(parameters, differ.tolist(), strict=True) if differs]
             if wrong:
                 named = (pair for chunk in step.chunks for pair in chunk.module.named_parameters())
-                self._report(f"{describe(wrong, named)} is", where)
+                self._report(f"{describe(wrong, named)} {'are' if wrong[1:] else 'is'}", where)
         if compared:
             self.judge()
 
@@ -75,10 +77,10 @@ class MainParamsAgree(Part):
     def judge(self) -> None:
         """Report differences in the steps that were not looked at closely."""
         for what, step in self._unread.read():
-            self._report(f"some {what} are", step=step)
+            self._report(f"{what} are", step=step)
 
     def _report(self, what: str, where: tuple[str, ...] | None = None, step: int | None = None) -> None:
-        text = f"{what} not what the optimizer's main parameter says, and is overwritten"
+        text = f"{what} not what the optimizer's main parameters say, which overwrite the model's"
         self.ledger.report("main-params-agree", "step", text, where, step)
 
     @observes

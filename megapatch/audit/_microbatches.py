@@ -37,7 +37,6 @@ class Microbatches(Part):
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
-        self.ledger.met.update(("calls-alike", "data-differs"))
         trained = self._trained.get_or_make(chunk, _Trained)
         trained.count += 1
         if loss is not None:
@@ -75,6 +74,7 @@ class Microbatches(Part):
             highest: the highest of these numbers on any rank.
             of_complements: the highest of their complements.
         """
+        self.ledger.judged.update(("calls-alike", "data-differs"))
         (most, *losses), (least, *others) = highest, of_complements
         if most != ~least:
             what = f"{ranks} have trained on {~least} to {most} microbatches since they were compared"

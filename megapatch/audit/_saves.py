@@ -27,6 +27,7 @@ from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._facts import Facts
 from ._findings import describe, observes, user_code
+from ._gathered_when_read import GatheredWhenRead
 from ._kept_between_steps import KeptBetweenSteps
 from ._main_params_agree import compared_with_mains
 from ._samples import sample_of
@@ -102,7 +103,7 @@ class Saves(Part):
             trained = _trained_of(chunk)
             missing = [parameter for parameter in trained if _address_of(parameter) not in saved]
             if len(missing) < len(trained):
-                self.ledger.met.add("saved-what-is")
+                self.ledger.judged["saved-what-is"] += 1
                 absent = [parameter for parameter in missing if _own_name(names[id(parameter)]) not in copies]
                 self._note_missing(chunk, absent)
 
@@ -143,9 +144,10 @@ class Saves(Part):
     def _look(self, tree: Any) -> list[Any]:
         """Note weights that are not those that are trained. Return the chunks whose parameters are saved."""
         tensors = _weights_in(tree)
+        self.audit.part(GatheredWhenRead).look_at_saved("dist_checkpointing.save()", tensors)
         addresses = {_address_of(tensor) for tensor in tensors}
         chunks = list(self.audit.models.chunks)
-        self.ledger.met.update(["saved-is-trained"] if chunks else [])
+        self.ledger.judged["saved-is-trained"] += bool(chunks)
         saved = [chunk for chunk in chunks if any(_address_of(each) in addresses for each in _trained_of(chunk))]
         for chunk in saved:
             self._compare_with_optimizer(chunk)

@@ -69,7 +69,7 @@ class TokensCounted(Part):
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
-        self.ledger.met.add("tokens-counted")
+        self.ledger.judged["tokens-counted"] += 1
         self._in_call = self._in_call + num_tokens
         for buffer in islice(grad_buffers([chunk]), 1):
             self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)

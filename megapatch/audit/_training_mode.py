@@ -50,7 +50,6 @@ class TrainingMode(Part):
     @observes
     def begin_call(self, call: Call) -> None:
         """Suspect the models that are in the other mode."""
-        self.ledger.met.add("training-mode" if call.trains else "evaluation-mode")
         for chunk in call.chunks:
             model = _unwrapped(chunk)
             if model is chunk:
@@ -59,6 +58,7 @@ class TrainingMode(Part):
             parts = [part for reference in known if (part := reference()) is not None]
             if not parts and call.trains and has_router_losses(chunk.config):
                 parts = [model]
+            self.ledger.judged["training-mode" if call.trains else "evaluation-mode"] += bool(parts)
             if any(part.training != call.trains for part in parts):
                 self._suspected.setdefault(call, []).append(_Suspect(model, parts))
 

@@ -58,7 +58,7 @@ def test_it_is_found_where_it_first_acts(ranks, name):
 
 @pytest.fixture(scope="module")
 def between_comparisons(request):
-    return run_cells(job, 2, chosen(request, "mistaken"), 1, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
+    return run_cells(job, 2, chosen(request, "mistaken"), 33, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
 
 
 @pytest.mark.parametrize("mistaken", with_nightly([name for name in MISTAKES if MISTAKES[name].finds]))
