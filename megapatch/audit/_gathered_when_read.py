@@ -45,6 +45,8 @@ class GatheredWhenRead(Part):
         """Bucket groups whose parameters wait for a gather."""
         self._left_by_step: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that the step that is under way leaves so, and that did not wait before it."""
+        self._received: set[int] = set()
+        """Parameters that a broadcast has given whole since the last step, by id."""
         self._gathering: list[Any] = []
         self._is_reading = False
         """Whether a reader is under way: its calls for submodules are part of it."""
@@ -98,6 +100,7 @@ class GatheredWhenRead(Part):
         fresh = [group for chunk in chunks for group in bucket_groups(chunk) if group not in self.due]
         self.due.update(fresh)
         self._left_by_step = weakref.WeakSet(fresh)
+        self._received.clear()
         self.ledger.judged["gathered-when-read"] += bool(chunks)
 
     @observes
@@ -196,13 +199,21 @@ class GatheredWhenRead(Part):
         from torch import Tensor
 
         if collective == "broadcast" and not _is_source(*arguments, **options):
-            return  # it receives
+            self._note_received(*arguments, **options)
+            return
         memory = _memory_of(each for each in (*arguments, *options.values()) if isinstance(each, Tensor))
         waiting = (parameter for group in self.due for parameter in group.params)
         sent = [parameter for parameter in waiting if memory & _memory_of([parameter])] if memory else []
         if sent:
             what = f"{collective}() sends {self._name(sent)} before the gather"
             self.ledger.report("gathered-when-read", "sent", what, about=collective)
+
+    def _note_received(self, tensor: Any, *_: Any, **__: Any) -> None:
+        """Take bucket groups that were received whole off the list."""
+        place = tensor.data_ptr()
+        waiting = (parameter for group in self.due for parameter in group.params)
+        self._received.update(id(each) for each in waiting if each.data_ptr() == place)
+        self.due -= {group for group in self.due if self._received.issuperset(map(id, group.params))}
 
     def _name(self, parameters: list[Any]) -> str:
         named = (pair for chunk in self.audit.models.chunks for pair in chunk.module.named_parameters())

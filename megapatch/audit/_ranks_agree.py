@@ -67,8 +67,8 @@ class RanksAgree(Part):
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""
         self._own: Facts[dict[str, set[int]]] = Facts()
-        """About a model's first chunk: by kind of group, the parameters that have differed from the beginning, by
-        id, if they are few: they may be each rank's own."""
+        """About a model's first chunk: by kind of group, the parameters that may be each rank's own, by id: few that
+        have differed from the beginning, and those that Megatron does not reduce."""
         self._unknown: set[str] = set()
         """Names of classes whose parameters are not compared."""
 
@@ -178,7 +178,9 @@ class RanksAgree(Part):
             wrong = [each for each, differs in zip(parameters, differing, strict=True) if differs] or parameters
         few = len(_matrices(wrong)) <= len(_matrices(parameters)) / 4
         mine = own.setdefault(what, {id(parameter) for parameter in wrong} if few else set())
-        kind = self._kind(earlier.replicas, all(_is_own(each, mine, chunks) for each in wrong), chunks)
+        if is_own := all(_is_own(each, mine, chunks) for each in wrong):
+            mine.update(map(id, wrong))
+        kind = self._kind(earlier.replicas, is_own, chunks)
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
         is_not = f"{describe(wrong, named)} {'are' if wrong[1:] else 'is'} not"
         self.ledger.report("ranks-agree", kind, f"{is_not} the same on {ranks_of(earlier.replicas)}")
