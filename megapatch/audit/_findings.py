@@ -199,12 +199,12 @@ class Ledger:
             log.info("audit: nothing found in %s", steps(self.step))
         if notes:
             log.info("audit: %s", "\n  ".join([f"noted in {steps(self.step)}:", *map(str, notes)]))
+            names = ", ".join(dict.fromkeys(note.rule for note in notes))
             log.warning(
-                "audit: %d note%s, logged at INFO: %s; with %s=FOLDER `megapatch audit FOLDER` shows them"
+                "audit: %s, logged at INFO: %s; with %s=FOLDER, megapatch audit FOLDER shows them"
                 + see("audit-notes"),
-                len(notes),
-                "s" * (len(notes) != 1),
-                ", ".join(dict.fromkeys(note.rule for note in notes)),
+                f"{len(notes)} note{'s' * (len(notes) > 1)}",
+                names,
                 REPORT,
             )
 

@@ -91,7 +91,7 @@ def test_the_command_shows_it_once(ranks, tmp_path):
     shown = run("audit", str(ranks[0]), "--html", str(page))
     assert shown.returncode == 1
     assert shown.stdout.count("\nranks-agree: ranks 0-1, after 2 optimizer steps\n") == 1
-    assert shown.stdout.count("\nmain-params-agree: rank 1, after 2 optimizer steps\n") == 1
+    assert shown.stdout.count("\nmain-params-agree (a note): rank 1, after 2 optimizer steps\n") == 1
     assert "(ranks 0-1)" in shown.stdout and "swapped_on_one_rank" in page.read_text()
     data = json.loads(run("audit", "--json", str(ranks[0])).stdout)
     assert [(each["rule"], each["ranks"]) for each in data["found"]] == [
@@ -287,9 +287,9 @@ def test_what_became_of_the_rules(ranks):
         assert list(status) == list(audit.RULES)
         assert status["ranks-agree"] == "broken" and status["reduced-once"] == "kept"
         assert status["weights-synced"] == "not watched"
-        assert status["training-mode"] == "kept"  # whose part replaces nothing
+        assert status["every-chunk-steps"] == "kept"  # whose part replaces nothing
         reasons = {rule["name"]: rule["reason"] for rule in ended["rules"]}
-        assert reasons["saved-what-is"] == "no model was saved by dist_checkpointing"
+        assert reasons["saved-what-is"] == "no saves of a model"
 
 
 def test_a_note_that_is_accepted_and_secrets():

@@ -40,7 +40,7 @@ DEFECTS = {  # options, the defect, a sign of it that takes knowledge of the las
 
 
 def found():
-    return {each.rule: (each.step, each.count) for each in audit.findings()}
+    return {each.rule: (each.step, each.count) for each in (*audit.findings(), *audit.notes())}
 
 
 def restarted(options, defect, sign, rule):
