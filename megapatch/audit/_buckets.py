@@ -38,23 +38,6 @@ class BucketState:
         excused: whether a call was interrupted, so that they may be dropped.
     """
 
-    __slots__ = (
-        "all_had",
-        "arrivals",
-        "arrived",
-        "before",
-        "bucket",
-        "dropped",
-        "excused",
-        "group",
-        "had",
-        "numbers",
-        "parameters",
-        "reduces",
-        "stepped",
-        "watcher",
-    )
-
     def __init__(self, bucket: Any) -> None:
         self.bucket: weakref.ref[Any] = weakref.ref(bucket)
         self.group: weakref.ref[Any] | None = None

@@ -10,12 +10,13 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
 from .._engine.record import NEEDS_ATTENTION, Record
 from .._engine.settings import ACCEPT, REPORT
 from .._places import Line, in_words, user_lines
+from .._ranks import place
 from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Status, VerdictKind
@@ -149,7 +150,9 @@ class Ledger:
             known_repairs = repairs(RULES[rule].patches)
             first = self.step if step is None else step
             before = self.timeline.since(first - 1)
-            finding = Finding(rule, kind, what, _rank(), first, where, 1, self.step, known_repairs, before)
+            rank, _, is_known = place()
+            rank_or_none = rank if is_known else None
+            finding = Finding(rule, kind, what, rank_or_none, first, where, 1, self.step, known_repairs, before)
             self._found[rule, kind, about] = finding
         if finding.is_note:
             log.info("audit: note: %s", finding)
@@ -251,17 +254,7 @@ def _would_repair(record: Record) -> bool:
     return record.status in _NOT_IN_PLACE and is_needed
 
 
-class _Observer(Protocol):
-    @property
-    def ledger(self) -> Ledger: ...
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_O = TypeVar("_O", bound=_Observer)
-
-
-def observes(look: Callable[Concatenate[_O, _P], _R]) -> Callable[Concatenate[_O, _P], _R | None]:
+def observes(look: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method as one that never breaks training: it logs its bugs, once, and returns None.
 
     AuditError is raised on purpose. While a CUDA graph is captured the method is not called: a wait of the host
@@ -269,7 +262,7 @@ def observes(look: Callable[Concatenate[_O, _P], _R]) -> Callable[Concatenate[_O
     """
 
     @functools.wraps(look)
-    def guarded(self: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+    def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if _is_capturing():
             self.ledger.note_capture()
             return None
@@ -288,13 +281,6 @@ def _is_capturing() -> bool:
     torch = sys.modules.get("torch")
     # Where CUDA was never used torch may be a build that cannot be asked.
     return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
-
-
-def _rank() -> int | None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return int(distributed.get_rank())
 
 
 def user_code() -> tuple[str, ...]:

@@ -36,7 +36,6 @@ _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 class Gradients(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self.counts = audit.counts
         self._used: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         """By optimizer: its gradients when it last stepped, as numbers that change with them."""
         self._finished: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -107,7 +106,7 @@ class Gradients(Part):
         if _watchers.get(chunk) is not self:
             _watchers.set(chunk, self)
             self.audit.models.add([chunk])
-            self.counts.may_have_broken = True
+            self.audit.may_have_broken = True
             for state in states_of(chunk):
                 state.begin(self)
             for part in self.audit.parts:
@@ -130,7 +129,7 @@ class Gradients(Part):
 
     @observes
     def _note_reset(self, buffer: Any, *_: Any, **__: Any) -> None:
-        self.counts.resets += 1
+        self.audit.resets += 1
         for part in self.audit.parts:
             part.zeroed(buffer)
 
@@ -139,7 +138,7 @@ class Gradients(Part):
         on_purpose = bool(self._aborting) or sys.exc_info()[0] is not None or is_rerunning()
         for state in states_in(buffer):
             if state.arrivals and not state.stepped:
-                self.counts.may_have_broken = True
+                self.audit.may_have_broken = True
                 state.dropped |= not (on_purpose or state.excused)
                 state.excused = False
             state.reset()
@@ -213,16 +212,12 @@ class Gradients(Part):
         suspects = [state for state in new if state.reduces != 1 and ranks_of(state) > 1]
         unreduced = [state for state in suspects if not state.reduces]
         repeated = [state for state in suspects if state.reduces]
-        self.apart.discard(chunk)
-        if unreduced and chunk in self._finished:
-            what = f"the gradients of {_name(chunk, unreduced)} were not reduced"
-            self.ledger.report("reduced-once", "never", what)
-        elif unreduced:
-            self.apart.add(chunk)
-            what = (
-                f"the gradients of {_name(chunk, unreduced)} were not reduced, nor given to finalize_model_grads()"
-            )
-            self.ledger.report("reduced-once", "unfinished", what)
+        is_finished = chunk in self._finished or not unreduced
+        (self.apart.discard if is_finished else self.apart.add)(chunk)
+        if unreduced:
+            kind, more = ("never", "") if is_finished else ("unfinished", ", nor given to finalize_model_grads()")
+            what = f"the gradients of {_name(chunk, unreduced)} were not reduced{more}"
+            self.ledger.report("reduced-once", kind, what)
         if repeated:
             times = max(state.reduces for state in repeated)
             what = f"the gradients of {_name(chunk, repeated)} were reduced {times} times"

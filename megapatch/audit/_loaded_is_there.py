@@ -75,7 +75,7 @@ class LoadedIsThere(Part):
         )
 
     def _note_load(self, *_: Any, **__: Any) -> None:
-        self.audit.counts.loads += 1
+        self.audit.loads += 1
         self.audit.disturbed("load")
 
     @observes

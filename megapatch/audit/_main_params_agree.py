@@ -15,7 +15,7 @@ Cost      reads this rank's parameters and main parameters once in a step that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._mcore.main_params import has_memory, pairs
 from ..patch import Site
@@ -27,19 +27,11 @@ from ._watching import before, site
 _TAKE = "_copy_model_grads_to_main_grads"
 
 
-class _Compared(NamedTuple):
-    """Parameters, whether each differs from its main parameter, and the user's code then."""
-
-    parameters: list[Any]
-    differ: Any
-    where: tuple[str, ...]
-
-
 class MainParamsAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._compared: list[_Compared] = []
-        """In the step that is under way."""
+        self._compared: list[tuple[list[Any], Any, tuple[str, ...]]] = []
+        """In this step: parameters, whether each differs from its main parameter, and the user's code then."""
         self._unread = Unread()
 
     def sites(self) -> tuple[Site, ...]:
@@ -59,7 +51,7 @@ class MainParamsAgree(Part):
         parameters, differ = compared_with_mains(optimizer)
         if parameters:
             self.ledger.judged["main-params-agree"] += 1
-            self._compared.append(_Compared(parameters, differ, user_code()))
+            self._compared.append((parameters, differ, user_code()))
 
     @observes
     def end_step(self, step: Step) -> None:

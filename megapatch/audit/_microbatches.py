@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from .._mcore.side_table import SideTable
 from ._audit import Audit, Part
-from ._facts import Facts
 from ._findings import observes
 from ._hashes import hash_of
 
@@ -32,7 +32,7 @@ class _Trained:
 class Microbatches(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._trained: Facts[_Trained] = Facts()
+        self._trained = SideTable()
         """About a chunk."""
 
     @observes

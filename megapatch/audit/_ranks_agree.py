@@ -22,12 +22,12 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .._mcore.side_table import SideTable
 from .._ranks import numbered
 from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._facts import Facts
 from ._findings import describe, observes, user_code
 from ._gradients import Gradients
 from ._hashes import hash_of, stored
@@ -60,14 +60,14 @@ class RanksAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._participants = Participants()
-        self._compared: Facts[list[_Compared]] = Facts()
+        self._compared = SideTable()
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
-        self._compare_together: Facts[dict[str, bool]] = Facts()
+        self._compare_together = SideTable()
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""
-        self._own: Facts[dict[str, set[int]]] = Facts()
-        """About a model's first chunk: by kind of group, the parameters that may be each rank's own, by id: few that
+        self._own = SideTable()
+        """About a model's first chunk: by kind of group the ids of parameters that may be a rank's own: few that
         have differed from the beginning, and those that Megatron does not reduce."""
         self._unknown: set[str] = set()
         """Names of classes whose parameters are not compared."""
@@ -124,7 +124,7 @@ class RanksAgree(Part):
 
     def _all_compare(self, replicas: Replicas, chunk: Any) -> bool:
         """Return whether all ranks of a group compare these parameters of a model; they meet for it once."""
-        known = self._compare_together.get_or_make(chunk, dict)
+        known: dict[str, bool] = self._compare_together.get_or_make(chunk, dict)
         if replicas.what not in known:
             known[replicas.what] = self._participants.all_have_come(replicas.group)
         return known[replicas.what]

@@ -143,21 +143,11 @@ def _place(ledger: Ledger) -> tuple[int, int, bool]:
 
 def _described(finding: Finding) -> dict[str, Any]:
     """Return a finding with all that is known of its rule: its reader may have another version of megapatch."""
+    rule, events = RULES[finding.rule], [event.split()[0] for event in finding.before]
     return {
-        "rule": finding.rule,
-        "kind": finding.kind,
-        "what": finding.what,
-        "means": RULES[finding.rule].means,
-        "rank": finding.rank,
-        "step": finding.step,
-        "last_step": finding.last_step,
-        "count": finding.count,
-        "where": list(finding.where),
-        "before": list(finding.before),
-        "causes": [
-            {"cause": cause.cause, "check": cause.check}
-            for cause in RULES[finding.rule].causes_of(finding.kind, [each.split()[0] for each in finding.before])
-        ],
+        **{name: value for name, value in vars(finding).items() if name != "repairs"},
+        "means": rule.means,
+        "causes": [cause._asdict() for cause in rule.causes_of(finding.kind, events)],
         "patches": [repair._asdict() for repair in finding.repairs],
     }
 

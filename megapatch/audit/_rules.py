@@ -218,7 +218,6 @@ every-chunk-steps: finding but left
   judges: calls that train
   left: an optimizer was made of some chunks only | get_megatron_optimizer() was given model[0]
   left: one of several optimizers is not stepped | the loop over them ends early
-  left: chunks take turns | it is meant so: accept it
   model: the optimizer is an earlier model's | the model was built after it was made
 
 gradients-kept: note
@@ -234,14 +233,12 @@ training-mode: note
   means: The model trains without its dropout, or without the auxiliary losses of its routers.
   judges: calls that train with dropout
   any: train() is not called after eval() | found from the first evaluation on
-  any: dropout is off on purpose | found in every step; rates of 0 say that, too
 
 evaluation-mode: note
   says: A forward-only call, as for log-probabilities, runs the model in eval().
   means: Log-probabilities are those of the model with some elements dropped at random.
   judges: forward-only calls with dropout
   any: eval() is not called before log-probabilities | found in every forward-only call
-  any: they are meant to have dropout | the trainer's documentation says so
 
 hooks-balanced: finding
   says: A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun machine
@@ -306,8 +303,7 @@ weights-synced: finding
   model: another model was loaded as weights were sent | the model is named
   engines: some engines have missed a sync | not all engines are named
   generation engines: an older version was sent | the digest is that of an earlier sync
-  any: names or types are changed on one side before the digest is taken | found in the first sync, and in all
-    others
+  any: names or types are changed on one side before the digest is taken | found in every sync
 
 resumed: finding
   says: Generation that was paused for a weight sync is resumed, however the sync ends.

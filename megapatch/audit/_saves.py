@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from .._mcore.main_params import has_memory
 from .._mcore.sharded_leaves import FLAG, NVRX, PLANS, named_leaves, structure
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._facts import Facts
 from ._findings import describe, observes, user_code
 from ._gathered_when_read import GatheredWhenRead
 from ._kept_between_steps import KeptBetweenSteps
@@ -44,13 +44,6 @@ class _Missing(NamedTuple):
     where: tuple[str, ...]
 
 
-class _Saved(NamedTuple):
-    """A strategy's last save: the structure, and NVRx's cache then."""
-
-    structure: list[Any] | None
-    kept: Any
-
-
 class _Planned:
     """An asynchronous save: its chunks, and whether one of them has been stepped since."""
 
@@ -62,9 +55,9 @@ class _Planned:
 class Saves(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._saved: Facts[_Saved] = Facts()
-        """About a strategy."""
-        self._missing: Facts[_Missing] = Facts()
+        self._saved = SideTable()
+        """About a strategy: the structure of its last save, and NVRx's cache then."""
+        self._missing = SideTable()
         """About a chunk, of which a part is saved, until its next step."""
         self._planned: weakref.WeakKeyDictionary[Any, _Planned] = weakref.WeakKeyDictionary()
         """By a function that finishes an asynchronous save, until its tensors are copied."""
@@ -86,7 +79,7 @@ class Saves(Part):
             ),
         )
 
-    def _begin_save(self, sharded_state_dict: Any, *_: Any, **__: Any) -> list[Any] | None:
+    def _begin_save(self, sharded_state_dict: Any, *_: Any, **__: Any) -> Any:
         """Return the chunks whose parameters are saved."""
         self._note_parameters(sharded_state_dict)
         return self._look(sharded_state_dict)
@@ -201,12 +194,12 @@ class Saves(Part):
             self.ledger.report("saved-is-trained", "late", what)
 
     # ------------------------------------------------------------------------ plans
-    def _begin_plan(self, strategy: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> list[Any] | None:
+    def _begin_plan(self, strategy: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> Any:
         kept = getattr(strategy, NVRX, None)
         planned = any(getattr(strategy, name, None) is not None for name in PLANS)
         return self._compare(strategy, sharded_state_dict, getattr(strategy, FLAG, False), planned, kept)
 
-    def _begin_distribution(self, wrapper: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> list[Any] | None:
+    def _begin_distribution(self, wrapper: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> Any:
         distributed = getattr(wrapper, "cached_distribution", None) is not None
         keeps = getattr(wrapper, "do_cache_distribution", False)
         return self._compare(wrapper, sharded_state_dict, keeps, distributed)
@@ -214,13 +207,13 @@ class Saves(Part):
     @observes
     def _note_saved(self, structure: list[Any] | None, result: Any, strategy: Any, *_: Any, **__: Any) -> None:
         if result is not RAISED:
-            self._saved.set(strategy, _Saved(structure, getattr(strategy, NVRX, None)))
+            self._saved.set(strategy, (structure, getattr(strategy, NVRX, None)))
 
     @observes
     def _compare(self, strategy: Any, tree: Any, keeps: bool, planned: bool, kept: Any = None) -> list[Any] | None:
         """Return the structure, and report it where the plan that is kept was made for another."""
         now = structure(tree)
-        before, then = self._saved.get(strategy, _Saved(None, None))
+        before, then = self._saved.get(strategy, (None, None))
         reused = planned or (kept is not None and kept is then)
         if keeps and reused and before is not None and before != now:
             what = f"a plan is kept for what was saved before: {_difference(before, now)}"

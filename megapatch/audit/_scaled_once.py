@@ -81,7 +81,7 @@ class ScaledOnce(Part):
 
     def _gradients_now(self, optimizer: Any) -> list[int]:
         """Return numbers that change whenever a gradient arrives, or a buffer is changed in place or zeroed."""
-        return [self.audit.counts.resets, *numbers_of(self.audit.models.stepped_by(optimizer))]
+        return [self.audit.resets, *numbers_of(self.audit.models.stepped_by(optimizer))]
 
     def _compare_scales(self, optimizer: Any) -> None:
         """Report a scale that changed after the loss was multiplied by it. (It changes by being replaced.)"""

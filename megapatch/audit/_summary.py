@@ -19,25 +19,14 @@ _MOST = 8
 
 
 class Sentence(NamedTuple):
-    """A sentence of a finding, and the ranks that reported it.
-
-    Attributes:
-        what: one sentence.
-        ranks: that have seen it.
-    """
+    """A sentence of a finding, and the ranks that reported it."""
 
     what: str
     ranks: list[int]
 
 
 class Span(NamedTuple):
-    """The steps in which some ranks have seen something.
-
-    Attributes:
-        step: how many optimizer steps they had made when they saw it first.
-        last_step: when they saw it last.
-        ranks: that have seen it in these.
-    """
+    """How many steps some ranks had made when they first saw something, and when they last did."""
 
     step: int
     last_step: int
@@ -140,20 +129,17 @@ class Summary(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        return {
-            "schema": SCHEMA,
-            **self._asdict(),
-            "found": [
-                {
-                    **found._asdict(),
-                    "sentences": [sentence._asdict() for sentence in found.sentences],
-                    "spans": [span._asdict() for span in found.spans],
-                }
-                for found in self.found
-            ],
-            "events": [events._asdict() for events in self.events],
-            "earlier": [attempt.to_dict() for attempt in self.earlier],
-        }
+        plain: dict[str, Any] = _plain(self)
+        return {"schema": SCHEMA, **plain}
+
+
+def _plain(value: Any) -> Any:
+    """Return named tuples as dictionaries, at any depth."""
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def summarize(reports: Sequence[Mapping[str, Any]]) -> Summary:

@@ -11,16 +11,8 @@ from .._reporting.terminal import width, wrapped
 from ._findings import steps
 from ._summary import Events, Found, Summary
 
-_NAMES = MappingProxyType(
-    {
-        "version": "megapatch",
-        "digest": "digest",
-        "size": "number of ranks",
-        "steps": "optimizer steps",
-        "settings": "settings",
-    }
-)
-"""Of a summary's values, in words."""
+_NAMES = MappingProxyType({"version": "megapatch", "size": "number of ranks", "steps": "optimizer steps"})
+"""Of a summary's values that have other names in words."""
 _LINES = 3
 """Of the user's code, the innermost."""
 
@@ -59,7 +51,7 @@ def headline(summary: Summary) -> str:
 
 def values(summary: Summary) -> Iterator[str]:
     """Yield version, digest, size, steps and settings of the ranks, and which of them differ."""
-    of_all = {_NAMES[name]: by_value for name, by_value in summary.values.items() if name in _NAMES}
+    of_all = {_NAMES.get(name, name): ranks for name, ranks in summary.values.items() if name != "ended"}
     yield ", ".join(f"{name} {next(iter(by_value))}" for name, by_value in of_all.items() if len(by_value) == 1)
     for name, by_value in of_all.items():
         if len(by_value) > 1:

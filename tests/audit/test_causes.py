@@ -17,6 +17,7 @@ COMPUTED = {
     "hooks-balanced": {"no-sync", "config", "other"},
     "kept-between-steps": {"weights", "moments"},
     "loaded-is-there": {"steps", "schedule", "rewound"},
+    "reduced-once": {"never", "unfinished"},
     "ranks-agree": {DATA, EXPERT_DATA, TENSOR, "embedding", "apart"},
     "weights-synced": {"engines", "generation"},
 }

@@ -161,6 +161,8 @@ def test_it_is_left_at_the_end_of_the_process_and_only_by_one_that_trains(tmp_pa
     assert shown.returncode == 0, shown.stderr
     data = left(tmp_path / "reports", 0)
     assert data["ended"] and [finding["rule"] for finding in data["findings"]] == ["weights-synced"]
+    assert run("-c", PROGRAM, **environment).returncode == 0  # which does not write over it
+    assert {file.name for file in (tmp_path / "reports").iterdir()} == {"audit-00000.json", "audit-00000-1.json"}
 
 
 # ------------------------------------------------------------------------ lines
@@ -209,7 +211,7 @@ def test_where_there_is_no_code_of_the_user_it_is_that_of_the_latest_call(nothin
 
     def call():
         for part in of.parts:
-            if part.name == "audit.history":
+            if part.name == "audit.steps":
                 part.begin_call(None)
 
     call()

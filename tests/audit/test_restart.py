@@ -112,6 +112,7 @@ IMMUTABLE = {
     "object",
     "str",
     "timedelta",
+    "tuple",
 }
 """Calls whose result a module may keep. In a side table are facts about objects, gone with them."""
 PROCESS = ("__init__.py", "_PROCESS")
