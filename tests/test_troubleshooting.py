@@ -36,7 +36,7 @@ MADE_ELSEWHERE = {
         *unknown_variables({"MEGAPATCH_DISABLED": "x"}),
         *Settings(strict_value="perhaps").complaints([]),
         *Settings(disable=("xyz",)).complaints(["a.patch"]),
-        *bad_values({"MEGAPATCH_AUDIT_EVERY": "x", "MEGAPATCH_AUDIT_ACCEPT": "ranks-agree,x"}),
+        *bad_values({"MEGAPATCH_AUDIT_EVERY": "x", "MEGAPATCH_AUDIT_ACCEPT": "x"}),
     ],
     "audit: %s": ["audit: FINDING"],
     "%s (after %s)": [],

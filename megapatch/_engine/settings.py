@@ -5,7 +5,7 @@ MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays 
 MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
 MEGAPATCH_AUDIT     1: megapatch.audit watches from the start; raise: a finding is an error on all ranks
 MEGAPATCH_AUDIT_EVERY   optimizer steps between two of its comparisons of ranks
-MEGAPATCH_AUDIT_ACCEPT  comma-separated names of its notes that are meant, and not kept
+MEGAPATCH_AUDIT_ACCEPT  comma-separated names of its rules that are broken on purpose, and not kept
 MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
 MEGAPATCH_REPORT    a folder: megapatch.check() and the audit write a file for each rank there
 MEGAPATCH_QUIET     1: nothing is said on standard error where logging shows no INFO message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 _NOTHING = object()
@@ -38,6 +39,12 @@ class SideTable:
     def get(self, owner: Any, default: Any = None) -> Any:
         fact = self._fact(owner)
         return default if fact is None or fact.value is _NOTHING else fact.value
+
+    def get_or_make(self, owner: Any, make: Callable[[], Any]) -> Any:
+        """Return the fact, made now if there is none."""
+        if (found := self.get(owner, _NOTHING)) is _NOTHING:
+            self.set(owner, found := make())
+        return found
 
     def set(self, owner: Any, value: Any) -> None:
         """Note the fact. It must not refer to its owner, which would live for ever."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import json
 import os
 import tempfile
@@ -21,6 +23,22 @@ def path_of(folder: Path, kind: str, rank: int) -> Path:
         kind: the beginning of the file's name.
     """
     return folder / f"{kind}-{rank:05}.json"
+
+
+def new_path(folder: Path, kind: str, rank: int) -> Path:
+    """Return a path of a rank's file that nothing has, and take it: from the second on it has a number.
+
+    Raises:
+        OSError: where that is not possible.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    first = path_of(folder, kind, rank)
+    for number in itertools.count():
+        path = first.with_stem(f"{first.stem}-{number}") if number else first
+        with contextlib.suppress(FileExistsError):
+            path.touch(exist_ok=False)
+            return path
+    raise AssertionError  # numbers do not end
 
 
 def write(path: Path, data: dict[str, Any]) -> None:

@@ -15,37 +15,18 @@ import atexit
 import logging
 import os
 from collections.abc import Iterable
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._engine.engine import this_process
 from .._engine.settings import REPORT
 from .._troubleshooting import see
-from ._audit import Audit, Part
-from ._calls import Calls
-from ._every_chunk_steps import EveryChunkSteps
+from ._audit import Audit, Part, part_of
 from ._findings import Finding, Ledger, Repair
-from ._fresh_counts import FreshCounts
-from ._gathered_when_read import GatheredWhenRead
-from ._gradients import Gradients
-from ._gradients_arrive import GradientsArrive
-from ._gradients_kept import GradientsKept
-from ._history import History
-from ._kept_between_steps import KeptBetweenSteps
-from ._loaded_is_there import LoadedIsThere
-from ._main_params_agree import MainParamsAgree
-from ._microbatches import Microbatches
-from ._offloads import Offloads
-from ._ranks_agree import RanksAgree
-from ._resumed import Resumed
 from ._rules import RULES, Rule
-from ._saves import Saves
-from ._scaled_once import ScaledOnce
-from ._schedules import Schedules
 from ._settings import Settings, settings_for
-from ._steps import Steps
-from ._tokens_counted import TokensCounted
-from ._training_mode import TrainingMode
-from ._weights_synced import WeightsSynced, are_equal, weights_digest
+from ._weights_synced import are_equal, weights_digest
 
 if TYPE_CHECKING:
     from ._report import AuditReport, RuleStatus
@@ -69,31 +50,18 @@ __all__ = [
     "weights_digest",
 ]
 
-_PARTS: tuple[type[Part], ...] = (
-    Gradients,  # first: the others ask a step whether it has gradients
-    GradientsArrive,
-    ScaledOnce,
-    RanksAgree,  # may raise; then the step leaves nothing to be gathered
-    GatheredWhenRead,
-    Offloads,  # before those that look more closely after an event
-    GradientsKept,
-    MainParamsAgree,
-    KeptBetweenSteps,
-    LoadedIsThere,  # asks schedules what was loaded
-    Schedules,
-    Steps,
-    Calls,
-    TrainingMode,
-    EveryChunkSteps,
-    FreshCounts,
-    TokensCounted,
-    Microbatches,
-    Saves,
-    Resumed,
-    WeightsSynced,
-    History,
+_ORDER = (
+    "gradients gradients_arrive scaled_once "  # gradients first: the others ask a step whether it has any
+    "ranks_agree gathered_when_read "  # ranks may raise; then the step leaves nothing to be gathered
+    "offloads gradients_kept main_params_agree kept_between_steps "  # these look more closely after an offload
+    "loaded_is_there schedules "  # loads ask schedules what was loaded
+    "calls training_mode every_chunk_steps fresh_counts tokens_counted microbatches saves resumed weights_synced "
+    "steps"  # leaves a report of what the others have found
 )
-"""The parts of an audit, in the order in which they see what happens."""
+"""The modules of an audit's parts, in the order in which these see what happens."""
+_PARTS: tuple[type[Part], ...] = tuple(
+    part_of(import_module(f"{__name__}._{module}")) for module in _ORDER.split()
+)
 
 
 class _Process:
@@ -106,6 +74,8 @@ class _Process:
         self.statuses: tuple[RuleStatus, ...] = ()  # of the rules, when it ended
         self._pid = os.getpid()
         self._has_failed = False
+        self._files: dict[int, Path] = {}
+        """By rank, the file that this process writes."""
 
     def report(self, ended: bool = False) -> AuditReport:
         """Return the report as it is now, without judging what waits for it."""
@@ -124,7 +94,7 @@ class _Process:
         try:
             from ._report import write
 
-            write(folder, self.report(ended))
+            write(folder, self.report(ended), self._files)
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
@@ -203,7 +173,7 @@ def findings() -> list[Finding]:
 def notes() -> list[Finding]:
     """Return what a trainer may do on purpose or by mistake, in the order in which it was first seen.
 
-    Names in MEGAPATCH_AUDIT_ACCEPT, separated by commas, are left out. A note raises nothing.
+    Names in MEGAPATCH_AUDIT_ACCEPT, separated by commas, are left out, of findings, too. A note raises nothing.
     """
     _judge()
     return _PROCESS.ledger.notes()

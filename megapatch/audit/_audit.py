@@ -3,13 +3,14 @@
 `start()` makes an Audit and `stop()` drops it. All that it knows is in it, in its parts, or noted in Megatron's
 objects in its name (`_facts`), so the next audit begins with nothing.
 
-A new rule is one class derived from Part, in a file of its own, and one line in `_PARTS`, in `__init__.py`.
+A new rule is one class derived from Part, in a file of its own, whose name is in `_ORDER`, in `__init__.py`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any, TypeVar
 
 from .._engine.record import Unloaded
@@ -50,22 +51,6 @@ class Step:
         self.has_gradients = self.succeeded = False
 
 
-class Counts:
-    """How often things have happened since the audit began.
-
-    Attributes:
-        resets: of buffers, which zero their gradients.
-        loads: of weights, or of an optimizer's state.
-        may_have_broken: whether, since the last step, something has happened that often breaks a model: a load, a
-            save, an export, an offload, a swap, an exception, a forward-only call as of a reference, or that it is
-            new.
-    """
-
-    def __init__(self) -> None:
-        self.resets = self.loads = 0
-        self.may_have_broken = True
-
-
 class Audit:
     """An observer of this process, from `start()` to `stop()`.
 
@@ -76,14 +61,20 @@ class Audit:
     Attributes:
         ledger: the findings, and the number of optimizer steps.
         models: the chunks that it knows.
-        counts: what parts share.
+        resets: how many buffers were reset since it began, which zeroes their gradients.
+        loads: how often weights, or an optimizer's state, were loaded.
+        may_have_broken: whether, since the last step, something has happened that often breaks a model: a load, a
+            save, an export, an offload, a swap, an exception, a forward-only call as of a reference, or that it is
+            new.
         parts: made for this audit.
         patches: of the parts, for the engine to install below all others.
     """
 
     def __init__(self, parts: Iterable[type[Part]], settings: Settings) -> None:
         self.settings = settings
-        self.ledger, self.models, self.counts = Ledger(settings.accepted), Models(), Counts()
+        self.ledger, self.models = Ledger(settings.accepted), Models()
+        self.resets = self.loads = 0
+        self.may_have_broken = True
         self.parts = tuple(part(self) for part in parts)
         self.patches = tuple(patch for part in self.parts for patch in part.patches())
 
@@ -93,16 +84,20 @@ class Audit:
         return part
 
     def is_due(self) -> bool:
-        """Return whether ranks are compared in this step, in which the audit may wait for a GPU."""
-        return self.ledger.step % self.settings.every == 0
+        """Return whether ranks are compared in this step, in which the audit may wait for a GPU.
+
+        That is in every so many steps, and in the first ones after 1, 2, 4, 8 and so on: a smoke test is short.
+        """
+        step, every = self.ledger.step, self.settings.every
+        return step % every == 0 or (step < every and step & (step - 1) == 0)
 
     def looks(self) -> bool:
         """Return whether this rank looks closely at its own parameters in this step. Ranks may differ in that."""
-        return self.is_due() or self.counts.may_have_broken
+        return self.is_due() or self.may_have_broken
 
     def disturbed(self, kind: str, what: str = "") -> None:
         """Put an event on the timeline that often breaks a model: ranks look closely in the step after it."""
-        self.counts.may_have_broken = True
+        self.may_have_broken = True
         self.ledger.happened(kind, what)
 
     def judge(self) -> None:
@@ -197,3 +192,9 @@ class Part:
 
     def end(self) -> None:
         """Let go of Megatron's objects: the audit has ended."""
+
+
+def part_of(module: ModuleType) -> type[Part]:
+    """Return the class of a part that a module has."""
+    classes = (value for value in vars(module).values() if isinstance(value, type))
+    return next(kind for kind in classes if kind.__module__ == module.__name__ and issubclass(kind, Part))

@@ -8,6 +8,7 @@ from typing import Any
 
 from .._mcore.bucket_groups import bucket_groups
 from .._mcore.side_table import SideTable
+from ._models import grad_buffers
 
 _STATE = SideTable()
 """By bucket: its BucketState."""
@@ -33,28 +34,9 @@ class BucketState:
         before: how many gradients had arrived until then, since an audit began to watch.
         reduces: how often the bucket was reduced since it was zeroed.
         stepped: whether an optimizer step has used its gradients.
-        lost: how often they were zeroed unused and not reduced since the last step.
-        dropped: how often they were zeroed unused after they were reduced since then.
+        dropped: whether they were zeroed unused since the last step.
         excused: whether a call was interrupted, so that they may be dropped.
     """
-
-    __slots__ = (
-        "all_had",
-        "arrivals",
-        "arrived",
-        "before",
-        "bucket",
-        "dropped",
-        "excused",
-        "group",
-        "had",
-        "lost",
-        "numbers",
-        "parameters",
-        "reduces",
-        "stepped",
-        "watcher",
-    )
 
     def __init__(self, bucket: Any) -> None:
         self.bucket: weakref.ref[Any] = weakref.ref(bucket)
@@ -67,8 +49,8 @@ class BucketState:
     def begin(self, watcher: Any) -> None:
         """Forget everything, and be watched by another audit, or by none."""
         self.watcher = watcher
-        self.arrivals = self.reduces = self.before = self.lost = self.dropped = 0
-        self.stepped = self.excused = self.all_had = False
+        self.arrivals = self.reduces = self.before = 0
+        self.stepped = self.excused = self.dropped = self.all_had = False
         self.had = [False] * len(self.parameters)
         self.arrived[:] = self.had
 
@@ -126,10 +108,15 @@ def ever_arrived(chunks: Iterable[Any]) -> int:
     return sum(state.before + state.arrivals for chunk in chunks for state in states_of(chunk))
 
 
-def is_zero(state: BucketState, param: Any) -> bool:
-    """Return whether a bucket holds nothing: asked only where it should not hold anything, as it waits for a GPU.
+def numbers_of(chunks: list[Any]) -> list[int]:
+    """Return numbers that change when gradients arrive, or their buffers are changed in place."""
+    return [ever_arrived(chunks), *(buffer.grad_data._version for buffer in grad_buffers(chunks))]
 
-    A fused backward pass has added the parameter's own gradient by now.
+
+def is_zero(state: BucketState, param: Any = None) -> bool:
+    """Return whether a bucket holds nothing, but for the gradient that a fused backward pass has added by now.
+
+    Asked only where that decides about a finding, as it waits for a GPU.
     """
     own = getattr(param, "grad_added_to_main_grad", False)
     grads = [other.main_grad for other in state.parameters if not (own and other is param)]

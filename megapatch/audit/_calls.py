@@ -19,9 +19,9 @@ from typing import Any
 
 from .._mcore.bucket_groups import chunks_of
 from .._mcore.rerun_machine import BEFORE_STEP, MODULE, machine_of_this_process
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part
-from ._facts import Facts
 from ._findings import observes, user_code
 from ._samples import evenly_of
 from ._watching import RAISED, around, before, site
@@ -40,7 +40,7 @@ _KINDS = (("no-sync", "no_sync()"), ("config", "config."), ("other", "the "))
 class Calls(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._left: Facts[tuple[dict[str, Any], tuple[str, ...]]] = Facts()
+        self._left = SideTable()
         """About a model's first chunk: by name, the changes that a call that raised has left behind, and where."""
         self.interrupted_machines: weakref.WeakSet[Any] = weakref.WeakSet()
         """Rerun machines that were inside a step when a call raised."""
@@ -71,14 +71,16 @@ class Calls(Part):
 
     @observes
     def _show_beginning(self, call: Call) -> None:
-        self.ledger.met.add("hooks-balanced")
+        self.ledger.judged["hooks-balanced"] += 1
         self.audit.models.add(call.chunks)
         for part in self.audit.parts:
             part.begin_call(call)
 
     @observes
     def _show_end(self, call: Call) -> None:
-        self.audit.counts.may_have_broken |= not (call.trains and call.has_returned)
+        self.audit.may_have_broken |= not (call.trains and call.has_returned)
+        if not call.trains:
+            self.ledger.happened("forward-only")
         for part in self.audit.parts:
             part.end_call(call)
             if not call.has_returned:

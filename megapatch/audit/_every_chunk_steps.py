@@ -9,8 +9,8 @@ Cost      about a microsecond a chunk and call.
 
 from __future__ import annotations
 
+from .._mcore.side_table import SideTable
 from ._audit import Audit, Call, Part, Step
-from ._facts import Facts
 from ._findings import describe, observes
 
 
@@ -32,7 +32,7 @@ class _Trained:
 class EveryChunkSteps(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._trained: Facts[_Trained] = Facts()
+        self._trained = SideTable()
         """About a chunk."""
 
     @observes
@@ -41,6 +41,7 @@ class EveryChunkSteps(Part):
         if not call.trains:
             return
         trained = {chunk: noted for chunk in call.chunks if (noted := self._trained.get(chunk, None))}
+        self.ledger.judged["every-chunk-steps"] += 1
         left = [chunk for chunk, noted in trained.items() if noted.waits]
         if left and len(left) < len(trained):
             names = [pair for chunk in left for pair in chunk.module.named_parameters()]

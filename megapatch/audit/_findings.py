@@ -8,13 +8,15 @@ import functools
 import logging
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
 from .._engine.record import NEEDS_ATTENTION, Record
-from .._engine.settings import ACCEPT
+from .._engine.settings import ACCEPT, REPORT
 from .._places import Line, in_words, user_lines
+from .._ranks import place
 from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Status, VerdictKind
@@ -56,6 +58,7 @@ class Finding:
         count: how often it was seen.
         last_step: how many optimizer steps this process had made when it was seen last.
         repairs: patches that would repair a known cause, and are not in place in this process.
+        before: events since the step before, each with its line, by which likely causes are ordered.
     """
 
     rule: str
@@ -67,24 +70,31 @@ class Finding:
     count: int = 1
     last_step: int = 0
     repairs: tuple[Repair, ...] = ()
+    before: tuple[str, ...] = ()
+
+    @property
+    def is_note(self) -> bool:
+        """Whether it may be meant."""
+        return RULES[self.rule].is_note or self.kind in RULES[self.rule].noted
 
     def __str__(self) -> str:
         rule = RULES[self.rule]
         times = f", {self.count} times in all" if self.count > 1 else ""
+        before = f" Just before: {'; '.join(self.before)}." if self.before else ""
         at = f" At {self.where[-1]}." if self.where else ""
         rank = "" if self.rank is None else f" on rank {self.rank}"
         lacking = ", ".join(map(str, self.repairs))
         repairs = f" Patches for known causes that are not in place here: {lacking}." if lacking else ""
-        accept = f" If that is meant: {ACCEPT}={self.rule}." if rule.is_note else ""
+        accept = f" If that is meant: {ACCEPT}={self.rule}." if self.is_note else ""
         when = f"after {steps(self.step)}{rank}{times}"
-        return f"{self.rule} ({when}): {self.what}. {rule.means}{at}{repairs}{accept}"
+        return f"{self.rule} ({when}): {self.what}. {rule.means}{before}{at}{repairs}{accept}"
 
 
 class Ledger:
     """The findings and notes of an audit, the number of optimizer steps that it has seen, and other events.
 
     Args:
-        accepted: names of notes that are not kept.
+        accepted: names of rules whose findings and notes are not kept.
 
     Attributes:
         accepted: as given.
@@ -94,14 +104,14 @@ class Ledger:
         broken: functions of the audit that have raised, and find nothing.
         during: the user's code at the beginning of the latest call or step.
         place: this rank, how many there are, and whether torch.distributed says so, when last asked.
-        met: the rules with needs for which there was something to look at.
+        judged: by rule, how many things were judged by it.
         changed: called where the report is worth leaving: after a first finding or note of its kind.
     """
 
     def __init__(self, accepted: Collection[str] = ()) -> None:
         self.accepted = accepted
         self.step = 0
-        self.met: set[str] = set()
+        self.judged: Counter[str] = Counter()
         self.timeline = Timeline()
         self.during: tuple[Line, ...] = ()
         self.place: tuple[int, int, bool] | None = None
@@ -139,9 +149,12 @@ class Ledger:
             where = self._where() if where is None else where
             known_repairs = repairs(RULES[rule].patches)
             first = self.step if step is None else step
-            finding = Finding(rule, kind, what, _rank(), first, where, 1, self.step, known_repairs)
+            before = self.timeline.since(first - 1)
+            rank, _, is_known = place()
+            rank_or_none = rank if is_known else None
+            finding = Finding(rule, kind, what, rank_or_none, first, where, 1, self.step, known_repairs, before)
             self._found[rule, kind, about] = finding
-        if RULES[rule].is_note:
+        if finding.is_note:
             log.info("audit: note: %s", finding)
         else:
             log.warning("audit: %s" + see("audit-finding"), finding)
@@ -175,7 +188,7 @@ class Ledger:
     def _copies(self, are_notes: bool) -> list[Finding]:
         with self._lock:
             found = list(self._found.values())
-        return [dataclasses.replace(one) for one in found if RULES[one.rule].is_note == are_notes]
+        return [dataclasses.replace(one) for one in found if one.is_note == are_notes]
 
     def summarize(self) -> None:
         """Log the findings and notes, or that there are none, in a process that has trained."""
@@ -189,6 +202,14 @@ class Ledger:
             log.info("audit: nothing found in %s", steps(self.step))
         if notes:
             log.info("audit: %s", "\n  ".join([f"noted in {steps(self.step)}:", *map(str, notes)]))
+            names = ", ".join(dict.fromkeys(note.rule for note in notes))
+            log.warning(
+                "audit: %s, logged at INFO: %s; with %s=FOLDER, megapatch audit FOLDER shows them"
+                + see("audit-notes"),
+                f"{len(notes)} note{'s' * (len(notes) > 1)}",
+                names,
+                REPORT,
+            )
 
     def clear(self) -> None:
         with self._lock:
@@ -233,17 +254,7 @@ def _would_repair(record: Record) -> bool:
     return record.status in _NOT_IN_PLACE and is_needed
 
 
-class _Observer(Protocol):
-    @property
-    def ledger(self) -> Ledger: ...
-
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_O = TypeVar("_O", bound=_Observer)
-
-
-def observes(look: Callable[Concatenate[_O, _P], _R]) -> Callable[Concatenate[_O, _P], _R | None]:
+def observes(look: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method as one that never breaks training: it logs its bugs, once, and returns None.
 
     AuditError is raised on purpose. While a CUDA graph is captured the method is not called: a wait of the host
@@ -251,7 +262,7 @@ def observes(look: Callable[Concatenate[_O, _P], _R]) -> Callable[Concatenate[_O
     """
 
     @functools.wraps(look)
-    def guarded(self: _O, /, *args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+    def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if _is_capturing():
             self.ledger.note_capture()
             return None
@@ -270,13 +281,6 @@ def _is_capturing() -> bool:
     torch = sys.modules.get("torch")
     # Where CUDA was never used torch may be a build that cannot be asked.
     return torch is not None and torch.cuda.is_initialized() and bool(torch.cuda.is_current_stream_capturing())
-
-
-def _rank() -> int | None:
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return int(distributed.get_rank())
 
 
 def user_code() -> tuple[str, ...]:

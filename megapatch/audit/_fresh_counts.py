@@ -10,7 +10,7 @@ Cost      a small operation a router in such a call; the result is read as the s
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._mcore.step_state import counts_in
 from ._audit import Audit, Call, Part, Step
@@ -18,18 +18,11 @@ from ._buckets import ever_arrived, states_of
 from ._findings import observes, user_code
 
 
-class _Seen(NamedTuple):
-    """Whether any count was above zero, as a tensor, and the user's code then."""
-
-    is_counted: Any
-    where: tuple[str, ...]
-
-
 class FreshCounts(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._seen: list[_Seen] = []
-        """In the step that is being made."""
+        self._seen: list[tuple[Any, tuple[str, ...]]] = []
+        """In this step: whether any count was above zero, as a tensor, and the user's code then."""
 
     @observes
     def begin_call(self, call: Call) -> None:
@@ -44,8 +37,8 @@ class FreshCounts(Part):
         if counts:
             import torch
 
-            self.ledger.met.add("fresh-counts")
-            self._seen.append(_Seen(torch.stack([count.any() for count in counts]).any(), user_code()))
+            self.ledger.judged["fresh-counts"] += 1
+            self._seen.append((torch.stack([count.any() for count in counts]).any(), user_code()))
 
     @observes
     def end_step(self, step: Step) -> None:

@@ -1,9 +1,10 @@
 """gathered-when-read: parameters that a step has left to be gathered are not read before that.
 
-Watches   start_param_sync() of the bucket groups, in all releases; state_dict() of any module,
-          sharded_state_dict() of Megatron's; collectives over a parameter itself, by which exporters send or
-          assemble it; load_state_dict() of Megatron's modules; and all readers of the patches named
-          gathered-when-read: exporters, checkpoints, refits.
+Watches   start_param_sync() of the bucket groups, in all releases; torch.save() and dist_checkpointing.save();
+          collectives over a parameter itself, by which exporters send or assemble it; load_state_dict() of
+          Megatron's modules; and all readers of the patches named gathered-when-read: exporters, checkpoints,
+          refits. state_dict() of any module and sharded_state_dict() of Megatron's give references, which may be
+          read after the gather: a note.
 Limits    a copy that is made tensor by tensor by anybody else, and only then sent, is not seen.
 Cost      nothing to speak of in a step; a look through the module's parameters where one is read too early.
 """
@@ -19,6 +20,7 @@ from typing import Any
 from .._engine.record import Unloaded
 from .._mcore.bucket_groups import bucket_groups, groups_within
 from .._mcore.changes import Changes
+from .._mcore.sharded_leaves import leaves
 from ..patch import ABSENT, NEEDED, UNKNOWN, Patch, PatchInfo, Site, Verdict
 from ..patches._catalogue import CATALOGUE, of_family
 from ..patches._readers import Reader, reading_sites
@@ -43,6 +45,8 @@ class GatheredWhenRead(Part):
         """Bucket groups whose parameters wait for a gather."""
         self._left_by_step: weakref.WeakSet[Any] = weakref.WeakSet()
         """Those that the step that is under way leaves so, and that did not wait before it."""
+        self._received: set[int] = set()
+        """Parameters that a broadcast has given whole since the last step, by id."""
         self._gathering: list[Any] = []
         self._is_reading = False
         """Whether a reader is under way: its calls for submodules are part of it."""
@@ -57,6 +61,7 @@ class GatheredWhenRead(Part):
                 "torch.distributed.distributed_c10d",
                 {name: before(functools.partial(self._look_at_sent, name)) for name in _COLLECTIVES},
             ),
+            site("torch.serialization", {"save": before(self._look_at_saved)}),
             site("torch.nn.modules.module", {"Module.state_dict": self._reading_module("state_dict")}),
             site(
                 "megatron.core.transformer.module",
@@ -95,7 +100,8 @@ class GatheredWhenRead(Part):
         fresh = [group for chunk in chunks for group in bucket_groups(chunk) if group not in self.due]
         self.due.update(fresh)
         self._left_by_step = weakref.WeakSet(fresh)
-        self.ledger.met.update(["gathered-when-read"] if chunks else [])
+        self._received.clear()
+        self.ledger.judged["gathered-when-read"] += bool(chunks)
 
     @observes
     def end_step(self, step: Step) -> None:
@@ -128,7 +134,7 @@ class GatheredWhenRead(Part):
     # ------------------------------------------------------------------------ readers
     def _reading_module(self, reader: str) -> Watcher:
         def note(module: Any, *_: Any, **__: Any) -> None:
-            self._note_read(f"{type(module).__name__}.{reader}()", _parameters([module]))
+            self._note_read(f"{type(module).__name__}.{reader}()", _parameters([module]), "named")
 
         return self._outermost(note)
 
@@ -165,30 +171,60 @@ class GatheredWhenRead(Part):
 
     def _look_at_sent(self, collective: str, /, *args: Any, **kwargs: Any) -> None:
         if self.due and not self._gathering:
-            self._note_sent(collective, (*args, *kwargs.values()))
+            self._note_sent(collective, args, kwargs)
 
     @observes
-    def _note_read(self, reader: str, parameters: Iterable[Any]) -> None:
+    def _look_at_saved(self, obj: Any, *_: Any, **__: Any) -> None:
+        if self.due:
+            self.look_at_saved("torch.save()", [each for each in leaves([obj]) if hasattr(each, "data_ptr")])
+
+    @observes
+    def look_at_saved(self, saver: str, tensors: list[Any]) -> None:
+        """Report parameters among what is saved."""
+        if self.due and not self._is_reading:
+            places = {tensor.data_ptr() for tensor in tensors} - {0}
+            waiting = (parameter for group in self.due for parameter in group.params)
+            self._note_read(saver, [parameter for parameter in waiting if parameter.data_ptr() in places])
+
+    @observes
+    def _note_read(self, reader: str, parameters: Iterable[Any], kind: str = "read") -> None:
         waiting = {id(parameter) for group in self.due for parameter in group.params}
         read = [parameter for parameter in parameters if id(parameter) in waiting]
         if read:
             what = f"{reader} reads {self._name(read)} before the gather"
-            self.ledger.report("gathered-when-read", "read", what, about=reader)
+            self.ledger.report("gathered-when-read", kind, what, about=reader)
 
     @observes
-    def _note_sent(self, collective: str, arguments: tuple[Any, ...]) -> None:
+    def _note_sent(self, collective: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         from torch import Tensor
 
-        memory = _memory_of(each for each in arguments if isinstance(each, Tensor))
+        if collective == "broadcast" and not _is_source(*arguments, **options):
+            self._note_received(*arguments, **options)
+            return
+        memory = _memory_of(each for each in (*arguments, *options.values()) if isinstance(each, Tensor))
         waiting = (parameter for group in self.due for parameter in group.params)
         sent = [parameter for parameter in waiting if memory & _memory_of([parameter])] if memory else []
         if sent:
             what = f"{collective}() sends {self._name(sent)} before the gather"
             self.ledger.report("gathered-when-read", "sent", what, about=collective)
 
+    def _note_received(self, tensor: Any, *_: Any, **__: Any) -> None:
+        """Take bucket groups that were received whole off the list."""
+        place = tensor.data_ptr()
+        waiting = (parameter for group in self.due for parameter in group.params)
+        self._received.update(id(each) for each in waiting if each.data_ptr() == place)
+        self.due -= {group for group in self.due if self._received.issuperset(map(id, group.params))}
+
     def _name(self, parameters: list[Any]) -> str:
         named = (pair for chunk in self.audit.models.chunks for pair in chunk.module.named_parameters())
         return describe(parameters, named)
+
+
+def _is_source(tensor: Any, src: Any = None, group: Any = None, *_: Any, group_src: Any = None, **__: Any) -> bool:
+    """Return whether this rank sends in a broadcast, or may do."""
+    import torch.distributed as dist
+
+    return bool(src == dist.get_rank() if group_src is None else group_src == dist.get_rank(group))
 
 
 def _memory_of(tensors: Iterable[Any]) -> set[int]:

@@ -6,8 +6,8 @@ Watches   the hooks that DistributedDataParallel gives to its parameters, _Param
 Limits    chunks that were wrapped before any audit began are not judged, nor Megatron-FSDP and torch's FSDP2,
           which have no buckets. Gradients that are zeroed by hand, without reset(), are looked at where a
           gradient would be added to old ones. A replayed CUDA graph runs no hook. Gradients that are dropped
-          while an exception is handled, by an abort, or for a rerun, are dropped on purpose; those that were
-          reduced before perhaps.
+          while an exception is handled, by an abort, or for a rerun, are dropped on purpose; others perhaps. Those
+          that a step changes nothing of are judged once, and so are those that are written by hand.
 Cost      a fraction of a microsecond a parameter and microbatch; no collective, no sync.
 """
 
@@ -23,21 +23,25 @@ from .._mcore.rerun_machine import is_rerunning
 from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._buckets import STATES, BucketState, ever_arrived, is_zero, ranks_of, state_of, states_in, states_of
+from ._buckets import STATES, BucketState, is_zero, numbers_of, ranks_of, state_of, states_in, states_of
 from ._findings import describe, observes
 from ._watching import RAISED, around, before, site
 
 _watchers = SideTable()
 """By chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
+_WITH_GRADIENTS = ("fresh-gradients", "gradients-used", "gradients-dropped", "gradients-arrive", "stepped-once")
 _NEMO_ABORT = "MegatronPolicyWorkerImpl.abort_train_step"
 
 
 class Gradients(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self.counts = audit.counts
-        self._used: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By optimizer: how many gradients its buckets had had, ever, when it last stepped."""
+        self._used: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
+        """By optimizer: its gradients when it last stepped, as numbers that change with them."""
+        self._finished: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Chunks whose gradients finalize_model_grads() was given since their last step."""
+        self.apart: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Chunks that were stepped with gradients of this rank alone, or that were reduced by hand."""
         self._aborting = 0
         """How many calls that drop gradients on purpose are under way."""
 
@@ -102,7 +106,7 @@ class Gradients(Part):
         if _watchers.get(chunk) is not self:
             _watchers.set(chunk, self)
             self.audit.models.add([chunk])
-            self.counts.may_have_broken = True
+            self.audit.may_have_broken = True
             for state in states_of(chunk):
                 state.begin(self)
             for part in self.audit.parts:
@@ -125,7 +129,7 @@ class Gradients(Part):
 
     @observes
     def _note_reset(self, buffer: Any, *_: Any, **__: Any) -> None:
-        self.counts.resets += 1
+        self.audit.resets += 1
         for part in self.audit.parts:
             part.zeroed(buffer)
 
@@ -134,10 +138,8 @@ class Gradients(Part):
         on_purpose = bool(self._aborting) or sys.exc_info()[0] is not None or is_rerunning()
         for state in states_in(buffer):
             if state.arrivals and not state.stepped:
-                self.counts.may_have_broken = True
-                if not (on_purpose or state.excused):
-                    state.dropped += bool(state.reduces)
-                    state.lost += not state.reduces
+                self.audit.may_have_broken = True
+                state.dropped |= not (on_purpose or state.excused)
                 state.excused = False
             state.reset()
 
@@ -159,6 +161,10 @@ class Gradients(Part):
             self._join(chunk)
 
     @observes
+    def finishing(self, chunks: list[Any], num_tokens: Any) -> None:
+        self._finished.update(chunks)
+
+    @observes
     def end(self) -> None:
         for chunk in list(self.audit.models.chunks):
             _watchers.pop(chunk)
@@ -172,7 +178,10 @@ class Gradients(Part):
         are_new = any(state.arrivals for chunk in step.chunks for state in states_of(chunk))
         for chunk in step.chunks:
             step.has_gradients |= self._judge(chunk, are_new)
-        if step.has_gradients and self._used.get(step.optimizer) == ever_arrived(step.chunks):
+        if not step.has_gradients:
+            return
+        self.ledger.judged.update(_WITH_GRADIENTS)
+        if self._used.get(step.optimizer) == numbers_of(step.chunks):
             what = "the optimizer steps on gradients that its last step has used"
             self.ledger.report("stepped-once", "again", what)
 
@@ -183,29 +192,32 @@ class Gradients(Part):
             are_new: whether any gradients have come to the model since they were zeroed.
         """
         states = states_of(chunk)
-        self._judge_zeroed(chunk, states, are_new)
+        if dropped := [state for state in states if state.dropped]:
+            self._judge_dropped(chunk, dropped, are_new)
         self._judge_reduces(chunk, states)
         return any(state.arrivals or state.stepped for state in states)
 
-    def _judge_zeroed(self, chunk: Any, states: list[BucketState], are_new: bool) -> None:
-        lost = [state for state in states if state.lost or (state.dropped and not are_new)]
-        dropped = [state for state in states if state.dropped and not state.lost and are_new]
-        if lost:
-            kind, when = ("others-came", ", and others came,") if are_new else ("right-before", " right")
-            what = f"the gradients of {_name(chunk, lost)} were zeroed{when} before the optimizer step"
-            self.ledger.report("gradients-used", kind, what)
-        if dropped:
-            when = "were zeroed after they were reduced, and others came, before the optimizer step"
-            self.ledger.report("gradients-dropped", "reduced", f"the gradients of {_name(chunk, dropped)} {when}")
+    def _judge_dropped(self, chunk: Any, dropped: list[BucketState], are_new: bool) -> None:
+        name = _name(chunk, dropped)
+        if are_new:
+            what = f"the gradients of {name} were zeroed, and others came, before the optimizer step"
+            self.ledger.report("gradients-dropped", "zeroed", what)
+        elif all(map(is_zero, dropped)):  # else others were written by hand
+            what = f"the gradients of {name} were zeroed right before the optimizer step"
+            self.ledger.report("gradients-used", "right-before", what)
 
     def _judge_reduces(self, chunk: Any, states: list[BucketState]) -> None:
-        suspects = [state for state in states if state.reduces != 1 and state.arrivals and not state.stepped]
-        suspects = [state for state in suspects if ranks_of(state) > 1]
+        new = [state for state in states if state.arrivals and not state.stepped]
+        self.ledger.judged["reduced-once"] += bool(new) and ranks_of(new[0]) > 1
+        suspects = [state for state in new if state.reduces != 1 and ranks_of(state) > 1]
         unreduced = [state for state in suspects if not state.reduces]
         repeated = [state for state in suspects if state.reduces]
+        is_finished = chunk in self._finished or not unreduced
+        (self.apart.discard if is_finished else self.apart.add)(chunk)
         if unreduced:
-            what = f"the gradients of {_name(chunk, unreduced)} were not reduced"
-            self.ledger.report("reduced-once", "never", what)
+            kind, more = ("never", "") if is_finished else ("unfinished", ", nor given to finalize_model_grads()")
+            what = f"the gradients of {_name(chunk, unreduced)} were not reduced{more}"
+            self.ledger.report("reduced-once", kind, what)
         if repeated:
             times = max(state.reduces for state in repeated)
             what = f"the gradients of {_name(chunk, repeated)} were reduced {times} times"
@@ -219,8 +231,9 @@ class Gradients(Part):
                 if state.arrivals:
                     state.stepped = True
                     state.take()
-                state.lost, state.dropped, state.excused = 0, 0, False
-        self._used[step.optimizer] = ever_arrived(step.chunks)
+                state.dropped = state.excused = False
+        self._finished.difference_update(step.chunks)
+        self._used[step.optimizer] = numbers_of(step.chunks)
 
 
 def _is_under_way(group: Any, *_: Any, **__: Any) -> bool:

@@ -9,13 +9,13 @@ Cost      some microseconds a step; no sync: what is compared is read as the ste
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._mcore.bucket_groups import chunks_of
 from .._mcore.main_params import has_memory
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._facts import Facts
 from ._findings import observes
 from ._models import grad_buffers
 from ._samples import differs, spread_over
@@ -25,8 +25,8 @@ from ._watching import RAISED, around, before, site
 class GradientsKept(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._finished: Facts[_State] = Facts()
-        """About a buffer: its state as its gradients were finished."""
+        self._finished = SideTable()
+        """About a buffer, as its gradients were finished: its counts, and a sample, if it is looked at closely."""
         self._differ: list[Any] = []
         """Whether elements have changed uncounted in the step that is under way, as tensors."""
 
@@ -52,7 +52,7 @@ class GradientsKept(Part):
             return
         for buffer in grad_buffers(chunks_of(model) or []):
             sample = spread_over(buffer.grad_data) if self.audit.looks() and has_memory(buffer.grad_data) else None
-            self._finished.set(buffer, _State(_counts(buffer), sample))
+            self._finished.set(buffer, (_counts(buffer), sample))
 
     @observes
     def _look(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -68,10 +68,12 @@ class GradientsKept(Part):
             before = self._finished.pop(buffer, None)  # the step itself may change them
             if before is None:
                 continue
-            if before.counts != _counts(buffer):
+            self.ledger.judged["gradients-kept"] += 1
+            counts, sample = before
+            if counts != _counts(buffer):
                 self._report()
-            elif before.sample is not None:
-                self._differ.append(differs(before.sample, spread_over(buffer.grad_data)))
+            elif sample is not None:
+                self._differ.append(differs(sample, spread_over(buffer.grad_data)))
 
     def _report(self) -> None:
         what = "gradients were changed between finalize_model_grads() and the optimizer step"
@@ -87,13 +89,6 @@ class GradientsKept(Part):
     @observes
     def zeroed(self, buffer: Any) -> None:
         self._finished.pop(buffer, None)
-
-
-class _State(NamedTuple):
-    """A buffer's counts, and some of its elements, if it is looked at closely."""
-
-    counts: tuple[int, int]
-    sample: Any
 
 
 def _counts(buffer: Any) -> tuple[int, int]:

@@ -41,15 +41,16 @@ class KeptBetweenSteps(Part):
         self._looks = self.audit.looks()
         for optimizer in step.optimizers:
             left = self._left.pop(optimizer, None)
-            if left is not None and left.loads == self.audit.counts.loads:
+            if left is not None and left.loads == self.audit.loads:
                 for what, now in _samples(optimizer).items():
                     for differ in differences(left.samples[what], now):
+                        self.ledger.judged["kept-between-steps"] += 1
                         self._changed.add(what, differ, self.ledger.step + 1)
 
     def has_changed(self, optimizer: Any) -> bool:
         """Return whether weights in fp32 were changed since the last step, and not loaded. Waits for a GPU."""
         left = self._left.get(optimizer)
-        if left is None or left.loads != self.audit.counts.loads:
+        if left is None or left.loads != self.audit.loads:
             return False
         return any(map(bool, differences(left.samples[_WEIGHTS], sample_of(_weights(optimizer)))))
 
@@ -59,7 +60,7 @@ class KeptBetweenSteps(Part):
         if self._looks:
             self.judge()
         for optimizer in step.optimizers:
-            self._left[optimizer] = _Left(_samples(optimizer), self.audit.counts.loads)
+            self._left[optimizer] = _Left(_samples(optimizer), self.audit.loads)
 
     @observes
     def judge(self) -> None:

@@ -35,11 +35,13 @@ class _Loaded(NamedTuple):
         steps: their counts.
         has_moments: whether there were any; None if only another rank knows.
         were_there: whether any moments were not zero after the load; None if that is not known.
+        was_right: whether the step counts were those that were loaded, right after the load.
     """
 
     steps: set[int]
     has_moments: bool | None
     were_there: bool | None = None
+    was_right: bool = False
 
 
 class LoadedIsThere(Part):
@@ -73,7 +75,7 @@ class LoadedIsThere(Part):
         )
 
     def _note_load(self, *_: Any, **__: Any) -> None:
-        self.audit.counts.loads += 1
+        self.audit.loads += 1
         self.audit.disturbed("load")
 
     @observes
@@ -88,8 +90,9 @@ class LoadedIsThere(Part):
     @observes
     def _note_loaded(self, loaded: _Loaded | None, result: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         if loaded is not None and result is not RAISED:
-            self.ledger.met.update(("loaded-is-there", "resumed-together"))
-            self._loaded[optimizer] = loaded._replace(were_there=_has_moments(optimizer))
+            self.ledger.judged.update(("loaded-is-there", "resumed-together"))
+            was_right = not _steps_of(optimizer) - loaded.steps
+            self._loaded[optimizer] = loaded._replace(were_there=_has_moments(optimizer), was_right=was_right)
 
     @observes
     def _note_moments(self, _: None, result: Any, optimizer: Any, *__: Any, **___: Any) -> None:
@@ -129,7 +132,7 @@ class LoadedIsThere(Part):
         steps, are_there = _steps_of(optimizer), _has_moments(optimizer)
         if steps - loaded.steps:
             what = f"the optimizer has made {max(steps)} steps, and has loaded {max(loaded.steps)}"
-            self.ledger.report("loaded-is-there", "steps", what)
+            self.ledger.report("loaded-is-there", "rewound" if loaded.was_right else "steps", what)
         if are_there is False and loaded.were_there:
             what = "all moments were zeroed after a load of the optimizer"
             self.ledger.report("kept-between-steps", "zeroed", what)

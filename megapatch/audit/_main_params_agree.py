@@ -15,7 +15,7 @@ Cost      reads this rank's parameters and main parameters once in a step that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._mcore.main_params import has_memory, pairs
 from ..patch import Site
@@ -27,19 +27,11 @@ from ._watching import before, site
 _TAKE = "_copy_model_grads_to_main_grads"
 
 
-class _Compared(NamedTuple):
-    """Parameters, whether each differs from its main parameter, and the user's code then."""
-
-    parameters: list[Any]
-    differ: Any
-    where: tuple[str, ...]
-
-
 class MainParamsAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._compared: list[_Compared] = []
-        """In the step that is under way."""
+        self._compared: list[tuple[list[Any], Any, tuple[str, ...]]] = []
+        """In this step: parameters, whether each differs from its main parameter, and the user's code then."""
         self._unread = Unread()
 
     def sites(self) -> tuple[Site, ...]:
@@ -53,11 +45,13 @@ class MainParamsAgree(Part):
     def _compare(self, optimizer: Any, *_: Any, **__: Any) -> None:
         if not self.audit.looks():
             for differ in _samples_differ(optimizer):
-                self._unread.add("parameters", differ, self.ledger.step + 1)
+                self.ledger.judged["main-params-agree"] += 1
+                self._unread.add("some parameters", differ, self.ledger.step + 1)
             return
         parameters, differ = compared_with_mains(optimizer)
         if parameters:
-            self._compared.append(_Compared(parameters, differ, user_code()))
+            self.ledger.judged["main-params-agree"] += 1
+            self._compared.append((parameters, differ, user_code()))
 
     @observes
     def end_step(self, step: Step) -> None:
@@ -67,7 +61,7 @@ class MainParamsAgree(Part):
             wrong = [parameter for parameter, differs in zip(parameters, differ.tolist(), strict=True) if differs]
             if wrong:
                 named = (pair for chunk in step.chunks for pair in chunk.module.named_parameters())
-                self._report(f"{describe(wrong, named)} is", where)
+                self._report(f"{describe(wrong, named)} {'are' if wrong[1:] else 'is'}", where)
         if compared:
             self.judge()
 
@@ -75,10 +69,10 @@ class MainParamsAgree(Part):
     def judge(self) -> None:
         """Report differences in the steps that were not looked at closely."""
         for what, step in self._unread.read():
-            self._report(f"some {what} are", step=step)
+            self._report(f"{what} are", step=step)
 
     def _report(self, what: str, where: tuple[str, ...] | None = None, step: int | None = None) -> None:
-        text = f"{what} not what the optimizer's main parameter says, and is overwritten"
+        text = f"{what} not what the optimizer's main parameters say, which overwrite the model's"
         self.ledger.report("main-params-agree", "step", text, where, step)
 
     @observes

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from .._mcore.side_table import SideTable
 from ._audit import Audit, Part
-from ._facts import Facts
 from ._findings import observes
 from ._hashes import hash_of
 
@@ -32,12 +32,11 @@ class _Trained:
 class Microbatches(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._trained: Facts[_Trained] = Facts()
+        self._trained = SideTable()
         """About a chunk."""
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
-        self.ledger.met.update(("calls-alike", "data-differs"))
         trained = self._trained.get_or_make(chunk, _Trained)
         trained.count += 1
         if loss is not None:
@@ -75,6 +74,7 @@ class Microbatches(Part):
             highest: the highest of these numbers on any rank.
             of_complements: the highest of their complements.
         """
+        self.ledger.judged.update(("calls-alike", "data-differs"))
         (most, *losses), (least, *others) = highest, of_complements
         if most != ~least:
             what = f"{ranks} have trained on {~least} to {most} microbatches since they were compared"

@@ -17,27 +17,36 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from .._mcore.main_params import has_memory, pairs
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._facts import Facts
 from ._findings import observes
 from ._loaded_is_there import MOMENTS
 from ._models import grad_buffers
 from ._watching import Watcher, before, site
 
-_FRAMEWORKS = (
-    "verl.utils.megatron_utils",
-    "skyrl_train.distributed.megatron.megatron_utils",
-    "skyrl.backends.skyrl_train.distributed.megatron.megatron_utils",
-)
 _HELPERS = (
     "offload_megatron_model_to_cpu",
     "load_megatron_model_to_gpu",
     "offload_megatron_optimizer",
     "load_megatron_optimizer",
 )
+_BUFFERS = "_ParamAndGradBuffer.offload_to_cpu", "_ParamAndGradBuffer.reload_from_cpu"
+_OPTIMIZERS = "MegatronOptimizer.offload_to_cpu", "MegatronOptimizer.restore_from_cpu"
+_SAVER = "TorchMemorySaver.pause", "TorchMemorySaver.resume"
+_SWITCH = ("MegatronTrainRayActor._switch_model",)
+_KNOWN = (
+    ("offload", "megatron.core.distributed.param_and_grad_buffer", _BUFFERS, "up to 0.15"),
+    ("offload", "megatron.core.optimizer.optimizer", _OPTIMIZERS, "up to 0.14"),
+    ("offload", "torch_memory_saver.entrypoint", _SAVER, None),
+    ("offload", "verl.utils.megatron_utils", _HELPERS, None),
+    ("offload", "skyrl_train.distributed.megatron.megatron_utils", _HELPERS, None),
+    ("offload", "skyrl.backends.skyrl_train.distributed.megatron.megatron_utils", _HELPERS, None),
+    ("swap", "slime.backends.megatron_utils.actor", _SWITCH, "up to v0.2.1"),
+    ("swap", "miles.backends.megatron_utils.actor", _SWITCH, "up to v0.2.1"),
+)
+"""Kind of event, module, functions, and the releases that lack them."""
 _PARAMETERS = "parameters"
-_SWITCH = "MegatronTrainRayActor._switch_model"
 
 
 class _Places(NamedTuple):
@@ -55,39 +64,17 @@ class _Places(NamedTuple):
 class Offloads(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._places: Facts[_Places] = Facts()
+        self._places = SideTable()
         """About a chunk, and about an optimizer that others consist of."""
         self._known = 0
         self._latest: tuple[int, str] | None = None
         """The optimizer step and the name of the latest helper: it is called for one buffer after the other."""
 
     def sites(self) -> tuple[Site, ...]:
-        buffers, optimizers, saver = "_ParamAndGradBuffer", "MegatronOptimizer", "TorchMemorySaver"
-        return (
-            self._offloading(
-                "megatron.core.distributed.param_and_grad_buffer",
-                (f"{buffers}.offload_to_cpu", f"{buffers}.reload_from_cpu"),
-                optional="up to 0.15",
-            ),
-            self._offloading(
-                "megatron.core.optimizer.optimizer",
-                (f"{optimizers}.offload_to_cpu", f"{optimizers}.restore_from_cpu"),
-                optional="up to 0.14",
-            ),
-            self._offloading("torch_memory_saver.entrypoint", (f"{saver}.pause", f"{saver}.resume")),
-            *(self._offloading(module, _HELPERS) for module in _FRAMEWORKS),
-            *(
-                site(
-                    f"{framework}.backends.megatron_utils.actor",
-                    {_SWITCH: self._known_to("swap", _SWITCH)},
-                    optional="up to v0.2.1",
-                )
-                for framework in ("slime", "miles")
-            ),
+        return tuple(
+            site(module, {path: self._known_to(kind, path) for path in paths}, optional=lacking)
+            for kind, module, paths, lacking in _KNOWN
         )
-
-    def _offloading(self, module: str, paths: tuple[str, ...], optional: str | None = None) -> Site:
-        return site(module, {path: self._known_to("offload", path) for path in paths}, optional=optional)
 
     # ------------------------------------------------------------------------ those that are known
     def _known_to(self, kind: str, path: str) -> Watcher:
@@ -97,7 +84,7 @@ class Offloads(Part):
     @observes
     def _note(self, kind: str, what: str, /, *_: Any, **__: Any) -> None:
         self._known += 1
-        self.audit.counts.may_have_broken = True
+        self.audit.may_have_broken = True
         if self._latest != (self.ledger.step, what):
             self._latest = (self.ledger.step, what)
             self.ledger.happened(kind, what)
@@ -117,7 +104,7 @@ class Offloads(Part):
 
     def _compare(self, owner: Any, addresses: dict[str, list[int]]) -> None:
         """Note an event if something is elsewhere than it was, for no reason that is known."""
-        now = _Places(self._known + self.audit.counts.loads, addresses)
+        now = _Places(self._known + self.audit.loads, addresses)
         before = self._places.get(owner, now)
         self._places.set(owner, now)
         if before.reasons != now.reasons:

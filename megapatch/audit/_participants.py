@@ -80,11 +80,12 @@ class Participants:
                 )
         return self._world.is_compared
 
-    def all_have_come(self, group: Any = None) -> bool:
+    def all_have_come(self, group: Any = None, for_names: bool = False) -> bool:
         """Return whether every rank has come here as often as this one; all get one answer.
 
         Args:
             group: the process group whose ranks meet; None for all ranks.
+            for_names: whether a rank that does not come has not come to this step: it is waited for once only.
         """
         import torch.distributed as dist
 
@@ -98,7 +99,7 @@ class Participants:
         store, size, number = default_store(), dist.get_world_size(group), world.meetings[name]
         have_come = _ask(world, lambda: _meet(store, name, size, number))
         if have_come is False:
-            _leave(world, name, group)
+            _leave(world, name, None if for_names else group)
         return bool(have_come)
 
     def number_who_say(self, what: str, group: Any) -> int:

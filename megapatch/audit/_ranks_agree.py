@@ -1,15 +1,15 @@
 """ranks-agree, stages-differ: ranks have the same parameters, and stages other random numbers.
 
-Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50): a hash of the parameters that
-          are the same in a group, and one all-reduce of 48 or 96 bytes a group. A rank that missed a gather, a
-          broadcast or a reduce trains another model, whose gradients are averaged with the others' all the same.
-          model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline stages with the same one drop
-          the same elements.
+Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (50), and after 1, 2, 4, 8, 16 and
+          32: a hash of the parameters that are the same in a group, and one all-reduce of 48 or 96 bytes a group.
+          A rank that missed a gather, a broadcast or a reduce trains another model, whose gradients are averaged
+          with the others' all the same. model_parallel_cuda_manual_seed(), in all releases, shows seeds: pipeline
+          stages with the same one drop the same elements.
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
           blocks; GTP's, by the ranks that have the same part. Nothing is compared while a CUDA graph is
-          captured.
+          captured, nor as the process ends: a rank that ends early would be waited for.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.
@@ -22,13 +22,14 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from .._mcore.side_table import SideTable
 from .._ranks import numbered
 from .._troubleshooting import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._facts import Facts
 from ._findings import describe, observes, user_code
+from ._gradients import Gradients
 from ._hashes import hash_of, stored
 from ._microbatches import Microbatches
 from ._participants import Participants
@@ -59,12 +60,15 @@ class RanksAgree(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._participants = Participants()
-        self._compared: Facts[list[_Compared]] = Facts()
+        self._compared = SideTable()
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
-        self._compare_together: Facts[dict[str, bool]] = Facts()
+        self._compare_together = SideTable()
         """About a model's first chunk: whether all ranks of a kind of group compare it."""
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""
+        self._own = SideTable()
+        """About a model's first chunk: by kind of group the ids of parameters that may be a rank's own: few that
+        have differed from the beginning, and those that Megatron does not reduce."""
         self._unknown: set[str] = set()
         """Names of classes whose parameters are not compared."""
 
@@ -115,12 +119,12 @@ class RanksAgree(Part):
                 if replicas.what == DATA:
                     hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
                 compared.append(_Compared(replicas, _highest(hashes, replicas.group)))
-                self.ledger.met.add("ranks-agree")
+                self.ledger.judged["ranks-agree"] += 1
         self._compared.set(chunks[0], compared)
 
     def _all_compare(self, replicas: Replicas, chunk: Any) -> bool:
         """Return whether all ranks of a group compare these parameters of a model; they meet for it once."""
-        known = self._compare_together.get_or_make(chunk, dict)
+        known: dict[str, bool] = self._compare_together.get_or_make(chunk, dict)
         if replicas.what not in known:
             known[replicas.what] = self._participants.all_have_come(replicas.group)
         return known[replicas.what]
@@ -132,8 +136,10 @@ class RanksAgree(Part):
             compared = self._compared.get(chunk, [])
             for earlier in compared:
                 if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
+                    own = self._own.get(chunk, {}).get(earlier.replicas.what)
+                    kind = self._kind(earlier.replicas, is_own=own is None or bool(own), chunks=[chunk])
                     what = f"a parameter is not the same on {ranks_of(earlier.replicas)}"
-                    self.ledger.report("ranks-agree", earlier.replicas.what, what)
+                    self.ledger.report("ranks-agree", kind, what)
             # They stay: all ranks ask for names together in the next step.
             self._compared.set(chunk, [earlier._replace(is_reported=True) for earlier in compared])
 
@@ -161,16 +167,28 @@ class RanksAgree(Part):
         highest = earlier.hashes.tolist()
         if what == DATA:
             self.audit.part(Microbatches).judge_ranks(ranks_of(earlier.replicas), *(each[-1] for each in highest))
+        own = self._own.get_or_make(chunks[0], dict)
         if not _differ(highest)[0]:
+            own.setdefault(what, set())
             return
         wrong = parameters
-        if self._participants.all_have_come(group):
+        if self._participants.all_have_come(group, for_names=True):
             hashes = self._hashes([[parameter] for parameter in parameters])
             differing = _differ(_highest(hashes, group).tolist())
-            wrong = [parameter for parameter, differs in zip(parameters, differing, strict=True) if differs]
+            wrong = [each for each, differs in zip(parameters, differing, strict=True) if differs] or parameters
+        few = len(_matrices(wrong)) <= len(_matrices(parameters)) / 4
+        mine = own.setdefault(what, {id(parameter) for parameter in wrong} if few else set())
+        if is_own := all(_is_own(each, mine, chunks) for each in wrong):
+            mine.update(map(id, wrong))
+        kind = self._kind(earlier.replicas, is_own, chunks)
         named = (pair for chunk in chunks for pair in chunk.module.named_parameters())
-        name = describe(wrong or parameters, named)
-        self.ledger.report("ranks-agree", what, f"{name} is not the same on {ranks_of(earlier.replicas)}")
+        is_not = f"{describe(wrong, named)} {'are' if wrong[1:] else 'is'} not"
+        self.ledger.report("ranks-agree", kind, f"{is_not} the same on {ranks_of(earlier.replicas)}")
+
+    def _kind(self, replicas: Replicas, is_own: bool, chunks: list[Any]) -> str:
+        """Return the kind of a difference: that of the group, unless it may be meant."""
+        is_apart = is_own or any(chunk in self.audit.part(Gradients).apart for chunk in chunks)
+        return "apart" if is_apart else replicas.what
 
     def _hashes(self, parts: list[list[Any]]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.
@@ -220,7 +238,7 @@ class RanksAgree(Part):
 
         self._seed = None
         group = parallel_state.get_pipeline_model_parallel_group()
-        self.ledger.met.update(["stages-differ"] if group.size() > 1 else [])
+        self.ledger.judged["stages-differ"] += group.size() > 1
         if group.size() > 1 and self._participants.number_who_say(f"seed {seed}", group) == group.size():
             what = f"all {group.size()} pipeline stages were seeded with {seed}"
             self.ledger.report("stages-differ", "seed", what, where)
@@ -246,6 +264,16 @@ def _differ(highest: list[list[list[int]]]) -> list[bool]:
 
 
 # ------------------------------------------------------------------------ which ranks have what alike
+def _matrices(parameters: list[Any]) -> list[Any]:
+    """Return those that are made at random: norms and biases are made alike on all ranks, whatever their seeds."""
+    return [parameter for parameter in parameters if parameter.ndim > 1]
+
+
+def _is_own(parameter: Any, own: set[int], chunks: list[Any]) -> bool:
+    """Return whether a parameter may be meant to differ: it always has, or Megatron reduces no gradient of it."""
+    return id(parameter) in own or all(parameter not in chunk.param_to_bucket_group for chunk in chunks)
+
+
 def replicas_of(parameters: list[Any]) -> Iterator[Replicas]:
     """Yield the parameters that this rank and others have, by group, if it has more than one rank."""
     from megatron.core import parallel_state

@@ -25,6 +25,8 @@ from ._settings import Settings
 from ._summary import KIND, SCHEMA, summarize
 
 _NOT_COMPARED = "ranks are not compared"
+_WORLD = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+"""Variables that are the same on all ranks of an attempt, and often others on those of another one."""
 
 
 class RuleStatus(NamedTuple):
@@ -34,11 +36,13 @@ class RuleStatus(NamedTuple):
         name: a key of `megapatch.audit.RULES`.
         status: ``broken``, ``noted``, ``accepted``, ``not watched``, or ``kept`` as far as it was looked at.
         reason: why it is not watched, such as that there was nothing to look at; or else "".
+        judged: how many things were: `megapatch.audit.RULES` says which.
     """
 
     name: str
     status: str
     reason: str = ""
+    judged: int = 0
 
 
 class AuditReport(NamedTuple):
@@ -84,8 +88,9 @@ class AuditReport(NamedTuple):
                 **self._asdict(),
                 "host": platform.node(),
                 "pid": os.getpid(),
+                "world": " ".join(filter(None, map(os.environ.get, _WORLD))),
                 "settings": settings,
-                "rules": [rule._asdict() for rule in self.rules],
+                "rules": [{**rule._asdict(), "judges": RULES[rule.name].judges} for rule in self.rules],
                 "findings": [_described(finding) for finding in self.findings],
                 "notes": [_described(note) for note in self.notes],
             }
@@ -119,9 +124,15 @@ def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...
     )
 
 
-def write(folder: str, report: AuditReport) -> None:
-    """Write a report for `megapatch audit`, over the one before."""
-    files.write(files.path_of(Path(folder), KIND, report.rank), report.to_dict())
+def write(folder: str, report: AuditReport, known: dict[int, Path]) -> None:
+    """Write a report for `megapatch audit`, over the one before of this process, not over another's.
+
+    Args:
+        known: by rank the file of this process: another attempt, or another model's job, may use the same folder.
+    """
+    path = known.get(report.rank) or files.new_path(Path(folder), KIND, report.rank)
+    known[report.rank] = path
+    files.write(path, report.to_dict())
 
 
 def _place(ledger: Ledger) -> tuple[int, int, bool]:
@@ -132,19 +143,11 @@ def _place(ledger: Ledger) -> tuple[int, int, bool]:
 
 def _described(finding: Finding) -> dict[str, Any]:
     """Return a finding with all that is known of its rule: its reader may have another version of megapatch."""
+    rule, events = RULES[finding.rule], [event.split()[0] for event in finding.before]
     return {
-        "rule": finding.rule,
-        "kind": finding.kind,
-        "what": finding.what,
-        "means": RULES[finding.rule].means,
-        "rank": finding.rank,
-        "step": finding.step,
-        "last_step": finding.last_step,
-        "count": finding.count,
-        "where": list(finding.where),
-        "causes": [
-            {"cause": cause.cause, "check": cause.check} for cause in RULES[finding.rule].causes_of(finding.kind)
-        ],
+        **{name: value for name, value in vars(finding).items() if name != "repairs"},
+        "means": rule.means,
+        "causes": [cause._asdict() for cause in rule.causes_of(finding.kind, events)],
         "patches": [repair._asdict() for repair in finding.repairs],
     }
 
@@ -156,19 +159,13 @@ def statuses(ledger: Ledger, audit: Audit | None) -> tuple[RuleStatus, ...]:
     Args:
         audit: that watches this process; None if none does any more, or did.
     """
-    broken = {finding.rule for finding in (*ledger.findings(), *ledger.notes())}
+    found = {name: ("accepted", "") for name in ledger.accepted}
+    found |= {each.rule: ("noted", "") for each in ledger.notes()}
+    found |= {each.rule: ("broken", "") for each in ledger.findings()}
     blind = _unwatched(audit) if audit else dict.fromkeys(RULES, "the audit has ended, or did not begin")
-    found = []
-    for name, rule in RULES.items():
-        if name in broken:
-            found.append(RuleStatus(name, "noted" if rule.is_note else "broken"))
-        elif name in ledger.accepted:
-            found.append(RuleStatus(name, "accepted"))
-        else:
-            found.append(
-                RuleStatus(name, "not watched", blind[name]) if name in blind else RuleStatus(name, "kept")
-            )
-    return tuple(found)
+    for name in RULES:
+        found.setdefault(name, ("not watched", blind[name]) if name in blind else ("kept", ""))
+    return tuple(RuleStatus(name, *found[name], judged=ledger.judged[name]) for name in RULES)
 
 
 def rules_of(part: Part) -> list[str]:
@@ -180,7 +177,7 @@ def rules_of(part: Part) -> list[str]:
 
 def _unwatched(audit: Audit) -> dict[str, str]:
     """Return, by rule that is not watched, why."""
-    found = {name: rule.needs for name, rule in RULES.items() if rule.needs and name not in audit.ledger.met}
+    found = {name: f"no {rule.judges}" for name, rule in RULES.items() if not audit.ledger.judged[name]}
     for part in audit.parts:
         for reason in _reasons(audit, part):
             found.update(dict.fromkeys(rules_of(part), reason))

@@ -95,7 +95,7 @@ class Resumed(Part):
     # ------------------------------------------------------------------------ events
     @observes
     def _note_pause(self, was_paused: bool | None, result: Any, client: Any, *_: Any, **__: Any) -> None:
-        self.ledger.met.add("resumed")
+        self.ledger.judged["resumed"] += 1
         if result is not RAISED:
             self._paused.add(client)
         elif not was_paused:
@@ -141,7 +141,7 @@ class Resumed(Part):
     @observes
     def _note_attempt(self, outcome: tuple[Exception | None, object]) -> None:
         failure, _ = outcome
-        self.ledger.met.add("resumed")
+        self.ledger.judged["resumed"] += 1
         self.ledger.happened("sync", "" if failure is None else f"resuming failed: {type(failure).__name__}")
         if failure is not None:
             what = f"resuming generation after a weight sync has failed: {type(failure).__name__}: {failure}"

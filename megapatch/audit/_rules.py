@@ -1,61 +1,62 @@
 """The rules that every step has to keep, in any trainer: what each says, and why and how trainers break it.
 
-A rule is a paragraph of `_TEXT`, in the order of the page. Its first line has its name, and whether breaking it
-is a finding or a note. Then come what it says; what breaking it means; what a process lacked in which there was
-nothing to look at; the patches that repair known ways of breaking it; and the likely causes, each by the kind of
-the findings that it explains, with what shows it. A cause of `any` kind may explain all of them.
+A rule is a paragraph of `_TEXT`, in the order of the page. Its first line has its name, and whether breaking it is
+a finding or a note; after `but`, the kinds that are notes all the same. Then come what it says; what breaking it
+means; what is judged, and counted; the patches that repair known ways of breaking it; and the likely causes, each
+by the kind of the findings that it explains, with what shows it. A cause of `any` kind may explain all of them.
+Those `after` some kind of event come first where one has happened.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
 _TEXT = """\
-reduced-once: finding
-  says: Between zeroing and the optimizer step every bucket that received gradients is reduced once, and nothing
-    is added to it after its reduce began.
+reduced-once: finding but unfinished
+  says: Between zeroing and the optimizer step every bucket that received gradients is reduced once, and nothing is
+    added to it after its reduce began.
   means: Data-parallel ranks step with different gradients, or with gradients that are wrong by a factor.
+  judges: steps with gradients of several ranks
   patches: megatron.grad-ready-window megatron.nested-no-sync megatron.parameters-without-gradients
     nemo_rl.hooks-without-overlap skyrl.accumulate-forward-backward
-  never: finalize_model_grads() is not called, or config.finalize_model_grads_func is not set | all parameters
-    are named, on all ranks
+  unfinished: config.finalize_model_grads_func is not set, or its call is left out | all parameters are named, on
+    all ranks
+  unfinished: gradients are reduced by hand, or ranks average their weights instead | it is meant so: accept it
   never: parameters that got no gradient in the last microbatch, with overlap_grad_reduce | some parameters are
     named, as of experts without tokens, and not on all ranks
-  repeated: microbatches outside no_sync(), or several calls of which each finishes gradients | the number is
-    that of the microbatches, or of the calls, of a step
-  late: another optimizer than Megatron's, which does not zero its buffers | from the second step on; nothing
-    calls zero_grad_buffer()
+  repeated: microbatches outside no_sync(), or several calls of which each finishes gradients | the number is that
+    of the microbatches, or of the calls, of a step
+  late: another optimizer than Megatron's, which does not zero its buffers | from the second step on; nothing calls
+    zero_grad_buffer()
   late: a call in which the last microbatch is not known as the last | from the first step on, with
     overlap_grad_reduce only
 
 fresh-gradients: finding
   says: The first gradient after an optimizer step is added to a buffer that was zeroed.
   means: Each step repeats the gradients of the steps before it.
+  judges: steps with gradients
   patches: nemo_rl.train-after-exception
   any: zero_grad_buffer() is not called before the first call of a step | found in every step from the second on
-  any: only the optimizer's gradients are zeroed, or those of one chunk | optimizer.zero_grad() leaves the
-    buffers of chunks as they are
-  any: a call that raised has left its gradients | the timeline has an exception just before
+  any: only the optimizer's gradients are zeroed, or those of one chunk | optimizer.zero_grad() leaves the buffers
+    of chunks as they are
+  any after exception: a call that raised has left its gradients | the timeline has an exception just before
 
 gradients-used: finding
-  says: Gradients that have arrived are used by an optimizer step before they are zeroed.
-  means: A step of several calls trains on the last of them only, or on nothing.
-  others-came: gradients are zeroed in each call of a step that has several, of which the last finishes them |
-    zero_grad_buffer() is inside the loop over micro- or minibatches
-  right-before: zeroing and the step are in the wrong order | the line of zero_grad_buffer() is right before that
-    of step()
-  any: the trainer leaves out the other calls of a step that it does not like | found now and then;
-    megapatch.train_step.TrainStep.abort() says that it is meant
+  says: An optimizer step uses gradients that have arrived, not the zeros that came after them.
+  means: The step trains on nothing.
+  judges: steps with gradients
+  any: zeroing and the step are in the wrong order | the line of zero_grad_buffer() is right before that of step()
 
 gradients-dropped: note
-  says: Gradients that were reduced are used by an optimizer step before they are zeroed.
+  says: Gradients that have arrived are used by an optimizer step before they are zeroed.
   means: A step of several calls trains on the last of them only, unless they were dropped on purpose.
+  judges: steps with gradients
   patches: skyrl.accumulate-forward-backward
   any: gradients are zeroed in each call of a step that has several | found in each step; zero_grad_buffer() is
-    inside the loop over minibatches
+    inside the loop over micro- or minibatches
   any: the trainer leaves out the step of a batch that it does not like | found now and then;
     megapatch.train_step.TrainStep.abort() says that it is meant
   any: gradients are only measured, or are a means to others | it is meant so: accept the note
@@ -63,48 +64,54 @@ gradients-dropped: note
 gradients-arrive: note
   says: Each parameter that is trained has a gradient in a step, if others have.
   means: It stays as it is: it was frozen after the model was wrapped, or is under no_grad().
-  any: parameters were frozen, or their part left out, after the model was wrapped | they are those of one
-    adapter, tower or layer; freeze them before the model is wrapped
+  judges: steps with gradients
+  any: parameters were frozen, or their part left out, after the model was wrapped | they are those of one adapter,
+    tower or layer; freeze them before the model is wrapped
   any: their part runs under no_grad() or on a detached input | they are those of one module
 
-main-params-agree: finding
+main-params-agree: note
   says: In half precision an optimizer step begins from the parameters that the model has.
   means: The step undoes what was put into the model: a load, or weights that were swapped in or out.
+  judges: steps with main parameters
   patches: megatron.main-params-after-load
-  any: weights were loaded, and not the optimizer's main parameters | the timeline has a load just before;
-    optimizer.reload_model_params() does not follow it
-  any: a reference, an older policy or an average was left in the model | many parameters are named, after a
-    forward-only call or an exception
-  any: a swap leaves out some parameters, or an adapter stays merged | few parameters are named: those of a
-    dtype, a chunk or a layer
-  any: the optimizer was onloaded from an older copy | nothing was loaded or swapped; the weights before the
-    offload are the model's
+  any after load: weights were loaded, and not the optimizer's main parameters | the timeline has a load just
+    before; optimizer.reload_model_params() does not follow it
+  any after forward-only exception: a reference, an older policy or an average was left in the model | many
+    parameters are named, after a forward-only call or an exception
+  any after swap: a swap leaves out some parameters, or an adapter stays merged | few parameters are named: those
+    of a dtype, a chunk or a layer
+  any after offload: the optimizer was onloaded from an older copy | nothing was loaded or swapped; the weights
+    before the offload are the model's
+  any: weights are quantized for the forward pass, or lent to something else until the step | it is meant so:
+    accept the note
 
 kept-between-steps: note
   says: Moments, and weights in fp32, are at a step's beginning what the last step has left, or were loaded.
   means: The step is made from other weights or moments: swapped, lost in an offload, or of an older copy.
-  any: weights or moments were swapped or moved out, and other ones put back | the line or the timeline is that
-    of a swap, an offload or a sync
+  judges: steps that follow others
+  any: weights or moments were swapped or moved out, and other ones put back | the line or the timeline is that of
+    a swap, an offload or a sync
   any: another optimizer steps the same weights | found in each step, from the first one on
   any: an average or a regularizer writes into the weights | it is meant so: accept the note
   zeroed: moments are reset after a load, or their state is made again | the sentence says that they were zeroed
     after it
 
-loaded-is-there: finding
+loaded-is-there: finding but rewound
   says: After a load, moments, step counts and the schedule are what was loaded.
   means: Training continues as another run: with moments of zero, or at another learning rate.
-  needs: no optimizer state was loaded
+  judges: loads of an optimizer
   patches: areal.load-optimizer-state megatron.scheduler-after-load
   moments: the optimizer was loaded before its state was made, which replaced it | moments are zero or missing;
     load after the first step or after Megatron's dummy step
-  steps: something resets or counts the steps after the load | the numbers differ by the steps of this process
-  schedule: the scheduler adds what it loads to where it is | its steps are the sum of both; load into one that
-    is new
+  steps: the load leaves the counts of before, or adds to them | the numbers differ by the steps of this process
+  schedule: the scheduler adds what it loads to where it is | its steps are the sum of both; load into one that is
+    new
+  rewound: something resets counts after the load | it is meant so where another run is to begin from these weights
 
 resumed-together: note
   says: An optimizer and its schedule are loaded together.
   means: The learning rate begins from the start, or moments do.
-  needs: no optimizer state was loaded
+  judges: loads of an optimizer
   patches: verl.schedule-after-load
   schedule: the load is told to leave out the schedule, or the checkpoint has none | the sentence says that the
     schedule is at its beginning
@@ -114,13 +121,15 @@ resumed-together: note
 stepped-once: finding
   says: An optimizer steps once on the same gradients.
   means: The step is made twice, or a forward-backward call is missing.
-  any: step() is called by the trainer, and by something that it calls | the line is not that of the trainer's
-    own step; as often as there are steps
+  judges: steps with gradients
+  any: step() is called by the trainer, and by something that it calls | the line is not that of the trainer's own
+    step; as often as there are steps
   any: a loop makes steps without a forward-backward call | as often as it has turns, less one
 
 scaled-once: finding
   says: The loss, and every auxiliary loss, is multiplied by the loss scale that the optimizer divides by.
   means: Gradients are wrong by the loss scale: far too small, or those of one loss against another's.
+  judges: steps with a loss scale
   patches: areal.aux-loss-scale roll.grad-scale skyrl.grad-scale
   loss: config.grad_scale_func is not optimizer.scale_loss | it is None, or another optimizer's, as one that was
     made before
@@ -132,28 +141,31 @@ scaled-once: finding
 unscaled-once: finding
   says: The optimizer divides the gradients of a step by the loss scale once.
   means: Gradients are too small by the loss scale.
+  judges: divisions by a loss scale
   patches: megatron.prepare-grads-once
-  any: prepare_grads() is called before step(), which calls it again | the line of the first is in the trainer,
-    to read the gradients' norm perhaps
+  any: prepare_grads() is called before step(), which calls it again | the line of the first is in the trainer, to
+    read the gradients' norm perhaps
 
-gathered-when-read: finding
+gathered-when-read: finding but named
   says: Parameters that an optimizer step has left to be gathered are not read before that.
   means: The copy that is saved or sent is a mixture: this rank's shard is new, all others are one step old.
-  needs: no parameters were left to be gathered, as by overlap_param_gather
+  judges: steps that left parameters to be gathered
   patches: megatron.gathered-when-read areal.gathered-when-read nemo_rl.gathered-when-read
     nemo_rl.forward-pre-hook-after-split skyrl.gathered-when-read verl.gathered-when-read
-  read: a checkpoint, an export or a weight sync right after a step, with overlap_param_gather | the sentence
-    names the reader; disable_forward_pre_hook() before it gathers
+  read: a checkpoint, an export or a weight sync right after a step, with overlap_param_gather | the sentence names
+    the reader; disable_forward_pre_hook() before it gathers
+  named: state_dict() right after a step, whose values are read before the next gather | the sentence names it; it
+    is right where the values are read later
   sent: code of your own that sends parameters one by one | the line is that of the collective;
     disable_forward_pre_hook() before it gathers
 
 tokens-counted: finding
   says: The gradients of a step are divided by the tokens of all its calls, and no loss is NaN.
-  means: Gradients are too large, by as much as the step has calls; or parameters become NaN.
-  needs: no call of Megatron's schedules has trained
+  means: Gradients are wrong by a factor, or NaN.
+  judges: microbatches
   patches: megatron.zero-tokens
-  normalizer: each call of a step normalizes by its own tokens | a step has several calls; gradients are too
-    large by about their number
+  normalizer: each call of a step normalizes by its own tokens | a step has several calls; gradients are too large
+    by about their number
   loss: a microbatch whose tokens are all masked, and a loss that is divided by their number | the sum of that
     microbatch's loss mask is 0
   loss: the loss itself: a logarithm of 0, or a ratio that overflows | the loss mask has tokens; look at that
@@ -162,51 +174,56 @@ tokens-counted: finding
 fresh-counts: finding
   says: The token counts of routers are zero as a step's first call begins.
   means: The expert bias and auxiliary losses count the tokens of a step that was dropped.
-  needs: no call of Megatron's schedules has trained a model whose routers count tokens
-  any: a step was dropped, and only its gradients were zeroed | the timeline has an exception before
+  judges: calls whose routers count tokens
+  any after exception: a step was dropped, and only its gradients were zeroed | the timeline has an exception
+    before
   any: log-probabilities are computed in training mode | found after each forward-only call
 
-ranks-agree: finding
+ranks-agree: finding but apart
   says: Parameters are the same on all data-parallel ranks, and replicated ones on all ranks of their group.
   means: Ranks train different models, whose gradients are averaged all the same.
-  needs: no ranks that hold the same parameters were compared
+  judges: comparisons of ranks
   patches: megatron.parameters-without-gradients nemo_rl.forward-pre-hook-after-split
   tensor-parallel: a parameter without the attribute sequence_parallel, with sequence parallelism | norms, biases
     or routers are named; not found without sequence parallelism
-  any: a missing all-reduce: gradients that were not reduced, or reduced at the wrong time | found from the
-    second step on; reduced-once is found in the step before
+  any: a missing all-reduce: gradients that were not reduced, or reduced at the wrong time | found from the second
+    step on; reduced-once is found in the step before
   data-parallel expert-data-parallel: a missing gather: a hook of overlap_param_gather that was taken off | with
     overlap_param_gather only; a part of the parameters is named, and heals in the next step
   any: another seed on each rank, as the model was made or for its dropout | as it was made: at the first
     comparison, all matrices; dropout: not found with rates of 0
-  any: a load that some ranks have missed, or a broadcast after it | the timeline has a load just before, on some
-    ranks only
+  any after load: a load that some ranks have missed, or a broadcast after it | the timeline has a load just
+    before, on some ranks only
   any: a rank that changes parameters by itself | none of the others; log their sum after each call
+  apart: parameters of each rank's own, or ranks that average their weights now and then | it is meant so: accept
+    it
 
 calls-alike: note
   says: Data-parallel ranks train on as many microbatches.
   means: Samples of a rank that has fewer weigh more, where gradients are averaged over ranks.
-  needs: no call of Megatron's schedules has trained
+  judges: comparisons of data-parallel ranks
   any: samples are packed or filtered on each rank by itself | the numbers vary from step to step
   any: a rank skips batches, as of too long samples | the same rank always has the lower number
 
 data-differs: note
   says: Data-parallel ranks train on different data.
   means: The batch is as many times smaller as there are ranks, as with a sampler that ignores the rank.
-  needs: no call of Megatron's schedules has trained
+  judges: comparisons of data-parallel ranks
   any: the sampler is not given the rank | num_replicas or rank of DistributedSampler are its defaults
   any: it is given the rank of another group | they are those of tensor or context parallelism
 
-every-chunk-steps: finding
+every-chunk-steps: finding but left
   says: An optimizer steps all chunks of a model that had gradients in a forward-backward call.
   means: Some layers never learn.
-  any: an optimizer was made of some chunks only | get_megatron_optimizer() was given model[0]
-  any: one of several optimizers is not stepped | the loop over them ends early
+  judges: calls that train
+  left: an optimizer was made of some chunks only | get_megatron_optimizer() was given model[0]
+  left: one of several optimizers is not stepped | the loop over them ends early
   model: the optimizer is an earlier model's | the model was built after it was made
 
 gradients-kept: note
   says: An optimizer step uses the gradients that finalize_model_grads() has finished.
   means: They were scaled, clipped or reduced by hand, which is easily done twice, or on one rank only.
+  judges: steps with finished gradients
   any: gradients are clipped, scaled or reduced by hand after they were finished | the code between the call and
     step() has main_grad, grad_data or clip_grad_norm
   any: an offload in between has replaced them | found only where something is offloaded
@@ -214,66 +231,66 @@ gradients-kept: note
 training-mode: note
   says: A call that trains runs the model in train().
   means: The model trains without its dropout, or without the auxiliary losses of its routers.
-  needs: no call of Megatron's schedules has trained
+  judges: calls that train with dropout
   any: train() is not called after eval() | found from the first evaluation on
-  any: dropout is off on purpose | found in every step; rates of 0 say that, too
 
 evaluation-mode: note
   says: A forward-only call, as for log-probabilities, runs the model in eval().
   means: Log-probabilities are those of the model with some elements dropped at random.
-  needs: no call of Megatron's schedules was forward-only
+  judges: forward-only calls with dropout
   any: eval() is not called before log-probabilities | found in every forward-only call
-  any: they are meant to have dropout | the trainer's documentation says so
 
 hooks-balanced: finding
   says: A forward-backward call leaves the hooks of the model's config, its timers, no_sync and the rerun machine
     as it found them.
   means: Later calls reduce too early, twice, or not at all; or a step is skipped.
-  needs: there was no call of Megatron's schedules
-  patches: megatron.nested-no-sync megatron.train-reentry nemo_rl.abort-resets-rerun
-    nemo_rl.train-after-exception slime.train-reentry
+  judges: forward-backward calls
+  patches: megatron.nested-no-sync megatron.train-reentry nemo_rl.abort-resets-rerun nemo_rl.train-after-exception
+    slime.train-reentry
   no-sync: no_sync() is entered in itself | no_sync() is named; no exception came before
-  any: a call that raised, and was survived, has left them | the timeline has an exception just before
+  any after exception: a call that raised, and was survived, has left them | the timeline has an exception just
+    before
   config: a hook is replaced during a call, and not put back | the hook is named
 
 stages-differ: note
   says: Pipeline stages draw different random numbers.
   means: Layers at the same place of different stages start from the same weights, and drop the same elements.
-  needs: no seeds of several pipeline stages were compared
+  judges: seeds of several stages
   patches: areal.pipeline-seed skyrl.pipeline-seed verl.pipeline-seed
   any: the seed is the same on all stages, and not raised by 100 for each as Megatron does | the line is that of
     the seeding
 
-learning-rate-moves: finding
+learning-rate-moves: note
   says: The learning rate's schedule advances after successful steps only.
   means: Each overflow costs a step of warm-up or decay.
-  needs: no OptimizerParamScheduler has advanced
+  judges: advances of a schedule
   patches: verl.overflow-is-skipped ms_swift.overflow-is-skipped roll.overflow-is-skipped
   any: the schedule advances whether or not a step was made | the line is not below a condition on what
     optimizer.step() has returned
+  any: it counts what was seen, such as tokens | it is meant so: accept the note
 
 schedule-once: note
   says: The learning rate's schedule advances at most once for each optimizer step.
   means: Warm-up and decay are over too soon.
-  needs: no OptimizerParamScheduler has advanced
+  judges: advances of a schedule
   any: trainer and engine both advance it | the line is not the only one that does
   any: it advances in each minibatch | as often as there are minibatches, less one
 
-saved-what-is: finding
+saved-what-is: finding but parameters
   says: A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.
   means: The checkpoint lacks something that the next load needs.
-  needs: no model was saved by dist_checkpointing
+  judges: saves of a model
   patches: megatron.rerun-state-dict megatron.save-plan-cache
   parameters: a filter of the state dict leaves parameters out | those that are named have a name in common
-  structure: a strategy keeps the plan of an earlier save | not found without --ckpt-assume-constant-structure
-    and --ckpt-fully-parallel-save
+  structure: a strategy keeps the plan of an earlier save | not found without --ckpt-assume-constant-structure and
+    --ckpt-fully-parallel-save
 
 saved-is-trained: note
   says: A checkpoint has the weights that the optimizer steps, as they are when it is written.
   means: The run continues from another model: a reference, an average, or the weights of an earlier step.
-  needs: no model was saved by dist_checkpointing
-  any: another model's weights, such as a reference's, are in the model as it is saved | the timeline has a swap
-    or a load before the save, and none that puts them back
+  judges: saves of a model
+  any: another model's weights, such as a reference's, are in the model as it is saved | the timeline has a swap or
+    a load before the save, and none that puts them back
   copies: copies are saved that are older than the last step | the copies are named
   late: an asynchronous save begins only after a later step | the sentence says so; schedule it before the next
     step
@@ -281,18 +298,17 @@ saved-is-trained: note
 weights-synced: finding
   says: Generation has received the weights that were trained, version by version.
   means: Rollouts come from another model than the one that is trained on them.
-  needs: no weights were compared with those of generation
+  judges: comparisons with generation
   patches: slime.first-sync-pushes-actor
   model: another model was loaded as weights were sent | the model is named
   engines: some engines have missed a sync | not all engines are named
   generation engines: an older version was sent | the digest is that of an earlier sync
-  any: names or types are changed on one side before the digest is taken | found in the first sync, and in all
-    others
+  any: names or types are changed on one side before the digest is taken | found in every sync
 
 resumed: finding
   says: Generation that was paused for a weight sync is resumed, however the sync ends.
   means: Requests are never answered, and training waits for rollouts that do not come.
-  needs: nobody paused generation here
+  judges: pauses of generation
   patches: areal.weight-sync-resume skyrl.async-trainer-resume skyrl.pause-rollback
   left: no `finally` resumes generation after an exception in the sync | the line is in the sync; the log has its
     exception
@@ -307,11 +323,13 @@ class Cause(NamedTuple):
         cause: what is wrong, in a few words.
         check: what shows that it is this one.
         kinds: of the findings that it may explain; none for all of the rule.
+        after: kinds of events that make it the likeliest.
     """
 
     cause: str
     check: str
     kinds: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
 
 
 class Rule(NamedTuple):
@@ -320,22 +338,25 @@ class Rule(NamedTuple):
     Attributes:
         says: the rule, one sentence.
         means: the damage that a step that breaks it does to training.
-        needs: what was missing in a process that had nothing to look at; "" if every step has something.
+        judges: what is judged by it, in the plural.
         patches: those that repair known ways of breaking it.
         is_note: whether trainers may break it on purpose, so that it is no finding but a note.
+        noted: kinds that are notes where the others are findings.
         causes: the usual ones, the likeliest first.
     """
 
     says: str
     means: str
-    needs: str
+    judges: str
     patches: tuple[str, ...]
     is_note: bool
+    noted: tuple[str, ...]
     causes: tuple[Cause, ...]
 
-    def causes_of(self, kind: str) -> list[Cause]:
-        """Return the likely causes of a finding of this kind, in order."""
-        return [cause for cause in self.causes if kind in cause.kinds or not cause.kinds]
+    def causes_of(self, kind: str, events: Container[str] = ()) -> list[Cause]:
+        """Return the likely causes of a finding of this kind, in order, after events of these kinds."""
+        causes = [cause for cause in self.causes if kind in cause.kinds or not cause.kinds]
+        return sorted(causes, key=lambda cause: not any(event in events for event in cause.after))
 
 
 def _read(text: str) -> Iterator[tuple[str, Rule]]:
@@ -346,13 +367,14 @@ def _read(text: str) -> Iterator[tuple[str, Rule]]:
         facts = {key: value for key, value in entries if key in Rule._fields}
         causes = []
         for kinds, value in (entry for entry in entries if entry[0] not in Rule._fields):
+            kinds, _, after = kinds.partition(" after ")
             cause, check = value.split(" | ")
-            causes.append(Cause(cause, check, () if kinds == "any" else tuple(kinds.split())))
-        patches = tuple(facts.get("patches", "").split())
-        yield (
-            name,
-            Rule(facts["says"], facts["means"], facts.get("needs", ""), patches, kind == "note", tuple(causes)),
-        )
+            causes.append(
+                Cause(cause, check, () if kinds == "any" else tuple(kinds.split()), tuple(after.split()))
+            )
+        patches, noted = (tuple(words.split()) for words in (facts.get("patches", ""), kind.partition(" but ")[2]))
+        rule = Rule(facts["says"], facts["means"], facts["judges"], patches, kind == "note", noted, tuple(causes))
+        yield name, rule
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(dict(_read(_TEXT)))

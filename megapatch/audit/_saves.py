@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 
 from .._mcore.main_params import has_memory
 from .._mcore.sharded_leaves import FLAG, NVRX, PLANS, named_leaves, structure
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Part, Step
-from ._facts import Facts
 from ._findings import describe, observes, user_code
+from ._gathered_when_read import GatheredWhenRead
 from ._kept_between_steps import KeptBetweenSteps
 from ._main_params_agree import compared_with_mains
 from ._samples import sample_of
@@ -43,13 +44,6 @@ class _Missing(NamedTuple):
     where: tuple[str, ...]
 
 
-class _Saved(NamedTuple):
-    """A strategy's last save: the structure, and NVRx's cache then."""
-
-    structure: list[Any] | None
-    kept: Any
-
-
 class _Planned:
     """An asynchronous save: its chunks, and whether one of them has been stepped since."""
 
@@ -61,9 +55,9 @@ class _Planned:
 class Saves(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._saved: Facts[_Saved] = Facts()
-        """About a strategy."""
-        self._missing: Facts[_Missing] = Facts()
+        self._saved = SideTable()
+        """About a strategy: the structure of its last save, and NVRx's cache then."""
+        self._missing = SideTable()
         """About a chunk, of which a part is saved, until its next step."""
         self._planned: weakref.WeakKeyDictionary[Any, _Planned] = weakref.WeakKeyDictionary()
         """By a function that finishes an asynchronous save, until its tensors are copied."""
@@ -85,7 +79,7 @@ class Saves(Part):
             ),
         )
 
-    def _begin_save(self, sharded_state_dict: Any, *_: Any, **__: Any) -> list[Any] | None:
+    def _begin_save(self, sharded_state_dict: Any, *_: Any, **__: Any) -> Any:
         """Return the chunks whose parameters are saved."""
         self._note_parameters(sharded_state_dict)
         return self._look(sharded_state_dict)
@@ -102,7 +96,7 @@ class Saves(Part):
             trained = _trained_of(chunk)
             missing = [parameter for parameter in trained if _address_of(parameter) not in saved]
             if len(missing) < len(trained):
-                self.ledger.met.add("saved-what-is")
+                self.ledger.judged["saved-what-is"] += 1
                 absent = [parameter for parameter in missing if _own_name(names[id(parameter)]) not in copies]
                 self._note_missing(chunk, absent)
 
@@ -143,9 +137,10 @@ class Saves(Part):
     def _look(self, tree: Any) -> list[Any]:
         """Note weights that are not those that are trained. Return the chunks whose parameters are saved."""
         tensors = _weights_in(tree)
+        self.audit.part(GatheredWhenRead).look_at_saved("dist_checkpointing.save()", tensors)
         addresses = {_address_of(tensor) for tensor in tensors}
         chunks = list(self.audit.models.chunks)
-        self.ledger.met.update(["saved-is-trained"] if chunks else [])
+        self.ledger.judged["saved-is-trained"] += bool(chunks)
         saved = [chunk for chunk in chunks if any(_address_of(each) in addresses for each in _trained_of(chunk))]
         for chunk in saved:
             self._compare_with_optimizer(chunk)
@@ -199,12 +194,12 @@ class Saves(Part):
             self.ledger.report("saved-is-trained", "late", what)
 
     # ------------------------------------------------------------------------ plans
-    def _begin_plan(self, strategy: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> list[Any] | None:
+    def _begin_plan(self, strategy: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> Any:
         kept = getattr(strategy, NVRX, None)
         planned = any(getattr(strategy, name, None) is not None for name in PLANS)
         return self._compare(strategy, sharded_state_dict, getattr(strategy, FLAG, False), planned, kept)
 
-    def _begin_distribution(self, wrapper: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> list[Any] | None:
+    def _begin_distribution(self, wrapper: Any, sharded_state_dict: Any, *_: Any, **__: Any) -> Any:
         distributed = getattr(wrapper, "cached_distribution", None) is not None
         keeps = getattr(wrapper, "do_cache_distribution", False)
         return self._compare(wrapper, sharded_state_dict, keeps, distributed)
@@ -212,13 +207,13 @@ class Saves(Part):
     @observes
     def _note_saved(self, structure: list[Any] | None, result: Any, strategy: Any, *_: Any, **__: Any) -> None:
         if result is not RAISED:
-            self._saved.set(strategy, _Saved(structure, getattr(strategy, NVRX, None)))
+            self._saved.set(strategy, (structure, getattr(strategy, NVRX, None)))
 
     @observes
     def _compare(self, strategy: Any, tree: Any, keeps: bool, planned: bool, kept: Any = None) -> list[Any] | None:
         """Return the structure, and report it where the plan that is kept was made for another."""
         now = structure(tree)
-        before, then = self._saved.get(strategy, _Saved(None, None))
+        before, then = self._saved.get(strategy, (None, None))
         reused = planned or (kept is not None and kept is then)
         if keeps and reused and before is not None and before != now:
             what = f"a plan is kept for what was saved before: {_difference(before, now)}"

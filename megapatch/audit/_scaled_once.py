@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._buckets import ever_arrived
+from ._buckets import numbers_of
 from ._findings import observes
 from ._models import grad_buffers, has_router_losses
 from ._watching import RAISED, after, around, site
@@ -41,7 +40,7 @@ class ScaledOnce(Part):
         """By chunk: the same, as its last step ended."""
         self._multiplied_by: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         """By chunk: what the first loss since its last step was multiplied by, if nobody had asked by then."""
-        self._divided: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._divided: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         """By optimizer: the gradients as they were once it had divided them."""
         self._unscaled_losses: weakref.WeakSet[Any] = weakref.WeakSet()
         """Chunks whose auxiliary losses were not multiplied by any scale since the last step."""
@@ -69,6 +68,7 @@ class ScaledOnce(Part):
 
     @observes
     def _before_division(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.ledger.judged["unscaled-once"] += 1
         again = self._divided.get(optimizer) == self._gradients_now(optimizer) and self._divides_buffers(optimizer)
         if again and _scale(optimizer) != 1:
             self.ledger.report("unscaled-once", "again", "gradients were divided by the loss scale again")
@@ -79,15 +79,9 @@ class ScaledOnce(Part):
         if result is not RAISED:
             self._divided[optimizer] = self._gradients_now(optimizer)
 
-    def _gradients_now(self, optimizer: Any) -> tuple[int, ...]:
-        """Return numbers that change whenever a gradient arrives, or a buffer is changed in place."""
-        chunks = self.audit.models.stepped_by(optimizer)
-        arrivals = ever_arrived(chunks)
-        versions = (buffer.grad_data._version for buffer in grad_buffers(chunks))
-        return (arrivals, self.audit.counts.resets, *versions)
-
-    def _buffers(self, optimizer: Any) -> Iterator[Any]:
-        return grad_buffers(self.audit.models.stepped_by(optimizer))
+    def _gradients_now(self, optimizer: Any) -> list[int]:
+        """Return numbers that change whenever a gradient arrives, or a buffer is changed in place or zeroed."""
+        return [self.audit.resets, *numbers_of(self.audit.models.stepped_by(optimizer))]
 
     def _compare_scales(self, optimizer: Any) -> None:
         """Report a scale that changed after the loss was multiplied by it. (It changes by being replaced.)"""
@@ -102,7 +96,7 @@ class ScaledOnce(Part):
         def storage(tensor: Any) -> int:
             return int(tensor.untyped_storage().data_ptr())
 
-        buffers = {storage(buffer.grad_data) for buffer in self._buffers(optimizer)}
+        buffers = {storage(each.grad_data) for each in grad_buffers(self.audit.models.stepped_by(optimizer))}
         divided = [] if optimizer.is_stub_optimizer else optimizer._collect_main_grad_data_for_unscaling()
         return any(storage(grad) in buffers for grad in divided)
 
@@ -136,6 +130,7 @@ class ScaledOnce(Part):
         scaled = [part for part in step.optimizers if getattr(part, "grad_scaler", None) is not None]
         if not scaled or not step.has_gradients:
             return
+        self.ledger.judged["scaled-once"] += 1
         scale, asked = scaled[0].grad_scaler.scale, any(map(self._has_asked, step.chunks))
         if not asked and _is_last_stage() and not self._is_multiplied(step.chunks, scale):
             what = "the optimizer divides by a loss scale that nobody multiplied the loss by"

@@ -27,8 +27,9 @@ class Schedules(Part):
         self._advanced: weakref.WeakSet[Any] = weakref.WeakSet()
         """Optimizers whose schedule has advanced since their last step."""
         self._is_loading = False
-        self._loaded: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By schedule the steps that it was told to load, until it advances or its optimizer steps."""
+        self._loaded: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """By schedule the steps that it was told to load, and those that it had then, until it advances or its
+        optimizer steps."""
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def sites(self) -> tuple[Site, ...]:
@@ -59,7 +60,7 @@ class Schedules(Part):
         self._known.add(schedule)  # it makes a step of 0 as it is made
         if not increment:
             return
-        self.ledger.met.update(("learning-rate-moves", "schedule-once"))
+        self.ledger.judged.update(("learning-rate-moves", "schedule-once"))
         succeeded = self._succeeded.pop(schedule.optimizer, None)
         if succeeded is False:
             what = "the schedule advanced after a step that was skipped"
@@ -82,17 +83,18 @@ class Schedules(Part):
     def _note_load(self, schedule: Any, state_dict: Any) -> None:
         steps = state_dict.get("num_steps", state_dict.get("num_iters"))
         if steps is not None and type(schedule.optimizer).__hash__ is not None:
-            self._loaded[schedule] = int(steps)
+            self._loaded[schedule] = int(steps), int(schedule.num_steps)
 
     # ------------------------------------------------------------------------ judged in the step
     @observes
     def begin_step(self, step: Step) -> None:
         """Report schedules that are not where they were loaded."""
         for schedule in self.of(step.optimizer):
-            loaded = self._loaded.pop(schedule, None)
-            if loaded is not None and int(schedule.num_steps) != loaded:
-                what = f"the schedule is at {schedule.num_steps} steps, and has loaded {loaded}"
-                self.ledger.report("loaded-is-there", "schedule", what)
+            now = int(schedule.num_steps)
+            loaded, then = self._loaded.pop(schedule, (now, now))
+            if now != loaded:
+                what = f"the schedule is at {now} steps, and has loaded {loaded}"
+                self.ledger.report("loaded-is-there", "schedule" if now == then else "rewound", what)
 
     @observes
     def end_step(self, step: Step) -> None:

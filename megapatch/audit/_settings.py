@@ -1,4 +1,4 @@
-"""How often the audit compares ranks, whether a finding ends training, and which notes are not kept."""
+"""How often the audit compares ranks, whether a finding ends training, and which rules are accepted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Settings(NamedTuple):
     Attributes:
         every: optimizer steps from one comparison of the ranks to the next.
         raises: whether a finding of one rank raises AuditError on all ranks.
-        accepted: names of notes that are not kept; ranks may differ in them.
+        accepted: names of rules whose findings and notes are not kept; ranks may differ in them.
     """
 
     every: int = _DEFAULT
@@ -50,25 +50,20 @@ def settings_for(every: int | None, raises: bool) -> Settings:
         raise MisuseError(f"every={every}: {_EXPECTED}")
     for complaint in bad_values(os.environ):
         log.warning("%s" + see("settings"), complaint)
-    return Settings(every, raises, names_in(os.environ, ACCEPT))
+    accepted = names_in(os.environ, ACCEPT)
+    if at_risk := [name for name in accepted if name in RULES and not RULES[name].is_note]:
+        log.warning("audit: %s=%s: findings of it are not kept" + see("audit-accepted"), ACCEPT, ",".join(at_risk))
+    return Settings(every, raises, accepted)
 
 
 def bad_values(environment: Mapping[str, str]) -> list[str]:
     """Return what is wrong with the audit's values in the environment, in one sentence each."""
     text = environment.get(EVERY, "").strip()
-    complaints = _bad_names(environment)
+    names = (name for name in names_in(environment, ACCEPT) if name not in RULES)
+    complaints = [f"{ACCEPT}: {unknown_name(name, list(RULES), 'rule', 'rules')}" for name in names]
     if text and not _number(environment):
         complaints.append(f"{EVERY}={text}: {_EXPECTED}; it is taken for {_DEFAULT}")
     return complaints
-
-
-def _bad_names(environment: Mapping[str, str]) -> list[str]:
-    notes = [name for name, rule in RULES.items() if rule.is_note]
-    return [
-        f"{ACCEPT}: {f'{name} is a finding, and cannot be accepted' if name in RULES else text}"
-        for name in names_in(environment, ACCEPT)
-        if name not in notes and (text := unknown_name(name, notes, "note", "notes"))
-    ]
 
 
 def _number(environment: Mapping[str, str]) -> int:

@@ -19,25 +19,14 @@ _MOST = 8
 
 
 class Sentence(NamedTuple):
-    """A sentence of a finding, and the ranks that reported it.
-
-    Attributes:
-        what: one sentence.
-        ranks: that have seen it.
-    """
+    """A sentence of a finding, and the ranks that reported it."""
 
     what: str
     ranks: list[int]
 
 
 class Span(NamedTuple):
-    """The steps in which some ranks have seen something.
-
-    Attributes:
-        step: how many optimizer steps they had made when they saw it first.
-        last_step: when they saw it last.
-        ranks: that have seen it in these.
-    """
+    """How many steps some ranks had made when they first saw something, and when they last did."""
 
     step: int
     last_step: int
@@ -45,7 +34,7 @@ class Span(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A rule that was broken at one line of the user's code.
+    """A way in which a rule was broken at one line of the user's code.
 
     Attributes:
         rule: its name.
@@ -57,6 +46,7 @@ class Found(NamedTuple):
         spans: the steps in which ranks have seen it, the first ones first.
         times: how often the rank that has seen it most has.
         where: the user's code, outermost line first.
+        before: events since the step before, each with its line.
         causes: the likely ones in order, each with ``cause`` and ``check``.
         patches: that would repair a known cause, each with ``name`` and ``reason``.
     """
@@ -70,6 +60,7 @@ class Found(NamedTuple):
     spans: list[Span]
     times: int
     where: list[str]
+    before: list[str]
     causes: list[dict[str, str]]
     patches: list[dict[str, str]]
 
@@ -101,8 +92,10 @@ class Summary(NamedTuple):
         values: by name (version, digest, size, steps, settings, ended) the ranks of each value, in words.
         steps: the most that a rank has made.
         found: findings, then notes.
-        rules: by status, then by rule: the ranks; where a rule is not watched the name is followed by the reason.
+        rules: by status, then by rule: the ranks. The rule's name is followed by the reason why it is not watched,
+            or by how many things were judged by it on the rank that has judged fewest.
         events: by kind, the ranks with the same ones together.
+        earlier: summaries of attempts that began before, as of a job that was restarted, or of another model.
     """
 
     ranks: list[int]
@@ -112,6 +105,12 @@ class Summary(NamedTuple):
     found: list[Found]
     rules: dict[str, dict[str, list[int]]]
     events: list[Events]
+    earlier: tuple[Summary, ...] = ()
+
+    @property
+    def attempts(self) -> tuple[Summary, ...]:
+        """All of them, in the order in which they began."""
+        return (*self.earlier, self)
 
     @property
     def findings(self) -> list[Found]:
@@ -130,39 +129,62 @@ class Summary(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        return {
-            "schema": SCHEMA,
-            **self._asdict(),
-            "found": [
-                {
-                    **found._asdict(),
-                    "sentences": [sentence._asdict() for sentence in found.sentences],
-                    "spans": [span._asdict() for span in found.spans],
-                }
-                for found in self.found
-            ],
-            "events": [events._asdict() for events in self.events],
-        }
+        plain: dict[str, Any] = _plain(self)
+        return {"schema": SCHEMA, **plain}
+
+
+def _plain(value: Any) -> Any:
+    """Return named tuples as dictionaries, at any depth."""
+    if hasattr(value, "_asdict"):
+        return _plain(value._asdict())
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def summarize(reports: Sequence[Mapping[str, Any]]) -> Summary:
-    """Return the summary of the reports of some ranks.
+    """Return the summary of the reports of some ranks: that of the latest attempt, with the earlier ones in it.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: where something in a report is not what is expected.
     """
     if wrong := [report["schema"] for report in reports if report["schema"] != SCHEMA]:
         raise ValueError(f"its layout is {wrong[0]}, and this megapatch reads {SCHEMA}")
+    *earlier, latest = map(_summary_of, _attempts(reports))
+    return latest._replace(earlier=tuple(earlier))
+
+
+def _attempts(reports: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """Return the reports that belong together: of one world, and one of each rank."""
+    found: list[list[Mapping[str, Any]]] = []
+    latest: dict[str, list[Mapping[str, Any]]] = {}
+    for report in sorted(reports, key=lambda report: float(report["began"])):
+        world = str(report.get("world", ""))
+        if any(report["rank"] == other["rank"] for other in latest.setdefault(world, [])):
+            latest[world] = []
+        if not latest[world]:
+            found.append(latest[world])
+        latest[world].append(report)
+    return found or [[]]
+
+
+def _summary_of(reports: Sequence[Mapping[str, Any]]) -> Summary:
     reports = sorted(reports, key=lambda report: int(report["rank"]))
     values: dict[str, dict[str, list[int]]] = {}
     rules: dict[str, dict[str, list[int]]] = {}
+    least: dict[str, int] = {}
     for report in reports:
         rank = int(report["rank"])
         for name in ("version", "digest", "size", "steps", "settings", "ended"):
             values.setdefault(name, {}).setdefault(_in_words(report[name]), []).append(rank)
         for rule in report["rules"]:
+            name = rule["name"]
+            least[name] = min(least.get(name, 2**62), int(rule.get("judged", 0)))
             reason = f" ({rule['reason']})" if rule["reason"] else ""
-            rules.setdefault(rule["status"], {}).setdefault(f"{rule['name']}{reason}", []).append(rank)
+            rules.setdefault(rule["status"], {}).setdefault(f"{name}{reason}", []).append(rank)
+    judges = {rule["name"]: rule.get("judges", "things") for report in reports for rule in report["rules"]}
+    kept = {f"{name} ({least[name]:,} {judges[name]})": ranks for name, ranks in rules.get("kept", {}).items()}
+    rules.update({"kept": kept} if kept else {})
     return Summary(
         ranks=[int(report["rank"]) for report in reports],
         size=max((int(report["size"]) for report in reports), default=0),
@@ -186,13 +208,13 @@ def _in_words(value: Any) -> str:
 
 
 def _found(seen: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], is_note: bool) -> list[Found]:
-    """Return the findings of all ranks by rule and line, in the order of the steps in which they began."""
-    alike: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
+    """Return the findings of all ranks by rule, kind and line, in the order of the steps in which they began."""
+    alike: dict[tuple[str, str, str], list[tuple[int, Mapping[str, Any]]]] = {}
     for report, finding in seen:
-        where = finding["where"]
-        alike.setdefault((finding["rule"], where[-1] if where else ""), []).append((int(report["rank"]), finding))
+        place = finding["rule"], finding.get("kind", ""), "".join(finding["where"][-1:])
+        alike.setdefault(place, []).append((int(report["rank"]), finding))
     found = []
-    for (rule, _), members in alike.items():
+    for (rule, *_), members in alike.items():
         sentences: dict[str, list[int]] = {}
         for rank, finding in members:
             sentences.setdefault(finding["what"], []).append(rank)
@@ -209,6 +231,7 @@ def _found(seen: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]], is_note:
                 spans=_spans([(rank, int(each["step"]), int(each["last_step"])) for rank, each in members]),
                 times=max(int(finding["count"]) for _, finding in members),
                 where=list(first["where"]),
+                before=list(first.get("before", ())),
                 causes=[dict(cause) for cause in first["causes"]],
                 patches=list(patches.values()),
             )

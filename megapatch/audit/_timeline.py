@@ -15,6 +15,7 @@ KINDS = MappingProxyType(
         "model": "a model was wrapped",
         "load": "weights or a checkpoint were loaded",
         "save": "a checkpoint was saved",
+        "forward-only": "a forward-only call was made, as for log-probabilities",
         "export": "weights were read for a checkpoint or for generation, by code that is known to",
         "offload": "weights, gradients or an optimizer's state were offloaded, or brought back",
         "swap": "weights were exchanged for others, or given other memory",
@@ -85,6 +86,15 @@ class Timeline:
         event = Event(step, self.seconds(), what, where)
         with self._lock:
             self._kinds.setdefault(kind, _Kind()).add(event)
+
+    def since(self, step: int) -> tuple[str, ...]:
+        """Return the latest of each kind of event but new models since a number of steps, in words."""
+        with self._lock:
+            latest = {kind: (each.last or each.first)[-1] for kind, each in self._kinds.items() if kind != "model"}
+        events = sorted(latest.items(), key=lambda item: item[1].seconds)
+        return tuple(
+            f"{kind}{f' at {event.where}' if event.where else ''}" for kind, event in events if event.step >= step
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return by kind how many there were, and the first and the last of them, JSON-ready."""

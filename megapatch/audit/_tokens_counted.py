@@ -14,9 +14,9 @@ import weakref
 from itertools import islice
 from typing import Any
 
+from .._mcore.side_table import SideTable
 from ..patch import Site
 from ._audit import Audit, Call, Part, Step
-from ._facts import Facts
 from ._findings import observes
 from ._models import grad_buffers
 from ._watching import after, site
@@ -25,7 +25,7 @@ from ._watching import after, site
 class TokensCounted(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._counted: Facts[Any] = Facts()
+        self._counted = SideTable()
         """About a chunk's first gradient buffer: the tokens of the microbatches since it was zeroed."""
         self._in_call: Any = 0
         """The tokens of the forward-backward call that is under way, or of the last one."""
@@ -69,7 +69,7 @@ class TokensCounted(Part):
 
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
-        self.ledger.met.add("tokens-counted")
+        self.ledger.judged["tokens-counted"] += 1
         self._in_call = self._in_call + num_tokens
         for buffer in islice(grad_buffers([chunk]), 1):
             self._counted.set(buffer, self._counted.get(buffer, 0) + num_tokens)

@@ -17,8 +17,8 @@ import functools
 import weakref
 from typing import Any
 
+from .._mcore.side_table import SideTable
 from ._audit import Audit, Call, Part
-from ._facts import Facts
 from ._findings import observes
 from ._models import has_router_losses
 
@@ -42,7 +42,7 @@ class _Suspect:
 class TrainingMode(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._droppers: Facts[list[weakref.ref[Any]]] = Facts()
+        self._droppers = SideTable()
         """About a chunk: its model, and the layers that drop something, if any is dropped."""
         self._suspected: dict[Call, list[_Suspect]] = {}
         """By call that is under way, the models that it began to run in the wrong mode."""
@@ -50,7 +50,6 @@ class TrainingMode(Part):
     @observes
     def begin_call(self, call: Call) -> None:
         """Suspect the models that are in the other mode."""
-        self.ledger.met.add("training-mode" if call.trains else "evaluation-mode")
         for chunk in call.chunks:
             model = _unwrapped(chunk)
             if model is chunk:
@@ -59,6 +58,7 @@ class TrainingMode(Part):
             parts = [part for reference in known if (part := reference()) is not None]
             if not parts and call.trains and has_router_losses(chunk.config):
                 parts = [model]
+            self.ledger.judged["training-mode" if call.trains else "evaluation-mode"] += bool(parts)
             if any(part.training != call.trains for part in parts):
                 self._suspected.setdefault(call, []).append(_Suspect(model, parts))
 

@@ -51,7 +51,7 @@ def weights_digest(tensors: Iterable[tuple[str, Any]]) -> str:
 def are_equal(ledger: Ledger, trained: str, received: str | Iterable[str], version: int | None) -> bool:
     """Return whether all received digests are the trained one; report it if they are not."""
     all_received = [received] if isinstance(received, str) else list(received)
-    ledger.met.add("weights-synced")
+    ledger.judged["weights-synced"] += 1
     wrong = [digest for digest in all_received if digest != trained]
     if wrong:
         of = "" if version is None else f" of version {version}"
@@ -100,7 +100,7 @@ class WeightsSynced(Part):
         if loaded == "actor" or actor.args.offload_train or actor.args.colocate:
             return
         backups = actor.weights_backuper
-        self.ledger.met.add("weights-synced")
+        self.ledger.judged["weights-synced"] += 1
         trained, sent = weights_digest(backups.get("actor").items()), weights_digest(backups._source_getter())
         if trained != sent:
             what = f"the weights of the model {loaded} are sent, not the actor's"

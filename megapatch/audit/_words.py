@@ -11,16 +11,8 @@ from .._reporting.terminal import width, wrapped
 from ._findings import steps
 from ._summary import Events, Found, Summary
 
-_NAMES = MappingProxyType(
-    {
-        "version": "megapatch",
-        "digest": "digest",
-        "size": "number of ranks",
-        "steps": "optimizer steps",
-        "settings": "settings",
-    }
-)
-"""Of a summary's values, in words."""
+_NAMES = MappingProxyType({"version": "megapatch", "size": "number of ranks", "steps": "optimizer steps"})
+"""Of a summary's values that have other names in words."""
 _LINES = 3
 """Of the user's code, the innermost."""
 
@@ -28,13 +20,21 @@ _LINES = 3
 def text(summary: Summary, columns: int | None = None) -> str:
     """Return the summary in lines of at most `columns`, by default the terminal's."""
     columns = columns or width()
-    return "\n".join(
-        line for words, first, rest in _lines(summary) for line in _fitted(words, columns, first, rest)
+    return "\n\n".join(
+        "\n".join(line for each in _lines(title, attempt) for line in _fitted(each[0], columns, *each[1:]))
+        for title, attempt in titled(summary)
     )
 
 
 def _fitted(words: str, columns: int, first: str, rest: str) -> list[str]:
     return wrapped(words, columns, first, rest) if words else [""]
+
+
+def titled(summary: Summary) -> Iterator[tuple[str, Summary]]:
+    """Yield the attempts, each with its headline."""
+    count = len(summary.attempts)
+    for number, attempt in enumerate(summary.attempts, 1):
+        yield f"attempt {number} of {count}: {headline(attempt)}" if count > 1 else headline(attempt), attempt
 
 
 def headline(summary: Summary) -> str:
@@ -51,7 +51,7 @@ def headline(summary: Summary) -> str:
 
 def values(summary: Summary) -> Iterator[str]:
     """Yield version, digest, size, steps and settings of the ranks, and which of them differ."""
-    of_all = {_NAMES[name]: by_value for name, by_value in summary.values.items() if name in _NAMES}
+    of_all = {_NAMES.get(name, name): ranks for name, ranks in summary.values.items() if name != "ended"}
     yield ", ".join(f"{name} {next(iter(by_value))}" for name, by_value in of_all.items() if len(by_value) == 1)
     for name, by_value in of_all.items():
         if len(by_value) > 1:
@@ -79,6 +79,12 @@ def sentences(found: Found) -> Iterator[str]:
         yield f"and {found.others} more"
 
 
+def happened_before(found: Found) -> Iterator[str]:
+    """Say what happened between the step before and this one."""
+    if found.before:
+        yield f"since the step before: {'; '.join(found.before)}"
+
+
 def advice(found: Found) -> Iterator[str]:
     """Yield what to do besides looking for a cause: the patches, and how to accept a note."""
     if found.patches:
@@ -96,15 +102,15 @@ def happened(events: Events) -> str:
     return f"{events.kind}{whats}: {times}, after {after}, on {numbered('rank', events.ranks)}"
 
 
-def _lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
+def _lines(title: str, summary: Summary) -> Iterator[tuple[str, str, str]]:
     """Yield lines, with what to put before the first and before the others when they are wrapped."""
-    yield headline(summary), "", "  "
+    yield title, "", "  "
     for line in values(summary):
         yield line, "", "  "
     for found in summary.found:
         yield "", "", ""
         yield f"{found.rule}{' (a note)' if found.is_note else ''}: {when(found)}", "", "  "
-        for line in (*sentences(found), found.means):
+        for line in (*sentences(found), found.means, *happened_before(found)):
             yield line, "  ", "    "
         for line in found.where[: -_LINES - 1 : -1]:
             yield f"at {line}", "  ", "    "
@@ -125,7 +131,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str, str]]:
         names = [
             name if len(ranks) == len(summary.ranks) else f"{name} on {numbered('rank', ranks)}"
             for name, ranks in by_rule.items()
-            if name not in broken
+            if name.partition(" ")[0] not in broken
         ]
         if names:
             yield f"{status}: {', '.join(names)}", "", "  "

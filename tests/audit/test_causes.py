@@ -10,13 +10,15 @@ import pytest
 from megapatch import audit
 from megapatch.audit import RULES
 from megapatch.audit._ranks_agree import DATA, EXPERT_DATA, TENSOR
+from megapatch.audit._timeline import KINDS
 
 COMPUTED = {
-    "gradients-dropped": {"reduced"},
-    "gradients-used": {"others-came", "right-before"},
+    "gathered-when-read": {"read", "named"},
     "hooks-balanced": {"no-sync", "config", "other"},
     "kept-between-steps": {"weights", "moments"},
-    "ranks-agree": {DATA, EXPERT_DATA, TENSOR, "embedding"},
+    "loaded-is-there": {"steps", "schedule", "rewound"},
+    "reduced-once": {"never", "unfinished"},
+    "ranks-agree": {DATA, EXPERT_DATA, TENSOR, "embedding", "apart"},
     "weights-synced": {"engines", "generation"},
 }
 """Kinds of findings that are not written where they are reported."""
@@ -37,7 +39,8 @@ def test_causes_are_of_kinds_that_are_reported():
     kinds = reported()
     assert kinds.keys() - {None} == RULES.keys()
     for name, rule in RULES.items():
-        assert {kind for cause in rule.causes for kind in cause.kinds} <= kinds[name], name
+        assert {kind for cause in rule.causes for kind in cause.kinds} | {*rule.noted} <= kinds[name], name
+        assert {event for cause in rule.causes for event in cause.after} <= KINDS.keys()
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -55,3 +58,8 @@ def test_causes_are_told_apart(name):
 )
 def test_the_kind_rules_some_out(kind, first):
     assert RULES["ranks-agree"].causes_of(kind)[0].cause.startswith(first)
+
+
+def test_a_cause_comes_first_after_its_event():
+    causes = RULES["main-params-agree"].causes_of("step", ["forward-only"])
+    assert causes[0].cause.startswith("a reference") and causes[1].cause.startswith("weights were loaded")

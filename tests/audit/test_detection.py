@@ -6,10 +6,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from audit.correct import CORRECT
 from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED
-from rigs.mistakes.correct import CORRECT
 from rigs.mistakes.table import LATER, MISTAKES, as_markdown, as_sentence
 from rigs.turns import chosen, with_nightly
 
@@ -33,7 +33,7 @@ def found(mistake, before=None):
     for step in range(STEPS):
         mistake.take_step(model, step)
     results = [*audit.findings(), *audit.notes()]
-    return [(one.rule, one.step - before, one.rank, str(one)) for one in results]
+    return [(one.rule, one.step - before, one.rank, one.is_note, str(one)) for one in results]
 
 
 def job(rank, world_size, names, before=None):
@@ -50,15 +50,16 @@ def ranks(request):
 @pytest.mark.parametrize("name", with_nightly([*ALL], always=CORRECT))
 def test_it_is_found_where_it_first_acts(ranks, name):
     expected = ALL[name].finds
-    by_rank = [{rule: step for rule, step, _, _ in cells[name]} for cells in ranks]
+    by_rank = [{rule: step for rule, step, *_ in cells[name]} for cells in ranks]
     assert {rule: step for results in by_rank for rule, step in results.items()} == expected, by_rank
     for rank, cells in enumerate(ranks):
-        assert {where for _, _, where, _ in cells[name]} <= {rank}
+        assert {where for _, _, where, *_ in cells[name]} <= {rank}
+        assert name in MISTAKES or all(is_note for *_, is_note, _ in cells[name]), cells[name]
 
 
 @pytest.fixture(scope="module")
 def between_comparisons(request):
-    return run_cells(job, 2, chosen(request, "mistaken"), 1, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
+    return run_cells(job, 2, chosen(request, "mistaken"), 33, env={**UNPATCHED, "MEGAPATCH_AUDIT": "1"})
 
 
 @pytest.mark.parametrize("mistaken", with_nightly([name for name in MISTAKES if MISTAKES[name].finds]))

@@ -159,7 +159,7 @@ def events_of(watching):
 @pytest.fixture
 def watching():
     watching = idle_audit()
-    watching.counts.may_have_broken = False
+    watching.may_have_broken = False
     return watching
 
 
@@ -180,7 +180,7 @@ def test_a_helper_that_is_called_for_each_buffer_is_one_event_a_step(watching):
     assert [helper("buffer", tag="weights"), helper()] == [(("buffer",), {"tag": "weights"}), ((), {})]
     assert events_of(watching) == {"offload": [("pause()", 1)]}
     watching.ledger.step += 1
-    watching.counts.may_have_broken = False
+    watching.may_have_broken = False
     helper()
     assert watching.looks() and events_of(watching) == {"offload": [("pause()", 2)] * 2}
 
@@ -197,7 +197,7 @@ def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause)
     part.begin_call(Call([chunk], trains=True))
     if cause == "helper":
         watcher_of(part, "TorchMemorySaver.pause")(len)("")
-    watching.counts.loads += cause == "load"
+    watching.loads += cause == "load"
     buffer.grad_data = torch.zeros(1)
     part.begin_call(Call([chunk], trains=True))
     whats = {"helper": ["pause()"], "load": [], None: ["other memory of gradients"]}[cause]

@@ -75,17 +75,27 @@ def test_these_are_all():
     assert set(filter(is_note, audit.RULES)) == RULES
 
 
+def test_an_accepted_finding_is_said_at_the_start_and_not_kept(monkeypatch, caplog, nothing_left):
+    monkeypatch.setenv(ACCEPT, "weights-synced,schedule-once")
+    audit.start()
+    assert not audit.compare_weights("a", "b") and audit.findings() == []
+    assert {rule.name: rule.status for rule in audit.report().rules}["weights-synced"] == "accepted"
+    audit.stop()
+    assert caplog.messages[0].startswith(f"audit: {ACCEPT}=weights-synced: findings of it are not kept")
+
+
 def test_notes_are_logged_as_info_and_listed_at_the_end(caplog):
     caplog.set_level(logging.INFO, "megapatch")
     ledger = Ledger()
     ledger.step = 1
     ledger.report("saved-is-trained", "copies", "copies are saved")
     ledger.summarize()
-    assert [record.levelname for record in caplog.records] == ["INFO"] * 3
-    first, nothing, listed = caplog.messages
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 3 + ["WARNING"]
+    first, nothing, listed, warned = caplog.messages
     assert first.startswith("audit: note: saved-is-trained")
     assert nothing == "audit: nothing found in 1 optimizer step"
     assert listed.startswith("audit: noted in 1 optimizer step:\n  saved-is-trained")
+    assert warned.startswith("audit: 1 note, logged at INFO: saved-is-trained; with MEGAPATCH_REPORT=FOLDER")
 
 
 @pytest.mark.parametrize(
@@ -93,8 +103,11 @@ def test_notes_are_logged_as_info_and_listed_at_the_end(caplog):
     [
         ("saved-is-trained", None),
         (" saved-is-trained, ", None),
-        ("resumed-togethe", "no note is called 'resumed-togethe'; did you mean resumed-together?"),
-        ("ranks-agree", "ranks-agree is a finding, and cannot be accepted"),
+        (
+            "resumed-togethe",
+            "no rule is called 'resumed-togethe'; did you mean resumed-together or resumed or reduced-once?",
+        ),
+        ("ranks-agree", None),
     ],
 )
 def test_names_are_checked(names, complaint):

@@ -78,7 +78,7 @@ def test_gradients_that_are_zeroed_while_an_exception_is_handled_are_dropped_on_
             gradients.zeroed(chunk.buffer)
     if not handles:
         gradients.zeroed(chunk.buffer)
-    assert state_of(chunk.bucket).lost == (not handles)
+    assert state_of(chunk.bucket).dropped == (not handles)
 
 
 # ------------------------------------------------------------------------ scales

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import time
 import weakref
 from datetime import timedelta
 
@@ -20,9 +21,11 @@ from megapatch.audit import _participants, _ranks_agree
 from megapatch.errors import AuditError
 from megapatch.testing import destroy_parallel, init_parallel, run_ranks, tiny_gpt
 
+PATIENCE = 1.2
+
 
 def impatient():
-    _participants._PATIENCE *= 0.01
+    _participants._PATIENCE = timedelta(seconds=PATIENCE)
 
 
 def trained(rank, world_size):
@@ -82,6 +85,26 @@ def test_a_rank_that_skips_a_step_meets_no_collective_of_the_audit():
     for (_, expected), (said, parameters) in zip(plain, audited, strict=True):
         assert "one of them has not come to this optimizer step" in said[0] and len(said) == 1
         assert all((parameters[name] == expected[name]).all() for name in parameters)
+
+
+def training_apart(rank, world_size):
+    """Local SGD, in which one rank makes more steps than the other; return how long the audit has waited."""
+    init_parallel()
+    model = tiny_gpt()
+    model.config.finalize_model_grads_func = None
+    for step in range(3 - rank):
+        model.zero_grad()
+        model.forward_backward(step)
+        begin = time.monotonic()
+        model.optimizer.step()
+        waited = time.monotonic() - begin
+    torch.distributed.barrier()
+    return waited, [finding.rule for finding in audit.findings()]
+
+
+def test_uneven_ranks_are_waited_for_once():
+    (waited, found), (_, nothing) = run_ranks(training_apart, 2, setup=impatient, env={**UNPATCHED, **AUDITED})
+    assert waited < 1.5 * PATIENCE and not found and not nothing
 
 
 def differing_at_the_end(rank, world_size, is_taken_down):

@@ -91,7 +91,7 @@ def test_the_command_shows_it_once(ranks, tmp_path):
     shown = run("audit", str(ranks[0]), "--html", str(page))
     assert shown.returncode == 1
     assert shown.stdout.count("\nranks-agree: ranks 0-1, after 2 optimizer steps\n") == 1
-    assert shown.stdout.count("\nmain-params-agree: rank 1, after 2 optimizer steps\n") == 1
+    assert shown.stdout.count("\nmain-params-agree (a note): rank 1, after 2 optimizer steps\n") == 1
     assert "(ranks 0-1)" in shown.stdout and "swapped_on_one_rank" in page.read_text()
     data = json.loads(run("audit", "--json", str(ranks[0])).stdout)
     assert [(each["rule"], each["ranks"]) for each in data["found"]] == [
@@ -161,6 +161,8 @@ def test_it_is_left_at_the_end_of_the_process_and_only_by_one_that_trains(tmp_pa
     assert shown.returncode == 0, shown.stderr
     data = left(tmp_path / "reports", 0)
     assert data["ended"] and [finding["rule"] for finding in data["findings"]] == ["weights-synced"]
+    assert run("-c", PROGRAM, **environment).returncode == 0  # which does not write over it
+    assert {file.name for file in (tmp_path / "reports").iterdir()} == {"audit-00000.json", "audit-00000-1.json"}
 
 
 # ------------------------------------------------------------------------ lines
@@ -209,7 +211,7 @@ def test_where_there_is_no_code_of_the_user_it_is_that_of_the_latest_call(nothin
 
     def call():
         for part in of.parts:
-            if part.name == "audit.history":
+            if part.name == "audit.steps":
                 part.begin_call(None)
 
     call()
@@ -287,9 +289,9 @@ def test_what_became_of_the_rules(ranks):
         assert list(status) == list(audit.RULES)
         assert status["ranks-agree"] == "broken" and status["reduced-once"] == "kept"
         assert status["weights-synced"] == "not watched"
-        assert status["training-mode"] == "kept"  # whose part replaces nothing
+        assert status["every-chunk-steps"] == "kept"  # whose part replaces nothing
         reasons = {rule["name"]: rule["reason"] for rule in ended["rules"]}
-        assert reasons["saved-what-is"] == "no model was saved by dist_checkpointing"
+        assert reasons["saved-what-is"] == "no saves of a model"
 
 
 def test_a_note_that_is_accepted_and_secrets():

@@ -40,7 +40,7 @@ DEFECTS = {  # options, the defect, a sign of it that takes knowledge of the las
 
 
 def found():
-    return {each.rule: (each.step, each.count) for each in audit.findings()}
+    return {each.rule: (each.step, each.count) for each in (*audit.findings(), *audit.notes())}
 
 
 def restarted(options, defect, sign, rule):
@@ -112,6 +112,7 @@ IMMUTABLE = {
     "object",
     "str",
     "timedelta",
+    "tuple",
 }
 """Calls whose result a module may keep. In a side table are facts about objects, gone with them."""
 PROCESS = ("__init__.py", "_PROCESS")

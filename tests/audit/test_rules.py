@@ -26,9 +26,42 @@ def own_loop(rank, world_size):
         sum(parameter.square().sum() for parameter in ddp.parameters()).backward()
         ddp.finish_grad_sync()
         model.optimizer.step()
-    return [rule.name for rule in audit.report().rules if rule.status == "not watched"]
+    return {rule.name: rule.judged for rule in audit.report().rules if rule.status == "kept"}
 
 
 def test_a_rule_that_had_nothing_to_look_at_is_not_said_to_be_kept():
-    blind, _ = run_ranks(own_loop, 2, env={**UNPATCHED, **AUDITED})
-    assert set(blind) == {name for name, rule in audit.RULES.items() if rule.needs} - {"ranks-agree"}
+    steps = dict.fromkeys(
+        (
+            "reduced-once",
+            "fresh-gradients",
+            "gradients-used",
+            "gradients-dropped",
+            "gradients-arrive",
+            "stepped-once",
+        ),
+        2,
+    )
+    for kept in run_ranks(own_loop, 2, env={**UNPATCHED, **AUDITED}):
+        assert kept == {
+            **steps,
+            "kept-between-steps": 1,
+            "ranks-agree": 2,
+            **dict.fromkeys(("calls-alike", "data-differs"), 1),
+        }
+
+
+def started_late(rank, world_size):
+    """Wrap a model, and then begin to watch: its gradients are never zeroed."""
+    init_parallel()
+    model = tiny_gpt()
+    audit.start(every=1)
+    for step in range(3):
+        model.forward_backward(step)
+        model.optimizer.step()
+    return {rule.name: rule.reason for rule in audit.report().rules if rule.status == "not watched"}
+
+
+def test_gradients_of_a_model_that_was_wrapped_before_are_not_watched():
+    for blind in run_ranks(started_late, 2, env=UNPATCHED):
+        assert blind["fresh-gradients"] == "no steps with gradients"
+        assert {"reduced-once", "main-params-agree", "scaled-once", "unscaled-once"} <= blind.keys()

@@ -136,6 +136,47 @@ def test_the_page_may_go_to_a_device(tmp_path):
     assert os.path.samestat(os.stat(os.devnull), before) and stat.S_ISCHR(before.st_mode)
 
 
+def test_an_attempt_before_a_restart_is_kept_apart(tmp_path):
+    write(tmp_path, report(0, 2, [found()], ended=False, began=1.0), report(1, 2, ended=False, began=1.1))
+    for file in tmp_path.iterdir():
+        file.rename(file.with_stem(f"{file.stem}-1"))
+    write(tmp_path, report(0, 2, began=5.0), report(1, 2, began=5.1))
+    shown = run("audit", str(tmp_path), "--html", str(tmp_path / "page.html"))
+    assert shown.returncode == 1
+    for said in (shown.stdout, (tmp_path / "page.html").read_text()):
+        assert "attempt 1 of 2: 1 finding in 10 optimizer steps on ranks 0-1" in said
+        assert "attempt 2 of 2: nothing found in 10 optimizer steps on ranks 0-1" in said
+    data = json.loads(run("audit", "--json", str(tmp_path)).stdout)
+    assert data["found"] == [] and [each["rule"] for each in data["earlier"][0]["found"]] == ["stepped-once"]
+    assert data["unreadable"] == []
+
+
+def test_two_models_of_a_job_are_kept_apart():
+    worlds = [report(rank, 2, world=world, began=rank) for rank in range(2) for world in "ab"]
+    assert [attempt.ranks for attempt in summarize(worlds).attempts] == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_left_nothing_in_its_first_attempt_does_not_borrow_the_second():
+    restarted = [report(rank, 2, world="1", began=9.0 + rank) for rank in range(2)]
+    assert [attempt.ranks for attempt in summarize([report(0, 2, world="0"), *restarted]).attempts] == [
+        [0],
+        [0, 1],
+    ]
+
+
+def test_two_kinds_of_one_rule_at_one_line_stay_two():
+    kinds = [found("reduced-once", kind=kind, count=1) for kind in ("never", "late")]
+    assert len(summarize([report(0, findings=kinds)]).found) == 2
+
+
+def test_a_kept_rule_has_the_count_of_the_rank_that_has_judged_fewest():
+    rules = [
+        {"name": "resumed", "status": "kept", "reason": "", "judged": n, "judges": "pauses"} for n in (7, 1200)
+    ]
+    ranks = summarize([report(rank, 2, rules=[rule]) for rank, rule in enumerate(rules)])
+    assert "kept: resumed (7 pauses)" in text(ranks, 100)
+
+
 BAD = {
     "truncated": json.dumps(report(1, 2, [found()]))[:200],
     "empty": "",

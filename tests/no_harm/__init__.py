@@ -12,7 +12,6 @@ saves    programs of saves
 trainer  what programs build, and what is recorded of it
 runs     the job of the ranks
 compare  where two records differ
-false_alarms  what the audit reports of correct programs, still
 
 `python -m no_harm [TEXT ...]`, in tests/, prints what differs in the pairs whose names have these texts in them.
 """

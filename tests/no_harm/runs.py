@@ -12,7 +12,7 @@ import warnings
 from datetime import timedelta
 
 import torch
-from rigs.cells import AUDITED, run_cells, take_rules
+from rigs.cells import AUDITED, run_cells, take_findings
 from rigs.imported import WITHOUT_MEGAPATCH
 from rigs.megatron.options import quick_writer
 from torch.utils._pytree import tree_flatten
@@ -98,8 +98,8 @@ def outcome(program, name, rank, folder, collectives):
             found = {("collectives", "all"): list(collectives), **run.outcome()}
     finally:
         signal.alarm(0)
-        rules = take_rules() if "MEGAPATCH_AUDIT" in os.environ else []
-    return {**found, ("findings", "all"): sorted(set(rules))}
+        findings = take_findings() if "MEGAPATCH_AUDIT" in os.environ else []
+    return {**found, ("findings", "all"): [str(each) for each in findings if not each.is_note]}
 
 
 COLLECTIVES = (

@@ -15,8 +15,9 @@ class Thing(SimpleNamespace):
 
 
 def found():
-    """Return (rule, what) of each finding."""
-    return [(finding.rule, finding.what) for finding in audit.findings()]
+    """Return (rule, what) of each finding, and of notes of rules that are not notes only."""
+    noted = [note for note in audit.notes() if not audit.RULES[note.rule].is_note]
+    return [(each.rule, each.what) for each in (*audit.findings(), *noted)]
 
 
 def idle_audit():

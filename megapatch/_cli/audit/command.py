@@ -48,11 +48,13 @@ def read(folder: Path) -> tuple[Summary, list[str]]:
         else:
             reports.append(data)
     summary = summarize(reports)
-    return summary, unreadable + files.without_a_file(folder, summary.ranks, summary.size)
+    for attempt in summary.attempts:
+        unreadable += files.without_a_file(folder, attempt.ranks, attempt.size)
+    return summary, unreadable
 
 
 def _code(summary: Summary, unreadable: list[str]) -> int:
-    if summary.findings:
+    if any(attempt.findings for attempt in summary.attempts):
         return FOUND
     return COULD_NOT_LOOK if unreadable or not summary.ranks or summary.not_ended else NOTHING_FOUND
 

@@ -8,7 +8,7 @@ from html import escape
 from ..._printable import clean
 from ..._ranks import numbered
 from ...audit._summary import Found, Summary
-from ...audit._words import advice, happened, headline, sentences, values, when
+from ...audit._words import advice, happened, happened_before, headline, sentences, titled, values, when
 from .picture import picture
 
 _STYLE = """\
@@ -34,7 +34,7 @@ def page(summary: Summary, unreadable: Iterable[str]) -> str:
     Args:
         unreadable: a sentence for each report that is missing or cannot be read.
     """
-    body = "\n".join(_body(summary, unreadable))
+    body = "\n".join(line for title, attempt in titled(summary) for line in _body(title, attempt, unreadable))
     return f"""\
 <!DOCTYPE html>
 <html lang="en">
@@ -58,8 +58,8 @@ def _shown(text: str) -> str:
     return escape(clean(text))
 
 
-def _body(summary: Summary, unreadable: Iterable[str]) -> Iterator[str]:
-    yield f"<h1>{_shown(headline(summary))}</h1>"
+def _body(title: str, summary: Summary, unreadable: Iterable[str]) -> Iterator[str]:
+    yield f"<h1>{_shown(title)}</h1>"
     yield _listed([*values(summary), *unreadable])
     yield f"<figure>\n{picture(summary)}</figure>"
     for found in summary.found:
@@ -82,7 +82,7 @@ def _section(found: Found) -> Iterator[str]:
     kind = "note" if found.is_note else "finding"
     yield f'<section class="{kind}">'
     yield f"<h2>{_shown(found.rule)} <small>{kind}, {_shown(when(found))}</small></h2>"
-    for sentence in (*sentences(found), found.means):
+    for sentence in (*sentences(found), found.means, *happened_before(found)):
         yield f"<p>{_shown(sentence)}</p>"
     if found.where:
         yield f"<pre>{_shown(chr(10).join(f'at {line}' for line in reversed(found.where)))}</pre>"

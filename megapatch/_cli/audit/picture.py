@@ -21,6 +21,7 @@ _COLORS = {
     "load": ("#1565c0", "#82b1ff"),
     "save": ("#2e7d32", "#90d494"),
     "export": ("#5d6d1e", "#c5d86d"),
+    "forward-only": ("#8d8d6e", "#c9c9a8"),
     "offload": ("#4e5d94", "#a9b5e6"),
     "swap": ("#a0522d", "#e3a77f"),
     "sync": ("#00737f", "#7fd6de"),

@@ -48,7 +48,7 @@ def zeroed_in_every_call_but_one(model, step):
     model.optimizer.step()
 
 
-TABLE.row("zeroed in every call, and finished in the last", zeroed_in_every_call_but_one, {"gradients-used": 0})
+TABLE.row("zeroed in every call, and finished in the last", zeroed_in_every_call_but_one, {"gradients-dropped": 0})
 
 
 def zeroed_before_the_step(model, step):
@@ -268,7 +268,7 @@ TABLE.row("tokens of an aborted call stay counted", tokens_of_an_aborted_call, {
 TABLE.row(
     "tokens of a dropped call stay counted",
     tokens_of_a_dropped_call,
-    {"fresh-counts": 2, "gradients-used": 1},
+    {"fresh-counts": 2, "gradients-dropped": 1},
     **COUNTING,
 )
 TABLE.row("tokens of log-probabilities are counted", tokens_of_log_probabilities, {"fresh-counts": 2}, **COUNTING)

@@ -6,9 +6,6 @@ import copy
 from unittest import mock
 
 import torch
-
-from megapatch.testing import _data
-from megapatch.train_step import TrainStep
 from rigs.megatron.options import ADAM, BOTH
 from rigs.mistakes import Mistake
 from rigs.mistakes.checkpoints import plan, saved_in_two
@@ -17,6 +14,9 @@ from rigs.mistakes.losses import FP16, times
 from rigs.mistakes.schedules import schedule_of
 from rigs.mistakes.weights import FP32, SHARDED, log_probabilities, parts_of, put, reference_in
 from rigs.train_step.models import in_pieces
+
+from megapatch.testing import _data
+from megapatch.train_step import TrainStep
 
 
 def as_megatron_does(model, step):
@@ -165,7 +165,7 @@ def _correct(name, take_step, **options):
     return Mistake(name, "", take_step, {}, {}, options)
 
 
-CORRECT = {
+USUAL = {
     trainer.name: trainer
     for trainer in (
         _correct("as Megatron does", as_megatron_does, **BOTH),
