@@ -1,12 +1,17 @@
-"""The protocols between a step, the caller's optimizer and each kind of model, and the step's result."""
+"""The protocols between a step, the caller's optimizer and each kind of model, and the step's result.
+
+There are two kinds of model: Megatron's DistributedDataParallel, and a module with FSDP2's fully_shard applied.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .._mcore import bucket_groups
 from ..errors import MisuseError
 
 
@@ -66,9 +71,9 @@ def used_by_optimizer(optimizer: Optimizer) -> tuple[float, float]:
 
 
 def check_normalizer(normalizer: float, unit: str) -> None:
-    """Raise MisuseError unless the normalizer is above 0; NaN is not."""
-    if not normalizer > 0:
-        raise MisuseError(f"the sum of {unit} over all ranks is {normalizer:g}; expected more than 0")
+    """Raise MisuseError unless the normalizer is above 0 and finite; all ranks have the same."""
+    if not 0 < normalizer < math.inf:
+        raise MisuseError(f"the sum of {unit} over all ranks is {normalizer:g}; expected a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,9 @@ class Backend(Protocol):
 
     chunks: list[Any]
     fewest_microbatches: int
+
+    def forget(self) -> None:
+        """Forget the step before, as far as it could still be dropped."""
 
     def begin(self) -> None: ...
 
@@ -111,3 +119,22 @@ class Backend(Protocol):
 
     def abort_aside(self) -> None:
         """Drop a step that was set aside: the gradients in the model may be another's."""
+
+
+def backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
+    """Return the backend for this kind of model.
+
+    Raises:
+        MisuseError: there is none, or the options are not for it.
+    """
+    from . import _fsdp2, _megatron
+
+    if (chunks := bucket_groups.chunks_of(model)) is not None:
+        return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
+    if (chunks := _fsdp2.chunks_of(model)) is not None:
+        return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
+    kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
+    raise MisuseError(
+        f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
+        "them, or a module with FSDP2's fully_shard applied"
+    )

@@ -119,10 +119,10 @@ OTHERS = {
     "model": "model is Linear; expected Megatron's DistributedDataParallel",
     "no model": "model is an empty list; expected",
     "norm": "max_grad_norm is for FSDP2",
-    "expected_count": "expected_count is 0; expected a number above 0",
-    "microbatches": "expected_microbatches is 0; expected a number above 0",
+    "expected_count": "expected_count is 0; expected a finite number above 0",
+    "microbatches": "expected_microbatches is 0; expected a finite number above 0",
     "no count": "this step has an expected_count: each call needs its count=",
-    "count of zero": "the sum of counts over all ranks is 0; expected more than 0",
+    "count of zero": "the sum of counts over all ranks is 0; expected a finite number above 0",
 }
 
 
@@ -144,7 +144,7 @@ def test_a_model_has_one_open_step(ranks):
 def test_no_tokens_on_any_rank(ranks):
     for found in ranks:
         (error, text), still_open = found["no tokens"]
-        assert (error, text) == ("MisuseError", "the sum of tokens over all ranks is 0; expected more than 0")
+        assert (error, text) == ("MisuseError", "the sum of tokens over all ranks is 0; expected a finite number above 0")
         assert not still_open
 
 
