@@ -14,12 +14,11 @@ torch's optimizers have hooks of their own, which see steps through a scheduler'
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from .._layers import HOLDER
@@ -47,11 +46,12 @@ _NO_MOVE = (
 
 
 class Watch(NamedTuple):
-    """A method of an object, and the context that its calls run in; both get the same arguments."""
+    """A method of an object, what is called before it with the same arguments, and after it, if it returns."""
 
     owner: Any
     name: str
-    around: Callable[..., contextlib.AbstractContextManager[Any]]
+    before: Callable[..., object] = lambda *args, **kwargs: None
+    after: Callable[[], object] = lambda: None
 
 
 _guards: list[Guard] = []
@@ -91,12 +91,16 @@ class Guard:
     def notice_moves(self, optimizer: Any, notice: Callable[[], None]) -> None:
         """Have a method of the step called once its optimizer has stepped or loaded."""
         weak = weakref.WeakMethod(notice)
+
+        def moved() -> None:
+            if (method := weak()) is not None:
+                method()
+
         if hasattr(optimizer, "register_step_post_hook"):
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: _call(weak)))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: moved()))
             return
-        around = functools.partial(_noticed, weak)
-        watches = [Watch(optimizer, name, around) for name in (*MOVES, "load_state_dict")]
-        self._watch(watches + [Watch(part, "step", around) for part in _parts(optimizer)[1:]])
+        watches = [Watch(optimizer, name, after=moved) for name in (*MOVES, "load_state_dict")]
+        self._watch(watches + [Watch(part, "step", after=moved) for part in _parts(optimizer)[1:]])
 
     def stop(self) -> None:
         """End all watches."""
@@ -126,13 +130,11 @@ class Guard:
                     setattr(holder, each.name, function)
 
     def _refusal(self, part: Any, what: str, name: str, why: str, takes_flag: bool = False) -> Watch:
-        @contextlib.contextmanager
-        def refused(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def before(*args: Any, **kwargs: Any) -> None:
             if not takes_flag or _is_loading(getattr(part, name), args, kwargs):
                 self._refuse(f"{name}() of {what}", why)
-            yield
 
-        return Watch(part, name, refused)
+        return Watch(part, name, before)
 
     def _refuse(self, call: str, why: str) -> None:
         if not self.is_lifted:
@@ -165,17 +167,6 @@ def _is_loading(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
         return False
 
 
-@contextlib.contextmanager
-def _noticed(notice: weakref.WeakMethod[Callable[[], None]], *args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-    _call(notice)
-
-
-def _call(notice: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (method := notice()) is not None:
-        method()
-
-
 # ---------------------------------------------------------------------------- functions in place of methods
 def _holder(watch: Watch) -> type | None:
     """Return the class that defines the method for the object; None if it is not a function."""
@@ -193,11 +184,14 @@ def _ours_in(function: Any) -> Any:
 def _watched(original: Any, name: str) -> Any:
     @functools.wraps(original)
     def watched(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for each in [each for guard in tuple(_guards) for each in guard.watches]:
-                if each.owner is self and each.name == name:
-                    stack.enter_context(each.around(*args, **kwargs))
-            return original(self, *args, **kwargs)
+        watches = [each for guard in tuple(_guards) for each in guard.watches]
+        concerned = [each for each in watches if each.owner is self and each.name == name]
+        for each in concerned:
+            each.before(*args, **kwargs)
+        result = original(self, *args, **kwargs)
+        for each in concerned:
+            each.after()
+        return result
 
     return watched
 

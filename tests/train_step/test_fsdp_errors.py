@@ -139,7 +139,14 @@ def misuses(sharded):
         finally:
             sharded.model.layers[0].set_gradient_divide_factor(None)
 
+    def in_between(call):
+        with step:
+            sharded.calls(0, CUT)
+            call()
+
     return {
+        "step of one's own": lambda: in_between(sharded.optimizer.step),
+        "zero_grad of one's own": lambda: in_between(lambda: sharded.optimizer.zero_grad()),
         "too few passes": lambda: opened(by_hand, 1, 1, 2),
         "too many passes": lambda: opened(by_hand, 3, 1, 2),
         "no pass": lambda: opened(by_hand, 0, 1, 2),
@@ -216,6 +223,8 @@ def test_an_exception_leaves_a_fresh_start(ranks, torch_is, place, earlier):
 
 
 MISUSES = {
+    "step of one's own": "step() of the optimizer while a TrainStep of its model is open: the step owns",
+    "zero_grad of one's own": "zero_grad() of the optimizer while a TrainStep of its model is open",
     "too few passes": "the call made 1 backward passes; expected 2, as many as the rank with the most",
     "too many passes": "the call made 3 backward passes; expected 2",
     "no pass": "the call made 0 backward passes; expected 2",
@@ -241,7 +250,7 @@ CONSTRUCTION = {
     "optimizer": "the optimizer has parameters that fully_shard did not shard",
     "tensor parallel": "with FSDP2 all ranks have to be data parallel",
     "two meshes": "with FSDP2 all ranks have to be data parallel",
-    "norm": "max_grad_norm is 0; expected a finite number above 0, or None",
+    "norm": "max_grad_norm is 0; expected a number above 0, or None",
     "added up": "calls_add_up is for Megatron",
     "not sharded": "model is Tiny; expected Megatron's DistributedDataParallel, a list of them, or a module with",
     "open": "a step of this model is open already",
