@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .._mcore import bucket_groups
 from ..errors import MisuseError
 
 
@@ -119,22 +118,3 @@ class Backend(Protocol):
 
     def abort_aside(self) -> None:
         """Drop a step that was set aside: the gradients in the model may be another's."""
-
-
-def backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
-    """Return the backend for this kind of model.
-
-    Raises:
-        MisuseError: there is none, or the options are not for it.
-    """
-    from . import _fsdp2, _megatron
-
-    if (chunks := bucket_groups.chunks_of(model)) is not None:
-        return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
-    if (chunks := _fsdp2.chunks_of(model)) is not None:
-        return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
-    kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
-    raise MisuseError(
-        f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
-        "them, or a module with FSDP2's fully_shard applied"
-    )

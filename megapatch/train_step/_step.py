@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from .._mcore import bucket_groups
 from ..errors import MisuseError
 from . import _open_steps
-from ._backend import Optimizer, Options, Scheduler, StepResult, backend_for
+from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
 from ._guard import Guard
 
 
@@ -107,7 +108,7 @@ class TrainStep:
             max_grad_norm,
             None if data_parallel_dims is None else tuple(data_parallel_dims),
         )
-        self._backend = backend_for(model, optimizer, scheduler, options)
+        self._backend = _backend_for(model, optimizer, scheduler, options)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._counts = expected_count is not None
         self._guard = Guard(self)
@@ -338,3 +339,22 @@ class TrainStep:
     def _take_model(self) -> None:
         _open_steps.take(self._backend.chunks, self)
         self._guard.refuse(self._backend.chunks, self._optimizer, self._scheduler)
+
+
+def _backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
+    """Return the backend for this kind of model.
+
+    Raises:
+        MisuseError: there is none, or the options are not for it.
+    """
+    from . import _fsdp2, _megatron
+
+    if (chunks := bucket_groups.chunks_of(model)) is not None:
+        return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
+    if (chunks := _fsdp2.chunks_of(model)) is not None:
+        return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
+    kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
+    raise MisuseError(
+        f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
+        "them, or a module with FSDP2's fully_shard applied"
+    )
