@@ -66,7 +66,8 @@ def _has_handler(traceback: TracebackType | None) -> bool:
 
 
 def _arguments(frame: FrameType) -> list[object]:
-    code, found = frame.f_code, []
+    code = frame.f_code
+    found: list[object] = []
     last = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _TAKES_MORE)
     for name in code.co_varnames[:last]:
         value = frame.f_locals.get(name)
