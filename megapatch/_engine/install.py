@@ -15,7 +15,6 @@ from typing import Any
 from ..errors import RestoreError
 from ..patch import Site
 from . import holders
-from .rebuilt import RebuiltTarget
 from .target import AddedTarget, ReplacedTarget
 
 
@@ -45,8 +44,11 @@ def install(
     try:
         for target in found:
             install_noted(target)
-        for path, make in site.rebuild(module).items() if site.rebuild else ():
-            install_noted(RebuiltTarget(path, make))
+        if site.rebuild:
+            from .rebuilt import RebuiltTarget  # of Ray's actor classes only
+
+            for path, make in site.rebuild(module).items():
+                install_noted(RebuiltTarget(path, make))
     except BaseException:
         rollback(done)
         raise

@@ -26,7 +26,10 @@ class ReplacedTarget:
         replacement: the function to install.
         inherited: whether the class itself had nothing there, so that reverting deletes.
         holders: other places that held the original and were given the replacement.
+        is_function: whether it is one, which shows whether it was loaded again.
     """
+
+    is_function = True
 
     __slots__ = (
         "_was_alone",

@@ -71,7 +71,8 @@ class Guard:
     def __init__(self, step: Any) -> None:
         self.is_lifted, self.watches, self._hooks = False, list[Watch](), list[Any]()
         self._since = ""
-        weakref.finalize(step, self.stop).atexit = False
+        end = weakref.finalize(step, self.stop)
+        end.atexit = False
 
     def refuse(self, chunks: Iterable[Any], optimizer: Any, scheduler: Any) -> None:
         """Have loads into optimizer and scheduler, and steps and zeroing by others, raise MisuseError."""
