@@ -15,6 +15,8 @@ from typing import Any
 
 MARK = "__megapatch__"
 """Attribute that the installer sets on every function it installs: the name of the patch."""
+HOLDER = "__megapatch_holder__"
+"""Attribute of a function of megapatch's that stands on top of a method for a while: who has put it there."""
 
 _MOST_LAYERS = 1000
 _MOST_PARTS = 5000

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
-import linecache
 import sys
 import threading
 import types
 
 import pytest
 from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_of
+from rigs.faults import CALLS, LINES, Fault
 
 from megapatch import _loaded_modules
 from megapatch._engine import engine, holders, install, rebuilt, record, site_record, target
@@ -71,44 +70,6 @@ def patched(module):
     }
 
 
-class Fault:
-    """Raises the error at the k-th event in our code while it is in a function; `met`: where that was."""
-
-    def __init__(self, error, events, k, within=site_record.consider):
-        self.error, self.events, self.left, self.inside, self.met = error, events, k, 0, None
-        self.within = within.__code__
-
-    def __call__(self, frame, event, arg):
-        if frame.f_code.co_filename not in FILES:
-            return None
-        if frame.f_code is self.within and event in ("call", "return"):
-            self.inside += 1 if event == "call" else -1
-        elif self.inside and event in self.events and not _closes_a_with(frame, event):
-            self.left -= 1
-            if self.left < 0:
-                sys.settrace(None)
-                self.met = f"{event} {frame.f_code.co_name}:{frame.f_lineno}"
-                raise self.error
-        return self
-
-    def __enter__(self):
-        self.before = sys.gettrace()
-        gc.disable()  # it would close generators of earlier rounds in here, where what is raised goes nowhere
-        sys.settrace(self)
-
-    def __exit__(self, *error):
-        sys.settrace(self.before)
-        gc.enable()
-
-
-def _closes_a_with(frame, event):
-    """The end of a `with` statement: no interrupt comes between its last line and the lock that it lets go of."""
-    return event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()[:5] == "with "
-
-
-CALLS, LINES = ("call", "return"), ("line", "return")
-
-
 @pytest.fixture
 def name(modules, monkeypatch):
     name = modules.write(SOURCE)
@@ -134,7 +95,7 @@ def test_all_or_nothing_and_repaired(name, error, events, imported):
     met = set()
     for k in range(10_000):
         sys.modules.pop(name, None)
-        patching, fault, raised = make(name), Fault(error("a fault"), events, k), None
+        patching, fault, raised = make(name), Fault(error("a fault"), events, k, FILES, site_record.consider), None
         if imported:
             before = original(module := importlib.import_module(name))
         else:
@@ -181,7 +142,7 @@ def test_restoring_is_all_or_nothing_and_can_be_repeated(name, error, events):
         sys.modules.pop(name, None)
         before, patching = original(module := importlib.import_module(name)), make(name)
         patching.activate()
-        fault = Fault(error("a fault"), events, k, within=engine.Engine._restore)
+        fault = Fault(error("a fault"), events, k, FILES, engine.Engine._restore)
         with contextlib.suppress(error), fault:
             patching.restore()
         if not fault.met:

@@ -15,6 +15,7 @@ from rigs.needs import needs_megatron
 
 from megapatch import _version
 from megapatch._engine import first_sign
+from megapatch.patch import UNKNOWN, Verdict
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 PATCHED = f"import megapatch, {DDP}, megatron.core.rerun_state_machine"
@@ -115,6 +116,28 @@ def test_an_engine_says_it_once(modules, capsys):
         importlib.import_module(name)
     said = capsys.readouterr().err
     assert said == f"{APPLIED}\n"
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_a_refusal_that_logging_does_not_show_is_said(modules, monkeypatch, capsys, disabled):
+    """As where dictConfig() has disabled all loggers that it does not name."""
+    monkeypatch.setattr(logging.getLogger("megapatch"), "disabled", disabled)
+    refused = make_patch(modules.write(TARGET), diagnose=lambda module: Verdict(UNKNOWN, "as it happens"))
+    engine = make_engine(refused, quiet_value="")
+    engine.activate()
+    importlib.import_module(name := refused.sites[0].module)
+    engine.apply()
+    problem = (
+        f"megapatch {_version.__version__}: test.louder is refused at {name}; print(megapatch.report()) lists"
+    )
+    assert capsys.readouterr().err.count(problem) == disabled
+
+
+def test_handlers_that_show_nothing_do_not_count():
+    log = logging.Logger("nobody's")
+    assert first_sign._takes(log, logging.WARNING)  # by logging's last resort
+    log.addHandler(logging.NullHandler())
+    assert not first_sign._takes(log, logging.WARNING)
 
 
 def test_the_command_line_has_reports_of_its_own(fake_megatron):

@@ -58,13 +58,13 @@ def slow_find(*args):
     return find(*args)
 holders.find = slow_find
 
-from megapatch._engine import install
-install_rebuilt = install.RebuiltTarget.install
+from megapatch._engine import rebuilt
+install_rebuilt = rebuilt.RebuiltTarget.install
 def slow_install(self):
     if "rebuild" in stopping:
         stop_at("rebuild")
     install_rebuilt(self)
-install.RebuiltTarget.install = slow_install
+rebuilt.RebuiltTarget.install = slow_install
 
 engine = make_engine(
     make_patch(first, "greet", "Greeter.greet", diagnose=diagnose, name="test.first"),

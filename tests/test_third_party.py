@@ -84,6 +84,12 @@ def test_its_patches_are_loaded_with_the_module_that_they_watch(distribute, targ
     assert module.greet("you") == "hello you"
 
 
+def test_odd_entries_of_the_path_are_skipped(distribute, target, patches, monkeypatch):
+    distribute(target, f"{patches}:LOUDER")
+    monkeypatch.setattr(sys, "path", [None, *sys.path, b"bytes", 3])
+    assert [record.name for record in make_engine().records] == ["third_party.acme-megatron"]
+
+
 def test_metadata_are_not_read_where_no_folder_mentions_the_group(monkeypatch, tmp_path):
     """Reading them takes longer than all else that importing megapatch does."""
     (info := tmp_path / "other-1.0.dist-info").mkdir()

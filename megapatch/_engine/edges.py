@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Any
+from types import FrameType, TracebackType
 
 from .._troubleshooting import see
 
 log = logging.getLogger("megapatch")
+
+_TAKES_MORE = 4  # inspect.CO_VARARGS, of a module that few processes need
 
 
 def clean_record(record: logging.LogRecord) -> bool:
@@ -42,26 +44,48 @@ def broken_modules_are_logged() -> Iterator[None]:
 def comes_from_outside(error: BaseException) -> bool:
     """Return whether the exception has nothing to do with the code that it interrupted.
 
-    Ctrl-C, and whatever a signal handler raises: the SystemExit of SIGTERM, or the TimeoutError of an alarm. The
-    SystemExit of the code itself, such as that of an argument parser, is its failure.
+    That is Ctrl-C; whatever a signal handler raises, such as the SystemExit of SIGTERM; and an exception that
+    another thread has sent, by which func_timeout and stopit end a call. The SystemExit of the code itself, as an
+    argument parser raises it, is its failure.
     """
-    if isinstance(error, KeyboardInterrupt):
-        return True
-    return not _codes_in(error.__traceback__).isdisjoint(_codes_of_handlers())
+    return isinstance(error, KeyboardInterrupt) or _has_handler(error.__traceback__) or _was_sent(error)
 
 
-def _codes_in(traceback: TracebackType | None) -> set[Any]:
-    found = set()
+def _has_handler(traceback: TracebackType | None) -> bool:
+    """Return whether a frame is that of a signal handler: called with a number and the frame that it interrupted.
+
+    Which handlers are installed now does not say it: a usual one first sets its signal back to the default.
+    """
+    interrupted = None
     while traceback is not None:
-        found.add(traceback.tb_frame.f_code)
-        traceback = traceback.tb_next
+        arguments = _arguments(traceback.tb_frame)
+        if any(type(number) is int and frame is interrupted for number, frame in itertools.pairwise(arguments)):
+            return True
+        interrupted, traceback = traceback.tb_frame, traceback.tb_next
+    return False
+
+
+def _arguments(frame: FrameType) -> list[object]:
+    code = frame.f_code
+    found: list[object] = []
+    last = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _TAKES_MORE)
+    for name in code.co_varnames[:last]:
+        value = frame.f_locals.get(name)
+        found += value if type(value) is tuple else [value]
     return found
 
 
-def _codes_of_handlers() -> set[Any]:
-    import signal  # a millisecond, which only a failure costs
+def _was_sent(error: BaseException) -> bool:
+    """Return whether PyThreadState_SetAsyncExc has raised this, which makes an exception of a class.
 
-    handlers: list[Any] = [signal.getsignal(number) for number in signal.valid_signals()]
-    functions = (getattr(handler, "__func__", getattr(handler, "func", handler)) for handler in handlers)
-    called = (function if hasattr(function, "__code__") else type(function).__call__ for function in functions)
-    return {code for function in called if (code := getattr(function, "__code__", None)) is not None}
+    So it has no arguments, and no statement that raises is where it begins. C code raises a few such.
+    """
+    import opcode  # only a failure costs it
+
+    traceback = error.__traceback__
+    if error.args or traceback is None or isinstance(error, (StopIteration, StopAsyncIteration, MemoryError)):
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    instruction = opcode.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]]
+    return instruction not in ("RAISE_VARARGS", "RERAISE")

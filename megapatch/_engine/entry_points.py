@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .._troubleshooting import see
 from ..patch import Patch, PatchInfo
@@ -86,7 +86,7 @@ def third_parties(settings: Settings) -> Iterator[Unloaded]:
         yield Unloaded(name, entry.name, patches, load, names_are_known=False, switched_off=off)
 
 
-def _installed_or_named(path: list[str]) -> list[str]:
+def _installed_or_named(path: list[Any]) -> list[str]:
     """Keep the folders of a sys.path where metadata counts.
 
     These are the folders behind the standard library, where installed distributions are and where a program
@@ -98,6 +98,8 @@ def _installed_or_named(path: list[str]) -> list[str]:
     standard_library = os.path.realpath(os.path.dirname(os.__file__))
     kept, behind = [], False
     for folder in path:
+        if not isinstance(folder, str):  # importlib skips those, too
+            continue
         place = os.path.realpath(folder)
         if place in named or (behind and os.path.isabs(folder)):
             kept.append(folder)

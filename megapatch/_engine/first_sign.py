@@ -1,6 +1,7 @@
 """The first sign of life where logging shows none: one line on standard error.
 
-Python shows no INFO message unless it is asked to, so most runs would not see that they are patched.
+Python shows no INFO message unless it is asked to, so most runs would not see that they are patched. A WARNING is
+lost where a configuration has disabled the loggers that it does not name, as that of `dictConfig` does by default.
 """
 
 from __future__ import annotations
@@ -24,15 +25,21 @@ class FirstSign:
     """
 
     def __init__(self, log: logging.Logger, quiet: bool) -> None:
-        self._log, self._done = log, quiet
+        self._log, self._done, self._warned = log, quiet, quiet
 
     def hush(self) -> None:
         """Say nothing from now on: the command line has reports of its own."""
-        self._done = True
+        self._done = self._warned = True
 
     def applied(self) -> None:
         """Say that patches are applied: not how many, as there will be more."""
         self._say(f"megapatch {__version__} applies patches; print(megapatch.report()) lists them")
+
+    def not_in_place(self, problem: str) -> None:
+        """Say the first problem of a patch, where no handler shows the WARNING that was logged."""
+        if not self._warned and not _takes(self._log, logging.WARNING):
+            self._warned = True
+            self._say_on_rank_0(f"megapatch {__version__}: {problem}; print(megapatch.report()) lists all patches")
 
     def watch_exit(self) -> None:
         """At exit, say if this process has imported Megatron and no patch was applied in it: a driver does not."""
@@ -43,27 +50,33 @@ class FirstSign:
             self._say(f"megapatch {__version__} applied no patch in this process; `megapatch doctor` says why")
 
     def _say(self, text: str) -> None:
-        if self._done:
-            return
-        self._done = True
+        if not self._done:
+            self._done = True
+            if not _takes(self._log, logging.INFO):
+                self._say_on_rank_0(text)
+
+    def _say_on_rank_0(self, text: str) -> None:
         from .._ranks import place  # most processes come here late, if at all
 
         rank, size, _ = place()
         is_one_of_many = size == 1 and _has_parent()  # whose ranks nobody knows yet
-        if not _takes_info(self._log) and rank == 0 and not is_one_of_many:
+        if rank == 0 and not is_one_of_many:
             say(text)
 
 
-def _takes_info(log: logging.Logger) -> bool:
-    """Return whether an INFO message reaches a handler."""
-    if not log.isEnabledFor(logging.INFO):
+def _takes(log: logging.Logger, level: int) -> bool:
+    """Return whether a message of this level reaches a handler that shows it."""
+    if not log.isEnabledFor(level):
         return False
+    handlers: list[logging.Handler] = []
     logger: logging.Logger | None = log
     while logger is not None:
-        if any(handler.level <= logging.INFO for handler in logger.handlers):
-            return True
+        handlers += logger.handlers
         logger = logger.parent if logger.propagate else None
-    return False
+    last = [logging.lastResort] if logging.lastResort is not None and not handlers else []
+    return any(
+        handler.level <= level for handler in (*handlers, *last) if not isinstance(handler, logging.NullHandler)
+    )
 
 
 def _has_parent() -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ..errors import RestoreError
 from ..patch import Site
 from . import holders
-from .rebuilt import RebuiltTarget
 from .target import AddedTarget, ReplacedTarget
 
 
@@ -45,8 +44,11 @@ def install(
     try:
         for target in found:
             install_noted(target)
-        for path, make in site.rebuild(module).items() if site.rebuild else ():
-            install_noted(RebuiltTarget(path, make))
+        if site.rebuild:
+            from .rebuilt import RebuiltTarget  # of Ray's actor classes only
+
+            for path, make in site.rebuild(module).items():
+                install_noted(RebuiltTarget(path, make))
     except BaseException:
         rollback(done)
         raise
@@ -119,40 +121,3 @@ def rebind(targets: tuple[ReplacedTarget, ...], found: dict[int, list[holders.Ho
                     found.setdefault(id(target.replacement), []).append(holder)
                 else:
                     target.holders = before
-
-
-def left_behind(targets: tuple[ReplacedTarget, ...]) -> dict[str, list[str]]:
-    """Name the holders of an original that could not be given the replacement, by target, in words.
-
-    Goes through all objects of the process, once for all of these targets.
-    """
-    by_original = {id(target.original): target for target in targets if not target.inherited}
-    if not by_original:
-        return {}
-    ours = {id(keeper) for target in targets for keeper in target.keepers}
-    for target in targets:
-        ours.update(_parts(target.replacement))
-    found: dict[str, list[str]] = {}
-    originals = [target.original for target in by_original.values()]
-    for number, holding in holders.out_of_reach(originals, ours).items():
-        name = by_original[number].target
-        found.setdefault(name, []).extend(f"{text} holds the original of {name}" for text in holding)
-    return found
-
-
-def _parts(function: Any) -> set[int]:
-    """Return the ids of a function, its attributes, its closure cells, and the functions in those."""
-    found: set[int] = set()
-    if not isinstance(function, FunctionType):
-        return {id(function)}
-    todo = [function]
-    while todo:
-        part = todo.pop()
-        if id(part) in found:
-            continue
-        found |= {id(part), id(vars(part)), *map(id, part.__closure__ or ())}
-        for cell in part.__closure__ or ():
-            with contextlib.suppress(ValueError):  # an empty cell
-                if isinstance(cell.cell_contents, FunctionType):
-                    todo.append(cell.cell_contents)
-    return found

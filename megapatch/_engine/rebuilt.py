@@ -21,6 +21,7 @@ class RebuiltTarget(ReplacedTarget):
     """
 
     __slots__ = ("_make", "_shared")
+    is_function = False
 
     def __init__(self, target: str, make: Callable[[Any], Any]) -> None:
         self.module, self.target = sys.modules[target.partition(":")[0]], target

@@ -17,7 +17,6 @@ from . import holders
 from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
-from .rebuilt import RebuiltTarget
 from .record import Off, Record
 from .target import ReplacedTarget
 
@@ -227,7 +226,7 @@ class SiteRecord(Record):
         if sys.modules.get(self.site.module) not in (None, self.installed[0].module):
             return True
         gone = self._gone()
-        functions = [target for target in gone if not isinstance(target, RebuiltTarget)]
+        functions = [target for target in gone if target.is_function]
         # A reload keeps none of the module's own functions.
         kept = [target for target in self.installed if target not in gone and target.is_code_of_module]
         return bool(functions) and not kept and all(target.was_reloaded for target in functions)

@@ -13,7 +13,7 @@ from typing import Any
 
 import wrapt
 
-from .._layers import MARK, attribute_of, innermost, layers_of, reaches
+from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of, reaches
 from .holders import Holder
 
 
@@ -26,7 +26,10 @@ class ReplacedTarget:
         replacement: the function to install.
         inherited: whether the class itself had nothing there, so that reverting deletes.
         holders: other places that held the original and were given the replacement.
+        is_function: whether it is one, which shows whether it was loaded again.
     """
+
+    is_function = True
 
     __slots__ = (
         "_was_alone",
@@ -143,6 +146,8 @@ class ReplacedTarget:
         """Name a function that was found at the target: by its patch, if that is another one of megapatch's."""
         if other is None:
             return "nothing"
+        if holder := attribute_of(other, HOLDER):
+            return str(holder)
         patch = attribute_of(other, MARK)  # functools.wraps copies ours to whatever wraps us
         if patch not in (None, getattr(self.replacement, MARK, None)):
             return f"the patch {patch}"

@@ -17,8 +17,7 @@ from typing import Any
 from ..errors import MisuseError
 from ..patches._temporarily import temporarily_set
 from ..patches.nemo_rl._workers import STATE
-from .loss_metrics import normalized
-from .worker import SplitStep, begin, sum_over_ranks, valid_counts
+from .worker import SplitStep, begin, normalized, sum_over_ranks, valid_counts
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:

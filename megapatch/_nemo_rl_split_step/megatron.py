@@ -16,8 +16,7 @@ from typing import Any
 from ..errors import MisuseError
 from ..patches.nemo_rl._workers import WORKER
 from ..patches.nemo_rl.forward_pre_hook_after_split import put_hooks_back
-from .loss_metrics import by_tokens, normalized
-from .worker import SplitStep, begin, sum_over_ranks, valid_counts
+from .worker import SplitStep, begin, by_tokens, normalized, sum_over_ranks, valid_counts
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:

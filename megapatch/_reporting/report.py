@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from .. import _versions
-from .._engine.install import left_behind
+from .._engine.left_behind import left_behind
 from .._engine.record import Record
 from .._printable import clean, clean_data, one_line
 from .._version import exact_version

@@ -13,14 +13,16 @@ Every check runs in new processes (`run_ranks`), with only the given patches.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import traceback
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from .._engine.engine import Engine
 from .._engine.settings import Settings
-from ..patch import Patch, Status
+from ..patch import Patch, Site, Status
 from . import _import_orders, _invariants
-from ._added_parameter import lost, with_added_parameter
 from ._ranks import run_ranks
 
 Scenario = Callable[[], object]
@@ -100,10 +102,10 @@ def _with_added_parameter(
     rank: int, world_size: int, patches: tuple[Patch, ...], patch: Patch, scenario: Scenario
 ) -> list[str]:
     """Check that it works, too, when each target has a keyword more, with which everybody calls it."""
-    error = _error_with(tuple(map(with_added_parameter, patches)), patch, scenario)
+    error = _error_with(tuple(map(_with_keyword, patches)), patch, scenario)
     if error:
         return [f"its scenario fails once upstream adds a keyword to its targets, which it must pass on:\n{error}"]
-    return lost()
+    return _lost()
 
 
 def _error_with(patches: tuple[Patch, ...], patch: Patch, scenario: Scenario) -> str | None:
@@ -131,3 +133,60 @@ def _error(scenario: Scenario) -> str | None:
             raise
         return traceback.format_exc()
     return None
+
+
+# ---------------------------------------------------------------------------- a keyword that upstream adds
+_KEYWORD = "added_upstream"
+
+# Attribute paths of targets whose replacement was called, and of those whose original then got the keyword.
+_called: set[str] = set()
+_reached: set[str] = set()
+
+
+def _with_keyword(patch: Patch) -> Patch:
+    """Return the same patch, whose targets take one keyword more and are always called with it."""
+    return Patch(
+        patch.name, patch.doc, patch.upstream, tuple(map(_site_with_keyword, patch.sites)), patch.changes_numbers
+    )
+
+
+def _lost() -> list[str]:
+    """Return the targets whose replacement called the original without the keyword, in words."""
+    return [f"{path} does not pass on a keyword that upstream may add" for path in sorted(_called - _reached)]
+
+
+def _site_with_keyword(site: Site) -> Site:
+    replace = {path: _factory(f"{site.module}:{path}", make) for path, make in site.replace.items()}
+    return Site(site.module, site.diagnose, replace, {**site.add}, site.rebuild)
+
+
+def _factory(path: str, make: Callable[[Any], Callable[..., Any]]) -> Callable[[Any], Callable[..., Any]]:
+    def make_with_parameter(original: Any) -> Callable[..., Any]:
+        if not inspect.isfunction(original):
+            return make(original)
+        replacement = make(_accepting(path, original))
+
+        @functools.wraps(replacement)
+        def called_with_keyword(*args: Any, **kwargs: Any) -> Any:
+            return replacement(*args, **{_KEYWORD: True, **kwargs})
+
+        vars(called_with_keyword)["__wrapped__"] = original  # the real one, for inspect.signature()
+        return called_with_keyword
+
+    return make_with_parameter
+
+
+def _accepting(path: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def accepting(*args: Any, **kwargs: Any) -> Any:
+        _called.add(path)
+        if kwargs.pop(_KEYWORD, False):
+            _reached.add(path)
+        return original(*args, **kwargs)
+
+    signature = inspect.signature(original)
+    parameters = list(signature.parameters.values())
+    added = inspect.Parameter(_KEYWORD, inspect.Parameter.KEYWORD_ONLY, default=False)
+    at = len(parameters) - any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    vars(accepting)["__signature__"] = signature.replace(parameters=[*parameters[:at], added, *parameters[at:]])
+    return accepting

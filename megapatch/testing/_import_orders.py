@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._engine.engine import Engine
-from .._engine.rebuilt import RebuiltTarget
 from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import Settings
 from .._engine.watch import half_loaded
@@ -154,7 +153,7 @@ def run(rank: int, world_size: int, patches: tuple[Patch, ...]) -> tuple[str, di
         record.refresh()
         name = f"{record.patch.name} at {record.site.module}"
         # Not rebuilt targets: which of these exist already depends on the order.
-        functions = [replaced for replaced in record.installed if not isinstance(replaced, RebuiltTarget)]
+        functions = [replaced for replaced in record.installed if replaced.is_function]
         outcome[name] = [record.status.value, *(replaced.target for replaced in functions)]
         if record.status in (*NEEDS_ATTENTION, Status.PENDING):
             wrong.append(f"{name} is {record.status.value}: {record.reason} {record.traceback or ''}")

@@ -18,7 +18,6 @@ from typing import Any
 
 from .._dotted import find
 from .._engine.engine import Engine
-from .._engine.rebuilt import RebuiltTarget
 from .._engine.settings import Settings
 from .._engine.site_record import SiteRecord
 from .._engine.target import AddedTarget, ReplacedTarget
@@ -73,7 +72,7 @@ def _apply_often(engine: Engine, threads: int = 64, calls: int = 1000) -> None:
 
 def _differences(target: ReplacedTarget) -> Iterator[str]:
     """Check that the replacement can be used wherever the original can."""
-    if isinstance(target, RebuiltTarget):
+    if not target.is_function:
         return
     function = target.current
     if type(function) is not FunctionType:

@@ -2,7 +2,7 @@
 
 multiprocessing does the same for its workers, with the same name and the same `__spec__` (CPython 3.10 to 3.13):
 https://github.com/python/cpython/blob/v3.13.0/Lib/multiprocessing/spawn.py#L225. A rank loads it later, when its
-environment is set, and can load it from a zip file.
+environment is set.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import multiprocessing.process
 import os
 import pickle
 import sys
 import types
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any
 
 from ..errors import MisuseError
@@ -30,8 +29,7 @@ _importing = False
 def find_main(needed: str) -> tuple[str, str]:
     """Return how ranks load this process's `__main__`: the name that ``python -m`` got, or "", and its file.
 
-    Results of its classes come back under the second name, which multiprocessing has for the `__main__` at its own
-    import: runpy may have run another since.
+    Results of its classes come back under multiprocessing's name for it.
 
     Args:
         needed: the name of the function or class for which they need it.
@@ -41,15 +39,12 @@ def find_main(needed: str) -> tuple[str, str]:
     """
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", "__main__")
-    file = getattr(main, "__file__", None) or ""
+    file = os.path.abspath(getattr(main, "__file__", None) or "")
     sys.modules[NAMES[1]] = main
     if name not in NAMES:
         return name, file
-    # A zip file's path and runpy's may be relative. The program may have changed its folder since it was started.
-    original = getattr(multiprocessing.process, "ORIGINAL_DIR", None) or ""
-    for path in (os.path.abspath(file), os.path.join(original, file)) if file else ():
-        if _spec_of_main(path) is not None:
-            return "", path
+    if os.path.isfile(file):
+        return "", file
     raise MisuseError(
         f"run_ranks() sends {needed} to other processes, which load the file that defines it, and found none: "
         "__main__ has no file in a notebook, an interactive session, python -c and standard input. Expected a "
@@ -65,14 +60,9 @@ def spec_of_file(name: str, file: str) -> ModuleSpec | None:
     return known or importlib.util.spec_from_loader(name, SourceFileLoader(name, file))
 
 
-def _spec_of_main(file: str) -> ModuleSpec | None:
-    """Return a spec for a script, or for `__main__` in a zip file, which is on the path while it runs."""
-    return spec_of_file("__mp_main__", file) or PathFinder.find_spec("__main__", [os.path.dirname(file)])
-
-
 def load_main(name: str, file: str) -> None:
     """Run the caller's `__main__` under multiprocessing's name for it, and let it be `__main__` here."""
-    spec = importlib.util.find_spec(name) if name else _spec_of_main(file)
+    spec = importlib.util.find_spec(name) if name else spec_of_file(NAMES[1], file)
     loader: Any = spec and spec.loader
     if spec is None or not hasattr(loader, "get_code"):
         raise MisuseError(f"a rank finds no module {name or file}, which the caller has as its __main__")

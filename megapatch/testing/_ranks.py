@@ -55,8 +55,8 @@ def run_ranks(
 
     Args:
         function: a function at module level of a module or a script, which ranks import. A script makes its calls
-            under ``if __name__ == "__main__":``, as with multiprocessing. ``python -m`` and zip files work; a
-            notebook imports the function from a file.
+            under ``if __name__ == "__main__":``, as with multiprocessing. ``python -m`` works, too; a notebook
+            imports the function from a file.
         world_size: number of ranks.
         *args: more arguments of `function`; they must be picklable (tensors go by value).
         timeout: seconds for everything.

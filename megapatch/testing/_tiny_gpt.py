@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from ._model import TinyGPT
-from ._weights import global_name, set_weights
+from ._model import TinyGPT, global_name, set_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,8 +1,12 @@
-"""The protocols between a step, the caller's optimizer and each kind of model, and the step's result."""
+"""The protocols between a step, the caller's optimizer and each kind of model, and the step's result.
+
+There are two kinds of model: Megatron's DistributedDataParallel, and a module with FSDP2's fully_shard applied.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -66,9 +70,9 @@ def used_by_optimizer(optimizer: Optimizer) -> tuple[float, float]:
 
 
 def check_normalizer(normalizer: float, unit: str) -> None:
-    """Raise MisuseError unless the normalizer is above 0; NaN is not."""
-    if not normalizer > 0:
-        raise MisuseError(f"the sum of {unit} over all ranks is {normalizer:g}; expected more than 0")
+    """Raise MisuseError unless the normalizer is above 0 and finite; all ranks have the same."""
+    if not 0 < normalizer < math.inf:
+        raise MisuseError(f"the sum of {unit} over all ranks is {normalizer:g}; expected a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,9 @@ class Backend(Protocol):
 
     chunks: list[Any]
     fewest_microbatches: int
+
+    def forget(self) -> None:
+        """Forget the step before, as far as it could still be dropped."""
 
     def begin(self) -> None: ...
 

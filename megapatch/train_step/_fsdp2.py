@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
-from ._fsdp2_module import gradient_divisor, mesh_of, reset_after_interruption, sharded_modules
+
+MODULE = "torch.distributed.fsdp"
 
 
 class _Backward:
@@ -53,7 +55,7 @@ class FSDP2Backend:
         self.expected_microbatches = options.expected_microbatches
         self.mesh = mesh_of(self._parameters(), options.data_parallel_dims)
         self.drawn: list[Any] = []  # by the last microbatch: kept over steps, for passes that do not count
-        self._forget()
+        self.forget()
 
     def _parameters(self) -> list[Any]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -61,14 +63,13 @@ class FSDP2Backend:
     def _parameters_with_gradients(self) -> list[Any]:
         return [parameter for parameter in self._parameters() if parameter.grad is not None]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self.calls = self.microbatches = 0
         self.divisor = float(self.expected_count or self.expected_microbatches or 0)
         self.count = 0.0
 
     # ------------------------------------------------------------------------ begin and calls
     def begin(self) -> None:
-        self._forget()
         self.chunks[0].set_requires_gradient_sync(True)  # else the optimizer would not see the gradient
         self.chunks[0].set_is_last_backward(True)
         self.optimizer.zero_grad()
@@ -181,10 +182,10 @@ class FSDP2Backend:
         reset_after_interruption(self.chunks[0])
         self.optimizer.zero_grad()
         self.drawn = []  # the pass may have failed because of it
-        self._forget()
+        self.forget()
 
     def abort_aside(self) -> None:
-        self._forget()
+        self.forget()
 
     # ------------------------------------------------------------------------ the ranks
     def _most_and_fewest(self, number: int) -> tuple[int, int]:
@@ -217,3 +218,89 @@ class _Recording:
     def __next__(self) -> Any:
         self.drawn.append(next(self.data))
         return self.drawn[-1]
+
+
+# ---------------------------------------------------------------------------- the module
+def chunks_of(model: Any) -> list[Any] | None:
+    """Return the model as the only chunk if fully_shard was applied to it, else None."""
+    sharded = getattr(sys.modules.get(MODULE), "FSDPModule", None)
+    return [model] if sharded is not None and isinstance(model, sharded) else None
+
+
+def sharded_modules(module: Any) -> list[Any]:
+    return [submodule for submodule in module.modules() if chunks_of(submodule) is not None]
+
+
+def mesh_of(parameters: list[Any], dims: tuple[str, ...] | None) -> Any:
+    """Return the mesh of data parallel ranks, over which all parameters are sharded or replicated.
+
+    Args:
+        parameters: the optimizer's.
+        dims: the names of its dimensions; None if parameters have no others.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not all(isinstance(parameter, DTensor) for parameter in parameters):
+        raise MisuseError(
+            "the optimizer has parameters that fully_shard did not shard; build it from the module's parameters, "
+            "after fully_shard and before the first forward pass"
+        )
+    if dims is not None:
+        meshes = {_named_part(parameter.device_mesh, dims) for parameter in parameters}
+        if len(meshes) != 1:
+            raise MisuseError(f"the dimensions {', '.join(dims)} are those of several meshes; expected one")
+        return meshes.pop()
+    meshes = {parameter.device_mesh for parameter in parameters}
+    layouts = [[placement.is_shard() for placement in parameter.placements] for parameter in parameters]
+    if len(meshes) != 1 or any(layout not in ([True], [False, True]) for layout in layouts):
+        raise MisuseError(
+            "with FSDP2 all ranks have to be data parallel; found tensor parallelism or several meshes. Name the "
+            'dimensions of the mesh that are data parallel: data_parallel_dims=("data",)'
+        )
+    return meshes.pop()
+
+
+def _named_part(mesh: Any, dims: tuple[str, ...]) -> Any:
+    names = tuple(mesh.mesh_dim_names or ())
+    if missing := [name for name in dims if name not in names]:
+        raise MisuseError(
+            f"data_parallel_dims has {', '.join(missing)}; a parameter's mesh has "
+            f"{', '.join(names) or 'dimensions without names'}"
+        )
+    return mesh if names == dims else mesh[dims]
+
+
+# ---------------------------------------------------------------------------- without a public name in torch
+# Only FSDP2's own code describes its state. It was read, and is tested, in torch 2.13.0:
+# https://github.com/pytorch/pytorch/tree/v2.13.0/torch/distributed/fsdp/_fully_shard (_fsdp_state.py: FSDPState,
+# _fsdp_param_group.py: FSDPParamGroup, _fully_shard.py: FSDPModule). There FSDPState has a list of parameter
+# groups; before it had a single one, `_fsdp_param_group`.
+def gradient_divisor(module: Any, ranks: int) -> float:
+    """Return the divisor of gradients in FSDP2: the number of ranks, or the set_gradient_divide_factor()."""
+    found = set()
+    for submodule in sharded_modules(module):
+        state = submodule._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        found |= {getattr(group, "gradient_divide_factor", None) or ranks for group in groups if group is not None}
+    if len(found) != 1:
+        factors = ", ".join(f"{factor:g}" for factor in sorted(found))
+        raise MisuseError(f"gradients are divided by several numbers: {factors}; expected one for all modules")
+    return float(found.pop())
+
+
+def reset_after_interruption(module: Any) -> None:
+    """Make the next pass of a module a normal one, even if its last pass was interrupted.
+
+    Otherwise its gathered parameters stay, and the next backward pass takes itself for a part of the last one, so
+    that some gradients are not reduced at all.
+    """
+    for parameter in module.parameters():  # the gathered ones too, which have gradients until they are reduced
+        parameter.grad = None
+    state = module._get_fsdp_state()
+    if not getattr(state, "_is_root", True):  # no forward pass was ever made: there is nothing to reset
+        return
+    if hasattr(module, "reset_iter_state"):  # public, in torch 2.13
+        module.reset_iter_state()
+    else:  # as FSDP2 does at the end of each backward pass; without gradients it reduces nothing
+        state._root_post_backward_final_callback()
+        state._state_ctx.iter_forward_root = None  # older versions do this at the end of the forward pass

@@ -29,8 +29,7 @@ from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_s
 from .._mcore.step_state import StepState, counts_of, forget_counts
 from ..errors import MisuseError
 from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
-from ._normalization import Normalization
-from ._scaling import LossScaling
+from ._normalization import LossScaling, Normalization
 
 
 class MegatronBackend:
@@ -53,9 +52,10 @@ class MegatronBackend:
         self.config = get_model_config(chunks[0])
         self.parallel = parallel_state
         self.normalization = Normalization(options, self.config, parallel_state)
-        self._forget()
+        self.config_before: dict[str, Any] = {}  # what a call has set in the config, as it was
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         self.normalization.forget()
         self.calls = 0
         self.num_tokens: Any = None
@@ -68,7 +68,6 @@ class MegatronBackend:
 
     # ------------------------------------------------------------------------ begin and calls
     def begin(self) -> None:
-        self._forget()
         self.state = StepState(self.chunks, self.optimizer, logged=False)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -137,15 +136,19 @@ class MegatronBackend:
             hooks["grad_sync_func"] = None
         if self.calls:  # the first one has gathered the parameters
             hooks["param_sync_func"] = None
-        before = {name: getattr(config, name) for name in hooks}
         self.finalize = config.finalize_model_grads_func
         try:
+            self.config_before = {name: getattr(config, name) for name in hooks}
             for name, value in hooks.items():
                 setattr(config, name, value)
             yield
         finally:
-            for name, value in before.items():
-                setattr(config, name, value)
+            self._put_config_back()
+
+    def _put_config_back(self) -> None:
+        for name, value in self.config_before.items():
+            setattr(self.config, name, value)
+        self.config_before = {}
 
     def _finalize_later(self, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
         self.calls += 1
@@ -242,6 +245,7 @@ class MegatronBackend:
     def abort(self) -> None:
         import torch
 
+        self._put_config_back()
         if torch.cuda.is_initialized():  # a backward pass that was interrupted has joined none of its streams
             torch.cuda.synchronize()
         for chunk in self.chunks:
@@ -256,11 +260,11 @@ class MegatronBackend:
             self.losses.take_away()
         if (machine := machine_of_this_process()) is not None:
             rewind_interrupted_step(machine)
-        self._forget()
+        self.forget()
 
     def abort_aside(self) -> None:
         self.losses.take_away()
-        self._forget()
+        self.forget()
 
     # ------------------------------------------------------------------------ the layout
     def _device(self) -> Any:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from .._mcore import bucket_groups
 from ..errors import MisuseError
 from . import _open_steps
-from ._backend import Optimizer, Options, Scheduler, StepResult
-from ._backend_for_model import backend_for
-from ._load_guard import refuse_loads
-from ._moves import when_moved
+from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
+from ._guard import Guard
 
 
 class TrainStep:
@@ -98,8 +98,8 @@ class TrainStep:
         data_parallel_dims: Sequence[str] | None = None,
     ) -> None:
         for name, value in (("expected_count", expected_count), ("expected_microbatches", expected_microbatches)):
-            if value is not None and not value > 0:
-                raise MisuseError(f"{name} is {value!r}; expected a number above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise MisuseError(f"{name} is {value!r}; expected a finite number above 0")
         options = Options(
             expected_count,
             expected_microbatches,
@@ -108,11 +108,11 @@ class TrainStep:
             max_grad_norm,
             None if data_parallel_dims is None else tuple(data_parallel_dims),
         )
-        self._backend = backend_for(model, optimizer, scheduler, options)
+        self._backend = _backend_for(model, optimizer, scheduler, options)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._counts = expected_count is not None
+        self._guard = Guard(self)
         self._open = self._aside = self._in_call = self._reduced = False
-        self._forget_optimizer: Callable[[], Any] = lambda: None
         self._ended = "begin() was not called"
 
     @property
@@ -128,10 +128,12 @@ class TrainStep:
         """
         if self._aside:
             raise MisuseError("begin(): this step was set aside; call take_up() or abort() first")
-        self._take_model("begin()")
+        self._check_model("begin()")
         self._keep()
-        self._open = True
+        self._backend.forget()
         with self._aborting():
+            self._open = True  # first: an interruption from here on drops the step
+            self._take_model()
             self._backend.begin()
 
     @contextlib.contextmanager
@@ -163,12 +165,13 @@ class TrainStep:
             raise MisuseError("this step has an expected_count: each call needs its count=")
         if not self._counts and count is not None:
             raise MisuseError("count= goes together with TrainStep(..., expected_count=...)")
-        self._in_call = True
-        try:
-            with self._aborting(), self._backend.accumulate(num_microbatches, count, last) as value:
-                yield value
-        finally:
-            self._in_call = False
+        with self._aborting(own_work=False):
+            try:
+                self._in_call = True
+                with self._backend.accumulate(num_microbatches, count, last) as value:
+                    yield value
+            finally:
+                self._in_call = False
 
     def forward_backward(
         self, *, num_microbatches: int, count: float | None = None, last: bool = False, **arguments: Any
@@ -206,7 +209,7 @@ class TrainStep:
         self._check_open("finish()")
         with self._aborting():
             result = self._backend.finish(increment)
-        self._close("it was finished")
+            self._close("it was finished")
         return result
 
     def reduce(self) -> float:
@@ -224,9 +227,9 @@ class TrainStep:
         self._check_open("reduce()")
         with self._aborting():
             normalizer = self._backend.reduce()
-        self._open, self._reduced, self._ended = False, True, "it was reduced"
-        self._allow_loads()
-        self._forget_optimizer = when_moved(self, self._optimizer, self._keep)
+            self._guard.stop()
+            self._guard.notice_moves(self._optimizer, self._keep)
+            self._open, self._reduced, self._ended = False, True, "it was reduced"
         return normalizer
 
     def abort(self) -> None:
@@ -234,15 +237,9 @@ class TrainStep:
 
         Does nothing if no step is open, unless it was reduced and the optimizer has not stepped; see `reduce`.
         """
-        aside, can_be_undone = self._aside, self._reduced and _open_steps.is_latest(self._backend.chunks, self)
-        if not (self._open or can_be_undone):
-            return
-        self._keep()
-        self._close("it was aborted")
-        if aside:
-            self._backend.abort_aside()
-        else:
-            self._backend.abort()
+        can_be_undone = self._reduced and _open_steps.is_latest(self._backend.chunks, self)
+        if self._open or can_be_undone:
+            self._drop("it was aborted")
 
     def set_aside(self) -> None:
         """Stay open, but let another step of the model begin.
@@ -255,8 +252,9 @@ class TrainStep:
         """
         self._check_open("set_aside()")
         self._backend.set_aside()
-        self._leave_model()
         self._aside = True
+        _open_steps.leave(self._backend.chunks)
+        self._guard.stop()
 
     def take_up(self) -> None:
         """Resume the step after `set_aside`.
@@ -266,7 +264,8 @@ class TrainStep:
         """
         if not self._aside:
             raise MisuseError("take_up() needs a step that was set aside")
-        self._take_model("take_up()")
+        self._check_model("take_up()")
+        self._take_model()
         self._aside = False
         self._backend.take_up()
 
@@ -284,14 +283,34 @@ class TrainStep:
             raise MisuseError("the `with` ended without finish(): the gradients of its calls are dropped")
 
     @contextlib.contextmanager
-    def _aborting(self) -> Iterator[None]:
+    def _aborting(self, own_work: bool = True) -> Iterator[None]:
         try:
+            self._guard.is_lifted = own_work
             yield
+            self._guard.is_lifted = False
         except BaseException as error:
             if self._open:
-                self._close(f"it was aborted by {type(error).__name__}: {error}")
-                self._backend.abort()
+                self._drop(f"it was aborted by {type(error).__name__}: {error}")
             raise
+
+    def _drop(self, how: str) -> None:
+        """Zero gradients, put back the state from before the step, and close it; if interrupted, start over."""
+        try:
+            self._drop_once(how)
+        except Exception:
+            self._close(how)
+            raise
+        except BaseException:
+            self._drop_once(how)
+            raise
+
+    def _drop_once(self, how: str) -> None:
+        self._guard.is_lifted = True
+        if self._aside:
+            self._backend.abort_aside()
+        else:
+            self._backend.abort()
+        self._close(how)
 
     def _check_open(self, call: str) -> None:
         if not self._open:
@@ -303,20 +322,39 @@ class TrainStep:
 
     def _keep(self) -> None:
         """Leave a step that was reduced as it is: its optimizer has stepped, or another step begins."""
+        self._guard.stop()
         self._reduced = False
-        self._forget_optimizer()
 
     def _close(self, how: str) -> None:
         if not self._aside:
-            self._leave_model()
-        self._open, self._aside, self._ended = False, False, how
+            _open_steps.leave(self._backend.chunks)
+        self._guard.stop()
+        self._open = self._aside = self._in_call = self._reduced = self._guard.is_lifted = False
+        self._ended = how
 
-    def _take_model(self, call: str) -> None:
+    def _check_model(self, call: str) -> None:
         if _open_steps.open_step(self._backend.chunks) is not None:
             raise MisuseError(f"a step of this model is open already; call its finish() or abort() before {call}")
-        _open_steps.take(self._backend.chunks, self)
-        self._allow_loads = refuse_loads(self, self._optimizer, self._scheduler)
 
-    def _leave_model(self) -> None:
-        _open_steps.leave(self._backend.chunks)
-        self._allow_loads()
+    def _take_model(self) -> None:
+        _open_steps.take(self._backend.chunks, self)
+        self._guard.refuse(self._backend.chunks, self._optimizer, self._scheduler)
+
+
+def _backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
+    """Return the backend for this kind of model.
+
+    Raises:
+        MisuseError: there is none, or the options are not for it.
+    """
+    from . import _fsdp2, _megatron
+
+    if (chunks := bucket_groups.chunks_of(model)) is not None:
+        return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
+    if (chunks := _fsdp2.chunks_of(model)) is not None:
+        return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
+    kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
+    raise MisuseError(
+        f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
+        "them, or a module with FSDP2's fully_shard applied"
+    )

@@ -13,8 +13,6 @@ from rigs.needs import needs_megatron
 
 from megapatch.testing import RanksFailed
 
-pytest_plugins = ["pytester"]
-
 
 def computed(rank):
     total = torch.tensor([float(rank + 1)])
@@ -147,28 +145,3 @@ def test_ranks_begin_with_megatron_and_with_the_settings_of_their_run():
 def test_a_job_without_cells_fails_as_ever():
     with pytest.raises(RanksFailed, match="wrong from the start"):
         run_cells(failing_first, 2)
-
-
-GRID = """
-import pytest
-from rigs.cells import run_cells
-
-def job(rank, world_size):
-    for number in range(4):
-        yield number, lambda: 1 / (number - 2)
-
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2)
-
-@pytest.mark.parametrize("number", range(4))
-def test_cell(ranks, number):
-    assert [found[number] for found in ranks] == [1 / (number - 2)] * 2
-"""
-
-
-def test_in_a_grid_of_tests_one_fails(pytester):
-    pytester.makepyfile(GRID)
-    shown = pytester.runpytest_inprocess()
-    shown.assert_outcomes(passed=3, failed=1)
-    shown.stdout.fnmatch_lines(["*ZeroDivisionError: division by zero", "*::test_cell[[]2[]]*"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 import threading
-import zipfile
 
 import pytest
 from rigs.needs import needs_megatron
@@ -89,16 +87,6 @@ def package(tmp_path):
     return folder
 
 
-@pytest.fixture
-def archive(package, tmp_path):
-    path = tmp_path / "app.zip"
-    with zipfile.ZipFile(path, "w") as file:
-        for module in package.iterdir():
-            file.write(module, f"acme/{module.name}")
-        file.writestr("__main__.py", program("from acme.beside import FROM_BESIDE", by_file=False))
-    return path
-
-
 # ------------------------------------------------------------------------------------- what works
 def test_a_script_starts_processes_in_its_ranks(tmp_path):
     script = tmp_path / "script.py"
@@ -108,18 +96,6 @@ def test_a_script_starts_processes_in_its_ranks(tmp_path):
         "beside": None,
         "children": {"spawn": IN_A_CHILD, "forkserver": IN_A_CHILD},
     }
-
-
-def test_a_script_in_a_package_by_a_link_without_a_suffix(package, tmp_path, monkeypatch):
-    """PEP 366 lets such a script say which package it belongs to."""
-    script = package / "script.py"
-    script.write_text(program(f"__package__ = 'acme'; {BESIDE}"))
-    link = tmp_path / "command"
-    link.symlink_to(script)
-    monkeypatch.setenv("PYTHONPATH", str(package.parent), prepend=os.pathsep)
-    reply = reply_of(link, "spawn")
-    assert reply["beside"] == "beside"
-    assert reply["children"] == {"spawn": IN_A_CHILD}
 
 
 @pytest.mark.parametrize(
@@ -132,42 +108,6 @@ def test_a_module_that_python_m_runs(package, name, module, child):
         "beside": "beside",
         "children": {"spawn": child},
     }
-
-
-def test_a_zip_file_and_a_module_in_it(archive, monkeypatch):
-    assert reply_of(archive, "spawn") == {
-        "main": ["__mp_main__", "__main__", ""],
-        "beside": "beside",
-        "children": {"spawn": [0, None]},
-    }
-    monkeypatch.setenv("PYTHONPATH", str(archive), prepend=os.pathsep)
-    assert reply_of("-m", "acme.module", "spawn") == {
-        "main": ["__mp_main__", "acme.module", "acme"],
-        "beside": "beside",
-        "children": {"spawn": [0, ["__mp_main__", "acme.module"]]},
-    }
-
-
-RUNPY = """
-    import os, runpy, sys
-    sys.argv = ["", "spawn"]
-    sys.path.insert(0, sys.orig_argv[-1])
-    runpy.run_module("acme.module", run_name="__main__", alter_sys=True)
-    os.chdir(sys.orig_argv[-1])
-    os.chdir("acme")
-    runpy.run_path("plain.py", run_name="__main__")
-"""
-
-
-def test_what_runpy_runs_in_a_program_one_after_the_other(package):
-    (package / "plain.py").write_text(program())
-    done = run("-c", textwrap.dedent(RUNPY), package.parent)
-    assert done.returncode == 0, done.stderr
-    module, script = map(json.loads, done.stdout.splitlines())
-    assert module["main"] == ["__mp_main__", "acme.module", "acme"]
-    assert module["children"] == {"spawn": [0, ["__mp_main__", "acme.module"]]}
-    assert script["main"] == ["__mp_main__", None, None]
-    assert script["children"] == {"spawn": IN_A_CHILD}
 
 
 SAVES = """

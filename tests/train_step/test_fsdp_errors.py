@@ -139,7 +139,14 @@ def misuses(sharded):
         finally:
             sharded.model.layers[0].set_gradient_divide_factor(None)
 
+    def in_between(call):
+        with step:
+            sharded.calls(0, CUT)
+            call()
+
     return {
+        "step of one's own": lambda: in_between(sharded.optimizer.step),
+        "zero_grad of one's own": lambda: in_between(lambda: sharded.optimizer.zero_grad()),
         "too few passes": lambda: opened(by_hand, 1, 1, 2),
         "too many passes": lambda: opened(by_hand, 3, 1, 2),
         "no pass": lambda: opened(by_hand, 0, 1, 2),
@@ -216,12 +223,14 @@ def test_an_exception_leaves_a_fresh_start(ranks, torch_is, place, earlier):
 
 
 MISUSES = {
+    "step of one's own": "step() of the optimizer while a TrainStep of its model is open: the step owns",
+    "zero_grad of one's own": "zero_grad() of the optimizer while a TrainStep of its model is open",
     "too few passes": "the call made 1 backward passes; expected 2, as many as the rank with the most",
     "too many passes": "the call made 3 backward passes; expected 2",
     "no pass": "the call made 0 backward passes; expected 2",
     "a rank without data": "a rank has no microbatches in this call, unlike others, and has never had any",
-    "no microbatch": "the sum of microbatches over all ranks is 0; expected more than 0",
-    "no call": "the sum of microbatches over all ranks is 0; expected more than 0",
+    "no microbatch": "the sum of microbatches over all ranks is 0; expected a finite number above 0",
+    "no call": "the sum of microbatches over all ranks is 0; expected a finite number above 0",
     "three values": "the loss function returned 3 values; with FSDP2 expected (loss, metrics)",
     "no gradient": "no parameter of the optimizer has a gradient",
     "several factors": "gradients are divided by several numbers: 2, 2.5; expected one for all modules",

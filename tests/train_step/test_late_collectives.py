@@ -7,49 +7,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 from rigs.cells import once, run_cells
 from rigs.fake_gpu.collectives import make_collectives_late
 from rigs.megatron.gathers import pair, wrong
-from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, raising_half_way
+from rigs.megatron.options import UNPATCHED, Interrupted, raising_half_way
 from rigs.train_step.layouts import CASES, TOKENS, in_layouts, model_of
 from rigs.train_step.models import in_pieces
 
-from megapatch._mcore import bucket_groups, param_gathers
-from megapatch.train_step import TrainStep, _megatron
+from megapatch.train_step import TrainStep
 from megapatch.weight_sync import gathered_parameters
 
 STEPS = 3
 CUT = (1, 1, 2)
 LAYERS = {"layers": 4}  # for `raising_half_way`
 NAMES = ("dp2, overlap", "dp2, distributed optimizer, overlap", "dp2, distributed optimizer, both")
-
-
-def wait_for_the_last_reduce(ddp):
-    """Settle reduces as `settle_grad_reduces` must not."""
-    groups = [group for group in bucket_groups.bucket_groups(ddp) if group.grad_reduce_handle is not None]
-    for group in groups[-1:]:
-        group.grad_reduce_handle.wait()
-    for group in groups:
-        group.grad_reduce_handle = None
-
-
-def wait_for_the_last_gather(groups):
-    """Finish gathers as `param_gathers._finish` must not."""
-    groups = list(groups)
-    for group in groups:
-        group.start_param_sync()
-    for group in groups[-1:]:
-        group.finish_param_sync(skip_next_bucket_dispatch=True)
-
-
-SABOTAGED = {
-    "settles the last reduce only": (_megatron, "settle_grad_reduces", wait_for_the_last_reduce),
-    "finishes the last gather only": (param_gathers, "_finish", wait_for_the_last_gather),
-}
 
 
 def two_handles():
@@ -104,11 +78,6 @@ def job(rank, world_size):
         yield (name, "in calls"), partial(in_calls, make, expected)
         yield (name, "after aborts"), partial(in_calls, make, expected, aborted=True)
     yield "read", read_after_steps
-    make = partial(model_of, {}, {**GRADS, **LAYERS})
-    noticing = partial(in_calls, make, once(whole, make), aborted=True), read_after_steps
-    for (name, (module, function, sabotage)), compute in zip(SABOTAGED.items(), noticing, strict=True):
-        with mock.patch.object(module, function, sabotage):
-            yield name, compute
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +100,3 @@ def test_a_step_in_calls_is_a_whole_one(ranks, name, what):
 
 def test_a_read_has_every_gather(ranks):
     assert [found["read"] for found in ranks] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("name", SABOTAGED)
-def test_waiting_for_the_last_handle_only_is_noticed(ranks, name):
-    assert all(found[name] > 0 for found in ranks)

@@ -1,4 +1,5 @@
-"""While a step is open, its optimizer and its scheduler load nothing; its model does, for a reference."""
+"""While a step is open, its optimizer and its scheduler load nothing; its model does, for a reference. Nobody else
+steps the optimizer or zeroes gradients."""
 
 from __future__ import annotations
 
@@ -8,11 +9,13 @@ import pickle
 import pytest
 import torch
 from rigs.imported import run_with_megatron
+from rigs.megatron import options
 from rigs.megatron.options import GRADS, attempt, linear_schedule
 from rigs.megatron.save import minor
 from rigs.releases import status_of
 from rigs.train_step.models import MEAN, in_pieces
 
+import megapatch
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._model import _gpt_of
 from megapatch.train_step import TrainStep
@@ -61,6 +64,17 @@ def found_by(rank, world_size):
     found["otherwise"], found["save"] = load_otherwise()
     found["copied"] = of_copies(scheduler, states["scheduler"])
     found["status"] = status_of("megatron.scheduler-after-load")
+    found["restored"] = attempt(megapatch.restore, "megatron.scheduler-after-load")
+    in_pieces(step, model, 1, (1,), MEAN)
+    gradients = model.gradients()
+    moves = {
+        "step() of the optimizer": model.optimizer.step,
+        "step_with_ready_grads() of the optimizer": children[0].step_with_ready_grads,
+        "zero_grad() of the optimizer": model.optimizer.zero_grad,
+        "zero_grad_buffer() of the model": model.chunks[0].zero_grad_buffer,
+    }
+    found["moves"] = {name: attempt(move) for name, move in moves.items()}
+    found["kept"] = same(gradients, model.gradients())
     after = copy.deepcopy([part.state_dict() for part in (children[0].optimizer, scheduler)])
     found["weights"] = attempt(model.chunks[0].load_state_dict, model.chunks[0].state_dict())[0]
     step.set_aside()
@@ -111,6 +125,23 @@ def test_loads_into_an_open_step_are_refused_and_change_nothing(ranks):
         assert unchanged
         assert len(found["otherwise"]) >= 4
         assert {error for error, _ in found["otherwise"].values()} == {"MisuseError"}, found["otherwise"]
+
+
+def test_an_open_step_owns_its_gradients(ranks):
+    for found, *_ in ranks:
+        for call, (error, text) in found["moves"].items():
+            assert error == "MisuseError"
+            assert text.startswith(f"{call} while a TrainStep of its model is open: the step owns its gradients")
+            assert f"it is open since {__file__}:" in text
+            assert f"this call is at {options.__file__}:" in text
+        assert found["kept"]
+
+
+def test_a_restore_meanwhile_names_the_step(ranks):
+    for found, *_ in ranks:
+        error, text = found["restored"]
+        assert error == "RestoreError"
+        assert f"the guard of a TrainStep, open since {__file__}:" in text
 
 
 def test_nothing_is_set_on_the_objects(ranks):

@@ -39,7 +39,7 @@ from megapatch._mcore import param_gathers
 from megapatch.audit._audit import Audit
 from megapatch.patches.megatron import parameters_without_gradients
 from megapatch.train_step import _megatron, _normalization
-from megapatch.train_step._scaling import LossScaling
+from megapatch.train_step._normalization import LossScaling
 
 pytestmark = pytest.mark.thorough
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -59,6 +60,11 @@ def other_misuses():
     with counting.accumulate(1, count=0):
         model.forward_backward(0, num_microbatches=1)
     found["count of zero"] = attempt(counting.finish)
+    found["infinite expected_count"] = attempt(TrainStep, model.chunks, model.optimizer, expected_count=math.inf)
+    counting.begin()
+    with counting.accumulate(1, count=math.inf):
+        model.forward_backward(0, num_microbatches=1)
+    found["infinite count"] = attempt(counting.finish)
     return found
 
 
@@ -119,10 +125,12 @@ OTHERS = {
     "model": "model is Linear; expected Megatron's DistributedDataParallel",
     "no model": "model is an empty list; expected",
     "norm": "max_grad_norm is for FSDP2",
-    "expected_count": "expected_count is 0; expected a number above 0",
-    "microbatches": "expected_microbatches is 0; expected a number above 0",
+    "expected_count": "expected_count is 0; expected a finite number above 0",
+    "microbatches": "expected_microbatches is 0; expected a finite number above 0",
     "no count": "this step has an expected_count: each call needs its count=",
-    "count of zero": "the sum of counts over all ranks is 0; expected more than 0",
+    "infinite expected_count": "expected_count is inf; expected a finite number above 0",
+    "infinite count": "the sum of counts over all ranks is inf; expected a finite number above 0",
+    "count of zero": "the sum of counts over all ranks is 0; expected a finite number above 0",
 }
 
 
@@ -143,8 +151,8 @@ def test_a_model_has_one_open_step(ranks):
 
 def test_no_tokens_on_any_rank(ranks):
     for found in ranks:
-        (error, text), still_open = found["no tokens"]
-        assert (error, text) == ("MisuseError", "the sum of tokens over all ranks is 0; expected more than 0")
+        outcome, still_open = found["no tokens"]
+        assert_misuse(outcome, "the sum of tokens over all ranks is 0; expected a finite number above 0")
         assert not still_open
 
 

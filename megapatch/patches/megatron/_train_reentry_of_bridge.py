@@ -1,21 +1,4 @@
-"""The site of megatron.train-reentry for Megatron-Bridge's own train().
-
-Symptom   a second train() dies on "timer has already been started", and with overlap_param_gather on a KeyError
-          with the model's repr. An exception leaves the same behind as in Megatron's train(); an exception in
-          evaluation also leaves its timer running, and the next evaluation dies on that.
-          From 0.6 on, with an MXFP8 recipe, a second call behaves as if it resumed from a checkpoint,
-          where the forward pre-hooks are on. They are off, and parameters are never gathered again.
-Upstream  unfixed in 0.3 to 0.6; the resume came with NVIDIA-NeMo/Megatron-Bridge#5066.
-Seam      the module function, rebound where pretrain holds it by name. As for Megatron's train(), except where
-          Bridge differs: the config's hooks were set in setup, once for all calls, and stay; timers are those of
-          the global state; at entry of a repeated call the forward pre-hooks are on, as setup leaves them; and
-          optimizer.step, which each call of train() wraps again with optimizer_cuda_graph, is put back.
-Limits    as for Megatron's, but no other patch is needed. With reuse_grad_buf_for_mxfp8_param_ag and
-          overlap_param_gather a repeated call raises MegapatchError: up to 0.5 train() ends by gathering
-          parameters from a buffer that holds gradients by then, from 0.6 on it would begin gradients from
-          parameters. Bridge counts the iteration (global_state.train_state.step), and the caller raises the limit
-          (cfg.train.train_iters). Where an exit condition is met, train() still ends in sys.exit().
-"""
+"""The functions of megatron.train-reentry for Megatron-Bridge's own train(), loaded with it."""
 
 from __future__ import annotations
 
@@ -34,7 +17,7 @@ from ..._mcore.bucket_groups import DDP
 from ..._mcore.known import OPTIMIZER, TIMERS, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...errors import MegapatchError
-from ...patch import NEEDED, Site, Verdict
+from ...patch import NEEDED, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 from ._around_train import (
     INTERVAL_TIMER,
@@ -42,7 +25,6 @@ from ._around_train import (
     ddp_chunks,
     finish_earlier_call,
     gather_other_steps,
-    leaving_nothing_if_dropped,
     make_warn_once,
     rerun_machine_restored,
     stop_interval_timer,
@@ -140,8 +122,3 @@ def _optimizer_step_restored(optimizer: Any) -> Iterator[None]:
             optimizer.step = own
         else:
             vars(optimizer).pop("step", None)
-
-
-SITE = Site(
-    module=MODULE, diagnose=diagnose, replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped}
-)

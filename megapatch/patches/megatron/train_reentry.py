@@ -33,6 +33,24 @@ Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
 Cost      once a call, a look at the config, the timer and the bucket groups. In a step of a dense model 10 us, and
           with a mixture of experts copies of its biases and logged losses, about 0.1 ms on a CPU; no wait for a
           device.
+
+The site of megatron.train-reentry for Megatron-Bridge's own train().
+
+Symptom   a second train() dies on "timer has already been started", and with overlap_param_gather on a KeyError
+          with the model's repr. An exception leaves the same behind as in Megatron's train(); an exception in
+          evaluation also leaves its timer running, and the next evaluation dies on that.
+          From 0.6 on, with an MXFP8 recipe, a second call behaves as if it resumed from a checkpoint,
+          where the forward pre-hooks are on. They are off, and parameters are never gathered again.
+Upstream  unfixed in 0.3 to 0.6; the resume came with NVIDIA-NeMo/Megatron-Bridge#5066.
+Seam      the module function, rebound where pretrain holds it by name. As for Megatron's train(), except where
+          Bridge differs: the config's hooks were set in setup, once for all calls, and stay; timers are those of
+          the global state; at entry of a repeated call the forward pre-hooks are on, as setup leaves them; and
+          optimizer.step, which each call of train() wraps again with optimizer_cuda_graph, is put back.
+Limits    as for Megatron's, but no other patch is needed. With reuse_grad_buf_for_mxfp8_param_ag and
+          overlap_param_gather a repeated call raises MegapatchError: up to 0.5 train() ends by gathering
+          parameters from a buffer that holds gradients by then, from 0.6 on it would begin gradients from
+          parameters. Bridge counts the iteration (global_state.train_state.step), and the caller raises the limit
+          (cfg.train.train_iters). Where an exit condition is met, train() still ends in sys.exit().
 """
 
 from __future__ import annotations
@@ -59,7 +77,6 @@ from .._diagnosis import (
     missing_parameters,
     missing_reads,
 )
-from . import _train_reentry_of_bridge
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
@@ -147,9 +164,20 @@ def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str
         warn("graph", "train() replays the full-iteration CUDA graph that an earlier call has captured")
 
 
+def _of_bridge(name: str) -> Callable[[Any], Any]:
+    """Return a function of the module for Megatron-Bridge, which is loaded when it is called: few have Bridge."""
+
+    def call(found: Any) -> Any:
+        from . import _train_reentry_of_bridge
+
+        return getattr(_train_reentry_of_bridge, name)(found)
+
+    return call
+
+
 PATCH = Patch(
     name="megatron.train-reentry",
-    doc=f"{__doc__}\n{_train_reentry_of_bridge.__doc__}",
+    doc=__doc__,
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=(
         Site(
@@ -157,6 +185,10 @@ PATCH = Patch(
             diagnose=diagnose,
             replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped},
         ),
-        _train_reentry_of_bridge.SITE,
+        Site(
+            module="megatron.bridge.training.train",
+            diagnose=_of_bridge("diagnose"),
+            replace={"train": _of_bridge("make_reentrant"), "train_step": leaving_nothing_if_dropped},
+        ),
     ),
 )

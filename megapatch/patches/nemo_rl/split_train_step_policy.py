@@ -156,7 +156,7 @@ PATCH = Patch(
         Site(
             module=MIXIN_MODULE,
             diagnose=diagnose_mixin,
-            add=methods_of(MIXIN, "data_plane", *(f"{name}_presharded" for name in (*STEP, "train_microbatch"))),
+            add=methods_of(MIXIN, "worker", *(f"{name}_presharded" for name in (*STEP, "train_microbatch"))),
             rebuild=actors_of(MIXIN),
         ),
     ),

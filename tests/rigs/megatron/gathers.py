@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 
 from megapatch.testing import tiny_gpt
-from megapatch.testing._weights import global_name
+from megapatch.testing._model import global_name
 from rigs.megatron.options import ADAM
 
 PLAIN = {**ADAM, "lr": 0.1, "overlap_grad_reduce": True, "use_distributed_optimizer": True}

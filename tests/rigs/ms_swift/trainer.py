@@ -17,8 +17,7 @@ from unittest import mock
 import torch
 
 from megapatch.testing import init_parallel
-from megapatch.testing._tiny_gpt import _models
-from megapatch.testing._weights import global_name
+from megapatch.testing._tiny_gpt import _models, global_name
 from rigs.megatron.exporters import BARE, find_lora
 from rigs.megatron.gathers import parameters_of
 from rigs.megatron.tiny_model import config_of
