@@ -17,6 +17,7 @@ from rigs.command import heed_ctrl_c, run
 from rigs.needs import needs_megatron
 
 from megapatch._cli import demo
+from megapatch._reporting import terminal
 from megapatch._version import requirement
 from megapatch._versions import find_module
 
@@ -169,8 +170,8 @@ def test_runs_that_differ_are_not_the_same(capsys):
 
 def test_without_torch_it_says_what_to_install():
     script = (
-        "import sys, megapatch._cli.demo as demo\n"
-        "demo.find_module = lambda name: None if name == 'torch' else object()\n"
+        "import sys, megapatch._cli.demo as demo, megapatch._verify.world as world\n"
+        "world.find_module = lambda name: None if name == 'torch' else object()\n"
         "sys.exit(demo.demo())"
     )
     shown = run("-c", script)
@@ -182,7 +183,8 @@ def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):
     path = fake_megatron("")
     (path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n")
     script = (
-        "import sys, megapatch._cli.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.demo())"
+        "import sys, megapatch._cli.demo as demo, megapatch._verify.world as world; "
+        "world.find_module = lambda name: object(); sys.exit(demo.demo())"
     )
     shown = run("-c", script, path=path)
     assert (shown.returncode, shown.stdout) == (2, "")
@@ -208,10 +210,10 @@ class Output(io.StringIO):
 
 
 def test_a_heartbeat_is_dots_and_the_seconds(monkeypatch):
-    monkeypatch.setattr(demo, "DOT_EVERY", 0.01)
+    monkeypatch.setattr(terminal, "DOT_EVERY", 0.01)
     monkeypatch.setattr(sys, "stdout", Output(is_terminal=False))
     began = time.monotonic()
-    with demo.heartbeat("  running ..."):
+    with terminal.heartbeat("  running ..."):
         assert sys.stdout.has("  running ........")
         inside = time.monotonic() - began
     (seconds,) = re.fullmatch(r"  running \.{8,} (\d+) s\n", sys.stdout.getvalue()).groups()
@@ -220,7 +222,7 @@ def test_a_heartbeat_is_dots_and_the_seconds(monkeypatch):
 
 def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Output(is_terminal=True))
-    with demo.heartbeat("  running ..."):
+    with terminal.heartbeat("  running ..."):
         assert sys.stdout.has("\r  running ... ")
     shown = sys.stdout.getvalue()
     assert re.fullmatch(r"  running \.\.\.(\r  running \.\.\. \d+ s){2,}\n", shown)
@@ -229,6 +231,6 @@ def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(monkeypatch)
 
 
 def test_a_heartbeat_ends_with_what_it_watches(capsys):
-    with pytest.raises(KeyboardInterrupt), demo.heartbeat("  running ..."):
+    with pytest.raises(KeyboardInterrupt), terminal.heartbeat("  running ..."):
         raise KeyboardInterrupt
     assert capsys.readouterr().out == "  running ...\n"

@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Sequence
 
-from .._engine.advice import sections
 from .._engine.engine import this_process
 from .._reporting import terminal
 from ..errors import MegapatchError
@@ -22,12 +21,10 @@ _PARAGRAPH_ENDS = re.compile(r"\n(?! )")
 def list_patches() -> int:
     """Print one line for each patch, in the catalogue's order."""
     patches = _all_patches()
-    width = max(len(patch.name) for patch in patches)
-    columns = terminal.columns_of_a_terminal()
-    if columns and columns < width + 40:
-        width = 2  # the summary has lines of its own, as in a table it would have few words a line
-    for patch in patches:
-        _write_fitted(f"{patch.name:{width}}  {patch.summary}", width + 2, columns)
+    rows, columns = [(patch.name, patch.summary) for patch in patches], terminal.columns_of_a_terminal()
+    # In a narrow table a summary would have few words a line.
+    narrow = columns is not None and columns < max(len(name) for name, _ in rows) + 40
+    terminal.write("\n".join(terminal.table(rows, columns, widest=2 if narrow else None)))
     return 0
 
 
@@ -38,14 +35,14 @@ def explain(names: Sequence[str]) -> int:
         chosen = this_process().roster.matching_names(*names)
     except MegapatchError as error:
         terminal.note(str(error))
-        return 2
+        return terminal.COULD_NOT_LOOK
     for patch in [patch for patch in patches if patch.name in chosen]:
         columns = terminal.columns_of_a_terminal()
         for paragraph in _PARAGRAPH_ENDS.split(f"{patch.name}: {inspect.cleandoc(patch.doc)}"):
             _write_fitted(paragraph, _ALIGNED if _HEADING.match(paragraph) else 0, columns)
         terminal.write()
         _write_fitted(f"Link      {patch.upstream or 'none: not reported'}", _ALIGNED, columns)
-        if "Numbers" not in sections(patch.doc):  # its own words are more precise
+        if "Numbers" not in patch.sections:  # its own words are more precise
             changed = "changed" if patch.changes_numbers else "not changed"
             terminal.write(f"Numbers   {changed} in a run that did not crash")
         for module, paths in _sites(patch):

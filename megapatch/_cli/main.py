@@ -1,16 +1,25 @@
 # PYTHON_ARGCOMPLETE_OK
-"""The command line: megapatch doctor | verify | audit | list | explain | run | demo"""
+"""The command line: megapatch doctor | verify | audit | list | explain | run | demo
+
+The commands, their options, and the function that runs each.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from .._engine.engine import this_process
+from .._printable import first_line_at_the_margin
 from .._reporting import terminal
-from .parser import CANNOT_WRITE, INTERRUPTED, READER_HAS_GONE, make_parser
+from .._version import exact_version
+from .catalog import explain, list_patches, names_and_globs
+from .doctor import EXIT_CODES, SECONDS, compare, doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,16 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             terminal.flush()
     except terminal.OutputLost as lost:
         if lost.reader_has_gone:
-            return READER_HAS_GONE
+            return terminal.READER_HAS_GONE
         terminal.note(f"megapatch: the output cannot be written: {lost}")
-        return CANNOT_WRITE
+        return terminal.COULD_NOT_LOOK
     except KeyboardInterrupt:
         terminal.note("interrupted")
-        return INTERRUPTED
+        return terminal.INTERRUPTED
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = make_parser()
+    parser = _parser()
     if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
         try:
             import_module("argcomplete").autocomplete(parser)
@@ -43,7 +52,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         options.parser.error(f"unrecognized arguments: {' '.join(others)}")
     if reason := _no_temporary_files(options):
         terminal.note(reason)
-        return CANNOT_WRITE
+        return terminal.COULD_NOT_LOOK
     code: int = options.run(options)
     return code
 
@@ -64,3 +73,246 @@ def _no_temporary_files(options: argparse.Namespace) -> str | None:
             "megapatch ..."
         )
     return None
+
+
+_EPILOG = f"""\
+exit codes: see megapatch COMMAND --help; and of every command:
+  2    bad usage, or the output cannot be written
+  {terminal.INTERRUPTED}  interrupted (Ctrl-C)
+  {terminal.READER_HAS_GONE}  whoever read the output has gone, as with `| head`
+
+completion in bash and zsh: pip install argcomplete, then
+  eval "$(register-python-argcomplete megapatch)"
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that cleans its messages, as they quote the command line."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message(first_line_at_the_margin(message) if file is sys.stderr else message, file)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands: its options have `run`, and `parser` to report errors in them."""
+    parser = _Parser(
+        prog="megapatch",
+        description="Makes Megatron safe to call repeatedly.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"megapatch {exact_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_doctor, _add_verify, _add_audit, _add_list, _add_explain, _add_run, _add_demo):
+        add(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, **texts: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, formatter_class=argparse.RawDescriptionHelpFormatter, **texts
+    )
+    parser.set_defaults(parser=parser)  # whose usage an error shows
+    return parser
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON on standard output")
+
+
+def _add_names(command: argparse.ArgumentParser, count: str, shown: str, meaning: str) -> None:
+    names = command.add_argument("names", nargs=count, metavar=shown, help=meaning)
+    names.completer = lambda **ignored: names_and_globs()  # type: ignore[attr-defined]  # argcomplete's
+
+
+def _seconds(text: str) -> float:
+    """Read a time limit for argparse, which words the error."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"invalid time limit: {text}; expected a number of seconds above 0")
+    return seconds
+
+
+def _add_doctor(commands: Any) -> None:
+    command = _command(
+        commands,
+        "doctor",
+        help="show the status of every patch in this environment, and why",
+        description="Import every target that is installed, and show each patch's status with the\nreason.",
+        epilog=EXIT_CODES,
+    )
+    command.add_argument(
+        "folder", nargs="?", metavar="FOLDER", help="compare what ranks wrote there, with MEGAPATCH_REPORT=FOLDER"
+    )
+    _add_json(command)
+    command.add_argument(
+        "--no-import",
+        action="store_true",
+        help="the quick view: show only what is installed; everything stays pending, and nothing is diagnosed",
+    )
+    command.add_argument(
+        "--probe",
+        nargs="?",
+        type=_seconds,
+        const=SECONDS,
+        metavar="SECONDS",
+        help="import each target in a child process of its own, so that one that crashes is a line in the report; "
+        "a child that takes longer than SECONDS (%(const)g) is killed",
+    )
+    command.add_argument(
+        "--report",
+        nargs="?",
+        const="megapatch-report.md",
+        metavar="FILE",
+        help="write what an issue needs to FILE, as Markdown: versions, origins, statuses with reasons and "
+        "tracebacks, MEGAPATCH_* settings, platform; paths are shortened. FILE is %(const)s if you name none, and "
+        "must not exist; - is standard output",
+    )
+
+    def run(options: argparse.Namespace) -> int:
+        if options.folder is not None:
+            if not os.path.isdir(options.folder):
+                command.error(f"expected a folder with the files of ranks, found none at {options.folder}")
+            return compare(options.folder, options.json)
+        if options.json and options.report == "-":
+            command.error("--json and --report - both write to standard output; name a file")
+        return doctor(options.json, not options.no_import, options.probe, options.report)
+
+    command.set_defaults(run=run)
+
+
+def _add_verify(commands: Any) -> None:
+    from .._verify.command import EXIT_CODES as VERIFY_EXIT_CODES
+    from .._verify.command import SECONDS as VERIFY_SECONDS
+    from .._verify.command import verify
+
+    command = _command(
+        commands,
+        "verify",
+        help="meet each defect here without its patch, and see that the patch repairs it",
+        description="For each patch that the installed Megatron needs: meet its defect without it,\n"
+        "and see that the numbers are right with it, in new processes on this machine's\n"
+        "GPUs over NCCL, or on CPU over gloo. Under torchrun, in as many processes as it\nstarts.",
+        epilog=VERIFY_EXIT_CODES,
+    )
+    _add_names(command, "*", "PATCH", "a patch's name, or a glob; none for all")
+    _add_json(command)
+    command.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=VERIFY_SECONDS,
+        metavar="SECONDS",
+        help="end a run that takes longer (%(default)g); a check has two",
+    )
+    command.add_argument("--processes", type=int, metavar="N", help="how many; one a GPU, at least 2, by default")
+    command.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there are GPUs, by default")
+
+    def run(options: argparse.Namespace) -> int:
+        if options.processes is not None and options.processes < 1:
+            command.error(f"argument --processes: expected 1 or more, found {options.processes}")
+        return verify(options.names, options.json, options.timeout, options.processes, options.device)
+
+    command.set_defaults(run=run)
+
+
+def _add_audit(commands: Any) -> None:
+    from .audit import EXIT_CODES as AUDIT_EXIT_CODES
+
+    command = _command(
+        commands,
+        "audit",
+        help="show what the audit has found on all ranks of a run, with the likely causes",
+        description="Show what the ranks of a run have left in a folder with MEGAPATCH_AUDIT=1 and\n"
+        "MEGAPATCH_REPORT=FOLDER: findings, each once, with the user's code and the likely\n"
+        "causes; and what happened when.",
+        epilog=AUDIT_EXIT_CODES,
+    )
+    command.add_argument("folder", metavar="FOLDER", help="where the ranks have left their reports")
+    _add_json(command)
+    command.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page, too, with the timeline of the run; it needs nothing else, and replaces FILE",
+    )
+
+    def run(options: argparse.Namespace) -> int:
+        if not os.path.isdir(options.folder):
+            command.error(f"expected a folder with the reports of ranks, found none at {options.folder}")
+        from .audit.command import audit  # the other commands need nothing of the audit
+
+        return audit(options.folder, options.json, options.html)
+
+    command.set_defaults(run=run)
+
+
+def _add_list(commands: Any) -> None:
+    command = _command(
+        commands,
+        "list",
+        help="list all patches",
+        description="List all patches in the order in which they are considered, third-party patches\nlast.",
+        epilog="exit codes:\n  0  listed\n",
+    )
+    command.set_defaults(run=lambda options: list_patches())
+
+
+def _add_explain(commands: Any) -> None:
+    command = _command(
+        commands,
+        "explain",
+        help="show everything about a patch: symptom, upstream, seam, limits, cost",
+        description="Show everything about a patch: symptom, upstream report, seam, limits,\n"
+        "cost, where it applies, and whether it changes numbers.",
+        epilog="exit codes:\n  0  shown\n  2  no patch has this name\n",
+    )
+    _add_names(command, "+", "NAME", "a patch's name, or a glob such as 'megatron.*'")
+    command.set_defaults(run=lambda options: explain(options.names))
+
+
+def _add_run(commands: Any) -> None:
+    from .._engine.settings import AUDIT
+    from ..reach._run import launch
+
+    command = _command(
+        commands,
+        "run",
+        help="run a command; every Python below it activates megapatch when it imports a target",
+        usage="%(prog)s [-h] [--audit] -- COMMAND ...",
+        description="Run any command so that every Python process below it imports megapatch when,\n"
+        "and only when, it imports one of the modules that megapatch patches. The command\n"
+        "replaces this process.",
+        epilog="exit codes: those of COMMAND, or\n  2    bad usage\n  126  COMMAND cannot be started\n"
+        "  127  there is no such command\n",
+    )
+    command.add_argument(
+        "--audit",
+        action="store_true",
+        help="watch what training does, and log steps that break Megatron's rules: sets MEGAPATCH_AUDIT=1",
+    )
+    command.add_argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run, after `--`")
+
+    def run(options: argparse.Namespace) -> int:
+        if options.audit:
+            os.environ.setdefault(AUDIT, "1")
+        return launch(options.words[1:] if options.words[:1] == ["--"] else options.words)
+
+    command.set_defaults(run=run)
+
+
+def _add_demo(commands: Any) -> None:
+    from .demo import EXIT_CODES as DEMO_EXIT_CODES
+    from .demo import demo
+
+    command = _command(
+        commands,
+        "demo",
+        help="train a tiny GPT on two CPU ranks, with and without megapatch",
+        description="Call the installed Megatron's own train() three times in one process, on two CPU\n"
+        "ranks: its failures without megapatch, the repaired run, and a run without\n"
+        "overlap to compare with. Takes 10 to 60 s.",
+        epilog=DEMO_EXIT_CODES,
+    )
+    command.set_defaults(run=lambda options: demo())

@@ -94,5 +94,5 @@ def test_a_path_that_is_named_like_a_secret_is_told(tmp_path):
 def test_nothing_is_well_where_everything_is_switched_off(fake_megatron):
     shown = run("doctor", path=fake_megatron(FINE), MEGAPATCH_DISABLE="*")
     assert "all well" not in shown.stdout
-    assert shown.stdout.endswith("\nnothing was judged, so this does not say whether all is well\n")
+    assert shown.stdout.endswith("\nnothing was diagnosed, so this does not say whether all is well\n")
     assert "disabled on purpose: " in shown.stderr and shown.returncode == 0

@@ -201,7 +201,7 @@ def test_the_quick_view_imports_nothing(fake_megatron):
     shown = run("doctor", "--no-import", path=fake_megatron("raise SystemExit('imported')"))
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "megatron.forward-pre-hook" in shown.stdout and "not imported yet" in shown.stdout
-    assert shown.stdout.endswith("\nnothing was judged, so this does not say whether all is well\n")
+    assert shown.stdout.endswith("\nnothing was diagnosed, so this does not say whether all is well\n")
 
 
 def test_a_megatron_that_is_too_old_is_named(fake_megatron):
@@ -226,14 +226,14 @@ def test_doctor_does_not_pass_over_a_bad_environment(fake_megatron):
         "MEGAPATCH_STRICT=maybe is neither 1 nor 0",
         "MEGAPATCH_DISABEL is set and means nothing to megapatch; did you mean MEGAPATCH_DISABLE?",
         "MEGAPATCH_XYZ is set and means nothing to megapatch; known are "
-        "MEGAPATCH_{DISABLE,ONLY,STRICT,NO_ENTRY_POINTS,AUDIT,AUDIT_EVERY,AUDIT_ACCEPT,REPORT,QUIET}",
+        "MEGAPATCH_{DISABLE,ONLY,STRICT,AUDIT,AUDIT_EVERY,AUDIT_ACCEPT,REPORT,QUIET,NO_ENTRY_POINTS}",
         f"disabled on purpose: {family('megatron')} (switched off by MEGAPATCH_DISABLE=megatron.*)",
     ):
         assert sentence in shown.stderr
     assert "Traceback" not in shown.stderr
     told = " ".join(shown.stdout.split())
     assert f"MEGAPATCH_DISABLE=megatron.*,slime keeps off {family('megatron')}" in told
-    assert "MEGAPATCH_STRICT=maybe what needs attention is an error" in told
+    assert "MEGAPATCH_STRICT=maybe makes a patch that is not in place an error" in told
 
 
 def test_doctor_without_anything_to_patch(tmp_path):

@@ -21,8 +21,9 @@ from ..._printable import clean, one_line
 from ..._reporting import terminal
 from ..._reporting.check import compare_files
 from ..._reporting.report import Report
+from ..._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
 from ...patch import PatchInfo, Status
-from .examination import COULD_NOT_LOOK, NOT_APPLIED, WELL, Examination, examine
+from .examination import Examination, examine
 from .origins import RELEVANT
 
 EXIT_CODES = """\
@@ -76,10 +77,10 @@ def compare(folder: str, as_json: bool) -> int:
     """Compare the files that the ranks of a run wrote to a folder; return one of `EXIT_CODES`."""
     found = compare_files(Path(folder))
     if as_json:
-        terminal.write_json({"schema": 1, **found._asdict()})
+        terminal.write_json(terminal.document(**found._asdict()))
     else:
         for sentence in (*found.common, *found.differing, *found.not_in_place):
-            terminal.write("\n".join(terminal.wrapped(sentence, terminal.width())))
+            terminal.fill(sentence, terminal.width(), rest="  ")
     for sentence in found.unreadable:
         terminal.note(sentence)
     if found.unreadable or len(found.common) < 2:
@@ -89,7 +90,7 @@ def compare(folder: str, as_json: bool) -> int:
             )
         return COULD_NOT_LOOK
     if found.differing or found.not_in_place:
-        return NOT_APPLIED
+        return NOT_WELL
     if not as_json:
         terminal.write("all ranks are alike, and every patch that they need is in place")
     return WELL
@@ -98,7 +99,7 @@ def compare(folder: str, as_json: bool) -> int:
 def _conclusion(report: Report) -> str:
     """Say that all is well only where a diagnosis has run: without imports, or where all is off, none does."""
     if all(site.verdict is None for patch in report.patches for site in patch.sites):
-        return "nothing was judged, so this does not say whether all is well"
+        return "nothing was diagnosed, so this does not say whether all is well"
     or_off = any(patch.status is Status.DISABLED for patch in report.patches)
     return f"all well: every patch that is needed is in place{' or switched off on purpose' if or_off else ''}"
 

@@ -15,30 +15,16 @@ from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
 from ..._engine.record import NEEDS_ATTENTION
-from ..._engine.settings import (
-    ACCEPT,
-    AUDIT,
-    DISABLE,
-    EVERY,
-    NO_ENTRY_POINTS,
-    ONLY,
-    QUIET,
-    REPORT,
-    STRICT,
-    Settings,
-    unknown_variables,
-)
-from ..._printable import one_line
+from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
 from ..._reporting import files, terminal
-from ..._reporting.others import patched_by_others
+from ..._reporting.foreign import patched_by_others
 from ..._reporting.report import Report
+from ..._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
 from ..._versions import find_module
 from ...patch import Status
 from ...patches._catalogue import CATALOGUE
 from ...reach._run.site.sitecustomize import HERE, TARGETS
 from . import origins, probe
-
-WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
 
 
 class Examination(NamedTuple):
@@ -47,11 +33,11 @@ class Examination(NamedTuple):
     Attributes:
         report: of all patches.
         packages: where each package that matters comes from.
-        others: (module, function of Megatron or torch that it has patched), besides megapatch.
+        others: (module, function of Megatron or torch that it has patched), other than megapatch's.
         settings: each MEGAPATCH_* variable that is set, its value, and its effect.
         reach: each way into a process, and its effect here.
         problems: in words, sites that need attention first.
-        exit_code: WELL, NOT_APPLIED or COULD_NOT_LOOK.
+        exit_code: WELL, NOT_WELL or COULD_NOT_LOOK.
     """
 
     report: Report
@@ -119,7 +105,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     if importing:
         unimported = {problem.partition(" is installed ")[0] for problem in problems}
         problems += [
-            f"not judged: {name} at {site.module} is {site.status.value}: {site.reason}"
+            f"not diagnosed: {name} at {site.module} is {site.status.value}: {site.reason}"
             for name, site in sites
             if site.status is Status.PENDING and site.module not in unimported
         ]
@@ -140,7 +126,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
             entry_points_off=this_process().settings.no_entry_points,
         ),
         problems=[*bad, *problems],
-        exit_code=NOT_APPLIED if bad else COULD_NOT_LOOK if problems else WELL,
+        exit_code=NOT_WELL if bad else COULD_NOT_LOOK if problems else WELL,
     )
 
 
@@ -220,37 +206,20 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
     settings = Settings.from_environment(environment)
     off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
     on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
-    effects = {
+    effects = VARIABLES | {
         DISABLE: f"keeps off {report.names(off) or 'nothing'}",
         ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",
-        STRICT: "what needs attention is an error"
-        if settings.strict
-        else "off: what needs attention is a warning",
-        NO_ENTRY_POINTS: f"patches of other distributions are {'not ' * settings.no_entry_points}looked for",
-        AUDIT: "training is watched" if settings.audit else "off: training is not watched",
-        EVERY: "optimizer steps between two comparisons of the ranks by the audit",
-        ACCEPT: "notes of the audit that are not kept",
-        REPORT: "ranks write files there: megapatch.check(), for `megapatch doctor FOLDER`, and the audit, for "
-        "`megapatch audit FOLDER`",
-        QUIET: f"the first sign on standard error is {'off' if settings.quiet else 'on'}",
         TARGETS: "set by `megapatch run`, which this process is below",
     }
-    return [(name, environment[name], effect) for name, effect in effects.items() if name in environment]
+    return [
+        (name, environment[name], f"{'off: 1 ' * settings.is_off(name)}{effect}")
+        for name, effect in effects.items()
+        if name in environment
+    ]
 
 
 def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
-    """Return two columns, names on the left; a name that is too long has a line of its own."""
-    rows = [(one_line(name), text) for name, text in rows]
-    names = [len(name) for name, _ in rows if len(name) <= 24]
-    wide = max(names, default=0)
-    lines = []
-    for name, text in rows:
-        first = f"  {name:{wide}}  "
-        if len(name) > wide:
-            lines.append(f"  {name}")
-            first = " " * (wide + 4)
-        lines += terminal.wrapped(text, columns, first, " " * (wide + 4))
-    return lines
+    return terminal.table(rows, columns, indent="  ", widest=24)
 
 
 def routes(
@@ -270,7 +239,7 @@ def routes(
         environment: the environment variables.
     """
     applied = sum(patch.status is Status.APPLIED for patch in report.patches)
-    what = f"{applied} patch{'es' * (applied > 1)}" if applied else "the patches that are needed"
+    what = terminal.counted(applied, "patch", "patches") if applied else "the patches that are needed"
     modules = {site.module for patch in report.patches for site in patch.sites}
     here = sum(find_module(name) is not None for name in modules)
     return {

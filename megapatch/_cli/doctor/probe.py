@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..._engine.engine import this_process
 from ..._printable import cut
 from ..._reporting.files import put
-from ..._reporting.others import patched_by_others
+from ..._reporting.foreign import patched_by_others
 from ..._reporting.report import PatchReport, Report, SiteReport
 from ...patch import PatchInfo, Status
 
@@ -93,7 +93,7 @@ def import_target(name: str) -> str | None:
     """Import a module. Return the failure, in words, or None.
 
     MEGAPATCH_STRICT is off meanwhile: a refused site would keep those in other modules of its package from being
-    judged.
+    diagnosed.
     """
     engine = this_process()
     settings = engine.settings
