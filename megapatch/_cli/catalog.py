@@ -10,7 +10,6 @@ from .._engine.engine import this_process
 from .._reporting import terminal
 from ..errors import MegapatchError
 from ..patch import Patch, PatchInfo
-from ..patches import PATCHES
 
 _ALIGNED = 10
 """Columns before the text of a docstring's sections."""
@@ -58,11 +57,6 @@ def _write_fitted(text: str, indent: int, columns: int | None) -> None:
         rest = " ".join(text[len(first) :].split())
         text = "\n".join(terminal.wrapped(rest, columns, first, " " * indent))
     terminal.write(text)
-
-
-def names_and_globs() -> list[str]:
-    """Return the names of megapatch's own patches, and a glob for each family."""
-    return [*(patch.name for patch in PATCHES), *dict.fromkeys(f"{patch.family}.*" for patch in PATCHES)]
 
 
 def _all_patches() -> list[PatchInfo]:

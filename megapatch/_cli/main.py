@@ -1,4 +1,3 @@
-# PYTHON_ARGCOMPLETE_OK
 """The command line: megapatch doctor | verify | audit | list | explain | run | demo
 
 The commands, their options, and the function that runs each.
@@ -11,14 +10,13 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 from .._engine.engine import this_process
 from .._printable import first_line_at_the_margin
 from .._reporting import terminal
 from .._version import exact_version
-from .catalog import explain, list_patches, names_and_globs
+from .catalog import explain, list_patches
 from .doctor import EXIT_CODES, SECONDS, compare, doctor
 
 
@@ -41,38 +39,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
-    if "_ARGCOMPLETE" in os.environ:  # the shell asks for completions
-        try:
-            import_module("argcomplete").autocomplete(parser)
-        except ImportError:
-            return 1  # the shell's Python has it, and this one has not: run nothing
+    parser = make_parser()
     options, others = parser.parse_known_args(arguments)
     if others:
         options.parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if reason := _no_temporary_files(options):
-        terminal.note(reason)
-        return terminal.COULD_NOT_LOOK
     code: int = options.run(options)
     return code
-
-
-def _no_temporary_files(options: argparse.Namespace) -> str | None:
-    """Say why a command that runs Megatron, which makes temporary files, cannot do so here; None if it can."""
-    imports = options.command == "doctor" and not (options.no_import or options.folder)  # torch makes files then
-    if not (options.command in ("demo", "verify") or imports):
-        return None
-    import tempfile
-
-    try:
-        tempfile.gettempdir()  # writes a file, as a full disk has folders, too
-    except OSError as error:
-        return (
-            f"megapatch {options.command} needs a folder for temporary files: expected one that can be written "
-            f"to, with space left, found none ({error.strerror}). Set TMPDIR to one, as in TMPDIR=/scratch "
-            "megapatch ..."
-        )
-    return None
 
 
 _EPILOG = f"""\
@@ -80,9 +52,6 @@ exit codes: see megapatch COMMAND --help; and of every command:
   2    bad usage, or the output cannot be written
   {terminal.INTERRUPTED}  interrupted (Ctrl-C)
   {terminal.READER_HAS_GONE}  whoever read the output has gone, as with `| head`
-
-completion in bash and zsh: pip install argcomplete, then
-  eval "$(register-python-argcomplete megapatch)"
 """
 
 
@@ -93,7 +62,7 @@ class _Parser(argparse.ArgumentParser):
         super()._print_message(first_line_at_the_margin(message) if file is sys.stderr else message, file)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands: its options have `run`, and `parser` to report errors in them."""
     parser = _Parser(
         prog="megapatch",
@@ -118,11 +87,6 @@ def _command(commands: Any, name: str, **texts: str) -> argparse.ArgumentParser:
 
 def _add_json(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print JSON on standard output")
-
-
-def _add_names(command: argparse.ArgumentParser, count: str, shown: str, meaning: str) -> None:
-    names = command.add_argument("names", nargs=count, metavar=shown, help=meaning)
-    names.completer = lambda **ignored: names_and_globs()  # type: ignore[attr-defined]  # argcomplete's
 
 
 def _seconds(text: str) -> float:
@@ -198,7 +162,7 @@ def _add_verify(commands: Any) -> None:
         "GPUs over NCCL, or on CPU over gloo. Under torchrun, in as many processes as it\nstarts.",
         epilog=VERIFY_EXIT_CODES,
     )
-    _add_names(command, "*", "PATCH", "a patch's name, or a glob; none for all")
+    command.add_argument("names", nargs="*", metavar="PATCH", help="a patch's name, or a glob; none for all")
     _add_json(command)
     command.add_argument(
         "--timeout",
@@ -226,8 +190,8 @@ def _add_audit(commands: Any) -> None:
         "audit",
         help="show what the audit has found on all ranks of a run, with the likely causes",
         description="Show what the ranks of a run have left in a folder with MEGAPATCH_AUDIT=1 and\n"
-        "MEGAPATCH_REPORT=FOLDER: findings, each once, with the user's code and the likely\n"
-        "causes; and what happened when.",
+        "MEGAPATCH_REPORT=FOLDER: findings, each once, with the user's code and the\n"
+        "likely causes; and what happened when.",
         epilog=AUDIT_EXIT_CODES,
     )
     command.add_argument("folder", metavar="FOLDER", help="where the ranks have left their reports")
@@ -268,7 +232,7 @@ def _add_explain(commands: Any) -> None:
         "cost, where it applies, and whether it changes numbers.",
         epilog="exit codes:\n  0  shown\n  2  no patch has this name\n",
     )
-    _add_names(command, "+", "NAME", "a patch's name, or a glob such as 'megatron.*'")
+    command.add_argument("names", nargs="+", metavar="NAME", help="a patch's name, or a glob such as 'megatron.*'")
     command.set_defaults(run=lambda options: explain(options.names))
 
 

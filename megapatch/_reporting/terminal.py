@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import sys
 import textwrap
 import threading
@@ -214,3 +215,20 @@ def heartbeat(text: str, to_stderr: bool = False) -> Iterator[None]:
         thread.join()
         again = on_terminal and bool(ending)
         write(f"{text}{ending}" if again else ending, file=file, over=again)
+
+
+@contextlib.contextmanager
+def sigterm_raises(error: BaseException) -> Iterator[None]:
+    """Make SIGTERM an exception in the block, so that clean-up runs; by default it ends this process at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(*ignored: object) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

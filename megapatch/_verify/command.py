@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .._engine.settings import AUDIT, matching, unknown_name
 from .._reporting import terminal
@@ -59,7 +57,7 @@ def verify(
         terminal.note(str(error))
         return terminal.COULD_NOT_LOOK
     results = Results(here(), world.device, "gloo" if world.device == "cpu" else "nccl", world.size)
-    with _terminated_is_interrupted():
+    with terminal.sigterm_raises(KeyboardInterrupt()):  # torchrun ends its processes by it
         try:
             with opened(world):
                 _fill(results, world, chosen, seconds)
@@ -178,16 +176,3 @@ def _progress(world: World, what: str) -> Callable[[str], None]:
             terminal.note(f"{what}: {words} ({time.monotonic() - started:.0f} s)")
 
     return say
-
-
-class _terminated_is_interrupted:
-    """Ends at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes by it."""
-
-    def __enter__(self) -> None:
-        def interrupt(*ignored: Any) -> None:
-            raise KeyboardInterrupt
-
-        self._before = signal.signal(signal.SIGTERM, interrupt)
-
-    def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)

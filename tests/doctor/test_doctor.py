@@ -54,15 +54,6 @@ def test_doctor_says_what_cannot_be_imported(fake_megatron):
     assert "Traceback" not in shown.stderr
 
 
-def test_doctor_keeps_standard_output_for_the_json(fake_megatron):
-    shown = run("doctor", "--json", path=fake_megatron("print('noise')\n" + DDP))
-    told = json.loads(shown.stdout)
-    assert told["schema"] == 1
-    statuses = {patch["name"]: patch["status"] for patch in told["patches"]}
-    assert statuses["megatron.forward-pre-hook"] == "refused"
-    assert "noise" in shown.stderr
-
-
 NOISE = """
 import atexit, os, subprocess, sys
 print("noise of print")
@@ -234,17 +225,6 @@ def test_doctor_does_not_pass_over_a_bad_environment(fake_megatron):
     told = " ".join(shown.stdout.split())
     assert f"MEGAPATCH_DISABLE=megatron.*,slime keeps off {family('megatron')}" in told
     assert "MEGAPATCH_STRICT=maybe makes a patch that is not in place an error" in told
-
-
-def test_doctor_without_anything_to_patch(tmp_path):
-    script = (
-        "import sys, megapatch._versions as v; v.find_module = lambda name: None\n"
-        "import megapatch._engine.engine as e; e.find_module = v.find_module\n"
-        "from megapatch._cli.main import main; sys.exit(main(['doctor']))"
-    )
-    shown = run("-c", script)
-    assert shown.returncode == 2
-    assert "nothing to patch is installed" in shown.stderr
 
 
 IMPORTS = {

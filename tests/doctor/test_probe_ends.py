@@ -11,6 +11,8 @@ import time
 import pytest
 from rigs.command import heed_ctrl_c, run
 
+from megapatch._cli.main import make_parser
+
 HANGS = """
 import os, pathlib, time
 pathlib.Path({folder!r}, str(os.getpid())).touch()
@@ -44,10 +46,11 @@ def test_interrupted_it_ends_its_children_and_itself(fake_megatron, tmp_path, nu
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon", "1e300"])
-def test_a_time_limit_that_is_none(seconds):
-    shown = run("doctor", f"--probe={seconds}")
-    assert shown.returncode == 2 and shown.stdout == ""
-    assert "--probe: invalid" in shown.stderr
+def test_a_time_limit_that_is_none(seconds, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        make_parser().parse_args(["doctor", f"--probe={seconds}"])
+    shown = capsys.readouterr()
+    assert "--probe: invalid" in shown.err and shown.out == ""
 
 
 def test_a_finder_that_raises_for_an_unknown_name_fails_no_report():

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from ..._printable import cut
 from ..._reporting.files import put
 from ..._reporting.foreign import patched_by_others
 from ..._reporting.report import PatchReport, Report, SiteReport
+from ..._reporting.terminal import sigterm_raises
 from ...patch import PatchInfo, Status
 
 SECONDS = 300.0
@@ -145,7 +146,7 @@ def _read(data: Mapping[str, Any]) -> PatchReport:
 def _ask_all(modules: Mapping[str, list[str]], seconds: float) -> dict[str, _Answer]:
     """Ask four children at a time: each takes a few seconds and a few hundred MB."""
     with (
-        _sigterm_exits(),
+        sigterm_raises(SystemExit(128 + signal.SIGTERM)),
         tempfile.TemporaryDirectory(prefix="megapatch-probe-") as folder,
         ThreadPoolExecutor(4) as pool,
         _Children(folder, seconds) as children,  # innermost: its end is what the threads wait for
@@ -198,23 +199,6 @@ class _Children:
                 last = (log.read().strip().splitlines() or ["it said nothing"])[-1]
                 how = f"died of {_name(-code)}" if code < 0 else f"ended with exit code {code}"
                 return _Answer([], f"the process {how} ({cut(last, 200)})")
-
-
-@contextlib.contextmanager
-def _sigterm_exits() -> Iterator[None]:
-    """Make SIGTERM an exception, so that clean-up runs first; by default it ends this process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _name(number: int) -> str:

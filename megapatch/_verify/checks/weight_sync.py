@@ -91,7 +91,7 @@ def _found(package: str, folder: Path) -> dict[str, Any]:
     output = folder / "output"
     with output.open("w") as file:
         ended = subprocess.run(
-            [sys.executable, "-c", f"from {_syncs.__name__} import main; main({str(folder)!r}, '_{package}')"],
+            [sys.executable, "-c", f"from {_syncs.__name__} import main; main({str(folder)!r}, '{package}')"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
