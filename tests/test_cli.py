@@ -157,6 +157,10 @@ def test_without_standard_output(fake_megatron):
         ("explain", "explain ", "required: NAME"),
         ("list --json", "list ", "unrecognized arguments: --json"),
         ("run --strict", "run ", "unrecognized arguments: --strict"),
+        *(
+            (f"verify --timeout={no}", "verify ", f"invalid time limit: {no}")
+            for no in ("0", "-1", "nan", "inf", "soon")
+        ),
     ],
 )
 def test_bad_usage_shows_the_commands_own_usage(arguments, usage, problem, capsys):

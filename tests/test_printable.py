@@ -192,7 +192,7 @@ raise RuntimeError("no GPU\\n" + {0!r} + "\\n\\x1b[31mhttps://carol:pa/ss@host.e
 """
 
 
-@pytest.mark.parametrize("arguments", [[], ["--probe"], ["--json"], ["--report", "-"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--report", "-"]], ids=" ".join)
 def test_a_target_cannot_print_that_all_is_well(fake_megatron, arguments):
     path = fake_megatron(TARGET.format(FORGED))
     shown = run("doctor", *arguments, path=path, MEGAPATCH_ONLY="megatron.nested-no-sync")

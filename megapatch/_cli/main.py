@@ -17,7 +17,7 @@ from .._printable import first_line_at_the_margin
 from .._reporting import terminal
 from .._version import exact_version
 from .catalog import explain, list_patches
-from .doctor import EXIT_CODES, SECONDS, compare, doctor
+from .doctor import EXIT_CODES, compare, doctor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,15 +118,6 @@ def _add_doctor(commands: Any) -> None:
         help="the quick view: show only what is installed; everything stays pending, and nothing is diagnosed",
     )
     command.add_argument(
-        "--probe",
-        nargs="?",
-        type=_seconds,
-        const=SECONDS,
-        metavar="SECONDS",
-        help="import each target in a child process of its own, so that one that crashes is a line in the report; "
-        "a child that takes longer than SECONDS (%(const)g) is killed",
-    )
-    command.add_argument(
         "--report",
         nargs="?",
         const="megapatch-report.md",
@@ -143,7 +134,7 @@ def _add_doctor(commands: Any) -> None:
             return compare(options.folder, options.json)
         if options.json and options.report == "-":
             command.error("--json and --report - both write to standard output; name a file")
-        return doctor(options.json, not options.no_import, options.probe, options.report)
+        return doctor(options.json, not options.no_import, options.report)
 
     command.set_defaults(run=run)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .. import _versions
@@ -68,15 +68,6 @@ class SiteReport(NamedTuple):
         data = self._asdict()
         data["status"] = self.status.value
         return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
-        """Read the dictionary that `to_dict` made, perhaps in another process."""
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
-        }
-        values["status"] = Status(data["status"])
-        return cls(**values)
 
 
 class PatchReport(NamedTuple):

@@ -10,7 +10,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import sys
 import textwrap
 import threading
@@ -18,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from .._printable import clean, clean_data, first_line_at_the_margin, one_line
+from .._printable import clean, clean_data, cut, first_line_at_the_margin, one_line
 
 NO_TERMINAL = 100
 
@@ -116,6 +115,14 @@ def note(text: str) -> None:
         print(lines, file=sys.stderr, flush=True)
 
 
+def progress(text: str) -> None:
+    """Show a line on standard error in place of the last one, or of nothing with ""; only on a terminal."""
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None and sys.stderr.isatty():
+            columns = width() - 1
+            print(f"\r{cut(text, columns):{columns}}\r", end="", file=sys.stderr, flush=True)
+
+
 def reserve() -> TextIO:
     """Return standard output as a file of our own; everything else that is written there reaches standard error.
 
@@ -178,32 +185,25 @@ DOT_EVERY = 5.0
 
 
 @contextlib.contextmanager
-def heartbeat(text: str, to_stderr: bool = False) -> Iterator[None]:
+def heartbeat(text: str) -> Iterator[None]:
     """Print the text, keep it alive while the block runs, and end the line with the seconds that it took.
 
     On a terminal the seconds count up; elsewhere a dot is added every `DOT_EVERY` seconds. If the block raises,
     the line ends there.
-
-    Args:
-        to_stderr: whether to print to standard error, if that is a terminal, and nothing where it is not.
     """
-    file = sys.stderr if to_stderr else sys.stdout
     started = time.monotonic()
     done = threading.Event()
-    on_terminal = file is not None and file.isatty()
-    if to_stderr and not on_terminal:
-        yield
-        return
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
 
     def beat() -> None:
         with contextlib.suppress(OutputLost):  # the main thread's next line finds out
             while not done.wait(1.0 if on_terminal else DOT_EVERY):
                 seconds = f"{time.monotonic() - started:.0f} s"
-                write(f"{text} {seconds}" if on_terminal else ".", end="", file=file, over=on_terminal)
-                flush(file)
+                write(f"{text} {seconds}" if on_terminal else ".", end="", over=on_terminal)
+                flush()
 
-    write(text, end="", file=file)
-    flush(file)
+    write(text, end="")
+    flush()
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     ending = ""
@@ -214,21 +214,4 @@ def heartbeat(text: str, to_stderr: bool = False) -> Iterator[None]:
         done.set()
         thread.join()
         again = on_terminal and bool(ending)
-        write(f"{text}{ending}" if again else ending, file=file, over=again)
-
-
-@contextlib.contextmanager
-def sigterm_raises(error: BaseException) -> Iterator[None]:
-    """Make SIGTERM an exception in the block, so that clean-up runs; by default it ends this process at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(*ignored: object) -> None:
-        raise error
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        write(f"{text}{ending}" if again else ending, over=again)

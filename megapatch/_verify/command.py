@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .._engine.settings import AUDIT, matching, unknown_name
 from .._reporting import terminal
@@ -57,7 +59,7 @@ def verify(
         terminal.note(str(error))
         return terminal.COULD_NOT_LOOK
     results = Results(here(), world.device, "gloo" if world.device == "cpu" else "nccl", world.size)
-    with terminal.sigterm_raises(KeyboardInterrupt()):  # torchrun ends its processes by it
+    with _sigterm_interrupts():
         try:
             with opened(world):
                 _fill(results, world, chosen, seconds)
@@ -176,3 +178,17 @@ def _progress(world: World, what: str) -> Callable[[str], None]:
             terminal.note(f"{what}: {words} ({time.monotonic() - started:.0f} s)")
 
     return say
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """End at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes by it."""
+
+    def interrupt(*ignored: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

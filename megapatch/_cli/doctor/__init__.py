@@ -1,6 +1,5 @@
 """megapatch doctor: the packages that are installed, the status of every patch, and why."""
 
 from .command import EXIT_CODES, compare, doctor
-from .probe import SECONDS
 
-__all__ = ["EXIT_CODES", "SECONDS", "compare", "doctor"]
+__all__ = ["EXIT_CODES", "compare", "doctor"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import getpass
 import logging
 import os
@@ -37,24 +38,23 @@ exit codes:
 """
 
 
-def doctor(
-    as_json: bool, importing: bool = True, seconds: float | None = None, report_file: str | None = None
-) -> int:
+def doctor(as_json: bool, importing: bool = True, report_file: str | None = None) -> int:
     """Import each installed target, print the findings and the problems; return one of `EXIT_CODES`.
 
     Args:
         as_json: print JSON instead of text.
         importing: whether to import the targets; without, nothing is diagnosed.
-        seconds: None imports in this process; a number imports in child processes, each of which has this long.
         report_file: where to write a report for an issue; ``-`` is standard output, in place of the text.
     """
     if report_file not in (None, "-") and os.path.lexists(report_file):
         terminal.note(f"{report_file} exists already; name another file: megapatch doctor --report FILE")
         return COULD_NOT_LOOK
     logging.getLogger("megapatch").setLevel(logging.CRITICAL)  # the report has what it would warn of
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # there is no standard error
+        faulthandler.enable()  # a target that kills the process as it is imported is named
     columns = terminal.width()
     output = terminal.reserve()  # targets may print what they like when they are imported
-    found = examine(importing, seconds)
+    found = examine(importing)
     if report_file == "-":
         terminal.write(markdown(found).rstrip("\n"), file=output)
     elif as_json:
