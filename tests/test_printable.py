@@ -223,6 +223,11 @@ def test_settings_and_arguments_cannot_either(tmp_path):
         assert FORGED not in output.splitlines() and "\x1b" not in output, arguments
 
 
+def test_on_an_ascii_terminal_other_characters_are_escaped():
+    shown = run("doctor", "--no-import", MEGAPATCH_DISABLE="caf\u00e9.*", PYTHONIOENCODING="ascii:strict")
+    assert "MEGAPATCH_DISABLE=caf\\xe9.*" in shown.stdout and "Traceback" not in shown.stderr
+
+
 def test_every_logger_of_the_package_is_the_one_that_is_cleaned():
     import re
     from pathlib import Path

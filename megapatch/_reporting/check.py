@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
 from .._engine.record import NEEDS_ATTENTION
@@ -109,26 +109,43 @@ def compare_files(folder: Path) -> Compared:
     largest = 0
     for path, data in files.read(folder, _KIND, unreadable):
         try:
-            rank = int(data["rank"])
-            size = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
-            ranks[rank] = size | {name: (value, why) for name, (value, why) in data["facts"].items()}
-            largest = max(largest, int(data["size"]))
-            digests.setdefault(str(data["report"]["digest"]), []).append(rank)
-            for patch in data["report"]["patches"]:
-                if Status(patch["status"]) in NEEDS_ATTENTION:
-                    bad.setdefault(f"{patch['name']} is {patch['status']} ({patch['reason']})", []).append(rank)
+            found, digest, lacking = _read(data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             unreadable.append(files.cannot_be_read(path, error))
+            continue
+        rank, largest = data["rank"], max(largest, data["size"])
+        ranks[rank] = found
+        digests.setdefault(digest, []).append(rank)
+        for what in lacking:
+            bad.setdefault(what, []).append(rank)
     numbers = sorted(ranks)
     unreadable += files.without_a_file(folder, numbers, largest)
     common = [f"digest {digest} on {numbered('rank', members)}" for digest, members in digests.items()]
-    found = differences(
+    differing = differences(
         [ranks[number] for number in numbers],
         lambda members: numbered("rank", [numbers[member] for member in members]),
     )
     return Compared(
         common=[f"{terminal.counted(len(ranks), 'rank')} in {folder}", *common],
-        differing=found,
+        differing=differing,
         not_in_place=[f"{what} on {numbered('rank', members)}" for what, members in bad.items()],
         unreadable=unreadable,
     )
+
+
+def _read(data: dict[str, Any]) -> tuple[Facts, str, list[str]]:
+    """Return a file's facts, its digest, and its patches that are not in place; raise if they are not text."""
+
+    def text(value: object) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"expected text, found {type(value).__name__}")
+        return value
+
+    facts = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
+    facts |= {name: (text(value), text(why)) for name, (value, why) in data["facts"].items()}
+    lacking = [
+        f"{text(patch['name'])} is {patch['status']} ({text(patch['reason'])})"
+        for patch in data["report"]["patches"]
+        if Status(patch["status"]) in NEEDS_ATTENTION
+    ]
+    return facts, text(data["report"]["digest"]), lacking

@@ -91,7 +91,13 @@ def _print(text: str, end: str, file: TextIO | None) -> None:
     if file is None:  # as after `>&-`: print() would do nothing, and the command seem to have worked
         raise OutputLost(OSError(errno.EBADF, "standard output is closed"))
     with _guarded(file):
-        print(text, end=end, file=file)
+        print(_for(file, text), end=end, file=file)
+
+
+def _for(file: TextIO, text: str) -> str:
+    """Return text that a file's encoding has, such as ASCII; other characters are escaped."""
+    encoding = file.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def as_json(data: Any) -> str:
