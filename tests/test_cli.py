@@ -203,6 +203,12 @@ def test_explain_of_an_unknown_name_tells_what_is_near():
     )
 
 
+def test_explain_of_a_name_with_none_near_lists_the_families():
+    shown = run("explain", "xyz")
+    assert shown.returncode == 2 and "; known patches: megatron.*, " in shown.stderr
+    assert len(shown.stderr) < 200 and "slime.*" in shown.stderr
+
+
 def test_an_old_python_is_told_in_one_sentence():
     script = "import sys; sys.version_info = (3, 9, 1); sys.version = '3.9.1 (old)'; import megapatch"
     shown = run("-c", script)

@@ -125,9 +125,9 @@ def _add_doctor(commands: Any) -> None:
         nargs="?",
         const="megapatch-report.md",
         metavar="FILE",
-        help="write what an issue needs to FILE, as Markdown: versions, origins, statuses with reasons and "
-        "tracebacks, MEGAPATCH_* settings, platform; paths are shortened. FILE is %(const)s if you name none, and "
-        "must not exist; - is standard output",
+        help="write what an issue needs, and is fine to publish, to FILE, as Markdown: versions, statuses with "
+        "reasons, where exceptions came from, MEGAPATCH_* settings, platform. FILE is %(const)s if you name none, "
+        "and must not exist; - is standard output",
     )
 
     def run(options: argparse.Namespace) -> int:

@@ -35,6 +35,8 @@ RUN_TARGETS = "MEGAPATCH_RUN_TARGETS"
 
 RAISE = "raise"
 
+_MOST_NAMES = 9
+"""Names that a sentence lists one by one."""
 _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
 
 
@@ -50,6 +52,8 @@ def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: st
     known = list(known)
     families = {patch.partition(".")[0] for patch in known}
     near = [f"{name}.*"] if name in families else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    if len(known) > _MOST_NAMES:  # their families
+        known = list(dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in known))
     meant = f"did you mean {' or '.join(near)}?" if near else f"known {kinds}: {', '.join(known)}."
     return f"no {kind} is called {name!r}; {meant}"
 
