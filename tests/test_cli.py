@@ -205,7 +205,7 @@ def test_explain_of_an_unknown_name_tells_what_is_near():
 
 def test_explain_of_a_name_with_none_near_lists_the_families():
     shown = run("explain", "xyz")
-    assert shown.returncode == 2 and "; known patches: megatron.*, " in shown.stderr
+    assert shown.returncode == 2 and "; known patches: areal.*, megatron.*, " in shown.stderr
     assert len(shown.stderr) < 200 and "slime.*" in shown.stderr
 
 
