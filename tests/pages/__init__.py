@@ -29,7 +29,7 @@ ADDRESS = re.compile(r"https://[\w.-]+(?:/[\w.-]+)+?/megapatch(?![\w-])")
 
 
 def with_address() -> dict[Path, str]:
-    """Return the text, with `REPOSITORY`, of each file in the repository that has another address, as of a fork."""
+    """Return the text, with `REPOSITORY`, of each file in the repository that has another address, as a fork's."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     found = {}
     for path in (ROOT / name for name in listed.stdout.split("\0") if name.endswith(SUFFIXES)):
