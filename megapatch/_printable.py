@@ -18,8 +18,6 @@ HIDDEN = "***"
 
 _BEGINS = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))"  # a word, after an escaped line end as well: repr() has those
 _SECRETS = (
-    # Credentials in a URL. A password may hold "/", "@" and "#", so with a colon all up to the last "@" goes.
-    (r"(?<=://)[^\s/@:?#]*:(?=\S*@)\S*@|(?<=://)[^\s/?#]*@", ""),
     # Keys of known shape: private keys, GitHub, GitLab, Hugging Face, OpenAI and kin, NVIDIA, Slack, AWS, Google,
     # PyPI, npm, Weights & Biases, JSON web tokens.
     (r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|$(?!\n))", HIDDEN),
@@ -52,7 +50,7 @@ _NAME = (
 _OPTION = rf"(?<!\w)--?(?:[\w-]{{0,20}}[_-])?{_NAME}"
 _VALUE = r"""\\+"(?:(?!\\+").)*\\+"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*[^\s'")\]},;.:]|\S+"""
 _NAMED = rf"""({_NAME}\\*['"]?\s*(?:=>|[:=])\s*|{_OPTION}\s+(?!-))(?:{_VALUE})"""
-_QUERY = r"(?<=://)([^\s?#]*)([?#]\S*)"
+_USER = r"[^/@:?#]*:|[^/?#]*@"
 _QUERY_VALUE = r"(?<==)[^&;#]+?(?=[)\]}>'\",.;:]*(?:[&;#]|$))|(?<=[?])[^=&;#]+?(?=[)\]}>'\",.;:]*(?:[;#]|$))"
 
 
@@ -100,10 +98,34 @@ def without_secrets(text: str) -> str:
 
     Idempotent.
     """
+    if "://" in text:
+        text = _compiled(r"\S+").sub(lambda word: _without_credentials(word[0]), text)
     for pattern, put in _SECRETS:
         text = _compiled(pattern).sub(put, text)
-    text = _compiled(_QUERY).sub(lambda url: url[1] + _compiled(_QUERY_VALUE).sub(HIDDEN, url[2]), text)
+    if "://" in text:
+        text = _compiled(r"\S+").sub(lambda word: _without_query(word[0]), text)
     return _compiled(_NAMED).sub(rf"\g<1>{HIDDEN}", text)
+
+
+def _without_credentials(word: str) -> str:
+    """Return a word without the user and password of each URL in it.
+
+    A password may hold "/", "@" and "#", so with a colon all up to the last "@" goes.
+    """
+    last, begin, kept = word.rfind("@"), 0, []
+    while 0 <= (found := word.find("://", begin)) < last:
+        kept.append(word[begin : found + 3])
+        begin = found + 3
+        if user := _compiled(_USER).match(word, begin, last + 1):
+            begin = last + 1 if user[0].endswith(":") else user.end()
+    return "".join([*kept, word[begin:]])
+
+
+def _without_query(word: str) -> str:
+    """Return a word without the values behind the first "?" or "#" of the URL in it."""
+    if (found := word.find("://")) < 0 or not (query := _compiled("[?#]").search(word, found)):
+        return word
+    return word[: query.start()] + _compiled(_QUERY_VALUE).sub(HIDDEN, word[query.start() :])
 
 
 def _escaped(text: str, keep: str = "") -> str:

@@ -182,6 +182,22 @@ class PatchInfo(_Immutable):
         """The first line of the docstring."""
         return self.doc.strip().partition("\n")[0]
 
+    @property
+    def sections(self) -> dict[str, str]:
+        """The docstring's sections, each in one line, by heading, such as ``Symptom``."""
+        from inspect import cleandoc  # only reports and advice want it
+
+        found: dict[str, list[str]] = {}
+        lines: list[str] = []
+        for line in cleandoc(self.doc).splitlines():
+            if heading := re.match("([A-Z][a-z]+) {2,}", line):
+                lines = found.setdefault(heading[1], [])
+                line = line[heading.end() :]
+            elif line and not line.startswith(" "):
+                lines = []  # ordinary text, of no section
+            lines.append(line)
+        return {name: " ".join(" ".join(text).split()) for name, text in found.items()}
+
 
 class Patch(PatchInfo):
     """One fix for one upstream defect. Immutable; two patches are equal only if they are the same object.

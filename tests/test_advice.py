@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megapatch._engine.advice import acceptance, advice, at_risk, sections
+from megapatch._engine.advice import acceptance, advice, at_risk
 from megapatch.patch import NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
 
@@ -26,13 +26,13 @@ def make(doc):
 
 
 def test_the_sections_of_a_docstring():
-    assert sections(DOC) == {
+    assert make(DOC).sections == {
         "Symptom": "whispers, e.g. at night. Then nobody answers.",
         "Upstream": "nowhere.",
         "Cost": "none.",
     }
     indented = DOC.replace("\n", "\n    ")
-    assert sections(indented) == sections(DOC)
+    assert make(indented).sections == make(DOC).sections
 
 
 def test_one_line_says_what_is_at_risk_how_to_accept_it_and_where_to_report_it():
@@ -59,5 +59,5 @@ def test_what_is_disabled_already_stays_so():
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_every_patch_has_a_risk_of_one_line(patch):
-    assert {"Symptom", "Upstream", "Cost"} <= sections(patch.doc).keys()
+    assert {"Symptom", "Upstream", "Cost"} <= patch.sections.keys()
     assert 30 < len(at_risk(patch)) < 300

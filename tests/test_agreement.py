@@ -25,17 +25,16 @@ def ranks(members):
     return numbered("rank", members)
 
 
-def test_those_that_agree_differ_in_nothing():
-    one = {"torch": ("2.13.0", ""), "a.patch at m": ("applied (m:f)", "it asserts")}
-    assert difference([one, dict(one)], ranks) is None
-
-
-def test_what_a_process_has_not_loaded_does_not_count():
-    assert difference([{"a at m": ("applied", "")}, {"b at n": ("applied", "")}, {}], ranks) is None
-
-
-def test_a_reason_alone_is_no_difference():
-    assert difference([{"a at m": ("disabled", "so")}, {"a at m": ("disabled", "thus")}], ranks) is None
+@pytest.mark.parametrize(
+    "everyone",
+    [
+        [{"torch": ("2.13.0", ""), "a at m": ("applied (m:f)", "it asserts")}] * 2,
+        [{"a at m": ("applied", "")}, {"b at n": ("applied", "")}, {}],  # what a process has not loaded
+        [{"a at m": ("disabled", "so")}, {"a at m": ("disabled", "thus")}],  # reasons
+    ],
+)
+def test_what_is_no_difference(everyone):
+    assert difference(everyone, ranks) is None
 
 
 def test_the_first_difference_is_told_with_ranks_and_reasons_and_the_others_are_counted():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import time
 
@@ -136,6 +137,39 @@ def test_what_is_missing_or_cannot_be_read_is_not_alike(tmp_path):
     (tmp_path / "empty").mkdir()
     shown = run("doctor", str(tmp_path / "empty"))
     assert (shown.returncode, shown.stderr.count("holds no rank-*.json")) == (2, 1)
+
+
+PATCH = {"name": "a.patch", "status": "failed", "reason": "so"}
+REPORT = {"digest": "d", "patches": []}
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"size": float("inf")}, "expected a rank of at most 1048576, found rank 1 of inf"),
+        ({"size": 10**12}, "found rank 1 of 1000000000000"),
+        ({"size": True}, "found rank 1 of True"),
+        ({"rank": 2}, "found rank 2 of 2"),
+        ({"rank": {"x": 1}}, "expected a rank"),
+        ({"facts": {"torch": [{"x": 1}, ""]}}, "expected text, found dict"),
+        ({"facts": []}, "AttributeError"),
+        ({"report": REPORT | {"digest": ["d"]}}, "expected text, found list"),
+        ({"report": REPORT | {"patches": [PATCH | {"status": {}}]}}, "{} is not a valid Status"),
+        ({"report": REPORT | {"patches": [PATCH | {"name": None}]}}, "expected text, found NoneType"),
+        (None, "it is not a regular file"),
+    ],
+)
+def test_a_file_of_another_form_is_one_line(tmp_path, fields, says):
+    write(tmp_path, 0, 2)
+    path = tmp_path / "rank-00001.json"
+    if fields is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(json.dumps({"rank": 1, "size": 2, "facts": {}, "report": REPORT} | fields))
+    started = time.monotonic()
+    sentence, missing = compare_files(tmp_path).unreadable
+    assert sentence.startswith(f"{path} cannot be read: ") and says in sentence
+    assert missing == f"rank 1 left no file in {tmp_path}" and time.monotonic() - started < 5
 
 
 def test_a_patch_that_is_in_place_on_no_rank_is_not_well(tmp_path):

@@ -17,6 +17,7 @@ from rigs.command import heed_ctrl_c, run
 from rigs.needs import needs_megatron
 
 from megapatch._cli import demo
+from megapatch._reporting import terminal
 from megapatch._version import requirement
 from megapatch._versions import find_module
 
@@ -106,8 +107,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_process():
     shown = ""
     while "running" not in shown:
         shown += process.stdout.read(1)
-    (server,) = until(lambda: importing_torch(marker))
-    assert ignores_ctrl_c(server)  # it would print a traceback, if it came to that before it is killed
+    assert until(lambda: importing_torch(marker))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes of the group
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "interrupted\n")
@@ -133,24 +133,11 @@ def processes_with(marker):
 
 
 def importing_torch(marker):
-    """The folder of the ranks' server, in a list, once it imports torch and is to start a rank after that."""
+    """Whether the ranks' server imports torch: Ctrl-C must not make it print a traceback."""
     servers = [folder for folder, command in processes_with(marker).items() if b"forkserver" in command]
     with contextlib.suppress(OSError):
-        return [folder for folder in servers if b"/torch/" in (folder / "maps").read_bytes() and is_asked(folder)]
-    return []
-
-
-def is_asked(folder):
-    """Whether a process listens, and has been connected to: a connection has the path of the listening socket."""
-    own = {os.readlink(link) for link in (folder / "fd").iterdir()}
-    sockets = [line.split()[6:] for line in Path("/proc/net/unix").read_text().splitlines()]  # inode and path
-    paths = [path for _, *found in sockets for path in found]
-    return any(paths.count(*path) > 1 for inode, *path in sockets if path and f"socket:[{inode}]" in own)
-
-
-def ignores_ctrl_c(folder):
-    (mask,) = re.findall(r"^SigIgn:\s*(\w+)$", (folder / "status").read_text(), re.MULTILINE)
-    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
+        return any(b"/torch/" in (folder / "maps").read_bytes() for folder in servers)
+    return False
 
 
 @needs_megatron
@@ -169,8 +156,8 @@ def test_runs_that_differ_are_not_the_same(capsys):
 
 def test_without_torch_it_says_what_to_install():
     script = (
-        "import sys, megapatch._cli.demo as demo\n"
-        "demo.find_module = lambda name: None if name == 'torch' else object()\n"
+        "import sys, megapatch._cli.demo as demo, megapatch._verify.world as world\n"
+        "world.find_module = lambda name: None if name == 'torch' else object()\n"
         "sys.exit(demo.demo())"
     )
     shown = run("-c", script)
@@ -182,7 +169,8 @@ def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):
     path = fake_megatron("")
     (path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 11\nPATCH = 0\n")
     script = (
-        "import sys, megapatch._cli.demo as demo; demo.find_module = lambda name: object(); sys.exit(demo.demo())"
+        "import sys, megapatch._cli.demo as demo, megapatch._verify.world as world; "
+        "world.find_module = lambda name: object(); sys.exit(demo.demo())"
     )
     shown = run("-c", script, path=path)
     assert (shown.returncode, shown.stdout) == (2, "")
@@ -208,10 +196,10 @@ class Output(io.StringIO):
 
 
 def test_a_heartbeat_is_dots_and_the_seconds(monkeypatch):
-    monkeypatch.setattr(demo, "DOT_EVERY", 0.01)
+    monkeypatch.setattr(terminal, "DOT_EVERY", 0.01)
     monkeypatch.setattr(sys, "stdout", Output(is_terminal=False))
     began = time.monotonic()
-    with demo.heartbeat("  running ..."):
+    with terminal.heartbeat("  running ..."):
         assert sys.stdout.has("  running ........")
         inside = time.monotonic() - began
     (seconds,) = re.fullmatch(r"  running \.{8,} (\d+) s\n", sys.stdout.getvalue()).groups()
@@ -220,7 +208,7 @@ def test_a_heartbeat_is_dots_and_the_seconds(monkeypatch):
 
 def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Output(is_terminal=True))
-    with demo.heartbeat("  running ..."):
+    with terminal.heartbeat("  running ..."):
         assert sys.stdout.has("\r  running ... ")
     shown = sys.stdout.getvalue()
     assert re.fullmatch(r"  running \.\.\.(\r  running \.\.\. \d+ s){2,}\n", shown)
@@ -229,6 +217,6 @@ def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(monkeypatch)
 
 
 def test_a_heartbeat_ends_with_what_it_watches(capsys):
-    with pytest.raises(KeyboardInterrupt), demo.heartbeat("  running ..."):
+    with pytest.raises(KeyboardInterrupt), terminal.heartbeat("  running ..."):
         raise KeyboardInterrupt
     assert capsys.readouterr().out == "  running ...\n"

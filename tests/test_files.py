@@ -22,9 +22,9 @@ def test_what_is_not_a_regular_file_is_not_replaced(tmp_path, kind):
 
 def test_a_report_is_replaced_and_nothing_else_is_there(tmp_path):
     path = files.path_of(tmp_path / "made", "rank", 37)
-    files.write(path, {"a": 1})
-    files.write(path, {"a": 2})
-    assert list(files.read(path.parent, "rank", [])) == [(path, {"a": 2})]
+    files.write(path, {"rank": 37, "size": 40})
+    files.write(path, {"rank": 37, "size": 41})
+    assert list(files.read(path.parent, "rank", [])) == [(path, {"rank": 37, "size": 41})]
     assert list(tmp_path.rglob("*")) == [path.parent, path]
 
 

@@ -6,7 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-from megapatch._cli.parser import make_parser
+from megapatch._cli.main import make_parser
 from megapatch._verify.command import _chosen
 from megapatch.reach import ray
 

@@ -11,13 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from pages import COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, reference
+from pages import ADDRESS, COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, reference, with_address
 
 import megapatch
+from megapatch._version import REPOSITORY
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
 SOURCES = sorted((Path(megapatch.__file__).parent / "_cli").rglob("*.py"))
-FILES = "https://github.com/megapatch/megapatch/blob/main/"
+FILES = f"{REPOSITORY}/blob/main/"
+NAME = "/megapatch"
 
 named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -25,6 +27,12 @@ named = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.parametrize("name", GENERATED)
 def test_what_is_generated_is_up_to_date(name):
     assert (ROOT / name).read_text() == GENERATED[name](), f"{name} is out of date: {COMMAND}"
+
+
+def test_every_address_of_the_project_is_the_one_setting():
+    """A fork or a mirror changes REPOSITORY in megapatch/_version.py, and runs the command."""
+    assert not [path.name for path in with_address()], f"these have another address: {COMMAND}"
+    assert ADDRESS.sub("-", f"https://git.example/a/b{NAME}/issues, {REPOSITORY}#x") == "-/issues, -#x"
 
 
 def test_the_api_page_has_every_public_module():

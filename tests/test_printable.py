@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rigs.command import run
 
 from megapatch import _printable
-from megapatch._cli.doctor.command import markdown
 from megapatch._cli.doctor.examination import Examination
 from megapatch._cli.doctor.origins import Package
 from megapatch._reporting import terminal
@@ -91,7 +90,6 @@ def printed(found: Examination, monkeypatch) -> dict[str, str]:
         "text": lambda: terminal.write(found.text(100)),
         "json": lambda: terminal.write_json(found.to_dict()),
         "report": lambda: terminal.write(str(found.report)),
-        "issue": lambda: terminal.write(markdown(found)),
         "notes": lambda: [terminal.note(problem) for problem in found.problems],
     }.items():
         with monkeypatch.context() as patched:
@@ -172,14 +170,15 @@ def test_ordinary_text_stays(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["x y z " * 3000, "a://" * 3000, "A_" * 6000, "x_-" * 5000, "?=" * 5000, "\\" * 9000]
+    "text",
+    ["x y z " * 3000, "a://" * 10_000, "a://b:" * 7000 + "@", "A_" * 6000, "x_-" * 5000, "?=" * 5000, "\\" * 9000],
 )
 def test_long_text_takes_no_long_time(text):
     import time
 
     started = time.monotonic()
     _printable.clean(text)
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 2
 
 
 def test_a_secret_is_hidden_before_it_is_cut_in_two():
@@ -192,7 +191,7 @@ raise RuntimeError("no GPU\\n" + {0!r} + "\\n\\x1b[31mhttps://carol:pa/ss@host.e
 """
 
 
-@pytest.mark.parametrize("arguments", [[], ["--probe"], ["--json"], ["--report", "-"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [[], ["--json"], ["--report", "-"]], ids=" ".join)
 def test_a_target_cannot_print_that_all_is_well(fake_megatron, arguments):
     path = fake_megatron(TARGET.format(FORGED))
     shown = run("doctor", *arguments, path=path, MEGAPATCH_ONLY="megatron.nested-no-sync")
@@ -221,6 +220,11 @@ def test_settings_and_arguments_cannot_either(tmp_path):
         shown = run(*arguments, MEGAPATCH_DISABLE=value, MEGAPATCH_STRICT=value)
         output = shown.stdout + shown.stderr
         assert FORGED not in output.splitlines() and "\x1b" not in output, arguments
+
+
+def test_on_an_ascii_terminal_other_characters_are_escaped():
+    shown = run("doctor", "--no-import", MEGAPATCH_DISABLE="caf\u00e9.*", PYTHONIOENCODING="ascii:strict")
+    assert "MEGAPATCH_DISABLE=caf\\xe9.*" in shown.stdout and "Traceback" not in shown.stderr
 
 
 def test_every_logger_of_the_package_is_the_one_that_is_cleaned():

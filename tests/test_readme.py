@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megapatch import report
+import pytest
+
+from megapatch._engine.settings import matching
 from megapatch.patch import Status
+from megapatch.patches._catalogue import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,12 +33,12 @@ def test_every_status_is_explained():
         assert f"| `{status.value}` |" in DOCTOR
 
 
-def test_every_key_of_the_json_is_documented():
-    def keys(found):
-        for key, value in found.items():
-            yield key
-            for entry in value if isinstance(value, list) else ():
-                yield from keys(entry) if isinstance(entry, dict) else ()
-
-    for key in keys(report().to_dict()):
-        assert f"`{key}`" in DOCTOR, key
+@pytest.mark.parametrize("family", CATALOGUE)
+def test_each_frameworks_page_has_the_line_for_its_own_patches_alone(family):
+    page = (ROOT / "docs" / f"{family}.md").read_text()
+    (only,) = re.findall(r"^`MEGAPATCH_ONLY=(\S+)` applies these alone\.$", page, re.MULTILINE)
+    rows = re.findall(r"^\|.*\|$", page.partition("| what you see |")[2].partition("\n\n")[0], re.MULTILINE)
+    names = [name for names in CATALOGUE.values() for name in names]
+    in_table = {name for row in rows for name in re.findall(r"`([a-z_]+\.[a-z0-9-]+)`", row.split("|")[-2])}
+    chosen = {name for pattern in only.split(",") for name in matching(pattern, names)}
+    assert chosen == in_table | set(CATALOGUE[family])

@@ -150,14 +150,6 @@ def test_the_table_tells_of_each_site_that_is_here(modules):
     ]
 
 
-def test_a_site_is_told_and_read_again(modules):
-    engine = make_engine(make_patch(modules.write(TARGET), diagnose=lambda module: 1 / 0))
-    engine.activate()
-    importlib.import_module(engine.records[0].site.module)
-    (one,) = make_report(engine.records).patches
-    assert SiteReport.from_dict(json.loads(json.dumps(one.sites[0].to_dict()))) == one.sites[0]
-
-
 def test_the_digest_follows_what_is_in_place_and_not_the_words(modules):
     name = modules.write(TARGET)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from megapatch._engine.settings import Settings
+from megapatch._engine.settings import VARIABLES, Settings
 
 NAMES = ["megatron.forward-pre-hook", "megatron.train-reentry", "slime.train-reentry"]
 
@@ -86,3 +89,11 @@ def test_switches(variable):
     settings = Settings.from_environment({f"MEGAPATCH_{variable}": "perhaps"})
     assert getattr(settings, variable.lower())
     assert settings.complaints(NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither 1 nor 0; it is taken for 1"]
+
+
+def test_the_page_has_each_variable_with_the_meaning_that_doctor_shows():
+    page = (Path(__file__).parents[1] / "docs/settings.md").read_text().replace("`", "")
+    rows = dict(re.findall(r"^\| (MEGAPATCH_\w+)=\S+ \| (.*) \|$", page, re.MULTILINE))
+    assert rows.keys() == VARIABLES.keys()
+    for name, meaning in VARIABLES.items():
+        assert rows[name].startswith(meaning), name

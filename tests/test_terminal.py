@@ -1,4 +1,4 @@
-"""The command line on a terminal, and on a machine without a folder for temporary files."""
+"""The command line on a terminal, and what pages and examples promise."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from rigs.command import run, terminal
-from rigs.needs import needs_megatron
 
 from megapatch.patches import PATCHES
 
@@ -35,29 +34,6 @@ def test_lists_and_explanations_are_as_wide_as_the_terminal(columns):
 
 def test_elsewhere_a_patch_is_a_line():
     assert len(run("list", COLUMNS="60").stdout.splitlines()) == len(PATCHES)
-
-
-WITHOUT_A_FOLDER = """
-import os, sys, tempfile
-def none(): raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/x']")
-tempfile._get_default_tempdir = none  # a test's user may be root, who can write anywhere
-from megapatch._cli.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@needs_megatron
-@pytest.mark.parametrize("command", ["demo", "verify megatron.nested-no-sync", "doctor", "doctor --probe"])
-def test_without_a_folder_for_temporary_files(command):
-    script = WITHOUT_A_FOLDER.replace("sys.argv[1:]", str(command.split()))
-    shown = run("-c", script)
-    assert (shown.returncode, shown.stdout) == (2, "")
-    (line,) = shown.stderr.splitlines()
-    assert line == (
-        f"megapatch {command.split()[0]} needs a folder for temporary files: expected one that can be written to, "
-        "with space left, found none (No usable temporary directory found in ['/tmp', '/x']). "
-        "Set TMPDIR to one, as in TMPDIR=/scratch megapatch ..."
-    )
 
 
 def test_a_pth_file_does_nothing_once_megapatch_is_gone(tmp_path):

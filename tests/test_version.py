@@ -61,7 +61,7 @@ def test_other_sources_are_told_apart(copied, version):
 def test_an_extra_is_that_of_the_same_commit(monkeypatch, version, commit):
     monkeypatch.setattr(_version, "__version__", version)
     found = Requirement(_version.requirement("demo").strip('"'))
-    assert found.extras == {"demo"} and found.url == f"git+https://github.com/megapatch/megapatch{commit}"
+    assert found.extras == {"demo"} and found.url == f"git+{_version.REPOSITORY}{commit}"
 
 
 def test_a_source_tree_and_a_build_without_git_have_the_version_of_the_next_tag():

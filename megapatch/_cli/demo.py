@@ -5,32 +5,21 @@ Where the installed megatron-core has no train(), the demo shows the forward pre
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from .._engine.settings import DISABLE, ONLY
 from .._reporting import terminal
+from .._verify.world import lacking
 from .._version import exact_version, requirement
-from .._versions import TESTED, find_module, here, too_old
+from .._versions import here
+from ..patch import Status
 from ..patches import PATCHES
-from .demo_runs import (
-    CALLS,
-    STEPS,
-    Job,
-    Outcome,
-    hooks_never,
-    hooks_switched,
-    hooks_without,
-    train_again,
-    train_once,
-    train_without,
-)
 
 RANKS = 2
 COLUMNS = 80
@@ -47,7 +36,134 @@ TOLERANCE = 1e-5
 UNPATCHED = {DISABLE: "*", ONLY: ""}
 REPAIRED = {DISABLE: "", ONLY: ""}
 
+CALLS, STEPS = 3, 2
+# The distributed optimizer insists on Adam. With a large epsilon Adam is nearly SGD; with the usual one a gradient
+# that is wrong by a factor would not show.
+PLAIN: dict[str, Any] = {"optimizer": "adam", "lr": 0.5, "optim": {"adam_eps": 1.0}}
+OVERLAPPED = {
+    **PLAIN,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "use_distributed_optimizer": True,
+}
 
+
+@dataclass
+class Outcome:
+    """The results of one run on rank 0: losses of each call, errors in Megatron's own words, final parameters, and
+    the names of the patches that were applied."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    errors: list[tuple[str, str]] = field(default_factory=list)
+    parameters: dict[str, Any] = field(default_factory=dict)
+    patches: list[str] = field(default_factory=list)
+
+    def attempt(self, what: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (AssertionError, KeyError) as error:
+            # A KeyError's message is the whole model.
+            self.errors.append((what, f"{type(error).__name__}: {error}".splitlines()[0]))
+
+
+Job = Callable[[int, int], Outcome]
+"""The job of every rank: (rank, world size) to outcome."""
+
+
+# ------------------------------------------------------------------------ the real train(), wheels from 0.17 on
+def train_without(rank: int, world_size: int) -> Outcome:
+    """Call train() again; after each failure remove its cause by hand, and try again."""
+    loop, outcome = _loop(OVERLAPPED), Outcome()
+    config = loop.model.config
+    outcome.losses.append(loop.train(STEPS))
+    outcome.attempt("call 2", lambda: loop.train(STEPS))
+    config.no_sync_func = None
+    outcome.attempt("call 2, no_sync_func cleared by hand", lambda: loop.train(STEPS))
+    config.no_sync_func = None
+    sys.modules["megatron.training.global_vars"].get_timers()("interval-time").stop()
+    outcome.attempt("call 2, timer stopped by hand as well", lambda: loop.train(STEPS))
+    return outcome
+
+
+def train_again(rank: int, world_size: int) -> Outcome:
+    loop = _loop(OVERLAPPED)
+    losses = [loop.train(STEPS) for _ in range(CALLS)]
+    return Outcome(losses=losses, parameters=loop.model.parameters(), patches=_applied())
+
+
+def train_once(rank: int, world_size: int) -> Outcome:
+    """Train all steps in one call, without overlap: Megatron as it was made to be used."""
+    loop = _loop(PLAIN)
+    losses = loop.train(CALLS * STEPS)
+    return Outcome(
+        losses=[losses[first : first + STEPS] for first in range(0, len(losses), STEPS)],
+        parameters=loop.model.parameters(),
+    )
+
+
+def _loop(options: Mapping[str, Any]) -> Any:
+    from ..testing import MegatronLoop
+
+    return MegatronLoop(_model({**options, "hooks": False}))
+
+
+# ------------------------------------------------------------------------ the forward pre-hooks, every wheel
+def hooks_without(rank: int, world_size: int) -> Outcome:
+    model, outcome = _model(OVERLAPPED), Outcome()
+    (chunk,) = model.chunks
+    outcome.attempt("enable_forward_pre_hook() a second time", chunk.enable_forward_pre_hook)
+    chunk.disable_forward_pre_hook()
+    outcome.attempt("disable_forward_pre_hook() a second time", chunk.disable_forward_pre_hook)
+    return outcome
+
+
+def hooks_switched(rank: int, world_size: int) -> Outcome:
+    """Switch the hooks off and on twice between calls, as around a checkpoint and a weight sync."""
+    model, outcome = _model(OVERLAPPED), Outcome()
+    (chunk,) = model.chunks
+    for call in range(CALLS):
+        outcome.losses.append(_steps(model, call))
+        for switch in (chunk.disable_forward_pre_hook, chunk.enable_forward_pre_hook):
+            switch()
+            switch()
+    chunk.disable_forward_pre_hook()
+    outcome.parameters, outcome.patches = model.parameters(), _applied()
+    return outcome
+
+
+def hooks_never(rank: int, world_size: int) -> Outcome:
+    model = _model(PLAIN)
+    losses = [_steps(model, call) for call in range(CALLS)]
+    return Outcome(losses=losses, parameters=model.parameters())
+
+
+def _model(options: Mapping[str, Any]) -> Any:
+    from ..testing import init_parallel, tiny_gpt
+
+    _quiet()
+    init_parallel()
+    return tiny_gpt(**options)
+
+
+def _steps(model: Any, call: int) -> list[float]:
+    return [model.train_step(step).loss for step in range(call * STEPS, (call + 1) * STEPS)]
+
+
+def _applied() -> list[str]:
+    """Return the names of the patches that are applied in this process."""
+    from .._api import report
+
+    return [entry.patch.name for entry in report().patches if entry.status is Status.APPLIED]
+
+
+def _quiet() -> None:
+    """Discard Megatron's output; a failure comes back as an exception."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+
+
+# ------------------------------------------------------------------------------------------------ the comparison
 class Story(NamedTuple):
     """Three runs that are compared, and the patches that repair the second one."""
 
@@ -86,16 +202,13 @@ HOOKS = Story(
 
 def demo() -> int:
     """Run the demo. The exit code is 0 only if the repaired run equals the plain one; see `EXIT_CODES`."""
-    modules = {"torch": "torch", "megatron-core": "megatron.core"}
-    if lacking := [name for name, module in modules.items() if find_module(module) is None]:
-        return _cannot(f"the demo needs {' and '.join(lacking)}: pip install {requirement('demo')}")
+    if reason := lacking("the demo", f": pip install {requirement('demo')}"):
+        return _cannot(reason)
     versions = {"megapatch": exact_version(), **here()}
-    if too_old("megatron-core", version := versions["megatron-core"]):
-        return _cannot(f"the demo needs megatron-core {TESTED['megatron-core'][0]} or later; this is {version}")
     from ..testing import RanksFailed, RanksTimedOut, megatron_training_available
 
     started = time.monotonic()
-    _paragraph(", ".join(f"{name} {version}" for name, version in versions.items()))
+    _say(", ".join(f"{name} {version}" for name, version in versions.items()))
     story = TRAIN if megatron_training_available() else HOOKS
     try:
         same = _tell(story)
@@ -105,19 +218,19 @@ def demo() -> int:
                 f"importing this megatron-core needs {module[1]}, which is not installed: pip install it"
             )
         terminal.note(f"the run failed:\n{error}")
-        return 1
+        return terminal.NOT_WELL
     terminal.write(f"{time.monotonic() - started:.0f} s")
-    return 0 if same else 1
+    return terminal.WELL if same else terminal.NOT_WELL
 
 
 def _tell(story: Story) -> bool:
     """Run the story's jobs and print the comparison; return whether the repaired run equals the plain one."""
-    _paragraph(story.introduction)
+    _say(story.introduction)
     for name in (DISABLE, ONLY):
         if value := os.environ.get(name):
-            _paragraph(f"{name}={value} is set. The demo ignores it: its runs have all patches, or none.")
+            _say(f"{name}={value} is set. The demo ignores it: its runs have all patches, or none.")
     terminal.write()
-    _paragraph(f"Three runs of {RANKS} processes: 10 to 60 s, or longer when torch is first read from disk.")
+    _say(f"Three runs of {RANKS} processes: 10 to 60 s, or longer when torch is first read from disk.")
     terminal.write()
     from ..testing._server import server_of_a_program
 
@@ -130,10 +243,14 @@ def _tell(story: Story) -> bool:
     return _compare(without, repaired, plain)
 
 
+def _say(text: str, first: str = "", rest: str = "") -> None:
+    terminal.fill(text, COLUMNS, first, rest)
+
+
 def _run(title: str, job: Job, env: Mapping[str, str]) -> Outcome:
     from ..testing import run_ranks
 
-    with heartbeat(f"  running {title} ..."):
+    with terminal.heartbeat(f"  running {title} ..."):
         outcome: Outcome = run_ranks(job, RANKS, env=env)[0]
     return outcome
 
@@ -141,7 +258,7 @@ def _run(title: str, job: Job, env: Mapping[str, str]) -> Outcome:
 def _print_errors(heading: str, without: Outcome) -> None:
     terminal.write(f"\nwithout megapatch\n  {heading}")
     for what, text in without.errors:
-        terminal.write("\n".join(terminal.wrapped(f"{what}: {text}", COLUMNS, " " * 4, " " * 6)))
+        _say(f"{what}: {text}", " " * 4, " " * 6)
 
 
 def _print_patches(repaired_by: Sequence[str], repaired: Outcome) -> None:
@@ -150,22 +267,19 @@ def _print_patches(repaired_by: Sequence[str], repaired: Outcome) -> None:
     terminal.write("\nwith megapatch\n  repaired by (`megapatch explain NAME` says how):")
     for name in repaired_by:
         state = "" if name in repaired.patches else "NOT APPLIED: "
-        lines = terminal.wrapped(f"{name}: {state}{summaries[name]}", COLUMNS, " " * 4, " " * 6)
-        terminal.write("\n".join(lines))
+        _say(f"{name}: {state}{summaries[name]}", " " * 4, " " * 6)
     if others := [name for name in repaired.patches if name not in repaired_by]:
-        text = f"applied as well, and not needed in this run: {', '.join(others)}"
-        terminal.write("\n".join(terminal.wrapped(text, COLUMNS, "  ", " " * 4)))
+        _say(f"applied as well, and not needed in this run: {', '.join(others)}", "  ", " " * 4)
 
 
 def _compare(without: Outcome, repaired: Outcome, plain: Outcome) -> bool:
     """Print the losses, and whether the parameters of the repaired run are those of the plain one."""
-    rows = {"without megapatch": without, "with megapatch": repaired, "no overlap": plain}
-    terminal.write("\nmean loss of each step" + "".join(f"{f'call {call + 1}':>19}" for call in range(CALLS)))
-    for title, outcome in rows.items():
+    rows = [["mean loss of each step", *(f"call {call + 1}" for call in range(CALLS))]]
+    for title, outcome in (("without megapatch", without), ("with megapatch", repaired), ("no overlap", plain)):
         cells = [" ".join(f"{loss:.5f}" for loss in losses) for losses in outcome.losses]
         if cells:
-            cells += ["failed"] * (CALLS - len(cells))
-            terminal.write(f"  {title:20}" + "".join(f"{cell:>19}" for cell in cells))
+            rows.append([f"  {title}", *cells, *["failed"] * (CALLS - len(cells))])
+    terminal.write("\n".join(["", *terminal.table(rows)]))
     difference = max(
         float((value - plain.parameters[name]).abs().max()) for name, value in repaired.parameters.items()
     )
@@ -175,47 +289,6 @@ def _compare(without: Outcome, repaired: Outcome, plain: Outcome) -> bool:
     return same
 
 
-def _paragraph(text: str) -> None:
-    terminal.write("\n".join(terminal.wrapped(text, COLUMNS, rest="")))
-
-
 def _cannot(sentence: str) -> int:
     terminal.note(sentence)
-    return 2
-
-
-DOT_EVERY = 5.0
-"""Seconds between two dots where the output is not a terminal."""
-
-
-@contextlib.contextmanager
-def heartbeat(text: str) -> Iterator[None]:
-    """Print the text, keep it alive while the block runs, and end the line with the seconds that it took.
-
-    On a terminal the seconds count up; elsewhere a dot is added every `DOT_EVERY` seconds. If the
-    block raises, the line ends there.
-    """
-    started = time.monotonic()
-    done = threading.Event()
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()
-
-    def beat() -> None:
-        with contextlib.suppress(terminal.OutputLost):  # the main thread's next line finds out
-            while not done.wait(1.0 if on_terminal else DOT_EVERY):
-                seconds = f"{time.monotonic() - started:.0f} s"
-                terminal.write(f"{text} {seconds}" if on_terminal else ".", end="", over=on_terminal)
-                terminal.flush()
-
-    terminal.write(text, end="")
-    terminal.flush()
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    ending = ""
-    try:
-        yield
-        ending = f" {time.monotonic() - started:.0f} s"
-    finally:
-        done.set()
-        thread.join()
-        again = on_terminal and bool(ending)
-        terminal.write(f"{text}{ending}" if again else ending, over=again)
+    return terminal.COULD_NOT_LOOK

@@ -14,7 +14,6 @@ from .settings import DISABLE
 
 ISSUE_TRACKER = f"{REPOSITORY}/issues"
 
-_HEADING = re.compile("([A-Z][a-z]+) {2,}")
 _LONGEST = 280
 
 
@@ -27,7 +26,7 @@ def at_risk(patch: PatchInfo) -> str:
     """Describe a run without the patch: the first sentences of its Symptom section, else its summary."""
     import textwrap  # only when something is wrong
 
-    symptom = sections(patch.doc).get("Symptom")
+    symptom = patch.sections.get("Symptom")
     if not symptom:
         return f"at risk: {patch.summary}"
     text, *others = re.split(r"(?<=\.)\s+(?=[A-Z-])", symptom)
@@ -51,19 +50,3 @@ def acceptance(names: Iterable[str], disabled: Iterable[str] = ()) -> str:
 def report_it() -> str:
     """Return how and where to report it."""
     return f"to report: `megapatch doctor --report` writes a file to attach ({ISSUE_TRACKER})"
-
-
-def sections(doc: str) -> dict[str, str]:
-    """Return a patch docstring's sections, each in one line, by heading, such as ``Symptom``."""
-    from inspect import cleandoc
-
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in cleandoc(doc).splitlines():
-        if heading := _HEADING.match(line):
-            lines = found.setdefault(heading[1], [])
-            line = line[heading.end() :]
-        elif line and not line.startswith(" "):
-            lines = []  # ordinary text, of no section
-        lines.append(line)
-    return {name: " ".join(" ".join(text).split()) for name, text in found.items()}

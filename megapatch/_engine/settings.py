@@ -1,15 +1,4 @@
-"""The MEGAPATCH_* environment variables, and patch names as users type them.
-
-MEGAPATCH_DISABLE   comma-separated patch names or globs that stay off
-MEGAPATCH_ONLY      comma-separated patch names or globs; everything else stays off
-MEGAPATCH_STRICT    1: a patch that failed, was refused or overwritten is an error
-MEGAPATCH_AUDIT     1: megapatch.audit watches from the start; raise: a finding is an error on all ranks
-MEGAPATCH_AUDIT_EVERY   optimizer steps between two of its comparisons of ranks
-MEGAPATCH_AUDIT_ACCEPT  comma-separated names of its rules that are broken on purpose, and not kept
-MEGAPATCH_NO_ENTRY_POINTS   1: patches of other distributions are neither looked for nor loaded
-MEGAPATCH_REPORT    a folder: megapatch.check() and the audit write a file for each rank there
-MEGAPATCH_QUIET     1: nothing is said on standard error where logging shows no INFO message
-"""
+"""The MEGAPATCH_* environment variables, and patch names as users type them."""
 
 from __future__ import annotations
 
@@ -28,11 +17,26 @@ NO_ENTRY_POINTS = "MEGAPATCH_NO_ENTRY_POINTS"
 REPORT = "MEGAPATCH_REPORT"
 QUIET = "MEGAPATCH_QUIET"
 
+VARIABLES = {
+    DISABLE: "keeps these patches off",
+    ONLY: "keeps all others off",
+    STRICT: "makes a patch that is not in place an error",
+    AUDIT: "watches training; raise: a finding is an error on all ranks",
+    EVERY: "optimizer steps between two comparisons of the ranks by the audit",
+    ACCEPT: "rules of the audit that are broken on purpose",
+    REPORT: "megapatch.check() and the audit write a file for each rank there",
+    QUIET: "says nothing on standard error",
+    NO_ENTRY_POINTS: "keeps patches of other distributions out",
+}
+"""All variables, and their meaning: in doctor, in docs/settings.md, and where a name is wrong."""
+
 RUN_TARGETS = "MEGAPATCH_RUN_TARGETS"
 """Set by `megapatch run` for the processes below it."""
 
 RAISE = "raise"
 
+_MOST_NAMES = 9
+"""Names that a sentence lists one by one."""
 _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
 
 
@@ -48,6 +52,8 @@ def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: st
     known = list(known)
     families = {patch.partition(".")[0] for patch in known}
     near = [f"{name}.*"] if name in families else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+    if len(known) > _MOST_NAMES:  # their families
+        known = list(dict.fromkeys(f"{name.partition('.')[0]}.*" if "." in name else name for name in known))
     meant = f"did you mean {' or '.join(near)}?" if near else f"known {kinds}: {', '.join(known)}."
     return f"no {kind} is called {name!r}; {meant}"
 
@@ -63,10 +69,9 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     That is a MEGAPATCH_* that is unknown, or a known ending after nearly that beginning: MEGAPATH_DISABLE.
     """
     prefix = "MEGAPATCH_"
-    variables = (DISABLE, ONLY, STRICT, NO_ENTRY_POINTS, AUDIT, EVERY, ACCEPT, REPORT, QUIET)
-    known = [name.removeprefix(prefix) for name in variables]
+    known = [name.removeprefix(prefix) for name in VARIABLES]
     found = []
-    for name in sorted({*environment} - {*variables, RUN_TARGETS}):
+    for name in sorted({*environment} - {*VARIABLES, RUN_TARGETS}):
         begins_alike = name.upper().startswith("MEGAPATCH")
         ending = next((ending for ending in known if name.upper().endswith(f"_{ending}")), None)
         if not begins_alike and not (ending and name.upper().startswith("ME")):
@@ -133,6 +138,19 @@ class Settings(NamedTuple):
         """Whether there is no first sign on standard error. Also true for a value that means nothing."""
         return self.quiet_value not in _OFF
 
+    @property
+    def _switches(self) -> dict[str, str]:
+        return {
+            STRICT: self.strict_value,
+            NO_ENTRY_POINTS: self.no_entry_points_value,
+            AUDIT: self.audit_value,
+            QUIET: self.quiet_value,
+        }
+
+    def is_off(self, variable: str) -> bool:
+        """Return whether this is the variable of a switch that is off."""
+        return self._switches.get(variable, "1") in _OFF
+
     def switched_off(self, name: str) -> str | None:
         """Say why this name is explicitly off, or return None."""
         for pattern in self.disable:
@@ -154,15 +172,9 @@ class Settings(NamedTuple):
             more_to_come: whether other distributions have patches that are not loaded yet. A name that may be of
                 such a patch is not judged: it has a family, and not that of a known patch.
         """
-        switches = {
-            STRICT: self.strict_value,
-            NO_ENTRY_POINTS: self.no_entry_points_value,
-            AUDIT: self.audit_value,
-            QUIET: self.quiet_value,
-        }
         found = [
             f"{variable}={value} is neither 1 nor 0; it is taken for 1"
-            for variable, value in switches.items()
+            for variable, value in self._switches.items()
             if value not in (*_OFF, *_ON, *((RAISE,) if variable == AUDIT else ()))
         ]
         known = list(known)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
 from .._engine.record import NEEDS_ATTENTION
@@ -17,9 +17,6 @@ from ..patch import Status
 from . import files, terminal
 from .facts import Facts, differences, look
 from .report import Report, make_report
-
-SCHEMA = 1
-"""Version of the layout of a rank's file. It grows when a key is removed or changes its meaning."""
 
 _KIND = "rank"
 """The beginning of these files' names."""
@@ -49,7 +46,8 @@ def check(*ignored: object, **also_ignored: object) -> None:
             different = differing() if size > 1 else None
         except InconsistentError as error:
             different, failed = str(error), error
-        said = f"NOT ALIKE on {size} ranks: {different}" if different else f"alike on {_ranks(size)}"
+        ranks = terminal.counted(size, "rank")
+        said = f"NOT ALIKE on {ranks}: {different}" if different else f"alike on {ranks}"
     else:
         said = "ranks are not compared, as torch.distributed is not initialized" if size > 1 else ""
     engine = this_process()
@@ -65,26 +63,23 @@ def check(*ignored: object, **also_ignored: object) -> None:
         raise InconsistentError(f"megapatch is not the same on all ranks: {different}")
 
 
-def _ranks(size: int) -> str:
-    return "1 rank" if size == 1 else f"{size} ranks"
-
-
 def _line(report: Report) -> str:
     patches = [patch for patch in report.patches if patch.patch.family != "audit"]  # whose sites repair nothing
     applied = sum(patch.status is Status.APPLIED for patch in patches)
     bad = [patch.patch.name for patch in report.patches if patch.status in NEEDS_ATTENTION]
     lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
     early = "" if applied or bad else " as yet: call check() when Megatron has been imported"
-    counted = f"{applied or 'no'} patch{'' if applied < 2 else 'es'} applied{early}"
-    return f"megapatch {exact_version()}, digest {report.digest}: {counted}{lacking}"
+    patches_applied = f"{terminal.counted(applied, 'patch', 'patches')} applied" if applied else "no patch applied"
+    return f"megapatch {exact_version()}, digest {report.digest}: {patches_applied}{early}{lacking}"
 
 
 # -------------------------------------------------------------------------------------- a file a rank
 def write_file(folder: Path, report: Report, rank: int, size: int) -> None:
     """Write a rank's findings; if that fails, note it and let training continue."""
-    data = {"schema": SCHEMA, "rank": rank, "size": size, "host": platform.node(), "pid": os.getpid()}
+    place_of_it = {"rank": rank, "size": size, "host": platform.node(), "pid": os.getpid()}
     try:
-        files.write(files.path_of(folder, _KIND, rank), {**data, "facts": look(), "report": report.to_dict()})
+        data = terminal.document(**place_of_it, facts=look(), report=report.to_dict())
+        files.write(files.path_of(folder, _KIND, rank), data)
     except OSError as error:
         terminal.note(f"megapatch: {REPORT}={folder}: rank {rank} cannot write there: {error.strerror}")
 
@@ -114,26 +109,43 @@ def compare_files(folder: Path) -> Compared:
     largest = 0
     for path, data in files.read(folder, _KIND, unreadable):
         try:
-            rank = int(data["rank"])
-            size = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
-            ranks[rank] = size | {name: (value, why) for name, (value, why) in data["facts"].items()}
-            largest = max(largest, int(data["size"]))
-            digests.setdefault(str(data["report"]["digest"]), []).append(rank)
-            for patch in data["report"]["patches"]:
-                if Status(patch["status"]) in NEEDS_ATTENTION:
-                    bad.setdefault(f"{patch['name']} is {patch['status']} ({patch['reason']})", []).append(rank)
+            found, digest, lacking = _read(data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             unreadable.append(files.cannot_be_read(path, error))
+            continue
+        rank, largest = data["rank"], max(largest, data["size"])
+        ranks[rank] = found
+        digests.setdefault(digest, []).append(rank)
+        for what in lacking:
+            bad.setdefault(what, []).append(rank)
     numbers = sorted(ranks)
     unreadable += files.without_a_file(folder, numbers, largest)
     common = [f"digest {digest} on {numbered('rank', members)}" for digest, members in digests.items()]
-    found = differences(
+    differing = differences(
         [ranks[number] for number in numbers],
         lambda members: numbered("rank", [numbers[member] for member in members]),
     )
     return Compared(
-        common=[f"{_ranks(len(ranks))} in {folder}", *common],
-        differing=found,
+        common=[f"{terminal.counted(len(ranks), 'rank')} in {folder}", *common],
+        differing=differing,
         not_in_place=[f"{what} on {numbered('rank', members)}" for what, members in bad.items()],
         unreadable=unreadable,
     )
+
+
+def _read(data: dict[str, Any]) -> tuple[Facts, str, list[str]]:
+    """Return a file's facts, its digest, and its patches that are not in place; raise if they are not text."""
+
+    def text(value: object) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"expected text, found {type(value).__name__}")
+        return value
+
+    facts = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
+    facts |= {name: (text(value), text(why)) for name, (value, why) in data["facts"].items()}
+    lacking = [
+        f"{text(patch['name'])} is {patch['status']} ({text(patch['reason'])})"
+        for patch in data["report"]["patches"]
+        if Status(patch["status"]) in NEEDS_ATTENTION
+    ]
+    return facts, text(data["report"]["digest"]), lacking

@@ -12,8 +12,11 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from .._printable import cut
 from .._ranks import numbered
 from .terminal import as_json
+
+_MOST_RANKS = 2**20
 
 
 def path_of(folder: Path, kind: str, rank: int) -> Path:
@@ -76,12 +79,17 @@ def put(part: Path, path: Path) -> None:
 
 
 def read(folder: Path, kind: str, unreadable: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files of all ranks; add a sentence for each that is not a JSON object to `unreadable`."""
+    """Yield the files of all ranks; add a sentence for each that cannot be one of them to `unreadable`."""
     for path in sorted(folder.glob(f"{kind}-*.json")):
         try:
+            if not path.is_file():  # a pipe would be waited for
+                raise ValueError("it is not a regular file")
             data = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(data, dict):
                 raise ValueError(f"expected an object, found {type(data).__name__}")
+            rank, size = data.get("rank"), data.get("size")
+            if not (type(rank) is type(size) is int and 0 <= rank < size <= _MOST_RANKS):
+                raise ValueError(f"expected a rank of at most {_MOST_RANKS}, found rank {rank} of {size}")
         except (OSError, ValueError, RecursionError) as error:
             unreadable.append(cannot_be_read(path, error))
         else:
@@ -90,7 +98,7 @@ def read(folder: Path, kind: str, unreadable: list[str]) -> Iterator[tuple[Path,
 
 def cannot_be_read(path: Path, error: Exception) -> str:
     """Say that a file cannot be read."""
-    return f"{path} cannot be read: {type(error).__name__}: {error}"
+    return f"{path} cannot be read: {type(error).__name__}: {cut(str(error), 200)}"
 
 
 def without_a_file(folder: Path, ranks: Collection[int], size: int) -> list[str]:

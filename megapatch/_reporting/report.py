@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .. import _versions
 from .._engine.left_behind import left_behind
 from .._engine.record import Record
-from .._printable import clean, clean_data, one_line
+from .._printable import clean, one_line
 from .._version import exact_version
 from ..patch import PatchInfo, Status
 from . import foreign
-
-SCHEMA = 1
-"""Version of the JSON layout. It grows when a key is removed or changes its meaning, not when one is added."""
+from .terminal import document, width, wrapped
 
 INDENT = 13
 """Columns before names and reasons in the table: the longest status plus two."""
@@ -71,15 +69,6 @@ class SiteReport(NamedTuple):
         data["status"] = self.status.value
         return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> SiteReport:
-        """Read the dictionary that `to_dict` made, perhaps in another process."""
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in data.items()
-        }
-        values["status"] = Status(data["status"])
-        return cls(**values)
-
 
 class PatchReport(NamedTuple):
     """One patch with its sites. Its status is the one that most needs attention among its installed sites."""
@@ -105,8 +94,6 @@ class PatchReport(NamedTuple):
 
     def lines(self, columns: int) -> list[str]:
         """Return status and name, then each installed site: its module, with the details below."""
-        from .terminal import wrapped
-
         numbers = " (changes numbers)" if self.patch.changes_numbers else ""
         lines = [f"{self.status.value:{INDENT}}{one_line(self.patch.name)}{numbers}"]
         indent = " " * INDENT
@@ -172,16 +159,12 @@ class Report(NamedTuple):
             ``schema`` (the version of this layout), ``digest``, ``versions``, ``hidden_objects`` and ``patches``,
             each patch with its ``sites``.
         """
-        data: dict[str, Any] = clean_data(
-            {
-                "schema": SCHEMA,
-                "digest": self.digest,
-                "versions": self.versions,
-                "hidden_objects": self.hidden_objects,
-                "patches": [patch.to_dict() for patch in self.patches],
-            }
+        return document(
+            digest=self.digest,
+            versions=self.versions,
+            hidden_objects=self.hidden_objects,
+            patches=[patch.to_dict() for patch in self.patches],
         )
-        return data
 
     def table(self, columns: int) -> list[str]:
         """Return the lines of the table, without versions and digest.
@@ -192,8 +175,6 @@ class Report(NamedTuple):
         Returns:
             The lines of each patch; patches that are off, or that have no module here, share lines at the end.
         """
-        from .terminal import wrapped
-
         lines = []
         together: dict[str, list[PatchInfo]] = {}
         for patch in self.patches:
@@ -223,8 +204,6 @@ class Report(NamedTuple):
         return ", ".join(words)
 
     def __str__(self) -> str:
-        from .terminal import width, wrapped
-
         columns = width()
         head = wrapped(", ".join(f"{name} {version}" for name, version in self.versions.items()), columns)
         hidden = (

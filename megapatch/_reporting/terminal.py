@@ -1,6 +1,6 @@
-"""Standard output and standard error: their width, their writers, and readers that have gone.
+"""The printer of the command line: standard output and standard error, tables, JSON documents and exit codes.
 
-Everything that the command line prints goes through `write`, `write_json` and `note`, and is cleaned there.
+Everything that it prints goes through `write`, `write_json` and `note`, and is cleaned there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,21 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
-from .._printable import clean, clean_data, first_line_at_the_margin
+from .._printable import clean, clean_data, cut, first_line_at_the_margin, one_line
 
 NO_TERMINAL = 100
+
+SCHEMA = 1
+"""Version of the layout of JSON documents. It grows when a key is removed or changes its meaning, not when one is
+added."""
+
+WELL, NOT_WELL, COULD_NOT_LOOK, INTERRUPTED, READER_HAS_GONE = 0, 1, 2, 130, 141
+"""Exit codes of all commands."""
 
 
 class OutputLost(Exception):
@@ -41,12 +50,54 @@ def write_json(data: Any, file: TextIO | None = None) -> None:
     _print(as_json(data), "\n", file)
 
 
+def document(**parts: Any) -> dict[str, Any]:
+    """Return the parts as one JSON-ready document, without secrets, that begins with its ``schema``."""
+    data: dict[str, Any] = clean_data({"schema": SCHEMA, **parts})
+    return data
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun, such as ``1 patch``; `nouns` is a plural that is not one letter more."""
+    return f"{number} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
+def table(
+    rows: Sequence[Sequence[str]], columns: int | None = None, indent: str = "", widest: int | None = None
+) -> list[str]:
+    """Return lines with the cells of each row side by side.
+
+    Args:
+        rows: all of one length.
+        columns: where to wrap the last cell; None for nowhere.
+        indent: what lines begin with.
+        widest: a first cell that is longer has a line of its own.
+    """
+    rows = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if widest is not None and rows:
+        widths[0] = max((len(first) for first, *_ in rows if len(first) <= widest), default=0)
+    lines = []
+    for row in rows:
+        if len(row[0]) > widths[0]:
+            lines.append(f"{indent}{row[0]}")
+            row = ["", *row[1:]]
+        first = indent + "".join(f"{cell:{width}}  " for cell, width in zip(row[:-1], widths, strict=False))
+        lines += wrapped(row[-1], columns, first, " " * len(first)) if columns else [(first + row[-1]).rstrip()]
+    return lines
+
+
 def _print(text: str, end: str, file: TextIO | None) -> None:
     file = file or sys.stdout
     if file is None:  # as after `>&-`: print() would do nothing, and the command seem to have worked
         raise OutputLost(OSError(errno.EBADF, "standard output is closed"))
     with _guarded(file):
-        print(text, end=end, file=file)
+        print(_for(file, text), end=end, file=file)
+
+
+def _for(file: TextIO, text: str) -> str:
+    """Return text that a file's encoding has, such as ASCII; other characters are escaped."""
+    encoding = file.encoding or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def as_json(data: Any) -> str:
@@ -68,6 +119,14 @@ def note(text: str) -> None:
         columns = width() if sys.stderr is not None and sys.stderr.isatty() else None
         lines = "\n".join(wrapped(text, columns)) if columns else first_line_at_the_margin(text)
         print(lines, file=sys.stderr, flush=True)
+
+
+def progress(text: str) -> None:
+    """Show a line on standard error in place of the last one, or of nothing with ""; only on a terminal."""
+    with contextlib.suppress(OSError):
+        if sys.stderr is not None and sys.stderr.isatty():
+            columns = width() - 1
+            print(f"\r{cut(text, columns):{columns}}\r", end="", file=sys.stderr, flush=True)
 
 
 def reserve() -> TextIO:
@@ -120,3 +179,45 @@ def wrapped(text: str, columns: int, first: str = "", rest: str = "  ") -> list[
         break_long_words=False,
         break_on_hyphens=False,
     ) or [first.rstrip()]
+
+
+def fill(text: str, columns: int, first: str = "", rest: str = "", file: TextIO | None = None) -> None:
+    """Print text in lines of at most `columns`. Raises OutputLost."""
+    write("\n".join(wrapped(text, columns, first, rest)), file=file)
+
+
+DOT_EVERY = 5.0
+"""Seconds between two dots where the output is not a terminal."""
+
+
+@contextlib.contextmanager
+def heartbeat(text: str) -> Iterator[None]:
+    """Print the text, keep it alive while the block runs, and end the line with the seconds that it took.
+
+    On a terminal the seconds count up; elsewhere a dot is added every `DOT_EVERY` seconds. If the block raises,
+    the line ends there.
+    """
+    started = time.monotonic()
+    done = threading.Event()
+    on_terminal = sys.stdout is not None and sys.stdout.isatty()
+
+    def beat() -> None:
+        with contextlib.suppress(OutputLost):  # the main thread's next line finds out
+            while not done.wait(1.0 if on_terminal else DOT_EVERY):
+                seconds = f"{time.monotonic() - started:.0f} s"
+                write(f"{text} {seconds}" if on_terminal else ".", end="", over=on_terminal)
+                flush()
+
+    write(text, end="")
+    flush()
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    ending = ""
+    try:
+        yield
+        ending = f" {time.monotonic() - started:.0f} s"
+    finally:
+        done.set()
+        thread.join()
+        again = on_terminal and bool(ending)
+        write(f"{text}{ending}" if again else ending, over=again)

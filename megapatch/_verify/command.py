@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from .._engine.settings import AUDIT, matching, unknown_name
 from .._reporting import terminal
-from .._versions import TESTED, find_module, here, too_old
+from .._versions import here
 from ..errors import MegapatchError, RanksFailed, RanksTimedOut
 from ..patches._catalogue import CATALOGUE
 from . import in_ranks
 from .check import CannotRunHere
-from .judge import REPAIRED, UNDECIDED, UNFINISHED, WITH, Row, run_check, without_a_run
-from .results import CANNOT_RUN, Results
-from .world import Device, Launched, Local, World, gpus, is_launched, opened
+from .results import REPAIRED, UNDECIDED, UNFINISHED, WITH, Results, Row, run_check, without_a_run
+from .world import Device, Launched, Local, World, gpus, is_launched, lacking, opened
 
 SECONDS = 180.0
 AT_LEAST = 2
@@ -58,9 +57,9 @@ def verify(
         world = _world(processes, device)
     except CannotRun as error:
         terminal.note(str(error))
-        return CANNOT_RUN
+        return terminal.COULD_NOT_LOOK
     results = Results(here(), world.device, "gloo" if world.device == "cpu" else "nccl", world.size)
-    with _terminated_is_interrupted():
+    with _sigterm_interrupts():
         try:
             with opened(world):
                 _fill(results, world, chosen, seconds)
@@ -70,7 +69,7 @@ def verify(
             if world.leads:
                 terminal.note(str(error))
             world.close()
-            return CANNOT_RUN
+            return terminal.COULD_NOT_LOOK
         except MegapatchError as error:
             results.stopped = str(error)
     if world.leads:
@@ -80,18 +79,12 @@ def verify(
             terminal.write(results.text(terminal.width()), file=output)
         terminal.flush(output)
     world.close()
-    return 130 if results.stopped == "interrupted" else results.exit_code
+    return terminal.INTERRUPTED if results.stopped == "interrupted" else results.exit_code
 
 
 def _world(processes: int | None, device: Device | None) -> World:
-    modules = {"torch": "torch", "megatron-core": "megatron.core"}
-    if lacking := [name for name, module in modules.items() if find_module(module) is None]:
-        raise CannotRun(
-            f"verify needs {' and '.join(lacking)}, not installed here: run it with the Python that trains"
-        )
-    version = here()["megatron-core"]
-    if too_old("megatron-core", version):
-        raise CannotRun(f"verify needs megatron-core {TESTED['megatron-core'][0]} or later; this is {version}")
+    if reason := lacking("verify", ", not installed here: run it with the Python that trains"):
+        raise CannotRun(reason)
     there = gpus()
     if device == "cuda" and not there:
         raise CannotRun("--device cuda: torch sees no GPU here")
@@ -151,14 +144,12 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
 
 def _measure(results: Results, world: World, seconds: float) -> None:
     """Measure the cost of each patch whose defect was repaired."""
-    from .cost import costs
-
     repaired = {row.name: row for row in results.rows if row.outcome == REPAIRED}
     if not repaired:
         return
-    say = _progress(world, f"the cost of {len(repaired)} patches")
+    say = _progress(world, f"the cost of {terminal.counted(len(repaired), 'patch', 'patches')}")
     try:
-        measured = world.run(costs, tuple(repaired), env={**WITH, AUDIT: ""}, timeout=seconds)[0]
+        measured = world.run(in_ranks.costs, tuple(repaired), env={**WITH, AUDIT: ""}, timeout=seconds)[0]
     except (RanksFailed, RanksTimedOut) as error:
         say(f"could not be measured: {error}")
         return
@@ -189,14 +180,15 @@ def _progress(world: World, what: str) -> Callable[[str], None]:
     return say
 
 
-class _terminated_is_interrupted:
-    """Ends at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes by it."""
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """End at SIGTERM as at Ctrl-C, with the results so far: torchrun ends its processes by it."""
 
-    def __enter__(self) -> None:
-        def interrupt(*ignored: Any) -> None:
-            raise KeyboardInterrupt
+    def interrupt(*ignored: object) -> None:
+        raise KeyboardInterrupt
 
-        self._before = signal.signal(signal.SIGTERM, interrupt)
-
-    def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGTERM, self._before)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,24 +1,184 @@
-"""Verify's results: as a table for people, and as JSON."""
+"""One check: its two runs, without megapatch and with it, and its outcome. And all outcomes, as text and JSON."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .._engine.record import NEEDS_ATTENTION
+from .._engine.settings import AUDIT, DISABLE, EVERY, ONLY, STRICT
 from .._printable import clean, first_line_at_the_margin
-from .._reporting.terminal import wrapped
+from .._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL, counted, document, table, wrapped
 from .._version import exact_version
+from ..errors import RanksFailed, RanksTimedOut
+from ..patch import Status
 from ..patches._catalogue import CATALOGUE
-from .judge import BAD, DISABLED, NO_CHECK, NOT_HERE, REPAIRED, RIGHT, Row
+from .check import CannotRunHere, Check
+from .in_ranks import PatchStatus, ScenarioFailed, ScenarioResult, last_line, run_scenario
+from .world import World
 
-SCHEMA = 1
-"""Version of the JSON layout. It grows when a key is removed or changes its meaning, not when one is added."""
+WITHOUT = {DISABLE: "*", ONLY: "", STRICT: "", AUDIT: ""}
+"""Megatron as it is."""
+WITH = {STRICT: "", AUDIT: "1", EVERY: "1"}
+"""megapatch as the user has set it, and the audit, which compares the ranks in every step."""
 
-WELL, BAD_FOUND, CANNOT_RUN = 0, 1, 2
+REPAIRED, RIGHT, NOT_NEEDED = "repaired", "right", "not needed"
+WRONG, NOT_SEEN, NOT_IN_PLACE, UNDECIDED = "WRONG", "NOT SEEN", "NOT IN PLACE", "UNDECIDED"
+DISABLED, UNSUPPORTED, NOT_HERE, NO_CHECK, CANNOT = "disabled", "unsupported", "not here", "no check", "cannot run"
+
+BAD = (WRONG, NOT_SEEN, NOT_IN_PLACE, UNDECIDED)
+"""Outcomes with which verify exits with 1."""
+UNFINISHED = "it was not finished"
+"""Text of a row until there is more to say."""
 
 
+@dataclass
+class Row:
+    """The outcome of one check.
+
+    Attributes:
+        name: of the patch, or of a feature that megapatch adds.
+        outcome: one of the words above.
+        seen: whether the defect was met without the patch; None where nobody looked.
+        repaired: whether all is well with megapatch; None where nobody looked.
+        difference: the largest difference to the reference, with megapatch; None where there are no numbers.
+        compares: the two sides of the comparison.
+        layouts: in which all was well with megapatch.
+        cost: host seconds that the patch adds to an ordinary step, and their uncertainty; None where not measured.
+        seconds: that the check took.
+        text: why, in words.
+    """
+
+    name: str
+    outcome: str
+    seen: bool | None = None
+    repaired: bool | None = None
+    difference: float | None = None
+    compares: str = ""
+    layouts: list[str] = field(default_factory=list)
+    cost: tuple[float, float] | None = None
+    seconds: float = 0.0
+    text: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        return self.outcome in BAD
+
+
+def without_a_run(name: str, patch_status: PatchStatus, has_check: bool) -> Row | None:
+    """Return the row of a patch that there is nothing to run for, or None."""
+    status, reason = Status(patch_status.status), patch_status.reason
+    if status is Status.NOT_INSTALLED:
+        return Row(name, NOT_HERE, text=reason)
+    if status in NEEDS_ATTENTION:
+        return Row(name, NOT_IN_PLACE, text=f"{status.value}: {reason}")
+    if status is Status.DISABLED:
+        return Row(name, DISABLED, text=reason)
+    if status is Status.UNSUPPORTED:
+        return Row(name, UNSUPPORTED, text=reason)
+    if status is Status.PENDING:
+        return Row(name, CANNOT, text=reason)
+    if not has_check:
+        if status is Status.NOT_NEEDED:
+            return Row(name, NOT_NEEDED, text=reason)
+        return Row(name, NO_CHECK, text="it is in place; verify has no run of its own for it")
+    return None
+
+
+def run_check(
+    check: Check,
+    row: Row,
+    world: World,
+    patch_status: PatchStatus | None,
+    timeout: float,
+    say: Callable[[str], None],
+) -> None:
+    """Run a check without megapatch, if its patch is applied, and with it.
+
+    Args:
+        check: the check.
+        row: gets the results as soon as they are known.
+        world: where to run it.
+        patch_status: of its patch; None for a check of a feature that megapatch adds.
+        timeout: seconds for each of the two runs.
+        say: called with a few words on each run.
+    """
+    row.compares = check.compares
+    started = time.monotonic()
+    if patch_status is not None and patch_status.status == Status.APPLIED.value:
+        _without(check, world, timeout, row)
+        say("defect seen" if row.seen else "defect not seen" if row.seen is False else "undecided")
+    _with(check, world, timeout, row)
+    if row.outcome != CANNOT:
+        row.outcome = _outcome(row, patch_status)
+    row.seconds = time.monotonic() - started
+    if row.text == UNFINISHED:
+        row.text = ""
+    if row.outcome == NOT_NEEDED and patch_status is not None:
+        row.text = patch_status.reason
+    say({True: "well with megapatch", False: "NOT WELL with megapatch", None: CANNOT}[row.repaired])
+
+
+def _without(check: Check, world: World, timeout: float, row: Row) -> None:
+    layouts = check.layouts_of(world.size)
+    try:
+        world.run(run_scenario, check.name, layouts, env=WITHOUT, timeout=timeout)
+    except RanksFailed as error:
+        defect = last_line(error, "DefectSeen")
+        row.seen = True if defect is not None else None
+        row.text = f"without megapatch: {defect or f'the check ended otherwise: {_why(error)}'}"
+    except RanksTimedOut as error:
+        row.text = f"without megapatch: {error}"
+    else:
+        row.seen = False
+
+
+def _with(check: Check, world: World, timeout: float, row: Row) -> None:
+    layouts = check.layouts_of(world.size)
+    env: Mapping[str, str] = WITH if check.audited else {**WITH, AUDIT: ""}
+    try:
+        ranks: list[ScenarioResult] = world.run(run_scenario, check.name, layouts, env=env, timeout=timeout)
+    except RanksFailed as error:
+        if lacking := last_line(error, CannotRunHere.__name__):
+            row.outcome, row.text = CANNOT, lacking
+            return
+        row.repaired = False
+        row.text = f"with megapatch: {last_line(error, 'DefectSeen') or _why(error)}"
+        return
+    except RanksTimedOut as error:
+        row.repaired = False
+        row.text = f"with megapatch: {error}"
+        return
+    found = [each for rank in ranks for each in rank.differences.values() if each is not None]
+    row.difference = max(found, default=None)
+    row.layouts = list(ranks[0].differences)
+    findings = list(dict.fromkeys(finding for rank in ranks for finding in rank.findings))
+    row.repaired = not findings
+    if findings:
+        row.text = "the audit has found: " + "; ".join(findings)
+
+
+def _why(error: RanksFailed) -> str:
+    if failure := last_line(error, ScenarioFailed.__name__):
+        return failure
+    lines = next(iter(error.failures.values())).strip().splitlines()
+    return lines[-1] if lines[0].startswith("Traceback") else lines[0]  # it died, and its stacks follow
+
+
+def _outcome(row: Row, patch_status: PatchStatus | None) -> str:
+    if not row.repaired:
+        return WRONG
+    if patch_status is None:
+        return RIGHT
+    if patch_status.status == Status.NOT_NEEDED.value:
+        return NOT_NEEDED
+    return {True: REPAIRED, False: NOT_SEEN, None: UNDECIDED}[row.seen]
+
+
+# ---------------------------------------------------------------------------------------------- all outcomes
 @dataclass
 class Results:
     """The rows so far, and where they are from.
@@ -44,8 +204,8 @@ class Results:
     @property
     def exit_code(self) -> int:
         if self.stopped or any(row.is_bad for row in self.rows):
-            return BAD_FOUND
-        return CANNOT_RUN if self._nothing_is_here else WELL
+            return NOT_WELL
+        return COULD_NOT_LOOK if self._nothing_is_here else WELL
 
     @property
     def _nothing_is_here(self) -> bool:
@@ -53,18 +213,17 @@ class Results:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary."""
-        return {
-            "schema": SCHEMA,
-            "versions": {"megapatch": exact_version(), **self.versions},
-            "python": platform.python_version(),
-            "device": self.device,
-            "backend": self.backend,
-            "processes": self.processes,
-            "step_seconds": self.step,
-            "stopped": self.stopped,
-            "exit_code": self.exit_code,
-            "checks": [row.to_dict() for row in self.rows],
-        }
+        return document(
+            versions={"megapatch": exact_version(), **self.versions},
+            python=platform.python_version(),
+            device=self.device,
+            backend=self.backend,
+            processes=self.processes,
+            step_seconds=self.step,
+            stopped=self.stopped,
+            exit_code=self.exit_code,
+            checks=[asdict(row) for row in self.rows],
+        )
 
     def text(self, columns: int) -> str:
         """Return the table, the problems, and one sentence on all of it."""
@@ -77,7 +236,7 @@ class Results:
         bad = [row.name for row in self.rows if row.outcome in BAD]
         well = sum(row.outcome in (REPAIRED, RIGHT) for row in self.rows)
         if self.stopped:
-            went = f"{well} checks went well before, {len(bad)} did not"
+            went = f"{counted(well, 'check')} went well before, {len(bad)} did not"
             return first_line_at_the_margin(f"not finished: {self.stopped}; {went}")
         if bad:
             return f"NOT WELL: {', '.join(bad)}"
@@ -87,16 +246,14 @@ class Results:
         repaired = sum(row.outcome == REPAIRED for row in self.rows)
         off = [row.name for row in self.rows if row.outcome == DISABLED]
         less = f"; switched off: {', '.join(off)}" if off else ""
-        defects = "1 defect was" if repaired == 1 else f"{repaired} defects were"
-        right = sum(row.outcome == RIGHT for row in self.rows)
-        others = "1 other check" if right == 1 else f"{right} other checks"
-        checks = f"; {others} went well" if right else ""
-        return f"all well: {defects} seen without megapatch and repaired with it{checks}{less}"
+        defects = counted(repaired, "defect was", "defects were")
+        others = f"; {counted(well - repaired, 'other check')} went well" if well > repaired else ""
+        return f"all well: {defects} seen without megapatch and repaired with it{others}{less}"
 
     def _head(self, columns: int) -> list[str]:
         versions = {"megapatch": exact_version(), **self.versions, "Python": platform.python_version()}
         text = ", ".join(f"{name} {version}" for name, version in versions.items())
-        many = "1 process" if self.processes == 1 else f"{self.processes} processes"
+        many = counted(self.processes, "process", "processes")
         return wrapped(f"{text}; {many} on {self.device} ({self.backend})", columns)
 
     def _table(self) -> list[str]:
@@ -113,10 +270,7 @@ class Results:
             )
             for row in shown
         ]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return [
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
+        return table(cells)
 
     def _notes(self, columns: int) -> Iterator[str]:
         for row in self.rows:

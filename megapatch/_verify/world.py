@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, Protocol
 
+from .._versions import TESTED, find_module, here, too_old
 from ..errors import MegapatchError
 
 Device = Literal["cpu", "cuda"]
@@ -137,6 +138,22 @@ class Launched:
         except RuntimeError as error:  # torch's DistStoreError
             raise NoAnswer(f"rank {rank} of {self.size} does not answer any more") from error
         return pickle.loads(self._store.get(key))
+
+
+def lacking(what: str, remedy: str) -> str | None:
+    """Return in a sentence why Megatron cannot be run here: it, or torch, is missing or too old. None if it can.
+
+    Args:
+        what: needs Megatron.
+        remedy: ends the sentence where something is missing.
+    """
+    modules = {"torch": "torch", "megatron-core": "megatron.core"}
+    if missing := [name for name, module in modules.items() if find_module(module) is None]:
+        return f"{what} needs {' and '.join(missing)}{remedy}"
+    version = here()["megatron-core"]
+    if too_old("megatron-core", version):
+        return f"{what} needs megatron-core {TESTED['megatron-core'][0]} or later; this is {version}"
+    return None
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:

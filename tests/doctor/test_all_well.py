@@ -6,6 +6,7 @@ import pytest
 from rigs.command import run
 from rigs.needs import needs_megatron
 
+from megapatch.audit._settings import bad_values
 from megapatch.patches._catalogue import CATALOGUE
 
 PACKAGES = {name.partition(".")[0] for family in CATALOGUE.values() for names in family.values() for name in names}
@@ -59,21 +60,15 @@ def test_nor_is_what_others_patch(tmp_path):
     assert_nothing_to_patch(shown)
 
 
-@pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5", "10 steps"])
-def test_a_number_that_means_nothing_is_a_problem(fake_megatron, value):
-    settings = {"MEGAPATCH_DISABLE": "megatron.*", "MEGAPATCH_AUDIT_EVERY": value}
+def test_a_number_that_means_nothing_is_a_problem(fake_megatron):
+    expected = "expected a number of steps, 1 or more; it is taken for 50"
+    for value in ("abc", "0", "-1", "1.5", "10 steps"):
+        assert bad_values({"MEGAPATCH_AUDIT_EVERY": value}) == [f"MEGAPATCH_AUDIT_EVERY={value}: {expected}"]
+    assert bad_values({"MEGAPATCH_AUDIT_EVERY": " 20 "}) == []
+    settings = {"MEGAPATCH_DISABLE": "megatron.*", "MEGAPATCH_AUDIT_EVERY": "abc"}
     shown = run("doctor", path=fake_megatron(FINE), **settings)
-    assert (
-        f"MEGAPATCH_AUDIT_EVERY={value}: expected a number of steps, 1 or more; it is taken for 50\n"
-        in shown.stderr
-    )
+    assert f"MEGAPATCH_AUDIT_EVERY=abc: {expected}\n" in shown.stderr
     assert "all well" not in shown.stdout and shown.returncode == 2
-
-
-def test_a_number_that_means_something_is_none(fake_megatron):
-    settings = {"MEGAPATCH_DISABLE": "megatron.*", "MEGAPATCH_AUDIT_EVERY": " 20 "}
-    shown = run("doctor", path=fake_megatron(FINE), **settings)
-    assert "MEGAPATCH_AUDIT_EVERY" not in shown.stderr and shown.returncode == 0
 
 
 def test_a_folder_in_which_no_rank_can_write_is_a_problem(fake_megatron, tmp_path):
@@ -94,5 +89,5 @@ def test_a_path_that_is_named_like_a_secret_is_told(tmp_path):
 def test_nothing_is_well_where_everything_is_switched_off(fake_megatron):
     shown = run("doctor", path=fake_megatron(FINE), MEGAPATCH_DISABLE="*")
     assert "all well" not in shown.stdout
-    assert shown.stdout.endswith("\nnothing was judged, so this does not say whether all is well\n")
+    assert shown.stdout.endswith("\nnothing was diagnosed, so this does not say whether all is well\n")
     assert "disabled on purpose: " in shown.stderr and shown.returncode == 0

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from megapatch._reporting.others import patched_by_others
+from megapatch._reporting.foreign import patched_by_others
 
 MEGATRON = """
 import functools

@@ -5,7 +5,11 @@ Of audit.md one table is generated. Two pages are made with the site only (`site
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
+
+from megapatch._version import REPOSITORY
 
 from . import api, audit, catalogue, limits, patches, verdicts
 
@@ -19,4 +23,17 @@ GENERATED = {
     "docs/patches.md": patches.page,
 }
 OF_THE_SITE = {"reference.md": api.reference_page, "verdicts.md": verdicts.page}
+SUFFIXES = (".md", ".py", ".cfg", ".toml", ".yml", ".ini", ".html")
 COMMAND = "cd tests && python -m pages"
+ADDRESS = re.compile(r"https://[\w.-]+(?:/[\w.-]+)+?/megapatch(?![\w-])")
+
+
+def with_address() -> dict[Path, str]:
+    """Return the text, with `REPOSITORY`, of each file in the repository that has another address, as a fork's."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = {}
+    for path in (ROOT / name for name in listed.stdout.split("\0") if name.endswith(SUFFIXES)):
+        text = path.read_text() if path.is_file() else ""
+        if (changed := ADDRESS.sub(REPOSITORY, text)) != text:
+            found[path] = changed
+    return found

@@ -1,4 +1,4 @@
-"""Write what is generated.
+"""Write what is generated, and the project's address where another one is.
 
 cd tests && python -m pages
 """
@@ -8,8 +8,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from . import GENERATED, ROOT
+from . import GENERATED, ROOT, with_address
 
+for file, text in with_address().items():
+    file.write_text(text)
+    print(f"wrote the project's address into {file.relative_to(ROOT)}")
 for name, text in GENERATED.items():
     file, new = ROOT / name, text()
     if file.read_text() != new:

@@ -15,15 +15,16 @@ WIDTH = 115
 """Columns of a docstring. A line that ends before them ends a paragraph."""
 
 FAMILIES = {
-    "areal": "AReaL",
     "megatron": "Megatron-LM and Megatron-Bridge",
-    "ms_swift": "ms-swift",
-    "nemo_rl": "NeMo-RL",
-    "roll": "ROLL",
-    "skyrl": "SkyRL",
-    "verl": "verl",
     "slime": "slime and miles",
+    "skyrl": "SkyRL",
+    "nemo_rl": "NeMo-RL",
+    "verl": "verl",
+    "ms_swift": "ms-swift",
+    "areal": "AReaL",
+    "roll": "ROLL",
 }
+"""In the order of the pages."""
 
 
 class Section(NamedTuple):
@@ -36,8 +37,8 @@ class Section(NamedTuple):
 def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION.read_text().rstrip()]
-    for family in dict.fromkeys(patch.family for patch in PATCHES):
-        parts.append(f"## {FAMILIES[family]}")
+    for family, title in FAMILIES.items():
+        parts.append(f"## {title}")
         for patch in PATCHES:
             if patch.family == family:
                 parts.append(f"### {patch.name}")

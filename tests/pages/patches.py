@@ -18,8 +18,8 @@ environment. Patches marked "changes numbers" may change the numbers of a run th
 def page() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
-    for family in dict.fromkeys(patch.family for patch in PATCHES):
-        parts += [f"## {FAMILIES[family]}", _table([patch for patch in PATCHES if patch.family == family])]
+    for family, title in FAMILIES.items():
+        parts += [f"## {title}", _table([patch for patch in PATCHES if patch.family == family])]
     return "\n\n".join(parts) + "\n"
 
 

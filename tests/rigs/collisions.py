@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from megapatch import apply, report, restore
-from megapatch._reporting.others import patched_by_others
+from megapatch._reporting.foreign import patched_by_others
 from rigs.stand_ins import is_stand_in
 
 NOT_IN_PLACE = {"refused", "failed", "overwritten", "missed"}

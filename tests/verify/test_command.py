@@ -103,11 +103,11 @@ def refused(script):
     return shown.stderr
 
 
-WITH = "import sys, megapatch._verify.command as command; {}; sys.exit(command.verify({}))"
+WITH = "import sys; from megapatch._verify import command, world; {}; sys.exit(command.verify({}))"
 
 
 def test_without_torch_it_says_what_is_missing():
-    missing = "command.find_module = lambda name: None if name == 'torch' else object()"
+    missing = "world.find_module = lambda name: None if name == 'torch' else object()"
     assert refused(WITH.format(missing, "")) == (
         "verify needs torch, not installed here: run it with the Python that trains\n"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import sys
@@ -15,30 +17,16 @@ from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
 from ..._engine.record import NEEDS_ATTENTION
-from ..._engine.settings import (
-    ACCEPT,
-    AUDIT,
-    DISABLE,
-    EVERY,
-    NO_ENTRY_POINTS,
-    ONLY,
-    QUIET,
-    REPORT,
-    STRICT,
-    Settings,
-    unknown_variables,
-)
-from ..._printable import one_line
+from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
 from ..._reporting import files, terminal
-from ..._reporting.others import patched_by_others
-from ..._reporting.report import Report
+from ..._reporting.foreign import patched_by_others
+from ..._reporting.report import Report, SiteReport
+from ..._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
 from ..._versions import find_module
 from ...patch import Status
 from ...patches._catalogue import CATALOGUE
 from ...reach._run.site.sitecustomize import HERE, TARGETS
-from . import origins, probe
-
-WELL, NOT_APPLIED, COULD_NOT_LOOK = 0, 1, 2
+from . import origins
 
 
 class Examination(NamedTuple):
@@ -47,11 +35,11 @@ class Examination(NamedTuple):
     Attributes:
         report: of all patches.
         packages: where each package that matters comes from.
-        others: (module, function of Megatron or torch that it has patched), besides megapatch.
+        others: (module, function of Megatron or torch that it has patched), other than megapatch's.
         settings: each MEGAPATCH_* variable that is set, its value, and its effect.
         reach: each way into a process, and its effect here.
         problems: in words, sites that need attention first.
-        exit_code: WELL, NOT_APPLIED or COULD_NOT_LOOK.
+        exit_code: WELL, NOT_WELL or COULD_NOT_LOOK.
     """
 
     report: Report
@@ -100,11 +88,15 @@ class Examination(NamedTuple):
         return [["patched by others", *_rows(rows, columns)]] if rows else []
 
 
-def examine(importing: bool, seconds: float | None) -> Examination:
+def examine(importing: bool) -> Examination:
     """Look at everything, as `doctor` does."""
     from ...audit._settings import bad_values  # here: the other commands need nothing of the audit
 
-    report, others, problems, complaints = _look(importing, seconds)
+    errors = _import_targets() if importing else {}
+    this_process().load_all()
+    report = _with_errors(_api.report(), errors)
+    problems = list(_not_imported(errors))
+    complaints = this_process().roster.complaints()
     sites = [(patch.patch.name, site) for patch in report.patches for site in patch.sites]
     bad = [
         f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
@@ -117,11 +109,10 @@ def examine(importing: bool, seconds: float | None) -> Examination:
             "(pip install megatron-core), or run doctor in the environment that trains"
         )
     if importing:
-        unimported = {problem.partition(" is installed ")[0] for problem in problems}
         problems += [
-            f"not judged: {name} at {site.module} is {site.status.value}: {site.reason}"
+            f"not diagnosed: {name} at {site.module} is {site.status.value}: {site.reason}"
             for name, site in sites
-            if site.status is Status.PENDING and site.module not in unimported
+            if site.status is Status.PENDING and site.module not in errors
         ]
     problems += [*complaints, *unknown_variables(os.environ), *bad_values(os.environ), *_bad_report_folder()]
     third_parties = _third_parties()
@@ -129,7 +120,7 @@ def examine(importing: bool, seconds: float | None) -> Examination:
     return Examination(
         report=report,
         packages=packages,
-        others=others,
+        others=patched_by_others(),
         settings=_settings(os.environ, report),
         reach=routes(
             report,
@@ -140,26 +131,8 @@ def examine(importing: bool, seconds: float | None) -> Examination:
             entry_points_off=this_process().settings.no_entry_points,
         ),
         problems=[*bad, *problems],
-        exit_code=NOT_APPLIED if bad else COULD_NOT_LOOK if problems else WELL,
+        exit_code=NOT_WELL if bad else COULD_NOT_LOOK if problems else WELL,
     )
-
-
-def _look(
-    importing: bool, seconds: float | None
-) -> tuple[Report, Sequence[tuple[str, str]], list[str], Sequence[str]]:
-    """Return the report of all patches, what others have patched, problems, and complaints about the settings."""
-    if importing and seconds is not None:
-        report, problems, others = probe.probe(_api.report(), seconds)
-        complaints = this_process().settings.complaints(
-            [patch.patch.name for patch in report.patches],
-            more_to_come=any(patch.patch.family == "third_party" for patch in report.patches),
-        )
-        return report, others, problems, complaints
-    reasons = _import_targets() if importing else {}
-    this_process().load_all()
-    problems = [f"{name} is installed but {reason}" for name, reason in reasons.items()]
-    report = _with_reasons(_api.report(), reasons)
-    return report, patched_by_others(), problems, this_process().roster.complaints()
 
 
 def _bad_report_folder() -> Iterator[str]:
@@ -187,26 +160,60 @@ def _is_there(modules: Iterable[str]) -> bool:
 def _import_targets() -> dict[str, str]:
     """Import every installed target. Return, by module, why it cannot be imported."""
     asked: dict[str, str | None] = {}
-    while todo := probe.pending(_api.report().patches) - asked.keys():  # third-party patches bring more
-        for name in sorted(todo):
-            asked[name] = probe.import_target(name)
-    return {name: f"cannot be imported: {error}" for name, error in asked.items() if error is not None}
+    while todo := _pending() - asked.keys():  # third-party patches bring more
+        for number, name in enumerate(sorted(todo), 1):
+            terminal.progress(f"importing what is patched, {number} of {len(todo)}: {name}")
+            asked[name] = _import_target(name)
+    terminal.progress("")
+    return {name: error for name, error in asked.items() if error is not None}
 
 
-def _with_reasons(report: Report, reasons: Mapping[str, str]) -> Report:
-    """Return the report with the reasons of sites whose module cannot be imported."""
+def _pending() -> set[str]:
+    """Return the modules that are installed and not imported yet."""
+    sites = (site for patch in _api.report().patches for site in patch.sites)
+    return {site.module for site in sites if site.status is Status.PENDING}
+
+
+def _import_target(name: str) -> str | None:
+    """Import a module. Return the failure, in words, or None.
+
+    MEGAPATCH_STRICT is off meanwhile: a refused site would keep those in other modules of its package from being
+    diagnosed.
+    """
+    engine = this_process()
+    settings = engine.settings
+    engine.settings = settings._replace(strict_value="0")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the report's alone
+            importlib.import_module(name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
+        return f"cannot be imported: {type(error).__name__}: {error}"
+    finally:
+        engine.settings = settings
+    return None
+
+
+def _not_imported(errors: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each error, with the modules that cannot be imported for it."""
+    modules: dict[str, list[str]] = {}
+    for name, error in errors.items():
+        modules.setdefault(error, []).append(name)
+    for error, (first, *more) in modules.items():
+        others = f", with {terminal.counted(len(more), 'other module')}," if more else ""
+        yield f"{first}{others} is installed but {error}"
+
+
+def _with_errors(report: Report, errors: Mapping[str, str]) -> Report:
+    """Return the report with the errors of sites whose module cannot be imported as their reasons."""
+
+    def explained(site: SiteReport) -> SiteReport:
+        pending = site.status is Status.PENDING
+        return site._replace(reason=errors.get(site.module, site.reason)) if pending else site
+
     return report._replace(
-        patches=tuple(
-            patch._replace(
-                sites=tuple(
-                    site._replace(reason=reasons.get(site.module, site.reason))
-                    if site.status is Status.PENDING
-                    else site
-                    for site in patch.sites
-                )
-            )
-            for patch in report.patches
-        )
+        patches=tuple(patch._replace(sites=tuple(map(explained, patch.sites))) for patch in report.patches)
     )
 
 
@@ -220,37 +227,20 @@ def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str,
     settings = Settings.from_environment(environment)
     off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
     on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
-    effects = {
+    effects = VARIABLES | {
         DISABLE: f"keeps off {report.names(off) or 'nothing'}",
         ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",
-        STRICT: "what needs attention is an error"
-        if settings.strict
-        else "off: what needs attention is a warning",
-        NO_ENTRY_POINTS: f"patches of other distributions are {'not ' * settings.no_entry_points}looked for",
-        AUDIT: "training is watched" if settings.audit else "off: training is not watched",
-        EVERY: "optimizer steps between two comparisons of the ranks by the audit",
-        ACCEPT: "notes of the audit that are not kept",
-        REPORT: "ranks write files there: megapatch.check(), for `megapatch doctor FOLDER`, and the audit, for "
-        "`megapatch audit FOLDER`",
-        QUIET: f"the first sign on standard error is {'off' if settings.quiet else 'on'}",
         TARGETS: "set by `megapatch run`, which this process is below",
     }
-    return [(name, environment[name], effect) for name, effect in effects.items() if name in environment]
+    return [
+        (name, environment[name], f"{'off: 1 ' * settings.is_off(name)}{effect}")
+        for name, effect in effects.items()
+        if name in environment
+    ]
 
 
 def _rows(rows: Sequence[tuple[str, str]], columns: int) -> list[str]:
-    """Return two columns, names on the left; a name that is too long has a line of its own."""
-    rows = [(one_line(name), text) for name, text in rows]
-    names = [len(name) for name, _ in rows if len(name) <= 24]
-    wide = max(names, default=0)
-    lines = []
-    for name, text in rows:
-        first = f"  {name:{wide}}  "
-        if len(name) > wide:
-            lines.append(f"  {name}")
-            first = " " * (wide + 4)
-        lines += terminal.wrapped(text, columns, first, " " * (wide + 4))
-    return lines
+    return terminal.table(rows, columns, indent="  ", widest=24)
 
 
 def routes(
@@ -270,7 +260,7 @@ def routes(
         environment: the environment variables.
     """
     applied = sum(patch.status is Status.APPLIED for patch in report.patches)
-    what = f"{applied} patch{'es' * (applied > 1)}" if applied else "the patches that are needed"
+    what = terminal.counted(applied, "patch", "patches") if applied else "the patches that are needed"
     modules = {site.module for patch in report.patches for site in patch.sites}
     here = sum(find_module(name) is not None for name in modules)
     return {

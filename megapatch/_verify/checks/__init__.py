@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from ..check import Check
-from . import checkpoints, gradients, loads, offloading, ordinary, parameters, train_step, training, weight_sync
+from . import checkpoints, gradients, loads, train_step, training, weight_sync
 
 CHECKS: tuple[Check, ...] = (
     *gradients.CHECKS,
-    *parameters.CHECKS,
     *checkpoints.CHECKS,
     *loads.CHECKS,
-    *offloading.CHECKS,
     *training.CHECKS,
     *train_step.CHECKS,
-    *ordinary.CHECKS,
     *weight_sync.CHECKS,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
+import os
 import time
 from collections.abc import AsyncIterator
 from functools import partial
@@ -45,7 +45,7 @@ class Interrupted(Exception):
 
 
 class Engine(Protocol):
-    """An inference engine, as `_vllm.Engine` and `_sglang.Engine` wrap it.
+    """An inference engine, as `VLLM` and `SGLang` wrap it.
 
     It starts with the weights of a folder, and runs in the event loop that is running then.
     """
@@ -70,10 +70,117 @@ class Engine(Protocol):
     def shutdown(self) -> None: ...
 
 
-def main(folder: str, module: str) -> None:
-    """Make the syncs with the engine of a module of this package (`_vllm`), and write the record to the folder."""
-    new_engine = importlib.import_module(f".{module}", __package__).Engine
-    found = asyncio.run(_found(Path(folder), new_engine))
+class VLLM:
+    """vLLM's AsyncLLM, which pauses by `pause_generation` and loads by `reload_weights`."""
+
+    MODES: tuple[str, ...] = ("abort", "keep")
+
+    def __init__(self, weights: Path) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._engine: Any = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(weights),
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+                max_model_len=CONFIG["max_position_embeddings"],
+                max_num_seqs=2 * len(PROMPTS),
+                kv_cache_memory_bytes=64 << 20,
+                gpu_memory_utilization=0.05,
+                disable_log_stats=True,
+            )
+        )
+
+    async def generate(self, prompt: list[int], length: int, name: str) -> AsyncIterator[tuple[list[int], str]]:
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+        async for output in self._engine.generate({"prompt_token_ids": prompt}, greedy, name):
+            yield list(output.outputs[0].token_ids), str(output.outputs[0].finish_reason or "")
+
+    async def forget(self) -> None:
+        await self._engine.reset_prefix_cache()
+
+    async def pause(self, mode: str) -> None:
+        await self._engine.pause_generation(mode=mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume_generation()
+
+    async def load(self, weights: Path) -> None:
+        await self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(weights)})
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+class SGLang:
+    """SGLang's Engine, whose tokenizer manager pauses, and loads from a folder.
+
+    Attention and sampling are torch's, on GPUs too: nothing is compiled.
+    """
+
+    MODES: tuple[str, ...] = ("abort", "retract")
+
+    def __init__(self, weights: Path) -> None:
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cpu":
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"  # SGLang asks for it when it is imported
+        from sglang.srt.entrypoints import engine
+        from sglang.srt.managers import io_struct
+
+        self._messages: Any = io_struct
+        self._engine: Any = engine.Engine(
+            model_path=str(weights),
+            device=device,
+            skip_tokenizer_init=True,
+            attention_backend="torch_native",
+            sampling_backend="pytorch",
+            disable_cuda_graph=True,
+            context_length=CONFIG["max_position_embeddings"],
+            max_running_requests=2 * len(PROMPTS),
+            max_total_tokens=8192,
+            log_level="error",
+        )
+        self._manager: Any = self._engine.tokenizer_manager
+
+    async def generate(self, prompt: list[int], length: int, name: str) -> AsyncIterator[tuple[list[int], str]]:
+        greedy = {"temperature": 0.0, "max_new_tokens": length, "ignore_eos": True}
+        outputs = await self._engine.async_generate(
+            input_ids=prompt, sampling_params=greedy, stream=True, rid=name
+        )
+        async for output in outputs:
+            ended = output["meta_info"]["finish_reason"] or {"type": ""}
+            yield list(output["output_ids"]), ended["type"]
+
+    async def forget(self) -> None:
+        await self._manager.flush_cache()
+
+    async def pause(self, mode: str) -> None:
+        await self._manager.pause_generation(self._messages.PauseGenerationReqInput(mode=mode))
+
+    async def resume(self) -> None:
+        await self._manager.continue_generation(self._messages.ContinueGenerationReqInput())
+
+    async def load(self, weights: Path) -> None:
+        update = self._messages.UpdateWeightFromDiskReqInput(model_path=str(weights))
+        loaded, message, _ = await self._manager.update_weights_from_disk(update)
+        if not loaded:
+            raise RuntimeError(message)
+
+    def shutdown(self) -> None:
+        self._engine.shutdown()
+
+
+ENGINES: dict[str, type[Engine]] = {"vllm": VLLM, "sglang": SGLang}
+
+
+def main(folder: str, package: str) -> None:
+    """Make the syncs with the engine of a package, and write the record to the folder."""
+    found = asyncio.run(_found(Path(folder), ENGINES[package]))
     (Path(folder) / RECORD).write_text(json.dumps(found))
 
 

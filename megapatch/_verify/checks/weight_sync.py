@@ -47,10 +47,10 @@ def weight_syncs(package: str, layout: Layout = DP) -> None:
 
     if torch.distributed.get_rank() == 0:
         with tempfile.TemporaryDirectory(prefix="megapatch-engine-") as folder:
-            judge(_found(package, Path(folder)))
+            assert_syncs(_found(package, Path(folder)))
 
 
-def judge(found: dict[str, Any]) -> None:
+def assert_syncs(found: dict[str, Any]) -> None:
     """Raise DefectSeen unless all is as it should be.
 
     Args:
@@ -91,7 +91,7 @@ def _found(package: str, folder: Path) -> dict[str, Any]:
     output = folder / "output"
     with output.open("w") as file:
         ended = subprocess.run(
-            [sys.executable, "-c", f"from {_syncs.__name__} import main; main({str(folder)!r}, '_{package}')"],
+            [sys.executable, "-c", f"from {_syncs.__name__} import main; main({str(folder)!r}, '{package}')"],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,

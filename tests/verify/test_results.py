@@ -1,4 +1,4 @@
-"""verify's judgement of the ways in which a check's two runs can end, without running anything."""
+"""The outcomes of the ways in which the two runs of a check can end, without running anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megapatch._verify import cost, judge
+from megapatch._verify import in_ranks, results
 from megapatch._verify.check import Check
 from megapatch._verify.in_ranks import PatchStatus, ScenarioResult
 from megapatch._verify.results import Results
@@ -43,47 +43,47 @@ class Stand:
 
 
 def row_of(without, with_it, patch_status=APPLIED, **options):
-    world, row = Stand(without, with_it), judge.Row("megatron.a", judge.UNDECIDED, text=judge.UNFINISHED)
+    world, row = Stand(without, with_it), results.Row("megatron.a", results.UNDECIDED, text=results.UNFINISHED)
     check = Check("megatron.a", lambda layout: None, **options)
-    judge.run_check(check, row, world, patch_status, 9.0, lambda text: None)
+    results.run_check(check, row, world, patch_status, 9.0, lambda text: None)
     return row, world
 
 
 @pytest.mark.parametrize(
     ("without", "with_it", "outcome", "says"),
     [
-        (DEFECT, WELL, judge.REPAIRED, "dp: gradients differ by 0.3"),
-        (WELL, WELL, judge.NOT_SEEN, ""),
-        (DEFECT, DEFECT, judge.WRONG, "with megapatch: dp: gradients differ by 0.3"),
-        (DEFECT, BROKE, judge.WRONG, "OSError: no"),
-        (DEFECT, LATE, judge.WRONG, "did not finish within 9 s"),
-        (DEFECT, AUDITED, judge.WRONG, "the audit has found: reduced-once: twice"),
-        (BROKE, WELL, judge.UNDECIDED, "ended otherwise: in the layout dp: OSError: no"),
-        (LATE, WELL, judge.UNDECIDED, "did not finish"),
+        (DEFECT, WELL, results.REPAIRED, "dp: gradients differ by 0.3"),
+        (WELL, WELL, results.NOT_SEEN, ""),
+        (DEFECT, DEFECT, results.WRONG, "with megapatch: dp: gradients differ by 0.3"),
+        (DEFECT, BROKE, results.WRONG, "OSError: no"),
+        (DEFECT, LATE, results.WRONG, "did not finish within 9 s"),
+        (DEFECT, AUDITED, results.WRONG, "the audit has found: reduced-once: twice"),
+        (BROKE, WELL, results.UNDECIDED, "ended otherwise: in the layout dp: OSError: no"),
+        (LATE, WELL, results.UNDECIDED, "did not finish"),
     ],
 )
-def test_how_an_applied_patch_is_judged(without, with_it, outcome, says):
+def test_the_outcome_of_an_applied_patch(without, with_it, outcome, says):
     row, _ = row_of(without, with_it)
     assert row.outcome == outcome
     assert says in row.text
-    assert row.is_bad == (outcome != judge.REPAIRED)
+    assert row.is_bad == (outcome != results.REPAIRED)
 
 
 def test_a_patch_that_is_not_needed_has_to_work_without_one():
     row, world = row_of(DEFECT, WELL, FIXED)
-    assert (row.outcome, row.seen, row.text, len(world.runs)) == (judge.NOT_NEEDED, None, FIXED.reason, 1)
-    assert row_of(DEFECT, DEFECT, FIXED)[0].outcome == judge.WRONG
+    assert (row.outcome, row.seen, row.text, len(world.runs)) == (results.NOT_NEEDED, None, FIXED.reason, 1)
+    assert row_of(DEFECT, DEFECT, FIXED)[0].outcome == results.WRONG
 
 
 def test_what_megapatch_adds_has_no_defect_to_be_seen():
     row, world = row_of(DEFECT, WELL, None)
-    assert (row.outcome, row.seen, row.text, len(world.runs)) == (judge.RIGHT, None, "", 1)
+    assert (row.outcome, row.seen, row.text, len(world.runs)) == (results.RIGHT, None, "", 1)
 
 
 def test_a_check_that_lacks_what_it_needs_is_not_bad():
     lacking = RanksFailed("", {0: "Traceback\nmegapatch._verify.check.CannotRunHere: vLLM is not installed"}, {})
     row, _ = row_of(WELL, lacking, None)
-    assert (row.outcome, row.repaired, row.text) == (judge.CANNOT, None, "vLLM is not installed")
+    assert (row.outcome, row.repaired, row.text) == (results.CANNOT, None, "vLLM is not installed")
     assert not row.is_bad
 
 
@@ -98,26 +98,26 @@ def test_the_largest_difference_of_any_rank_counts_and_the_audit_watches_where_i
 @pytest.mark.parametrize(
     ("status", "has_check", "outcome"),
     [
-        ("not-installed", True, judge.NOT_HERE),
-        ("failed", True, judge.NOT_IN_PLACE),
-        ("refused", True, judge.NOT_IN_PLACE),
-        ("overwritten", False, judge.NOT_IN_PLACE),
-        ("missed", False, judge.NOT_IN_PLACE),
-        ("disabled", True, judge.DISABLED),
-        ("unsupported", True, judge.UNSUPPORTED),
-        ("pending", True, judge.CANNOT),
-        ("applied", False, judge.NO_CHECK),
-        ("not-needed", False, judge.NOT_NEEDED),
+        ("not-installed", True, results.NOT_HERE),
+        ("failed", True, results.NOT_IN_PLACE),
+        ("refused", True, results.NOT_IN_PLACE),
+        ("overwritten", False, results.NOT_IN_PLACE),
+        ("missed", False, results.NOT_IN_PLACE),
+        ("disabled", True, results.DISABLED),
+        ("unsupported", True, results.UNSUPPORTED),
+        ("pending", True, results.CANNOT),
+        ("applied", False, results.NO_CHECK),
+        ("not-needed", False, results.NOT_NEEDED),
         ("applied", True, None),
         ("not-needed", True, None),
     ],
 )
 def test_what_needs_no_run(status, has_check, outcome):
-    row = judge.without_a_run("megatron.a", PatchStatus(status, "why"), has_check)
+    row = results.without_a_run("megatron.a", PatchStatus(status, "why"), has_check)
     assert outcome == (row and row.outcome)
-    if row and outcome != judge.NO_CHECK:
+    if row and outcome != results.NO_CHECK:
         assert "why" in row.text
-        assert row.is_bad == (outcome == judge.NOT_IN_PLACE)
+        assert row.is_bad == (outcome == results.NOT_IN_PLACE)
 
 
 def shown(*rows, **fields):
@@ -127,38 +127,38 @@ def shown(*rows, **fields):
 def test_the_table():
     repaired = row_of(DEFECT, WELL)[0]
     repaired.cost = (30e-6, 4e-6)
-    off = judge.Row("megatron.b", judge.DISABLED, text="switched off by MEGAPATCH_DISABLE=megatron.b")
-    here = [judge.Row(f"roll.{name}", judge.NOT_HERE) for name in ("grad-scale", "overflow-is-skipped")]
-    results = shown(repaired, off, *here, judge.Row("skyrl.grad-scale", judge.NOT_HERE), step=0.0042)
-    text = results.text(80)
+    off = results.Row("megatron.b", results.DISABLED, text="switched off by MEGAPATCH_DISABLE=megatron.b")
+    here = [results.Row(f"roll.{name}", results.NOT_HERE) for name in ("grad-scale", "overflow-is-skipped")]
+    found = shown(repaired, off, *here, results.Row("skyrl.grad-scale", results.NOT_HERE), step=0.0042)
+    text = found.text(80)
     assert "2 processes on CPU (gloo)" in " ".join(text.split())
     assert "megatron.a  repaired  yes          well            equal to 1e-08  30 us\n" in text
     assert "a step that takes the host 4.2 ms" in text
     assert "megatron.b: disabled: switched off by MEGAPATCH_DISABLE" in text
     assert "not here, as it is not installed: roll.*, skyrl.grad-scale\n" in text
     assert "all well: 1 defect was seen without megapatch and repaired with it; switched off: megatron.b" in text
-    assert results.exit_code == 0
+    assert found.exit_code == 0
 
 
 def test_what_is_wrong_is_in_the_table_in_the_last_line_and_in_the_exit_code():
-    results = shown(row_of(DEFECT, LATE)[0], row_of(DEFECT, WELL, None)[0])
-    assert "megatron.a: WRONG: with megapatch: rank 0 of 2 did not finish within 9 s:" in results.text(200)
-    assert results.text(200).endswith("NOT WELL: megatron.a")
-    assert results.exit_code == 1
+    found = shown(row_of(DEFECT, LATE)[0], row_of(DEFECT, WELL, None)[0])
+    assert "megatron.a: WRONG: with megapatch: rank 0 of 2 did not finish within 9 s:" in found.text(200)
+    assert found.text(200).endswith("NOT WELL: megatron.a")
+    assert found.exit_code == 1
 
 
 def test_what_was_known_when_it_was_stopped():
-    results = shown(row_of(DEFECT, WELL)[0], stopped="interrupted")
-    assert results.text(80).endswith("not finished: interrupted; 1 checks went well before, 0 did not")
-    assert results.exit_code == 1
+    found = shown(row_of(DEFECT, WELL)[0], stopped="interrupted")
+    assert found.text(80).endswith("not finished: interrupted; 1 check went well before, 0 did not")
+    assert found.exit_code == 1
 
 
 def test_what_is_not_here_is_not_well():
-    results = shown(judge.Row("skyrl.grad-scale", judge.NOT_HERE))
-    assert results.text(200).endswith(
+    found = shown(results.Row("skyrl.grad-scale", results.NOT_HERE))
+    assert found.text(200).endswith(
         "nothing was verified: none of what these patches are for is installed: skyrl.grad-scale"
     )
-    assert results.exit_code == 2
+    assert found.exit_code == 2
 
 
 def test_a_cost_that_is_lost_in_the_noise_is_a_limit():
@@ -170,9 +170,9 @@ def test_a_cost_that_is_lost_in_the_noise_is_a_limit():
 def test_on_a_busy_machine_a_cost_is_a_limit_too():
     """Rounds as measured while others worked: what is slow is the round, and not the patch."""
     row = row_of(DEFECT, WELL)[0]
-    row.cost = cost.difference([13.0e-3, 13.1e-3, 10.0e-3, 13.0e-3], [10.1e-3, 10.1e-3, 10.2e-3, 10.0e-3])
+    row.cost = in_ranks.difference([13.0e-3, 13.1e-3, 10.0e-3, 13.0e-3], [10.1e-3, 10.1e-3, 10.2e-3, 10.0e-3])
     assert "< 6150 us" in shown(row, step=0.01).text(80)
-    row.cost = cost.difference([10.31e-3, 13.30e-3, 10.3e-3, 10.30e-3], [10.0e-3, 13.0e-3, 10.0e-3, 10.0e-3])
+    row.cost = in_ranks.difference([10.31e-3, 13.30e-3, 10.3e-3, 10.30e-3], [10.0e-3, 13.0e-3, 10.0e-3, 10.0e-3])
     assert "  300 us" in shown(row, step=0.01).text(80)  # the rounds agree
 
 
