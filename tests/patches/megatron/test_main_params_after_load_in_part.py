@@ -22,7 +22,7 @@ from rigs.megatron.main_params import (
 )
 from rigs.megatron.options import UNPATCHED, attempt
 
-from megapatch._mcore.main_params import pairs
+from megapatch._mcore.main_params import pairs, stale_pairs
 from megapatch._verify.operations import Operations
 from megapatch.testing import init_parallel
 
@@ -94,6 +94,34 @@ unpatched = cells_of(job, 2, env=UNPATCHED)
 def test_replicas_stay_the_same(found, case, kind):
     first, second = (rank[case, kind] for rank in found)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+KINDS = {
+    "tied": {"shared_embedding": True, "tensor_model_parallel": True},
+    "experts": {"allreduce": False, "tensor_model_parallel": True},
+    "replicated": {},
+    "split": {"tensor_model_parallel": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "stale"),
+    [
+        ("tied", ["tied", "split"]),
+        ("experts", ["experts"]),
+        ("replicated", ["replicated", "split"]),
+        ("split", ["split"]),
+    ],
+)
+def test_a_parameter_is_judged_by_those_that_all_of_its_ranks_hold(changed, stale):
+    def triple(kind):
+        parameter = torch.zeros(2, dtype=torch.bfloat16)
+        vars(parameter).update(KINDS[kind])
+        return parameter, parameter, torch.full((2,), float(kind == changed))
+
+    triples = {kind: triple(kind) for kind in KINDS}
+    found = [parameter for parameter, *_ in stale_pairs(list(triples.values()))]
+    assert [kind for kind, (parameter, *_) in triples.items() if any(parameter is one for one in found)] == stale
 
 
 @pytest.mark.parametrize("case", CASES)
