@@ -1,7 +1,5 @@
 """An fp16 overflow that a framework survives: how often that was, and what is said of it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

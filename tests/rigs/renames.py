@@ -4,8 +4,6 @@ A patch looks at the names in its own code, in texts and as attributes. They are
 sites, in what these modules hold by such names, and in the code of the functions there.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib

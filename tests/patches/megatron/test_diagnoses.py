@@ -1,7 +1,5 @@
 """Verdicts on the real code, of repaired code, and of code that they do not know."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

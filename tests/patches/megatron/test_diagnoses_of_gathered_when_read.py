@@ -1,7 +1,5 @@
 """Verdicts of megatron.gathered-when-read on real code, changed code, and exporters."""
 
-from __future__ import annotations
-
 import importlib
 
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of

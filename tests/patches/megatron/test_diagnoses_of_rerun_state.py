@@ -1,7 +1,5 @@
 """Verdicts of the two diagnoses of megatron.rerun-state-dict on the real code, and of code made up."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from unittest import mock

@@ -1,7 +1,5 @@
 """Verdicts of megatron.grad-ready-window's diagnosis on the real code, on repaired and of unknown code."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 

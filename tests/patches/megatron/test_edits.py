@@ -1,7 +1,5 @@
 """A fork's edits: what changes nothing is not refused, and what a patch relies on is not removed unseen."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

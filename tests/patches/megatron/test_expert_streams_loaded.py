@@ -1,7 +1,5 @@
 """megatron.expert-streams-loaded on the real tracker, of two expert ranks."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 

@@ -1,7 +1,5 @@
 """megatron.expert-streams-loaded: checkpoints that Megatron's own get_rng_state() makes, of two expert ranks."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from unittest import mock

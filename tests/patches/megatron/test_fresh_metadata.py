@@ -1,7 +1,5 @@
 """megatron.fresh-metadata: checkpoints that are overwritten in their folder, by the real readers at 2 ranks."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """megatron.fully-reshardable-states: what is saved of each parameter, at 2 ranks, in several buckets."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """megatron.gathered-when-read in Megatron's own readers, and around the optimizer's step, at 2 and 4 ranks."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 from functools import partial

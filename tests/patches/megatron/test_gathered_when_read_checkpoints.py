@@ -1,7 +1,5 @@
 """megatron.gathered-when-read: a checkpoint that Megatron writes right after a step, at 2 ranks."""
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from types import SimpleNamespace

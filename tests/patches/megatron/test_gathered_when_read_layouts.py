@@ -1,7 +1,5 @@
 """Streams of parameters right after a step, gathered first, in layouts of four ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

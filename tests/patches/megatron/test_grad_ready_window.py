@@ -4,8 +4,6 @@ Up to 0.15 Megatron does not learn from its first step. There nothing is patched
 test_diagnosis_of_grad_ready_window.py asserts that the diagnosis says so.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

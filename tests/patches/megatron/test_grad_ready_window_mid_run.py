@@ -1,8 +1,6 @@
 """megatron.grad-ready-window where a caller changes its ways, does what is Megatron's own business, or is
 interrupted, at 2 ranks; see test_grad_ready_window.py."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -1,7 +1,5 @@
 """megatron.load-offloaded-state: training that continues from a checkpoint of the real dist_checkpointing."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib

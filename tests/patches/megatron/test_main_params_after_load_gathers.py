@@ -3,8 +3,6 @@
 Gathers end late: what nobody has waited for is written when somebody does, over whatever was loaded meanwhile.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

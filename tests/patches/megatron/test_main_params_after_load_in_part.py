@@ -1,7 +1,5 @@
 """megatron.main-params-after-load, 2 ranks, where a load changes one rank only, or lacks main parameters."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from functools import partial

@@ -3,8 +3,6 @@
 No rank enters a collective because of what it alone has done: each program ends as without megapatch.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from functools import partial

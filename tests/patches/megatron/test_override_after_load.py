@@ -1,7 +1,5 @@
 """megatron.override-after-load: the learning rate of a resumed run, on the real optimizers, 2 ranks."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

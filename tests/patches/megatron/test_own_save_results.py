@@ -1,7 +1,5 @@
 """megatron.own-save-results: saves that are given up, fail or overlap, by the real writers at 2 ranks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -4,8 +4,6 @@ A layer whose output is not used gets none. The reference is the same run withou
 reduces everything at the end of the step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -3,8 +3,6 @@
 There are no GPUs: every parameter says that it is on one, and its copies that they are not.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 

@@ -1,7 +1,5 @@
 """megatron.save-fails-everywhere: saves of which one rank's part fails, by the real code at 2 ranks."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -1,7 +1,5 @@
 """megatron.save-plan-cache: saves that reuse a plan, by the real dist_checkpointing at 2 ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rigs.cells import cells_of

@@ -1,7 +1,5 @@
 """megatron.save-plan-cache on many ranks, of which only the agreement can be tried here."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """megatron.train-reentry after an exception in the middle of the real train(), at 2 ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

@@ -1,7 +1,5 @@
 """After an exception in a step of the real train(), nothing of that step is left outside of gradients either."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from unittest import mock

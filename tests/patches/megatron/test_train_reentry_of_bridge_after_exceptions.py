@@ -1,7 +1,5 @@
 """Megatron-Bridge's own train() after an exception in the middle of it, at 2 ranks; for its wheels see tox.ini."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

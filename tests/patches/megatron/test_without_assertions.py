@@ -1,7 +1,5 @@
 """Under -O Megatron's assertions are gone and what they caught is silent: patches have to see and repair that."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

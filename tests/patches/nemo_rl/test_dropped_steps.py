@@ -1,7 +1,5 @@
 """A dropped step of a worker with a mixture of experts leaves nothing outside of gradients either."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """nemo_rl.gathered-when-read: a refit sends the parameters of the last step."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ A step in slices against the same worker's train() on all of them at once: what 
 Without a checkout it is our imitation of the first worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -3,8 +3,6 @@
 Without a checkout it is our imitation of the first worker.
 """
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from unittest import mock

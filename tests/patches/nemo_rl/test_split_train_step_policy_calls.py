@@ -3,8 +3,6 @@
 Without a checkout it is our imitation of Policy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from functools import partial

@@ -3,8 +3,6 @@
 Without a checkout there is our imitation of the interface, and of one transport.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

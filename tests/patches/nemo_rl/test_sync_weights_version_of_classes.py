@@ -3,8 +3,6 @@
 NeMo-RL's own, of every transport, and its users'. Without a checkout of it there is our imitation.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import pkgutil

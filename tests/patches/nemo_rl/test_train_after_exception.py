@@ -1,7 +1,5 @@
 """nemo_rl.train-after-exception: after a call that raised, the next one is that of a fresh worker."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

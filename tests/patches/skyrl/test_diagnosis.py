@@ -1,7 +1,5 @@
 """Verdicts of the patches around weight syncs on code that is like SkyRL's and yet another."""
 
-from __future__ import annotations
-
 from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause

@@ -1,7 +1,5 @@
 """skyrl.grad-scale: SkyRL's own wrapper around a real model and optimizer, at 2 ranks, for each release."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -4,8 +4,6 @@ worker_process_setup_hook activates megapatch there. Ray is real, and so are Sky
 not. The dispatch is as in test_weight_sync_pause.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

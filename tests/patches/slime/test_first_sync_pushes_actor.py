@@ -1,7 +1,5 @@
 """The first weight sync pushes the actor's weights, with a reference model loaded after them."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

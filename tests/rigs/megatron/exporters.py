@@ -4,8 +4,6 @@ Their packages' __init__ import every conversion, and with those Transformer Eng
 modules are imported. Packages that are not installed have stand-ins.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.machinery import ModuleSpec, PathFinder

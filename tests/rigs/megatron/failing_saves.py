@@ -1,7 +1,5 @@
 """Saves of which a part fails on some ranks, by the real dist_checkpointing and its queue at 2 ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

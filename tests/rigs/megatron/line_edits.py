@@ -7,8 +7,6 @@ patch replaces, or that its diagnosis runs or looks up, one edit at a time, and 
 edits harm nothing that a patch relies on, so the aim is not 100%: see "A fork's edits" in docs/testing.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

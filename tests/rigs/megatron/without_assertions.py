@@ -4,8 +4,6 @@ Prints JSON: whether the ranks have assertions; the gradient norm of each step w
 and with the patch; and the largest number of forward pre-hooks of a module once they were enabled twice.
 """
 
-from __future__ import annotations
-
 import json
 
 from megapatch import apply, restore

@@ -1,7 +1,5 @@
 """Steps of NeMo-RL's workers, whole and in slices, and how far two runs of them differ."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 
