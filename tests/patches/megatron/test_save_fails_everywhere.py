@@ -13,7 +13,7 @@ from rigs.megatron.failing_saves import WRITERS, Failing, full_disk, has_manifes
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import ALONE, has_working_writer, minor
 
-from megapatch.patches.megatron._failures import Failure
+from megapatch.patches.megatron.save_fails_everywhere import Failure
 from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.skipif(not has_working_writer(), reason="0.12's writer does not work with this torch")
