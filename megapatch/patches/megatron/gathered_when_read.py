@@ -275,10 +275,7 @@ PATCH = Patch(
         Site(
             module="megatron.training.checkpointing",
             diagnose=diagnose_checkpointing,
-            replace={
-                SAVE.path: SAVE.gather_first,
-                "generate_state_dict": gather_for_state,
-            },
+            replace={SAVE.path: SAVE.gather_first, "generate_state_dict": gather_for_state},
         ),
         Site(
             module="megatron.core.transformer.module",

@@ -158,10 +158,7 @@ def train_verdicts(rank, world_size):
 
     def another_train(model): ...
 
-    changes = {
-        "another train": (module, "train", another_train),
-        "no timers": (module, "get_timers", GONE),
-    }
+    changes = {"another train": (module, "train", another_train), "no timers": (module, "get_timers", GONE)}
     return verdicts_of(diagnose, module, changes)
 
 

@@ -40,14 +40,7 @@ def saving():
         ShardedObject = tuple
         raise RuntimeError(ShardedObject(("rerun_state_machine_state", (self.mode, self.state))))
 
-    functions = (
-        idle_is_none,
-        builds,
-        gives_one,
-        builds_without_force,
-        none_without_force,
-        raises,
-    )
+    functions = (idle_is_none, builds, gives_one, builds_without_force, none_without_force, raises)
     found = verdicts_of(diagnose, module, made_up(module.RerunStateMachine, "state_dict", *functions))
     state_dict = getattr(module.RerunStateMachine.state_dict, "__wrapped__", module.RerunStateMachine.state_dict)
     found["takes force"] = "force" in state_dict.__code__.co_varnames

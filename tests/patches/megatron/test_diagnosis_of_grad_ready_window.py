@@ -35,10 +35,7 @@ def verdicts(rank, world_size):
         "other groups": (group, "__init__", takes_nothing),
         "never early": (group, "register_grad_ready", never_early),
         "half repaired": (group, "finish_grad_sync", reduces_what_is_left),
-        "learns nothing": [
-            (group, "__init__", takes_nothing),
-            (group, "register_grad_ready", learns_nothing),
-        ],
+        "learns nothing": [(group, "__init__", takes_nothing), (group, "register_grad_ready", learns_nothing)],
         "repaired": [
             (group, "register_grad_ready", reduces_every_pass),
             (group, "finish_grad_sync", reduces_what_is_left),
@@ -61,14 +58,8 @@ def test_diagnosis():
         ),
         "learns nothing": ("absent", "does not learn"),
         "other groups": ("unknown", "params_with_grad in megatron.core.distributed."),
-        "never early": (
-            "unknown",
-            "the later one fails with AssertionError",
-        ),
-        "half repaired": (
-            "needed",
-            "in pass 1; after a first step of two, a step of one is reduced in finish",
-        ),
+        "never early": ("unknown", "the later one fails with AssertionError"),
+        "half repaired": ("needed", "in pass 1; after a first step of two, a step of one is reduced in finish"),
         "repaired": ("fixed", "after the last"),
     }
     assert_verdicts(patched, expected)

@@ -7,17 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.cells import cells_of
-from rigs.megatron.gathers import (
-    OVERLAP,
-    PLAIN,
-    Collectives,
-    export,
-    pair,
-    state_of,
-    unwrapped,
-    whole,
-    wrong,
-)
+from rigs.megatron.gathers import OVERLAP, PLAIN, Collectives, export, pair, state_of, unwrapped, whole, wrong
 from rigs.megatron.options import UNPATCHED, buckets, needs_training
 
 from megapatch import apply, restore

@@ -51,9 +51,7 @@ class GivenUp:
         ranks = torch.distributed.get_world_size()
         return {
             key: ShardedTensor.from_rank_offsets(
-                key,
-                torch.full((size,), number if value is None else value),
-                (0, self.rank, ranks),
+                key, torch.full((size,), number if value is None else value), (0, self.rank, ranks)
             )
             for key, (size, number) in content.items()
         }

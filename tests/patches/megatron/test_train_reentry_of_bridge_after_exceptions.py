@@ -15,16 +15,7 @@ from rigs.megatron.bridge import (
     reference_of,
     timers_running,
 )
-from rigs.megatron.options import (
-    ADAM,
-    BOTH,
-    GRADS,
-    UNPATCHED,
-    assert_same,
-    attempt,
-    hooks_of,
-    raising_half_way,
-)
+from rigs.megatron.options import ADAM, BOTH, GRADS, UNPATCHED, assert_same, attempt, hooks_of, raising_half_way
 
 from megapatch import apply, restore
 

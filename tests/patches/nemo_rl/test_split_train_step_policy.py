@@ -182,12 +182,7 @@ CASES = {
         "needed",
         "only train()",
     ),
-    "an axis more": (
-        "policy",
-        policy(TRAIN.replace("[", '["expert_parallel", ')),
-        "unknown",
-        "context_parallel",
-    ),
+    "an axis more": ("policy", policy(TRAIN.replace("[", '["expert_parallel", ')), "unknown", "context_parallel"),
     "other train": (
         "policy",
         policy("def train(self, data, timer=None): pass"),

@@ -46,10 +46,7 @@ def trainer(*lines, client="inference_engine_client"):
     return code(TRAINER, *lines, client=client)
 
 
-TAKEN_BACK = (
-    "try: await abort()",
-    "except BaseException: self.generation_paused_event.clear(); raise",
-)
+TAKEN_BACK = ("try: await abort()", "except BaseException: self.generation_paused_event.clear(); raise")
 BY_DISPATCH = "await self.dispatch.save_weights_for_sampler()"
 ITS_SYNCS = "expected train() to use"
 SOURCES = {

@@ -20,10 +20,7 @@ pytestmark = needs_skyrl
 SCALE = 1024.0  # a power of two: scaling and unscaling are exact
 SCALED = {"optim": {"loss_scale": SCALE}}
 AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
-MODELS = {
-    "dense": {},
-    "experts": {"experts": 2, "config": AUXILIARY},
-}
+MODELS = {"dense": {}, "experts": {"experts": 2, "config": AUXILIARY}}
 
 
 def trained(release, options):

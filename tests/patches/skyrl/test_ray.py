@@ -15,10 +15,7 @@ from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
 
 from megapatch.testing import run_ranks
 
-pytestmark = [
-    needs_skyrl,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
-]
+pytestmark = [needs_skyrl, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 
 
 def first(releases):

@@ -19,15 +19,7 @@ from rigs.stand_ins import BRIDGE, Anything, BarePackages, StandIns
 CONVERSION = f"{BRIDGE}.models.conversion"
 DECORATORS = f"{BRIDGE}.models.decorators"
 TUNERS = "mcore_bridge.tuners"
-BARE = (
-    BRIDGE,
-    f"{BRIDGE}.models",
-    CONVERSION,
-    "mbridge",
-    "mcore_bridge",
-    "mcore_bridge.bridge",
-    TUNERS,
-)
+BARE = (BRIDGE, f"{BRIDGE}.models", CONVERSION, "mbridge", "mcore_bridge", "mcore_bridge.bridge", TUNERS)
 NOT_THEIRS = (f"{BRIDGE}.peft",)
 # On import Megatron looks for what is installed, and would ask a stand-in for its version.
 BEFORE_STAND_INS = (
