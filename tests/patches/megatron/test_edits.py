@@ -1,13 +1,10 @@
 """A fork's edits: what changes nothing is not refused, and what a patch relies on is not removed unseen."""
 
 import importlib
-import sys
 import warnings
-from collections import Counter
 
 import pytest
 from rigs.megatron.edits import HARMLESS, another_body, edited, empty, with_name, without
-from rigs.megatron.line_edits import judged, sites_of
 from rigs.needs import needs_megatron
 
 from megapatch._dotted import find
@@ -261,13 +258,3 @@ def responsible(of_patch, function):
     """Return the needed sites, with their modules, that replace a function; all if no site replaces it."""
     own = [one for one in of_patch if any(find(one[1], path) is function for path in one[0].replace)]
     return [(site, module) for site, module, kind in own or of_patch if kind is NEEDED]
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have qualified names from Python 3.11 on")
-def test_line_edits_are_made_judged_and_taken_back():
-    patch = next(patch for patch in PATCHES if patch.name == "megatron.rerun-transient-fault")
-    if not quietly(sites_of, patch):
-        pytest.skip("this Megatron does not need the patch")
-    found = Counter(what for *_, what, _ in quietly(list, judged(patch)))
-    assert found["refused"] and found["unnoticed"], found
-    assert not found["endless"]
