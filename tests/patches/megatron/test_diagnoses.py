@@ -2,20 +2,23 @@
 
 import contextlib
 import importlib
+import inspect
 
-from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
+import pytest
+from rigs.diagnosed_code import GONE, made_up, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts, words
-from rigs.imported import run_with_megatron
-from rigs.megatron.options import UNPATCHED, needs_training
+from rigs.megatron.options import needs_training
 
-from megapatch._layers import MARK
 from megapatch.patch import unpatched
+from megapatch.testing import megatron_training_available
+
+DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
-def hook_verdicts(rank, world_size):
+def hook_verdicts():
     from megapatch.patches.megatron.forward_pre_hook import diagnose
 
-    module = importlib.import_module("megatron.core.distributed.distributed_data_parallel")
+    module = importlib.import_module(DDP)
     ddp = module.DistributedDataParallel
 
     disable, enable = unpatched(ddp.disable_forward_pre_hook), unpatched(ddp.enable_forward_pre_hook)
@@ -36,14 +39,10 @@ def hook_verdicts(rank, world_size):
         "repaired": [switches_off, (ddp, "enable_forward_pre_hook", enables)],
         "other attributes": (ddp, "__init__", takes_nothing),
     }
-    return {"marked": hasattr(ddp.disable_forward_pre_hook, MARK), **verdicts_of(diagnose, module, changes)}
+    return verdicts_of(diagnose, module, changes)
 
 
-def test_forward_pre_hook():
-    unpatched = run_with_megatron(hook_verdicts, 1, env=UNPATCHED)[0]
-    patched = run_with_megatron(hook_verdicts, 1)[0]
-    assert (unpatched.pop("marked"), patched.pop("marked")) == (False, True)
-    assert patched == unpatched  # a second look, through the patch, gives the same answers
+def test_forward_pre_hook(found):
     expected = {
         "as it is": (
             "needed",
@@ -53,13 +52,13 @@ def test_forward_pre_hook():
         "repaired": ("fixed", "can be called again"),
         "other attributes": ("unknown", "expert_parallel_bucket_groups in megatron.core.distributed."),
     }
-    assert_verdicts(patched, expected)
+    assert_verdicts(found["hook"], expected)
 
 
-def no_sync_verdicts(rank, world_size):
+def no_sync_verdicts():
     from megapatch.patches.megatron.nested_no_sync import diagnose
 
-    module = importlib.import_module("megatron.core.distributed.distributed_data_parallel")
+    module = importlib.import_module(DDP)
     ddp = module.DistributedDataParallel
 
     @contextlib.contextmanager
@@ -96,9 +95,9 @@ def no_sync_verdicts(rank, world_size):
     return verdicts_of(diagnose, module, changes)
 
 
-def test_nested_no_sync():
+def test_nested_no_sync(found):
     assert_verdicts(
-        of_a_rank(no_sync_verdicts),
+        found["no_sync"],
         {
             "as it is": ("needed", "ends the outer one"),
             "repaired": ("fixed", "stays in force"),
@@ -109,7 +108,7 @@ def test_nested_no_sync():
     )
 
 
-def prepare_verdicts(rank, world_size):
+def prepare_verdicts():
     from megapatch import restore
     from megapatch.patches.megatron.prepare_grads_once import diagnose
 
@@ -135,11 +134,10 @@ def prepare_verdicts(rank, world_size):
     return {**found, "restored": words(diagnose(module))}
 
 
-def test_prepare_grads_once():
-    (found,) = run_with_megatron(prepare_verdicts, 1)
+def test_prepare_grads_once(found):
     methods = "MixedPrecisionOptimizer.prepare_grads, MixedPrecisionOptimizer.step, ChainedOptimizer.step"
     assert_verdicts(
-        found,
+        found["prepare"],
         {
             "as it is": ("needed", methods),
             "restored": ("needed", methods),
@@ -151,7 +149,7 @@ def test_prepare_grads_once():
     )
 
 
-def train_verdicts(rank, world_size):
+def train_verdicts():
     from megapatch.patches.megatron.train_reentry import diagnose
 
     module = importlib.import_module("megatron.training.training")
@@ -163,8 +161,8 @@ def train_verdicts(rank, world_size):
 
 
 @needs_training
-def test_train_reentry():
-    found = of_a_rank(train_verdicts)
+def test_train_reentry(found):
+    found = found["train"]
     assert {case: kind for case, (kind, _) in found.items()} == {
         "as it is": "needed",
         "another train": "unknown",
@@ -173,3 +171,118 @@ def test_train_reentry():
     for expected in ("parameter config of", 'the text "interval-time" in megatron.training.training:train'):
         assert expected in found["another train"][1]
     assert "megatron.training.training.get_timers" in found["no timers"][1]
+
+
+def gathered_verdicts():
+    from megapatch.patches.megatron import gathered_when_read as patch
+
+    ddp = importlib.import_module("megatron.core.distributed")
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    chunk, group = ddp.DistributedDataParallel, ddp.param_and_grad_buffer._ParamAndGradBucketGroup
+
+    def gathers(self, *args, **kwargs):
+        self.disable_forward_pre_hook()
+        return self.module.state_dict(*args, **kwargs)
+
+    def another_step(self): ...
+
+    changes = {
+        "repaired in part": (chunk, "state_dict", gathers),
+        "repaired": [(chunk, "state_dict", gathers), (chunk, "state_dict_for_save_checkpoint", gathers)],
+        "other gathers": (group, "finish_param_sync", another_step),
+    }
+    of_optimizer = made_up(optimizer.DistributedOptimizer, "step_with_ready_grads", another_step)
+    return (
+        verdicts_of(patch.diagnose_ddp, ddp, changes),
+        verdicts_of(patch.diagnose_optimizer, optimizer, of_optimizer),
+    )
+
+
+def test_gathered_when_read(found):
+    found, found_of_optimizer = found["gathered"]
+    expected = {
+        "as it is": ("needed", "read parameters that are not gathered"),
+        "repaired in part": ("needed", ""),
+        "repaired": ("fixed", "gather the parameters"),
+        "other gathers": ("unknown", "parameter skip_next_bucket_dispatch of"),
+    }
+    assert_verdicts(found, expected)
+    expected = {
+        "as it is": ("needed", "a step leaves its parameters to be gathered"),
+        "another_step": ("unknown", "overlap_param_gather in"),
+    }
+    assert_verdicts(found_of_optimizer, expected)
+
+
+def window_verdicts():
+    """By case: (verdict, reason); and whether Megatron's code speaks of what it has learned."""
+    from megapatch.patches.megatron.grad_ready_window import diagnose
+
+    module = importlib.import_module("megatron.core")
+    buffer = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    group = buffer._ParamAndGradBucketGroup
+
+    def takes_nothing(self): ...
+
+    def learns_nothing(self, param):
+        self.params_with_grad.add(param)
+
+    def reduces_every_pass(self, param):
+        self.per_param_grad_ready_counts[param] = self.per_param_grad_ready_counts.get(param, 0) + 1
+        if not self.is_first_batch and self.golden_per_param_grad_ready_counts == {param: 1}:
+            self.start_grad_sync()
+
+    def reduces_what_is_left(self):
+        if self.grad_reduce_handle is None:
+            self.start_grad_sync()
+
+    def never_early(self, param): ...
+
+    changes = {
+        "other groups": (group, "__init__", takes_nothing),
+        "never early": (group, "register_grad_ready", never_early),
+        "half repaired": (group, "finish_grad_sync", reduces_what_is_left),
+        "learns nothing": [(group, "__init__", takes_nothing), (group, "register_grad_ready", learns_nothing)],
+        "repaired": [
+            (group, "register_grad_ready", reduces_every_pass),
+            (group, "finish_grad_sync", reduces_what_is_left),
+        ],
+    }
+    learns = "golden_per_param_grad_ready_counts" in inspect.getsource(buffer)
+    return verdicts_of(diagnose, module, changes), learns
+
+
+def test_grad_ready_window(found):
+    verdicts, learns = found["window"]
+    if not learns:  # up to 0.15
+        assert verdicts["as it is"] == ("absent", "Megatron does not learn how often gradients become ready")
+        assert verdicts["never early"][0] == "unknown"
+        return
+    expected = {
+        "as it is": (
+            "needed",
+            "reduced in pass 1; after a first step of two, a step of one fails with AssertionError",
+        ),
+        "learns nothing": ("absent", "does not learn"),
+        "other groups": ("unknown", "params_with_grad in megatron.core.distributed."),
+        "never early": ("unknown", "the later one fails with AssertionError"),
+        "half repaired": ("needed", "in pass 1; after a first step of two, a step of one is reduced in finish"),
+        "repaired": ("fixed", "after the last"),
+    }
+    assert_verdicts(verdicts, expected)
+
+
+def verdicts(rank, world_size):
+    return {
+        "hook": hook_verdicts(),
+        "no_sync": no_sync_verdicts(),
+        "gathered": gathered_verdicts(),
+        "window": window_verdicts(),
+        "train": train_verdicts() if megatron_training_available() else None,
+        "prepare": prepare_verdicts(),  # the last, as it restores the patch
+    }
+
+
+@pytest.fixture(scope="module")
+def found():
+    return of_a_rank(verdicts)

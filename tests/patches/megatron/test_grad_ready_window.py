@@ -1,7 +1,7 @@
 """megatron.grad-ready-window on the real schedules, DistributedDataParallel and optimizers, at 2 and 4 ranks.
 
 Up to 0.15 Megatron does not learn from its first step. There nothing is patched, and
-test_diagnosis_of_grad_ready_window.py asserts that the diagnosis says so.
+test_diagnoses.py asserts that the diagnosis says so.
 """
 
 from functools import partial
