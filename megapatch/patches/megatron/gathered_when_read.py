@@ -69,7 +69,7 @@ from .._diagnosis import (
     reads_in_order,
 )
 from .._readers import GATHERS, Reader, reading
-from ._step_of_a_stand_in import missing_in_finish
+from ._stand_ins import missing_in_finish
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
 CONVERSION = "megatron.bridge.models.conversion"

@@ -65,7 +65,7 @@ from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
 from ._chained import CHILDREN, children_of
-from ._load_of_a_stand_in import MODULES, load_one, steps_around_a_load
+from ._stand_ins import MODULES, load_one, steps_around_a_load
 
 OPTIMIZERS = "megatron.core.optimizer"
 WRAPPERS = "megatron.core.distributed.data_parallel_base"

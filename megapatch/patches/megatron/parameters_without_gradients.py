@@ -3,7 +3,7 @@
 Symptom   with overlap_grad_reduce a bucket group is reduced once all its parameters have a gradient. If one gets
           none in a step (a vision tower on text, a value head, a multi-token prediction layer, an unused expert),
           the step ends with "Communication call has not been issued for this bucket"; from 0.16 on the first such
-          step ends with a bare assertion in reset(), and under python -O Megatron learns to reduce without it.
+          step ends with a bare assertion in reset().
           With several instances of the distributed optimizer, up to 0.15 and later in a run, the group is never
           reduced, silently. Where ranks use different parameters, their collectives no longer match.
 Upstream  NVIDIA/Megatron-LM#1150 (open since 2024), #5643; 0.12 to 0.19 and main.
@@ -55,7 +55,7 @@ from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import forget_counts
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names
-from ._step_of_a_stand_in import FINISH, events_of_step
+from ._stand_ins import FINISH, events_of_step
 
 MODULE = "megatron.core.distributed"
 
