@@ -1,7 +1,8 @@
 """Upstream's names under other names: each one that a patch looks at, one after the other.
 
 A patch looks at the names in its own code, in texts and as attributes. They are looked for in the modules of its
-sites, in what these modules hold by such names, and in the code of the functions there.
+sites, in what these modules hold by such names, and in the code of the functions there. None may end as "not
+needed"; those that its diagnosis asks for by a function named missing_... end as unknown.
 """
 
 import ast
@@ -11,12 +12,13 @@ import inspect
 import re
 import sys
 import warnings
-from functools import cache
+from functools import cache, partial
 from importlib.util import resolve_name
 from types import FunctionType, ModuleType
+from unittest import mock
 
-from megapatch.patch import ABSENT, FIXED, NEEDED
-from megapatch.patches import PATCHES
+from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN
+from megapatch.patches import PATCHES, _diagnosis
 from megapatch.testing import run_ranks
 from rigs.megatron.edits import edited, with_name
 
@@ -43,6 +45,12 @@ def _unseen_renames(rank, world_size, family):
                 module = sys.modules.get(site.module)
                 if module is None or site.diagnose(module).kind is not NEEDED:
                     continue
+                for change, renamed, is_missing in _asked_for(site, module):
+                    with renamed:
+                        verdict = site.diagnose(module) if is_missing() else None
+                    tried += 1
+                    if verdict is not None and verdict.kind is not UNKNOWN:
+                        unseen.append(f"{patch.name}, {change}: {verdict.kind.value}, {verdict.reason}")
                 for change, renamed in _renames(module, names_in(patch)):
                     with renamed:
                         verdict = _verdict(site, module)
@@ -51,6 +59,28 @@ def _unseen_renames(rank, world_size, family):
                         unseen.append(f"{patch.name}, {change}: {verdict.kind.value}, {verdict.reason}")
                 assert site.diagnose(module).kind is NEEDED, f"{patch.name}: a rename was not taken back"
     return tried, unseen
+
+
+def _asked_for(site, module):
+    """Yield renames of what a diagnosis asks for: in words, a context, and a function: is the name missing?"""
+    asked, resolve = {}, _diagnosis.resolve
+
+    def noting(path):
+        caller = sys._getframe(1)
+        if caller.f_code.co_name.startswith("missing_"):
+            asked.update(dict.fromkeys((caller.f_code.co_name, path, name) for name in caller.f_locals["names"]))
+        return resolve(path)
+
+    with mock.patch.object(_diagnosis, "resolve", noting):
+        site.diagnose(module)
+    for function, path, name in asked:
+        is_missing = partial(getattr(_diagnosis, function), path, name)
+        home, _, attributes = path.partition(":")
+        if isinstance(found := resolve(path), FunctionType):
+            renamed = edited(sys.modules[home], attributes, with_name(name, f"{name}_renamed"))
+            yield f"{name} in {path}", renamed, is_missing
+        elif name in vars(found or site):
+            yield f"{path}.{name}", _under_another_name(found, name), is_missing
 
 
 def _verdict(site, module):

@@ -43,12 +43,6 @@ def forgets(self, sharded_state_dict, checkpoint_dir):
     save_state_dict_async_plan(sharded_state_dict, None)
 
 
-def keeps_less(self, backend, version, cached_metadata):
-    self.use_cached_ckpt_structure = cached_metadata
-    self.cached_central_plan = self.cached_global_metadata = None
-    self.validated_cache_reuse = False
-
-
 # ------------------------------------------------------------------------------------------ made-up distributions
 def distributes(self, sharded_state_dict):
     if not self.cached_distribution:
@@ -69,16 +63,6 @@ def distributes_elsewhere(self, sharded_state_dict):
     self.something_new()
 
 
-def has_no_cache(self, strategy, group): ...
-
-
-def has_another_cache(self, strategy, group, do_cache_distribution):
-    self.do_cache_distribution = do_cache_distribution
-
-
-def saves_by_itself(self, sharded_state_dict, checkpoint_dir): ...
-
-
 def of_plans():
     from megapatch.patches.megatron.save_plan_cache import diagnose_plans as diagnose
 
@@ -86,7 +70,6 @@ def of_plans():
     strategy = module.TorchDistSaveShardedStrategy
     changes = {
         **made_up(strategy, "async_save", plans, looks, looks_together, forgets),
-        **made_up(strategy, "__init__", keeps_less),
         **other_leaves(module),
     }
     return verdicts_of(diagnose, module, changes)
@@ -100,8 +83,6 @@ def of_distributions():
     distributing = distributes, distributes_what_it_sees, distributes_always, distributes_elsewhere
     changes = {
         **made_up(wrapper, "apply_saving_parallelization", *distributing),
-        **made_up(wrapper, "__init__", has_no_cache, has_another_cache),
-        **made_up(wrapper, "save", saves_by_itself),
         **other_leaves(module),
     }
     return verdicts_of(diagnose, module, changes)
@@ -164,14 +145,8 @@ def loading():
     def raises_another(missing_keys, unexpected_keys, raise_error=True):
         raise ValueError("another")
 
-    def takes_a_list(keys): ...
-
     name = "maybe_report_missing_and_unexpected_keys"
-    changes = {
-        **made_up(module, name, forgives, never_raises, raises_another),
-        "not looked up": (module, "validate_integrity_and_strict_load", takes_a_list),
-    }
-    found = verdicts_of(diagnose, module, changes)
+    found = verdicts_of(diagnose, module, made_up(module, name, forgives, never_raises, raises_another))
     with mock.patch.dict(sys.modules):
         del sys.modules["megatron.core.rerun_state_machine"]
         found["without the machine's module"] = words(diagnose(module))
@@ -202,7 +177,6 @@ def test_plans(found):
         "looks": ("fixed", "a changed structure is planned again"),
         "looks_together": ("unknown", "AttributeError"),
         "forgets": ("unknown", "expected the plan to be reused for the same structure"),
-        "keeps_less": ("unknown", "not found: cached_local_plan in megatron."),
     }
     assert_verdicts(found["plans"], expected)
 
@@ -217,9 +191,6 @@ def test_distributions(found):
         "distributes_what_it_sees": ("fixed", "a changed structure is distributed again"),
         "distributes_always": ("unknown", "after each save: 1, 2, 3"),
         "distributes_elsewhere": ("unknown", "TypeError"),
-        "has_no_cache": ("unknown", "do_cache_distribution"),
-        "has_another_cache": ("unknown", "not found: cached_distribution in megatron."),
-        "saves_by_itself": ("unknown", "not found: apply_saving_parallelization in megatron."),
     }
     assert_verdicts(found["distributions"], expected)
 
@@ -248,7 +219,6 @@ def test_the_state_in_a_load(found):
         "forgives": ("fixed", f"does not raise for {KEY}"),
         "never_raises": ("unknown", "expected missing keys to raise"),
         "raises_another": ("unknown", "ValueError: another"),
-        "not looked up": ("unknown", "in megatron.core.dist_checkpointing.validation:validate_integrity_and_"),
         "without the machine's module": needed,
     }
     assert_verdicts(found["loading"], expected)
