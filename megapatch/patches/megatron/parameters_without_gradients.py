@@ -36,7 +36,6 @@ Cost      about 2 us a bucket group and step, and with a mixture of experts one 
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -61,8 +60,6 @@ MODULE = "megatron.core.distributed"
 
 _chunks_in_line = SideTable()
 """By chunk: with how many chunks, itself included, its bucket groups share their lines."""
-
-logger = logging.getLogger("megapatch")
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -147,7 +144,6 @@ class Line:
         for group in sorted(left, key=_is_partly_frozen):
             if id(group) not in self.started:  # it may have waited for one that has started here
                 group.start_grad_sync(**arguments)
-        _report(left)
 
 
 def _after_this_stream(start: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -246,25 +242,6 @@ def _as_in_backward(ddp: Any, kind: str) -> list[Any]:
 
 def _is_partly_frozen(group: Any) -> bool:
     return not all(param.requires_grad for param in group.params)
-
-
-def _report(groups: list[Any]) -> None:
-    if not logger.isEnabledFor(logging.DEBUG):
-        return
-    missing = [len(_without_gradient(group)) for group in groups]
-    if any(missing):
-        logger.debug(
-            "%d parameters got no gradient in this step: %d bucket groups were reduced at its end, with what they "
-            "had (megatron.parameters-without-gradients)",
-            sum(missing),
-            sum(map(bool, missing)),
-        )
-
-
-def _without_gradient(group: Any) -> list[Any]:
-    seen = getattr(group, "per_param_grad_ready_counts", None)
-    seen = group.params_with_grad if seen is None else seen  # up to 0.15
-    return [param for param in group.params if param.requires_grad and param not in seen]
 
 
 PATCH = Patch(
