@@ -1,8 +1,7 @@
 """Upstream's names under other names: each one that a patch looks at, one after the other.
 
 A patch looks at the names in its own code, in texts and as attributes. They are looked for in the modules of its
-sites, in what these modules hold by such names, and in the code of the functions there. None may end as "not
-needed"; those that its diagnosis asks for by a function named missing_... end as unknown.
+sites, in what these modules hold by such names, and in the code of the functions there.
 """
 
 import ast
@@ -17,7 +16,7 @@ from importlib.util import resolve_name
 from types import FunctionType, ModuleType
 from unittest import mock
 
-from megapatch.patch import ABSENT, FIXED, NEEDED, UNKNOWN
+from megapatch.patch import ABSENT, FIXED, NEEDED
 from megapatch.patches import PATCHES, _diagnosis
 from megapatch.testing import run_ranks
 from rigs.megatron.edits import edited, with_name
@@ -45,12 +44,6 @@ def _unseen_renames(rank, world_size, family):
                 module = sys.modules.get(site.module)
                 if module is None or site.diagnose(module).kind is not NEEDED:
                     continue
-                for change, renamed, is_missing in _asked_for(site, module):
-                    with renamed:
-                        verdict = site.diagnose(module) if is_missing() else None
-                    tried += 1
-                    if verdict is not None and verdict.kind is not UNKNOWN:
-                        unseen.append(f"{patch.name}, {change}: {verdict.kind.value}, {verdict.reason}")
                 for change, renamed in _renames(module, names_in(patch)):
                     with renamed:
                         verdict = _verdict(site, module)
@@ -61,7 +54,7 @@ def _unseen_renames(rank, world_size, family):
     return tried, unseen
 
 
-def _asked_for(site, module):
+def asked_for(site, module):
     """Yield renames of what a diagnosis asks for: in words, a context, and a function: is the name missing?"""
     asked, resolve = {}, _diagnosis.resolve
 

@@ -6,6 +6,7 @@ import warnings
 import pytest
 from rigs.megatron.edits import HARMLESS, another_body, edited, empty, with_name, without
 from rigs.needs import needs_megatron
+from rigs.renames import asked_for
 
 from megapatch._dotted import find
 from megapatch.patch import ABSENT, NEEDED, UNKNOWN
@@ -106,7 +107,7 @@ HARMFUL = {
 }
 """Edits beyond a target's body that remove a thing that a patch relies on: by patch, (module, path, edit).
 
-Names that a diagnosis asks for are renamed by test_renames.py.
+Names that a diagnosis asks for are renamed by a test of their own.
 """
 
 BODY_DOES_NOT_MATTER = {
@@ -179,6 +180,20 @@ def test_a_target_with_another_body_is_refused():
                         if not changed or quietly(site.diagnose, module).kind is not UNKNOWN:
                             missed.append(f"{patch.name}, {path}, {edit.__name__}")
     assert not missed, "\n".join(missed)
+
+
+@needs_megatron
+def test_names_that_a_diagnosis_asks_for_are_missed():
+    tried, unseen = 0, []
+    for patch, site, module, before in sites():
+        for change, renamed, is_missing in asked_for(site, module) if before.kind is NEEDED else ():
+            with renamed:
+                if is_missing():
+                    tried += 1
+                    if (after := quietly(site.diagnose, module)).kind is not UNKNOWN:
+                        unseen.append(f"{patch.name}, {change}: {after}")
+    assert tried > 50
+    assert not unseen, "\n".join(unseen)
 
 
 @pytest.mark.parametrize("name", HARMFUL)
