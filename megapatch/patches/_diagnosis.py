@@ -145,11 +145,6 @@ def _in_words(name: str) -> str:
     return name if name.isidentifier() else f'the text "{name}"'
 
 
-def asserted(*texts: str) -> tuple[str, ...]:
-    """Return texts of assertions that a diagnosis looks for: none under -O, which removes assertions."""
-    return texts if __debug__ else ()
-
-
 def missing_parameters(path: str, *names: str) -> list[str]:
     """Return the parameters that the function does not take."""
     function = resolve(path)

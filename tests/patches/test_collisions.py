@@ -3,8 +3,6 @@
 Those of verl, ms-swift and ROLL are in the tests of their engines.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 

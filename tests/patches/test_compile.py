@@ -1,7 +1,5 @@
 """Patched functions that compiled code may call compile, in one graph, to the patched behaviour."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

@@ -3,8 +3,6 @@
 The scenarios of the patches of Megatron are those of `megapatch verify`, with a single rank.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 

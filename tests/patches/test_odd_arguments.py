@@ -4,8 +4,6 @@ Tests of Megatron's and of frameworks call patched functions with Mocks, and wit
 The object of a method is of its class here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

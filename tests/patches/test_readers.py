@@ -1,7 +1,5 @@
 """A Reader's verdicts on functions that read a model, and its replacements of them."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Helpers by which diagnoses read upstream's code, and stand-ins with which they run it."""
 
-from __future__ import annotations
-
 import sys
 
 from megapatch._dotted import find

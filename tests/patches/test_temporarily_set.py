@@ -1,7 +1,5 @@
 """Attributes that patches set for a while are gone afterwards, also after an exception. Needs no torch."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

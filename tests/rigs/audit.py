@@ -1,7 +1,5 @@
 """The audit as tests look at it: its findings, its parts, and one that watches nothing by itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from megapatch import audit

@@ -1,7 +1,5 @@
 """The command line, run in a process of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The contract of a framework's patches, in ranks that find its code."""
 
-from __future__ import annotations
-
 import functools
 
 from megapatch.testing import check_contract, run_ranks

@@ -4,8 +4,6 @@ A real device cannot be had on CPU. Copies are listed above the stubs, before th
 the list is what a GPU would be asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Verdicts on the real code, and on the same code changed."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

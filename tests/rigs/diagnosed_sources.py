@@ -1,7 +1,5 @@
 """Tables of what diagnoses say of sources that are like the real code. They need neither torch nor Megatron."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

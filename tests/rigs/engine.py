@@ -1,7 +1,5 @@
 """Patches of modules made for a test, to test the engine with."""
 
-from __future__ import annotations
-
 import functools
 
 from megapatch._engine.engine import Engine

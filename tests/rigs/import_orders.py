@@ -15,8 +15,6 @@ An order is a string with one letter for each event:
     K  an import hook of others is installed, and some other module imported (tests/test_missed.py is without that)
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Loads by a framework: of weights alone, which the next step has to start from, and of bad checkpoints."""
 
-from __future__ import annotations
-
 import glob
 import os
 from unittest import mock

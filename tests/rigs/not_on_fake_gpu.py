@@ -1,7 +1,5 @@
 """Tests that mean nothing on the fake GPU, each with the reason; `tox -e fake_gpu-py312` skips them."""
 
-from __future__ import annotations
-
 _NO_DTENSOR = "the fake GPU knows no DTensor"
 _RACES = "its defect is a race, which the fake GPU raises before a number is wrong"
 _LAYOUTS = "patches/megatron/test_gathered_when_read_layouts.py::test_streams_in_layouts"

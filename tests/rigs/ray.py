@@ -1,7 +1,5 @@
 """A local Ray, and hooks that its workers find by name."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

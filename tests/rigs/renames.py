@@ -4,8 +4,6 @@ A patch looks at the names in its own code, in texts and as attributes. They are
 sites, in what these modules hold by such names, and in the code of the functions there.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib
@@ -13,12 +11,13 @@ import inspect
 import re
 import sys
 import warnings
-from functools import cache
+from functools import cache, partial
 from importlib.util import resolve_name
 from types import FunctionType, ModuleType
+from unittest import mock
 
 from megapatch.patch import ABSENT, FIXED, NEEDED
-from megapatch.patches import PATCHES
+from megapatch.patches import PATCHES, _diagnosis
 from megapatch.testing import run_ranks
 from rigs.megatron.edits import edited, with_name
 
@@ -53,6 +52,28 @@ def _unseen_renames(rank, world_size, family):
                         unseen.append(f"{patch.name}, {change}: {verdict.kind.value}, {verdict.reason}")
                 assert site.diagnose(module).kind is NEEDED, f"{patch.name}: a rename was not taken back"
     return tried, unseen
+
+
+def asked_for(site, module):
+    """Yield renames of what a diagnosis asks for: in words, a context, and a function: is the name missing?"""
+    asked, resolve = {}, _diagnosis.resolve
+
+    def noting(path):
+        caller = sys._getframe(1)
+        if caller.f_code.co_name.startswith("missing_"):
+            asked.update(dict.fromkeys((caller.f_code.co_name, path, name) for name in caller.f_locals["names"]))
+        return resolve(path)
+
+    with mock.patch.object(_diagnosis, "resolve", noting):
+        site.diagnose(module)
+    for function, path, name in asked:
+        is_missing = partial(getattr(_diagnosis, function), path, name)
+        home, _, attributes = path.partition(":")
+        if isinstance(found := resolve(path), FunctionType):
+            renamed = edited(sys.modules[home], attributes, with_name(name, f"{name}_renamed"))
+            yield f"{name} in {path}", renamed, is_missing
+        elif name in vars(found or site):
+            yield f"{path}.{name}", _under_another_name(found, name), is_missing
 
 
 def _verdict(site, module):

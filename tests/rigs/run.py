@@ -1,7 +1,5 @@
 """A project whose targets a third party patches, and processes started with and below `megapatch run`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Stand-ins for packages that are not installed and play no part in the tests."""
 
-from __future__ import annotations
-
 import sys
 import types
 from importlib.machinery import ModuleSpec, PathFinder

@@ -1,7 +1,5 @@
 """Models that add things up outside of their gradients, what they hold, and places where a step can be dropped."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from unittest import mock

@@ -1,7 +1,5 @@
 """A client whose pause, weight sync and resume fail or are cancelled at any of their await points."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -7,8 +7,6 @@ the audit. CUDA has stubs, and what the projects import of others has stand-ins 
 looks at those.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -31,7 +31,7 @@ PIP_OPTIONS = {
         "--only-binary=:all:",
         "--platform=manylinux_2_31_x86_64",
         "--platform=manylinux_2_39_x86_64",
-    ],
+    ]
 }
 
 

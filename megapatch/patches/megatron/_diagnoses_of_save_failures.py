@@ -182,10 +182,7 @@ def diagnose_queue(module: ModuleType) -> Verdict:
 def diagnose_request(module: ModuleType) -> Verdict:
     """Finalize a request whose finalize function fails."""
     path = f"{module.__name__}:AsyncRequest.execute_finalize_fns"
-    if missing := [
-        *missing_parameters(path, "validate_matching_call_idx"),
-        *missing_reads(path, "finalize_fns"),
-    ]:
+    if missing := [*missing_parameters(path, "validate_matching_call_idx"), *missing_reads(path, "finalize_fns")]:
         return lacking(missing)
     rank = _Rank()
     finalize = with_globals(module.AsyncRequest.execute_finalize_fns, torch=rank.torch)

@@ -37,7 +37,7 @@ from .._diagnosis import (
     missing_names,
     missing_parameters,
 )
-from ._step_of_a_stand_in import missing_in_finish
+from ._stand_ins import missing_in_finish
 
 
 def diagnose(module: ModuleType) -> Verdict:

@@ -69,7 +69,7 @@ from .._diagnosis import (
     reads_in_order,
 )
 from .._readers import GATHERS, Reader, reading
-from ._step_of_a_stand_in import missing_in_finish
+from ._stand_ins import missing_in_finish
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
 CONVERSION = "megatron.bridge.models.conversion"
@@ -275,10 +275,7 @@ PATCH = Patch(
         Site(
             module="megatron.training.checkpointing",
             diagnose=diagnose_checkpointing,
-            replace={
-                SAVE.path: SAVE.gather_first,
-                "generate_state_dict": gather_for_state,
-            },
+            replace={SAVE.path: SAVE.gather_first, "generate_state_dict": gather_for_state},
         ),
         Site(
             module="megatron.core.transformer.module",

@@ -43,7 +43,7 @@ from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
 from ._around_train import ddp_chunks
-from ._step_of_a_stand_in import FINISH, events_of_step
+from ._stand_ins import FINISH, events_of_step
 
 MODULE = "megatron.core"
 SCHEDULES = "pipeline_parallel.schedules"

@@ -47,7 +47,7 @@ from .._diagnosis import (
     missing_parameters,
 )
 from .._temporarily import temporarily_set
-from ._offloaded_copies import hybrid_with_copy
+from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 HYBRID = "HybridDeviceOptimizer"

@@ -57,31 +57,15 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.changes import Changes, count_of
-from ..._mcore.main_params import (
-    GROUPS,
-    SHARDS,
-    are_lent,
-    differing,
-    has_memory,
-    pairs,
-    samples,
-    stale_pairs,
-)
+from ..._mcore.main_params import GROUPS, SHARDS, are_lent, differing, has_memory, pairs, samples, stale_pairs
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
 from ..._mcore.side_table import SideTable
 from ..._places import user_line
 from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import (
-    cannot_run,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-    missing_reads,
-)
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
 from ._chained import CHILDREN, children_of
-from ._load_of_a_stand_in import MODULES, load_one, steps_around_a_load
+from ._stand_ins import MODULES, load_one, steps_around_a_load
 
 OPTIMIZERS = "megatron.core.optimizer"
 WRAPPERS = "megatron.core.distributed.data_parallel_base"
@@ -381,9 +365,7 @@ PATCH = Patch(
         Site(module=MODULES, diagnose=diagnose_modules, replace={"MegatronModule.load_state_dict": note_loaded}),
         Site(module=CHECKPOINTS, diagnose=diagnose_checkpoints, replace={"load": note_read}),
         Site(
-            module=WRAPPERS,
-            diagnose=diagnose_wrappers,
-            replace={"_BaseDataParallel.load_state_dict": note_loaded},
+            module=WRAPPERS, diagnose=diagnose_wrappers, replace={"_BaseDataParallel.load_state_dict": note_loaded}
         ),
     ),
 )

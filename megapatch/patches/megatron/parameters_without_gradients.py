@@ -3,7 +3,7 @@
 Symptom   with overlap_grad_reduce a bucket group is reduced once all its parameters have a gradient. If one gets
           none in a step (a vision tower on text, a value head, a multi-token prediction layer, an unused expert),
           the step ends with "Communication call has not been issued for this bucket"; from 0.16 on the first such
-          step ends with a bare assertion in reset(), and under python -O Megatron learns to reduce without it.
+          step ends with a bare assertion in reset().
           With several instances of the distributed optimizer, up to 0.15 and later in a run, the group is never
           reduced, silently. Where ranks use different parameters, their collectives no longer match.
 Upstream  NVIDIA/Megatron-LM#1150 (open since 2024), #5643; 0.12 to 0.19 and main.
@@ -36,7 +36,6 @@ Cost      about 2 us a bucket group and step, and with a mixture of experts one 
 from __future__ import annotations
 
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -55,14 +54,12 @@ from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import forget_counts
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names
-from ._step_of_a_stand_in import FINISH, events_of_step
+from ._stand_ins import FINISH, events_of_step
 
 MODULE = "megatron.core.distributed"
 
 _chunks_in_line = SideTable()
 """By chunk: with how many chunks, itself included, its bucket groups share their lines."""
-
-logger = logging.getLogger("megapatch")
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -147,7 +144,6 @@ class Line:
         for group in sorted(left, key=_is_partly_frozen):
             if id(group) not in self.started:  # it may have waited for one that has started here
                 group.start_grad_sync(**arguments)
-        _report(left)
 
 
 def _after_this_stream(start: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -246,25 +242,6 @@ def _as_in_backward(ddp: Any, kind: str) -> list[Any]:
 
 def _is_partly_frozen(group: Any) -> bool:
     return not all(param.requires_grad for param in group.params)
-
-
-def _report(groups: list[Any]) -> None:
-    if not logger.isEnabledFor(logging.DEBUG):
-        return
-    missing = [len(_without_gradient(group)) for group in groups]
-    if any(missing):
-        logger.debug(
-            "%d parameters got no gradient in this step: %d bucket groups were reduced at its end, with what they "
-            "had (megatron.parameters-without-gradients)",
-            sum(missing),
-            sum(map(bool, missing)),
-        )
-
-
-def _without_gradient(group: Any) -> list[Any]:
-    seen = getattr(group, "per_param_grad_ready_counts", None)
-    seen = group.params_with_grad if seen is None else seen  # up to 0.15
-    return [param for param in group.params if param.requires_grad and param not in seen]
 
 
 PATCH = Patch(

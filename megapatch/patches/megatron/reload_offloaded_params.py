@@ -31,7 +31,7 @@ from typing import Any
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes, missing_names
 from .._temporarily import temporarily_set
-from ._offloaded_copies import hybrid_with_copy
+from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 HYBRID = "HybridDeviceOptimizer"

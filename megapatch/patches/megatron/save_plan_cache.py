@@ -247,9 +247,7 @@ PATCH = Patch(
         Site(
             module=DISTRIBUTION_MODULE,
             diagnose=diagnose_distribution,
-            replace={
-                "FullyParallelSaveStrategyWrapper.apply_saving_parallelization": redistribute_when_changed,
-            },
+            replace={"FullyParallelSaveStrategyWrapper.apply_saving_parallelization": redistribute_when_changed},
         ),
     ),
 )

@@ -69,7 +69,6 @@ from ..._mcore.known import CONFIG, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import (
-    asserted,
     gone,
     lacking,
     missing_attributes,
@@ -102,7 +101,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_parameters(train, "model", "config"),
         *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
         *missing_reads(train, "no_sync_func"),
-        *missing_names(train, *asserted(NO_SYNC_ASSERTION), INTERVAL_TIMER),
+        *missing_names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
         *missing_names("megatron.core.timers:Timer.__init__", "_started"),

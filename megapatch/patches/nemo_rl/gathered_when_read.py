@@ -19,10 +19,7 @@ from .._readers import Reader, reading
 from ._workers import MODULE, WORKER, before_split_step
 
 REFIT = Reader(
-    f"{WORKER}.nccl_reshard_refit",
-    "self.model",
-    reads=("hf_to_local_param_map",),
-    optional=before_split_step,
+    f"{WORKER}.nccl_reshard_refit", "self.model", reads=("hf_to_local_param_map",), optional=before_split_step
 )
 
 PATCH = Patch(

@@ -104,10 +104,6 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/issues/2153",
     changes_numbers=True,
     sites=(
-        Site(
-            module=MODULE,
-            diagnose=diagnose,
-            replace={f"{STORE}.{name}": with_fp32_shards for name in METHODS},
-        ),
+        Site(module=MODULE, diagnose=diagnose, replace={f"{STORE}.{name}": with_fp32_shards for name in METHODS}),
     ),
 )

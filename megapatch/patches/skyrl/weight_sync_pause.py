@@ -29,10 +29,7 @@ from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import paused_generation
 from .._diagnosis import gone, in_finally, lacking, missing_names, reads_in_order
 
-MODULES = (
-    "skyrl_train.workers.worker_dispatch",
-    "skyrl.backends.skyrl_train.workers.worker_dispatch",
-)
+MODULES = ("skyrl_train.workers.worker_dispatch", "skyrl.backends.skyrl_train.workers.worker_dispatch")
 DISPATCH = "WorkerDispatch"
 SAVE = "save_weights_for_sampler"
 

@@ -38,7 +38,7 @@ from typing import Any
 
 from ..._mcore.known import arguments_of, is_model
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import asserted, lacking, missing_attributes, missing_names, missing_parameters
+from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 from ..megatron._around_train import (
     NO_SYNC_ASSERTION,
     finish_earlier_call,
@@ -56,9 +56,7 @@ def diagnose(module: ModuleType) -> Verdict:
     train, save = f"{module.__name__}:train", f"{module.__name__}:save"
     missing = [
         *missing_parameters(train, "model"),
-        *missing_names(
-            train, "get_model_config", "no_sync_func", *asserted(NO_SYNC_ASSERTION), "disable_forward_pre_hook"
-        ),
+        *missing_names(train, "get_model_config", "no_sync_func", NO_SYNC_ASSERTION, "disable_forward_pre_hook"),
         *missing_parameters(f"{module.__name__}:train_one_step", "model", "optimizer"),
         *missing_parameters(save, "model"),
         *missing_names(save, "disable_forward_pre_hook", "enable_forward_pre_hook"),

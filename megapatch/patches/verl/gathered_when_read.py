@@ -46,10 +46,7 @@ PATCH = Patch(
         reading(
             "verl.utils.megatron_utils",
             Reader(
-                "copy_megatron_model_to_cpu",
-                "models",
-                reads=("buffers",),
-                optional=before_release("verl", "0.7"),
+                "copy_megatron_model_to_cpu", "models", reads=("buffers",), optional=before_release("verl", "0.7")
             ),
         ),
     ),

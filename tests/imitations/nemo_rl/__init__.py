@@ -5,8 +5,6 @@ NEMO_RL_SHAPE says what it is like: "main" has begin_train_step and the like, wi
 a "release" (the default) has none of these methods, and another is_oob_ratio.
 """
 
-from __future__ import annotations
-
 import os
 
 MAIN = os.environ.get("NEMO_RL_SHAPE") == "main"

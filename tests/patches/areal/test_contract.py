@@ -1,7 +1,5 @@
 """AReaL's patches keep the contract on its own code: the newest release."""
 
-from __future__ import annotations
-
 import importlib
 from unittest import mock
 

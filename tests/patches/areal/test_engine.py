@@ -1,7 +1,5 @@
 """AReaL's own engine on two ranks: what is wrong or fails without the patches, and what it does with them."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.areal.engine import RELEASES, STEPS, find_areal, needs_areal
 from rigs.areal.runs import READS, cells

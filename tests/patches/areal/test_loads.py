@@ -3,8 +3,6 @@
 Real: AReaL's MegatronCheckpointManager, Megatron's checkpoints on disk and optimizer.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 

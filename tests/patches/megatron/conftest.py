@@ -1,7 +1,5 @@
 """Fixtures of tests of checkpoints."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.megatron.save import minor
 

@@ -3,8 +3,6 @@
 Before 0.17 no wheel has a train(). A framework's copy of it may run on any Megatron.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from functools import partial

@@ -1,7 +1,5 @@
 """The audit in Megatron-Bridge's own train(), called again, interrupted and evaluating: it finds nothing."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.cells import AUDITED
 from rigs.megatron.bridge import ALIGNED, Fault, needs_bridge, new_loop, ranks

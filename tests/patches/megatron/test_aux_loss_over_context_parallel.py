@@ -3,8 +3,6 @@
 Attention is left out: on CPU it takes whole sequences.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 

@@ -1,7 +1,5 @@
 """Megatron's distributed checkpoints that are bad: what raises, and what a load that raises leaves, at 2 ranks."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

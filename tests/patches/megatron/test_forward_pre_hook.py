@@ -1,7 +1,5 @@
 """megatron.forward-pre-hook on the real DistributedDataParallel, at 2 and 4 ranks."""
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 

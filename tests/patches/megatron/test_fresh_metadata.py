@@ -1,7 +1,5 @@
 """megatron.fresh-metadata: checkpoints that are overwritten in their folder, by the real readers at 2 ranks."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -199,7 +197,6 @@ def diagnoses(reader):
     changes = {
         **made_up(reader, "read_metadata", *functions),
         "each its own": (module, "CachedMetadataFileSystemReader", KeepsItsOwn),
-        "another cache": (module, "CachedMetadataFileSystemReader", FileSystemReader),
     }
     return verdicts_of(diagnose, module, changes)
 
@@ -210,7 +207,6 @@ DIAGNOSES = {
     "reads_always": ("fixed", "looks at the file"),
     "reads_never": ("unknown", "it did so 0 times"),
     "each its own": ("absent", "what it has read itself"),
-    "another cache": ("unknown", "_metadata_cache"),
 }
 
 

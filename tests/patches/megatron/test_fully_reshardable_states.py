@@ -1,7 +1,5 @@
 """megatron.fully-reshardable-states: what is saved of each parameter, at 2 ranks, in several buckets."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
@@ -11,7 +9,15 @@ from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import BOTH, attempt
 from rigs.megatron.save import minor
 
-from megapatch.patches.megatron.fully_reshardable_states import MODULE, STATES, diagnose
+from megapatch.patches._diagnosis import StandIn
+from megapatch.patches.megatron.fully_reshardable_states import (
+    MODULE,
+    STATES,
+    WHERE,
+    _bucket,
+    diagnose,
+    slice_without_padding,
+)
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._model import _gpt_of
 from megapatch.weight_sync import gathered_parameters
@@ -103,6 +109,17 @@ def test_each_parameter_is_saved_with_its_own_state(patched):
         for name in LAYOUTS:
             error, wrong = found[name]
             assert error is None and not any(wrong), wrong
+
+
+def test_every_buffer_is_taken_without_padding():
+    """Buffers of several dtypes, as in models with parameters in fp32: a tiny GPT has one."""
+
+    def buffer():
+        where = {"first": (0, 1, 0), "second": (128, 130, 1)}
+        return StandIn(**{WHERE: where}, buckets=[_bucket(size=128, unpadded=1), _bucket(size=128, unpadded=2)])
+
+    states = slice_without_padding(lambda self: [getattr(buffer, WHERE) for buffer in self.buffers])
+    assert states(StandIn(buffers=[buffer(), buffer()])) == [{"first": (0, 1, 0), "second": (1, 3, 1)}] * 2
 
 
 def test_diagnosis(unpatched, patched):

@@ -1,7 +1,5 @@
 """gathered_parameters() on the real DistributedDataParallel and distributed optimizer, without patches."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """megatron.gathered-when-read in Megatron's own readers, and around the optimizer's step, at 2 and 4 ranks."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 from functools import partial
@@ -9,17 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from rigs.cells import cells_of
-from rigs.megatron.gathers import (
-    OVERLAP,
-    PLAIN,
-    Collectives,
-    export,
-    pair,
-    state_of,
-    unwrapped,
-    whole,
-    wrong,
-)
+from rigs.megatron.gathers import OVERLAP, PLAIN, Collectives, export, pair, state_of, unwrapped, whole, wrong
 from rigs.megatron.options import UNPATCHED, buckets, needs_training
 
 from megapatch import apply, restore

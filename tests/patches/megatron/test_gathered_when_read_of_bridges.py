@@ -1,7 +1,5 @@
 """megatron.gathered-when-read in the exporters of Megatron-Bridge, mbridge and mcore-bridge, at 2 ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """megatron.gathered-when-read: readers that must not or cannot gather, at 2 ranks."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """megatron.groups-destroyed: the process groups of layouts that were taken down, at 2 ranks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -1,7 +1,5 @@
 """megatron.load-offloaded-state: training that continues from a checkpoint of the real dist_checkpointing."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import importlib
@@ -144,9 +142,6 @@ def of_all(self):
             held.data.copy_(self.state[parameter]["master_param"])
 
 
-def is_another(self): ...
-
-
 def syncs_at_last(self, state):
     self.optimizer._sync_hdo_state_to_sub_optimizers()
 
@@ -171,7 +166,7 @@ def diagnoses():
     update = "_update_fp32_params_by_new_state"
     load = next(name for name in LOAD_BUCKETS if hasattr(optimizer, name))
     changes = {
-        **made_up(hybrid, update, as_on_main, of_all, is_another),
+        **made_up(hybrid, update, as_on_main, of_all),
         "repaired": [(hybrid, update, of_all), (optimizer, load, syncs_at_last)],
         "all but the step": [(hybrid, update, of_all), (optimizer, load, sets_all_and_syncs)],
     }
@@ -182,7 +177,6 @@ DIAGNOSES = {
     "as it is": ("needed", "raises KeyError for parameters that are in fp32"),
     "as_on_main": ("needed", "keep the weights from before"),
     "of_all": ("needed", "the step count of before"),
-    "is_another": ("unknown", "not found: param_to_fp32_param in"),
     "repaired": ("fixed", "reaches the copies"),
     "all but the step": ("needed", "takes over the step count of before"),
 }

@@ -4,8 +4,6 @@ After a load of a checkpoint's weights alone the next steps are, bit for bit, th
 them. What a load may have been meant for otherwise ends, bit for bit, as without the patch.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from unittest import mock

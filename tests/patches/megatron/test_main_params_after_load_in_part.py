@@ -1,6 +1,7 @@
-"""megatron.main-params-after-load, 2 ranks, where a load changes one rank only, or lacks main parameters."""
+"""megatron.main-params-after-load, 2 ranks: loads of one rank, without main parameters, or while gathers wait.
 
-from __future__ import annotations
+Gathers end late: what nobody has waited for is written when somebody does, over whatever was loaded meanwhile.
+"""
 
 import copy
 import itertools
@@ -8,7 +9,9 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import cells_of
+from rigs.cells import cells_of, run_cells
+from rigs.fake_gpu.collectives import make_collectives_late
+from rigs.megatron.gathers import pair, unwrapped, wrong
 from rigs.megatron.main_params import (
     children,
     equal,
@@ -20,9 +23,9 @@ from rigs.megatron.main_params import (
     trained,
     weights,
 )
-from rigs.megatron.options import UNPATCHED, attempt
+from rigs.megatron.options import UNPATCHED, assert_misuse, attempt
 
-from megapatch._mcore.main_params import pairs
+from megapatch._mcore.main_params import pairs, stale_pairs
 from megapatch._verify.operations import Operations
 from megapatch.testing import init_parallel
 
@@ -96,6 +99,34 @@ def test_replicas_stay_the_same(found, case, kind):
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
+KINDS = {
+    "tied": {"shared_embedding": True, "tensor_model_parallel": True},
+    "experts": {"allreduce": False, "tensor_model_parallel": True},
+    "replicated": {},
+    "split": {"tensor_model_parallel": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "stale"),
+    [
+        ("tied", ["tied", "split"]),
+        ("experts", ["experts"]),
+        ("replicated", ["replicated", "split"]),
+        ("split", ["split"]),
+    ],
+)
+def test_a_parameter_is_judged_by_those_that_all_of_its_ranks_hold(changed, stale):
+    def triple(kind):
+        parameter = torch.zeros(2, dtype=torch.bfloat16)
+        vars(parameter).update(KINDS[kind])
+        return parameter, parameter, torch.full((2,), float(kind == changed))
+
+    triples = {kind: triple(kind) for kind in KINDS}
+    found = [parameter for parameter, *_ in stale_pairs(list(triples.values()))]
+    assert [kind for kind, (parameter, *_) in triples.items() if any(parameter is one for one in found)] == stale
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_optimizer_state_without_main_parameters_settles_nothing(found, unpatched, case):
     error = None if "distributed" in case else "KeyError"
@@ -106,3 +137,74 @@ def test_optimizer_state_without_main_parameters_settles_nothing(found, unpatche
 @pytest.mark.parametrize("case", CASES)
 def test_the_host_waits_once(found, case):
     assert [rank[case, "waits"] for rank in found] == [1, 1]
+
+
+WRAPPED = {"wrapped": lambda ddp: ddp, "unwrapped": unwrapped}
+
+
+def gone_back(under_way, of):
+    """Load the weights of before a step whose gathers are under way, or were not begun.
+
+    Returns what the next forward pass has of them: the fraction that is wrong; and what a read before it says.
+    """
+    init_parallel()
+    _, model = pair()
+    (ddp,) = model.chunks
+    before = model.parameters()
+    target = of(ddp)
+    saved = {
+        name: value.clone() if hasattr(value, "clone") else value for name, value in target.state_dict().items()
+    }
+    model.train_step()
+    if under_way:
+        ddp.start_param_sync()
+    target.load_state_dict(saved, strict=False)
+    read = attempt(ddp.state_dict)
+    model.forward_backward(1, forward_only=True)
+    return wrong(model.parameters(), before), read
+
+
+def gone_back_in_part():
+    """Load one parameter only: the others of its bucket group are still to be gathered."""
+    _, model = pair()
+    (ddp,) = model.chunks
+    name, value = next((name, value) for name, value in ddp.state_dict().items() if torch.is_tensor(value))
+    value = value.clone()
+    model.train_step()
+    ddp.load_state_dict({name: value}, strict=False)
+    return attempt(ddp.state_dict)
+
+
+def gathering(rank, world_size):
+    for name, of in WRAPPED.items():
+        for under_way in (False, True):
+            yield (name, under_way), partial(gone_back, under_way, of)
+    yield "in part", gone_back_in_part
+
+
+@pytest.fixture(scope="module")
+def gathering_ranks():
+    return run_cells(gathering, 2, setup=make_collectives_late)
+
+
+@pytest.fixture(scope="module")
+def gathering_without():
+    return run_cells(gathering, 2, setup=make_collectives_late, env=UNPATCHED)
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_without_the_patch_a_gather_under_way_writes_over_what_is_loaded(gathering_without, name):
+    assert all(found[name, True][0] > 0.4 for found in gathering_without)
+
+
+@pytest.mark.parametrize("under_way", [False, True], ids=["not begun", "under way"])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_what_is_loaded_stays_and_can_be_read(gathering_ranks, name, under_way):
+    for found in gathering_ranks:
+        differing, (error, _) = found[name, under_way]
+        assert (differing, error) == (0.0, None)
+
+
+def test_what_was_not_loaded_is_still_to_be_gathered(gathering_ranks):
+    for found in gathering_ranks:
+        assert_misuse(found["in part"], "not gathered yet")

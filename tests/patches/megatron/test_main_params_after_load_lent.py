@@ -3,8 +3,6 @@
 What was meant by a load that no checkpoint explains is not guessed: a WARNING names the line and what to call.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 from functools import partial

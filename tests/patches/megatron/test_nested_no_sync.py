@@ -1,7 +1,5 @@
 """megatron.nested-no-sync on the real DistributedDataParallel and the real schedules, at 2 ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from functools import partial

@@ -1,7 +1,5 @@
 """What users pickle, copy and save after steps and loads has nothing of ours: no attribute, and no class."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -3,8 +3,6 @@
 No rank enters a collective because of what it alone has done: each program ends as without megapatch.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from functools import partial
@@ -20,10 +18,7 @@ from megapatch.patches.megatron._around_train import finish_earlier_call
 from megapatch.testing import init_parallel
 from megapatch.weight_sync import gathered_parameters
 
-MOMENTS = {
-    "step": lambda model: None,
-    "forward pass": lambda model: model.forward_backward(1, forward_only=True),
-}
+MOMENTS = {"step": lambda model: None, "forward pass": lambda model: model.forward_backward(1, forward_only=True)}
 
 
 def save(model, folder):

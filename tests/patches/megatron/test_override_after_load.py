@@ -1,7 +1,5 @@
 """megatron.override-after-load: the learning rate of a resumed run, on the real optimizers, 2 ranks."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 
@@ -10,6 +8,7 @@ from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
 from rigs.megatron.save import minor
 
+from megapatch.patches.megatron.override_after_load import GROUPS, _group, _with_rates_of_groups
 from megapatch.testing import init_parallel, tiny_gpt
 
 CASES = {
@@ -23,6 +22,9 @@ OLD, NEW = 0.1, 0.01
 
 def made(case, rate, **flags):
     model = tiny_gpt(optimizer="adam", lr=rate, optim={"min_lr": rate / 10}, **CASES[case])
+    for group in model.optimizer.param_groups:
+        if not group["wd_mult"]:
+            group |= {"max_lr": 2 * rate, "min_lr": 2 * rate / 10}
     scheduler = linear_schedule(model.optimizer, steps=10, max_lr=rate, min_lr=rate / 10, **flags)
     return model, scheduler
 
@@ -58,7 +60,7 @@ patched = cells_of(job, 2)
 
 
 def after_two_steps(rate):
-    return [round(rate / 10 + (1 - 2 / 10) * (rate - rate / 10), 9)]
+    return [round(own / 10 + (1 - 2 / 10) * (own - own / 10), 9) for own in (rate, 2 * rate)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,3 +83,11 @@ def test_without_the_flag_nothing_changes(unpatched, patched, case):
     for before, found in zip(unpatched, patched, strict=True):
         assert found[case, "same"] == before[case, "same"] == after_two_steps(OLD)
         assert found[case, "checkpoint"] == before[case, "checkpoint"]
+
+
+def test_groups_that_differ_in_their_rates_alone_are_loaded_as_before():
+    state = {GROUPS: [_group(max_lr=1.0), _group(max_lr=2.0)]}
+    assert _with_rates_of_groups([_group(max_lr=3.0), _group(max_lr=4.0)], state) == state
+    one = {GROUPS: [_group(max_lr=1.0)]}
+    assert _with_rates_of_groups([_group(max_lr=3.0), _group(max_lr=4.0)], one) == one
+    assert _with_rates_of_groups([_group(max_lr=3.0)], state) == state

@@ -1,7 +1,5 @@
 """megatron.own-save-results: saves that are given up, fail or overlap, by the real writers at 2 ranks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib
@@ -53,9 +51,7 @@ class GivenUp:
         ranks = torch.distributed.get_world_size()
         return {
             key: ShardedTensor.from_rank_offsets(
-                key,
-                torch.full((size,), number if value is None else value),
-                (0, self.rank, ranks),
+                key, torch.full((size,), number if value is None else value), (0, self.rank, ranks)
             )
             for key, (size, number) in content.items()
         }
@@ -204,31 +200,17 @@ def no_queue(self, plan, planner):
     self.results_queue = None
 
 
-def another_attribute(self, plan, planner):
-    self.queue_of_results = get_write_results_queue()  # noqa: F821
-
-
 def diagnoses(module):
     writer = module.FileSystemWriterAsync
-    getter = next(name for name in own_save_results.GETTERS if hasattr(module, name))
     # With the module's globals, as upstream's own function would have.
-    functions = [
-        FunctionType(each.__code__, vars(module), each.__name__)
-        for each in (own_queue, no_queue, another_attribute)
-    ]
-    changes = {
-        **made_up(writer, "prepare_write_data", *functions),
-        "another getter": (module, getter, lambda *args: None),
-    }
-    return verdicts_of(diagnose, module, changes)
+    functions = [FunctionType(each.__code__, vars(module), each.__name__) for each in (own_queue, no_queue)]
+    return verdicts_of(diagnose, module, made_up(writer, "prepare_write_data", *functions))
 
 
 DIAGNOSES = {
     "as it is": ("needed", "share one queue"),
     "own_queue": ("fixed", "a queue of its own"),
     "no_queue": ("unknown", "it does not"),
-    "another_attribute": ("unknown", "not found: results_queue in"),
-    "another getter": ("unknown", "mp in"),
 }
 
 

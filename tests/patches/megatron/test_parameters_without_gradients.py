@@ -4,12 +4,9 @@ A layer whose output is not used gets none. The reference is the same run withou
 reduces everything at the end of the step.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools
-import logging
 from functools import partial
 from unittest import mock
 
@@ -17,7 +14,7 @@ import pytest
 import torch
 from rigs.cells import once, run_cells
 from rigs.megatron.gathers import between_ranks
-from rigs.megatron.options import Log, assert_same_parameters, attempt
+from rigs.megatron.options import assert_same_parameters, attempt
 from rigs.train_step.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
 from rigs.train_step.models import MEAN, in_pieces
 from rigs.turns import chosen, with_nightly
@@ -139,7 +136,6 @@ def found_by(rank, world_size, wanted):
         yield "made before", lambda: (trained(GRADS, "in turns", late=True), in_turns())
         yield "all-reduced", all_reduced
         yield "started twice", started_twice
-        yield "said", said
         yield "overlap", partial(early_starts, "on one rank only")
 
 
@@ -182,13 +178,6 @@ def started_twice():
     error, _ = attempt(chunk.bucket_groups[0].start_grad_sync)
     chunk.finish_grad_sync()
     return error
-
-
-def said():
-    log = Log()
-    logging.getLogger("megapatch").setLevel(logging.DEBUG)
-    trained(GRADS, "never")
-    return [text for text in log.texts if PATCH in text]
 
 
 def early_starts(case):
@@ -277,12 +266,6 @@ def test_a_reduce_that_is_started_twice_is_megatrons_own_error(of_ranks):
 def assert_same(got, expected):
     assert got[0] == pytest.approx(expected[0], rel=1e-5)
     assert_same_parameters(got[1], expected[1])
-
-
-def test_it_says_at_debug_how_many(of_ranks):
-    for found in of_ranks(2):
-        assert len(found["said"]) == STEPS
-        assert "12 parameters got no gradient in this step" in found["said"][0]
 
 
 def test_groups_before_the_one_that_waits_overlap_as_ever(of_ranks):

@@ -1,7 +1,5 @@
 """Steps of a plain loop that are given up: zeroing the gradients drops what else they have left in the model."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 from unittest import mock

@@ -1,7 +1,5 @@
 """megatron.prepare-grads-once on the real optimizers, fp16, 2 ranks: the numbers are those of step() alone."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from functools import partial

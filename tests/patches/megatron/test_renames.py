@@ -1,7 +1,5 @@
 """A name of Megatron's that a patch looks at, and that has another name, is never taken for "not needed"."""
 
-from __future__ import annotations
-
 from rigs.megatron.options import UNPATCHED
 from rigs.renames import assert_renames_are_seen
 

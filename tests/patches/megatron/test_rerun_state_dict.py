@@ -1,7 +1,5 @@
 """megatron.rerun-state-dict without files: what the real machine gives, and which keys a load may leave out."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

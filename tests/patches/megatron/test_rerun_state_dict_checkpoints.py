@@ -1,7 +1,5 @@
 """megatron.rerun-state-dict: checkpoints of the real dist_checkpointing, at 2 ranks."""
 
-from __future__ import annotations
-
 import logging
 import os
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """megatron.rerun-state-dict in Megatron's own train(), save_checkpoint() and load_checkpoint(), at 2 ranks."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

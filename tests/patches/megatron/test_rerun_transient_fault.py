@@ -1,7 +1,5 @@
 """megatron.rerun-transient-fault on the real rerun state machine and in Megatron's own train(), at 2 ranks."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """With patches in place, ordinary steps make the same collectives in the same order, and read as few values."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from functools import partial

@@ -1,7 +1,5 @@
 """megatron.save-fails-everywhere: saves of which one rank's part fails, by the real code at 2 ranks."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -11,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.megatron.failing_saves import CORE, WRITERS, Failing, full_disk, no_folder_for, wait_until
+from rigs.megatron.failing_saves import WRITERS, Failing, full_disk, has_manifests, no_folder_for, wait_until
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import ALONE, has_working_writer, minor
 
+from megapatch.patches.megatron.save_fails_everywhere import Failure
 from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.skipif(not has_working_writer(), reason="0.12's writer does not work with this torch")
@@ -79,14 +78,14 @@ def waiting(rank, world_size, folder):
 def failing(rank, world_size, folder):
     init_parallel()
     wait_until(ALONE)
-    hashed = hasattr(importlib.import_module(f"{CORE}.validation"), "INTEGRITY_FNAME")
     for writer in WRITERS:
         here = Failing(rank, folder, writer)
         yield (writer, "logged"), here.logged
         for when, save in (("later", here.later), ("at once", here.at_once)):
             yield (writer, when, "metadata"), functools.partial(here.without_metadata, save)
             yield (writer, when, "config"), functools.partial(here.without_config, save)
-            if hashed:
+            yield (writer, when, "left"), lambda here=here: here.left
+            if has_manifests():
                 yield (writer, when, "manifest"), functools.partial(here.without_manifest, save)
         yield (writer, "trainer's"), functools.partial(here.in_trainers_function, {0})
         yield (writer, "trainer's of both"), functools.partial(here.in_trainers_function, {0, 1})
@@ -122,6 +121,21 @@ def test_a_save_that_fails_on_one_rank_fails_on_the_others(patched, writer, when
     if what == "manifest" and (writer, when, what) not in patched[0]:
         pytest.skip("this Megatron has no manifests")
     assert_failed_everywhere([found[writer, when, what] for found in patched], *fails)
+
+
+@each_writer
+@pytest.mark.parametrize("when", ["later", "at once"])
+def test_a_save_that_failed_does_not_look_complete(patched, writer, when):
+    assert {"metadata.json", "integrity.json"}.isdisjoint(patched[0][writer, when, "left"])
+
+
+def test_the_first_of_several_errors_is_raised():
+    failure = Failure()
+    for error in (OSError("the cause"), ValueError("what followed from it")):
+        with failure.kept():
+            raise error
+    with pytest.raises(OSError, match="the cause"):
+        failure.raise_everywhere()
 
 
 @each_writer

@@ -1,6 +1,7 @@
 """megatron.save-plan-cache: saves that reuse a plan, by the real dist_checkpointing at 2 ranks."""
 
-from __future__ import annotations
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rigs.megatron.save import (
     prepare,
 )
 
+from megapatch.patches.megatron.save_plan_cache import _changed_anywhere
 from megapatch.testing import RanksFailed
 
 # What is saved, by the names of its parts: first and until the plan is validated, and then.
@@ -134,3 +136,17 @@ def test_a_change_is_distributed_once_by_all_ranks_and_saved(patched, name):
             (None, planning(rank, changed, 2, **(afresh if changed else {}))),
             (None, planning(rank, changed, 2)),
         )
+
+
+def of_256_ranks(tensor, op=torch.distributed.ReduceOp.SUM):
+    """Reduce what 256 ranks alike hold: in 8 bits their sum is 0."""
+    if op == torch.distributed.ReduceOp.SUM:
+        tensor.mul_(torch.tensor(256).to(tensor.dtype))
+
+
+def test_a_change_on_256_ranks_is_a_change():
+    with (
+        mock.patch("torch.distributed.get_backend", return_value="gloo"),
+        mock.patch("torch.distributed.all_reduce", of_256_ranks),
+    ):
+        assert _changed_anywhere(SimpleNamespace(), [("a",)], cached=True)

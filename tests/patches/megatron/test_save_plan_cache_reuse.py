@@ -3,8 +3,6 @@
 test_save_plan_cache.py changes what is saved; here a strategy is loaded, fails, is replaced or saves two kinds.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from functools import partial

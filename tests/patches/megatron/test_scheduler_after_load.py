@@ -1,7 +1,5 @@
 """megatron.scheduler-after-load on the real scheduler, in training at 2 ranks."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 from functools import partial

@@ -1,7 +1,5 @@
 """megatron.strict-loads-with-new-torch: loads by the real dist_checkpointing of what torch 2.14 keeps."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

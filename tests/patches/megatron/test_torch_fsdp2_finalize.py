@@ -1,7 +1,5 @@
 """megatron.torch-fsdp2-finalize: the real class around a layer, at 2 ranks, with a mesh on CPU."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 from unittest import mock

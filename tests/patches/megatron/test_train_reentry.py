@@ -1,7 +1,5 @@
 """megatron.train-reentry on the real train(), at 2 ranks; wheels have it from 0.17 on."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

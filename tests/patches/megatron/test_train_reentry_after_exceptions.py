@@ -1,11 +1,12 @@
 """megatron.train-reentry after an exception in the middle of the real train(), at 2 ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
+from functools import partial
+from unittest import mock
 
 import pytest
+from rigs.cells import cells_of, once
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import (
     ADAM,
@@ -19,6 +20,7 @@ from rigs.megatron.options import (
     plain_steps,
     raising_half_way,
 )
+from rigs.step_state import GLOBAL, SCALED, held, new_model
 
 from megapatch import MegapatchError, apply, restore
 from megapatch.testing import Fault, MegatronLoop, init_parallel, tiny_gpt
@@ -179,3 +181,66 @@ def test_parameters_that_cannot_be_gathered_any_more_are_an_error_rather_than_ot
     for text in run_with_megatron(mxfp8_after_an_exception, 2):
         assert "reuse_grad_buf_for_mxfp8_param_ag" in text
         assert "checkpoint" in text
+
+
+NAMES = (GLOBAL, SCALED)
+PLACES_OF_A_STEP = ("loss", "half of the backward", "after finalize", "in the optimizer")
+
+
+def failing_in_the_second_step(model, place):
+    """Return a context in which the second step of a call raises, and the fault to pass to train()."""
+    if place == "loss":
+        return contextlib.nullcontext(), Fault(Interrupted(), microbatch=3, place="loss")
+    if place == "half of the backward":
+        return raising_half_way(model, 3), None
+    # The optimizer calls the first before anything else, and the second once it has found no overflow.
+    name = {"after finalize": "prepare_grads", "in the optimizer": "step_with_ready_grads"}[place]
+    original, calls = getattr(model.optimizer, name), iter(range(9))
+
+    def function(*args, **kwargs):
+        if next(calls) == 1:
+            raise Interrupted
+        return original(*args, **kwargs)
+
+    return mock.patch.object(model.optimizer, name, function), None
+
+
+def two_steps(name, place=None):
+    """Return the state after one step in train() and after the next, with an interrupted one between, or none."""
+    model = new_model(name, hooks=False)
+    loop = MegatronLoop(model)
+    if place is None:
+        loop.train(1)
+    else:
+        context, fault = failing_in_the_second_step(model, place)
+        with context, contextlib.suppress(Interrupted):
+            loop.train(2, fault=fault)
+            raise AssertionError("the call was not interrupted")
+        loop.iteration += 1
+    first = held(model)
+    return first, loop.train(1), held(model), model.parameters()
+
+
+def job(rank, world_size):
+    init_parallel()
+    for name in NAMES:
+        never = once(two_steps, name)
+        for place in PLACES_OF_A_STEP:
+            yield (name, place), partial(compare, never, name, place)
+
+
+def compare(never, name, place):
+    *expected, parameters = never()
+    *found, own = two_steps(name, place)
+    assert found == expected
+    assert all(value.equal(parameters[name]) for name, value in own.items())
+
+
+dropped = cells_of(job, 2)
+
+
+@pytest.mark.parametrize("place", PLACES_OF_A_STEP)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupted_step_leaves_nothing(dropped, name, place):
+    for found in dropped:
+        found[name, place]

@@ -1,7 +1,5 @@
 """megatron.train-reentry on Megatron-Bridge's own train(), at 2 ranks; for Bridge's wheels see tox.ini."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Megatron-Bridge's own train() after an exception in the middle of it, at 2 ranks; for its wheels see tox.ini."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 
@@ -17,16 +15,7 @@ from rigs.megatron.bridge import (
     reference_of,
     timers_running,
 )
-from rigs.megatron.options import (
-    ADAM,
-    BOTH,
-    GRADS,
-    UNPATCHED,
-    assert_same,
-    attempt,
-    hooks_of,
-    raising_half_way,
-)
+from rigs.megatron.options import ADAM, BOTH, GRADS, UNPATCHED, assert_same, attempt, hooks_of, raising_half_way
 
 from megapatch import apply, restore
 

@@ -1,7 +1,5 @@
 """megatron.zero-tokens: steps of the real schedules with a microbatch in which no token counts."""
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """ms-swift's patches keep the contract on its own code: the newest release."""
 
-from __future__ import annotations
-
 import math
 
 from rigs.contract import check_family

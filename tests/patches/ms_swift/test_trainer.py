@@ -1,7 +1,5 @@
 """ms-swift's own trainer on two ranks: what fails or is wrong without the patches, and what it does with them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The worker's actor class, in real Ray: what is added and replaced reaches actors and their handles."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

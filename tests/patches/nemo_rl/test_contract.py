@@ -1,7 +1,5 @@
 """NeMo-RL's patches keep the contract, on its own code or on our imitation."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import importlib

@@ -1,7 +1,5 @@
 """Verdicts of the patches of NeMo-RL's Megatron worker on modules that they do not know."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import sys

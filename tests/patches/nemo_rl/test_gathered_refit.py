@@ -1,8 +1,6 @@
 """Right after a step NeMo-RL's own refits, by Megatron-Bridge's exporter, and the swap of its reference model read
 that step's parameters with megatron.gathered-when-read, and half of them old without."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """nemo_rl.gathered-when-read: a refit sends the parameters of the last step."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from types import SimpleNamespace
@@ -12,12 +10,7 @@ from rigs.cells import AUDITED
 from rigs.imported import run_with_megatron
 from rigs.megatron.gathers import OVERLAP, PLAIN
 from rigs.nemo_rl.steps import read_after_steps
-from rigs.nemo_rl.worker import (
-    GPT,
-    find_nemo_rl,
-    has_refit_of_local_shards,
-    worker_for,
-)
+from rigs.nemo_rl.worker import GPT, find_nemo_rl, has_refit_of_local_shards, worker_for
 
 from megapatch import audit
 from megapatch.testing import init_parallel, tiny_gpt

@@ -4,8 +4,6 @@ The function is that of our imitation of Megatron-Bridge and, where MEGATRON_BRI
 checkout, Bridge's own.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

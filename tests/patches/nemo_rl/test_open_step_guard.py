@@ -1,7 +1,5 @@
 """nemo_rl.open-step-guard: what would lose the gradients of an open step is refused, and nothing else."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

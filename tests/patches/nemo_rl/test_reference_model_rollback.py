@@ -3,8 +3,6 @@
 At 2 ranks on CPU, on the checkout's own Megatron and DTensor workers, or on our imitations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

@@ -1,7 +1,5 @@
 """Steps in slices that were interrupted and aborted: the next one, in slices or not, is that of a fresh worker."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """A split step whose worker is told which data are the last: the reduce overlaps, and the step is train()'s."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -1,7 +1,5 @@
 """nemo_rl.split-train-step: the four methods on NeMo-RL's own worker against its own train(), at 2 ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -3,8 +3,6 @@
 At 2 ranks on CPU. Without a checkout it is our imitation of the first worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

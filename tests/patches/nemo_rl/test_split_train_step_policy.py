@@ -3,8 +3,6 @@
 Without a checkout it is our imitation of Policy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import types
@@ -184,12 +182,7 @@ CASES = {
         "needed",
         "only train()",
     ),
-    "an axis more": (
-        "policy",
-        policy(TRAIN.replace("[", '["expert_parallel", ')),
-        "unknown",
-        "context_parallel",
-    ),
+    "an axis more": ("policy", policy(TRAIN.replace("[", '["expert_parallel", ')), "unknown", "context_parallel"),
     "other train": (
         "policy",
         policy("def train(self, data, timer=None): pass"),

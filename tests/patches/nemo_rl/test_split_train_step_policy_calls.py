@@ -3,8 +3,6 @@
 Without a checkout it is our imitation of Policy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from functools import partial
@@ -279,8 +277,7 @@ def test_only_the_logprobs_that_are_asked_for_are_computed(asked):
         return lambda meta, micro_batch_size, timer: calls.append((which, meta, micro_batch_size, timer))
 
     policy = SimpleNamespace(
-        get_logprobs_from_meta=computing("policy"),
-        get_reference_policy_logprobs_from_meta=computing("reference"),
+        get_logprobs_from_meta=computing("policy"), get_reference_policy_logprobs_from_meta=computing("reference")
     )
     which = {f"refresh_{name}_logprobs": True for name in asked}
     assert prepare_logprobs_from_meta(policy, "meta", **which, micro_batch_size=2, timer="timer") is None

@@ -1,7 +1,5 @@
 """nemo_rl.split-train-step where the model has losses of its own: a router's, multi-token prediction's."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 

@@ -1,18 +1,31 @@
-"""nemo_rl.train-after-exception: after a call that raised, the next one is that of a fresh worker."""
+"""nemo_rl.train-after-exception: after a call that raised, the next one is that of a fresh worker.
 
-from __future__ import annotations
+A dropped step of a mixture of experts leaves nothing outside of gradients either.
+"""
 
 import contextlib
+import functools
 import importlib
 import logging
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 from patches.nemo_rl.test_split_after_exceptions import failing_in_iterator, failing_in_loss
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import Interrupted, Log, attempt, hooks_of
-from rigs.nemo_rl.steps import SIZE, assert_no_difference, compared_after, trained_gpt, whole
+from rigs.nemo_rl.steps import (
+    SIZE,
+    assert_no_difference,
+    compared_after,
+    differences,
+    in_slices,
+    set_up,
+    trained_gpt,
+    whole,
+)
 from rigs.nemo_rl.worker import SHAPES, batch, find_nemo_rl, nll_loss
+from rigs.step_state import ROUTERS, held, logged_by_process, raising_after
 
 from megapatch.testing import init_parallel
 
@@ -98,3 +111,81 @@ def test_a_timer_that_was_left_running_is_started_again():
     ((elapsed, texts),) = run_with_megatron(timed_twice, 1, setup=find_nemo_rl)
     assert elapsed == 2.0
     assert [text for text in texts if "timer 'train' was still running" in text]
+
+
+EXPERTS = {"experts": 4, "config": ROUTERS}
+
+
+def after_finalize(worker, loss):
+    return raising_after(worker.model.config, "finalize_model_grads_func")
+
+
+def in_the_optimizer(worker, loss):
+    return raising_after(worker.optimizer, "prepare_grads")
+
+
+FAULTS_BY_WAY = {
+    "train": {"loss": failing_in_loss, "backward": failing_in_backward, "after finalize": after_finalize},
+    "split": {"loss": failing_in_loss, "after finalize": after_finalize, "in the optimizer": in_the_optimizer},
+}
+
+
+def train(worker, loss):
+    worker.train(batch(7, SIZE), loss, gbs=SIZE * worker.dp_size)
+
+
+def split(worker, loss):
+    worker.begin_train_step(loss, gbs=SIZE * worker.dp_size)
+    try:
+        worker.train_microbatch(batch(7, SIZE))
+        worker.finish_train_step()
+    finally:
+        worker.abort_train_step()
+
+
+def dropped(way, fault, left):
+    """Return a function that makes a step, and one that is dropped; `left` gets what is held around that."""
+
+    def before(worker):
+        whole(worker, 5, nll_loss())
+        if fault is None:
+            return
+        model = SimpleNamespace(chunks=[worker.model], optimizer=worker.optimizer)
+        found = held(model)
+        loss = nll_loss()
+        with contextlib.suppress(Interrupted), FAULTS_BY_WAY[way][fault](worker, loss):
+            {"train": train, "split": split}[way](worker, loss)
+            raise AssertionError("nothing was raised")
+        left.append((found, held(model)))
+
+    return before
+
+
+def compared_ways(rank, world_size, way):
+    """By fault: the largest difference of the parameters, and what was held before and after the dropped step."""
+    take_step = {"train": whole, "split": in_slices((4, 4))}[way]
+    found = {}
+    with contextlib.redirect_stdout(None):
+        for _, options in set_up("dp2"):
+            run = functools.partial(trained_gpt, {**options, **EXPERTS}, "nll", take_step)
+            logged_by_process().clear()
+            expected = run(before=dropped(way, None, []))
+            for fault in FAULTS_BY_WAY[way]:
+                logged_by_process().clear()
+                got = run(before=dropped(way, fault, left := []))
+                found[fault] = differences(got, expected)["parameters"], *left[0]
+    return found
+
+
+@pytest.mark.parametrize("way", FAULTS_BY_WAY)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_dropped_step_leaves_nothing(shape, way):
+    for found in run_with_megatron(
+        compared_ways, 2, way, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}
+    ):
+        for fault, (difference, before, after) in found.items():
+            assert difference == 0, fault
+            if way == "split":
+                assert after == before, fault
+            else:  # the next train() zeroes the counts
+                assert after[2:] == before[2:], fault

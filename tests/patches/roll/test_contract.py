@@ -1,7 +1,5 @@
 """ROLL's patches keep the contract."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.contract import check_family
 from rigs.roll.runs import set_scale

@@ -1,7 +1,5 @@
 """ROLL's strategy on two ranks: what is wrong or fails without the patches, and what it does with them."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.cells import cells_of
 from rigs.roll.runs import SCALES, cells

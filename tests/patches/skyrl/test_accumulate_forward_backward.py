@@ -1,8 +1,6 @@
 """skyrl.accumulate-forward-backward: SkyRL's own worker and model wrapper around a real model and optimizer, at 2
 ranks, for each release that has the two calls."""
 
-from __future__ import annotations
-
 import importlib
 from unittest import mock
 

@@ -3,8 +3,6 @@
 Real: the store, Megatron's DDP and distributed optimizer. A whole tiny GPT takes the place of a LoRA adapter.
 """
 
-from __future__ import annotations
-
 import importlib
 from unittest import mock
 

@@ -1,8 +1,6 @@
 """skyrl.async-trainer-resume: train() of SkyRL's own FullyAsyncRayPPOTrainer, whose syncs fail, and SkyRL's own
 client, for each release. Models, data and samples are ours."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

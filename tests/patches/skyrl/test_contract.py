@@ -1,8 +1,6 @@
 """SkyRL's patches keep the contract on its own code: one release of the old package and one of the new. Checkouts,
 which have all the defects, come before wheels."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import os

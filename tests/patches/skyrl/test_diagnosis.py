@@ -1,7 +1,5 @@
 """Verdicts of the patches around weight syncs on code that is like SkyRL's and yet another."""
 
-from __future__ import annotations
-
 from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause
@@ -48,10 +46,7 @@ def trainer(*lines, client="inference_engine_client"):
     return code(TRAINER, *lines, client=client)
 
 
-TAKEN_BACK = (
-    "try: await abort()",
-    "except BaseException: self.generation_paused_event.clear(); raise",
-)
+TAKEN_BACK = ("try: await abort()", "except BaseException: self.generation_paused_event.clear(); raise")
 BY_DISPATCH = "await self.dispatch.save_weights_for_sampler()"
 ITS_SYNCS = "expected train() to use"
 SOURCES = {

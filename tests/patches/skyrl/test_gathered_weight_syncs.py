@@ -1,8 +1,6 @@
 """SkyRL's own extractors, or its broadcast, read for a weight sync right after a step, by Megatron-Bridge's own
 exporter, at two data-parallel ranks: the same as without overlap_param_gather."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.cells import AUDITED, take_rules
 from rigs.megatron.exporters import MODULES, installed

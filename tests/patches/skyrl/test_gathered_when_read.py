@@ -1,8 +1,6 @@
 """skyrl.gathered-when-read: SkyRL's own checkpoints right after a step, at two data-parallel ranks, compared with
 those of a model without overlap_param_gather."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.cells import AUDITED, take_rules
 from rigs.megatron.gathers import Collectives, pair, wrong

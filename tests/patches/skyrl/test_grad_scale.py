@@ -1,7 +1,5 @@
 """skyrl.grad-scale: SkyRL's own wrapper around a real model and optimizer, at 2 ranks, for each release."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 
@@ -22,10 +20,7 @@ pytestmark = needs_skyrl
 SCALE = 1024.0  # a power of two: scaling and unscaling are exact
 SCALED = {"optim": {"loss_scale": SCALE}}
 AUXILIARY = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 1.0}
-MODELS = {
-    "dense": {},
-    "experts": {"experts": 2, "config": AUXILIARY},
-}
+MODELS = {"dense": {}, "experts": {"experts": 2, "config": AUXILIARY}}
 
 
 def trained(release, options):

@@ -4,8 +4,6 @@ Real: SkyRL's MegatronStrategy, Megatron's checkpoints on disk, optimizer and sc
 cloud are stand-ins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from types import SimpleNamespace

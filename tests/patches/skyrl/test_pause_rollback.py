@@ -1,7 +1,5 @@
 """skyrl.pause-rollback: the pause of SkyRL's own client, failing and cancelled half way, for each release."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """skyrl.pipeline-seed: SkyRL's own strategy in real pipelines: of 2 stages for each release, of 4 for one."""
 
-from __future__ import annotations
-
 import functools
 import random
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ worker_process_setup_hook activates megapatch there. Ray is real, and so are Sky
 not. The dispatch is as in test_weight_sync_pause.py.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys
@@ -17,10 +15,7 @@ from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
 
 from megapatch.testing import run_ranks
 
-pytestmark = [
-    needs_skyrl,
-    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed"),
-]
+pytestmark = [needs_skyrl, pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed")]
 
 
 def first(releases):

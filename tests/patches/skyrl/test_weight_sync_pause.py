@@ -4,8 +4,6 @@ No wheel has the defect: where one has the dispatch and the client, its fixed me
 the former one. A checkout that has the defect is tested as it is.
 """
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -1,7 +1,5 @@
 """slime's actor.py holds train() and save() by name: both ways of activating megapatch reach it."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """slime's save(), with Megatron's own save_checkpoint(), writes the trained parameters between rollouts."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

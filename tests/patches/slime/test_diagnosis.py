@@ -1,7 +1,5 @@
 """Verdicts of slime.train-reentry on slime's modules, as they are and changed."""
 
-from __future__ import annotations
-
 import importlib
 
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of

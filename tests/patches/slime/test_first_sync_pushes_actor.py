@@ -1,7 +1,5 @@
 """The first weight sync pushes the actor's weights, with a reference model loaded after them."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest
@@ -16,11 +14,7 @@ from rigs.slime.train import FRAMEWORK, UTILS, find_slime
 from megapatch.patches.slime.first_sync_pushes_actor import diagnose
 from megapatch.testing import init_parallel, tiny_gpt
 
-CASES = {
-    "reference": {},
-    "no reference": {"with_ref": False},
-    "offloaded": {"offload_train": True},
-}
+CASES = {"reference": {}, "no reference": {"with_ref": False}, "offloaded": {"offload_train": True}}
 
 
 def syncs(rank, world_size):

@@ -2,8 +2,6 @@
 and then calls optimizer.step(), which prepares them. On slime's (or miles') own code where SLIME_CHECKOUT names a
 checkout of it, else on an imitation. Compared with slime's other step, which only calls optimizer.step()."""
 
-from __future__ import annotations
-
 import inspect
 import math
 

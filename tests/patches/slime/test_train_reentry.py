@@ -1,8 +1,6 @@
 """slime.train-reentry at 2 ranks: on slime's (or miles') own code where SLIME_CHECKOUT names a checkout of it,
 else on an imitation. Everything is compared with a run that has no overlap and no megapatch."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

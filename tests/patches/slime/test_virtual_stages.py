@@ -1,7 +1,5 @@
 """slime.train-reentry with virtual pipeline stages, where the hooks are lists, of one for each model chunk."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.cells import RAISING
 from rigs.imported import run_with_megatron

@@ -1,7 +1,5 @@
 """Verdicts on code that is like verl's and yet another."""
 
-from __future__ import annotations
-
 from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
 
 from megapatch.patches.verl import (

@@ -1,8 +1,6 @@
 """verl's own engine on two ranks, data parallel and in a pipeline: what fails or is wrong without the patches, and
 what it does with them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -4,8 +4,6 @@ Real: MegatronCheckpointManager.load_checkpoint(), Megatron's model, optimizer, 
 checkpoint is ours.
 """
 
-from __future__ import annotations
-
 import importlib
 from unittest import mock
 

@@ -1,8 +1,6 @@
 """A TrainStep within verl's engine: however a step's samples are cut into calls, the step is the same. TrainPump
 drives it with prompt groups. See docs/verl.md."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from rigs.cells import run_cells

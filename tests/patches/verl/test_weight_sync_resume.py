@@ -1,7 +1,5 @@
 """verl.weight-sync-resume: verl's own manager, whose sync fails in each place, by each way of calling it."""
 
-from __future__ import annotations
-
 import pytest
 from rigs.verl.engine import RELEASES, needs_verl
 from rigs.verl.sync import CALLS, PLACES, found_by

@@ -7,8 +7,6 @@ rollout servers, the splitting and packing of samples, the conversion to Hugging
 AReaL that play no part in the tests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

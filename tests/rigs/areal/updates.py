@@ -1,7 +1,5 @@
 """AReaL's weight updates and checkpoints of the engine in `rigs.areal.engine`, to servers that may fail."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """The jobs of the checks for GPUs; on CPU the CUDA stubs stand for the device."""
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Transformer Engine in the ranks of checks for GPUs: its layers, fused gradient accumulation, fp8 parameters."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from unittest import mock

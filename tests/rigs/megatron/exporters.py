@@ -4,8 +4,6 @@ Their packages' __init__ import every conversion, and with those Transformer Eng
 modules are imported. Packages that are not installed have stand-ins.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,15 +19,7 @@ from rigs.stand_ins import BRIDGE, Anything, BarePackages, StandIns
 CONVERSION = f"{BRIDGE}.models.conversion"
 DECORATORS = f"{BRIDGE}.models.decorators"
 TUNERS = "mcore_bridge.tuners"
-BARE = (
-    BRIDGE,
-    f"{BRIDGE}.models",
-    CONVERSION,
-    "mbridge",
-    "mcore_bridge",
-    "mcore_bridge.bridge",
-    TUNERS,
-)
+BARE = (BRIDGE, f"{BRIDGE}.models", CONVERSION, "mbridge", "mcore_bridge", "mcore_bridge.bridge", TUNERS)
 NOT_THEIRS = (f"{BRIDGE}.peft",)
 # On import Megatron looks for what is installed, and would ask a stand-in for its version.
 BEFORE_STAND_INS = (

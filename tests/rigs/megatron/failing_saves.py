@@ -1,18 +1,17 @@
 """Saves of which a part fails on some ranks, by the real dist_checkpointing and its queue at 2 ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools
 import importlib
+import os
 import shutil
 from unittest import mock
 
 import torch
 
 from megapatch._versions import find_module
-from megapatch.patches.megatron._failures import Failure
+from megapatch.patches.megatron.save_fails_everywhere import Failure
 from rigs.megatron.options import Log, attempt, quick_writer
 from rigs.megatron.save import BASE, Saves, minor, strategies
 
@@ -36,6 +35,10 @@ def no_folder_for(module, name):
     return mock.patch.object(module, name, f"gone/{getattr(module, name)}")
 
 
+def has_manifests():
+    return hasattr(importlib.import_module(f"{CORE}.validation"), "INTEGRITY_FNAME")
+
+
 NOTHING = contextlib.nullcontext()
 
 
@@ -52,6 +55,7 @@ class Failing:
         self.queue = queues.AsyncCallsQueue(persistent=False)
         self.saves = Saves(rank, f"{folder}/{writer}", cached=False, writer=writer)
         self.ran = []
+        self.left = []  # files of the save that failed last
 
     def plan(self, finalize_fns=(), **options):
         planned = self.saves.plan(BASE, **options)
@@ -81,6 +85,8 @@ class Failing:
         """Return the error of a save, while something is changed, and how it goes on."""
         with changed:
             error = attempt(save, *arguments)
+        newest = max(os.listdir(self.saves.folder), key=int)
+        self.left = os.listdir(f"{self.saves.folder}/{newest}")
         return (*error, self.next_one())
 
     # ---------------------------------------------------------------------------------- what fails
@@ -90,15 +96,21 @@ class Failing:
         return self.failed(save, changed=mock.patch.object(module.FileSystemWriterAsync, "finish", full_disk))
 
     def without_config(self, save):
-        return self.failed(save, changed=no_folder_for("core", "CONFIG_FNAME"))
+        with self.hashed():
+            return self.failed(save, changed=no_folder_for("core", "CONFIG_FNAME"))
 
     def without_manifest(self, save):
+        with self.hashed():
+            return self.failed(save, changed=no_folder_for("validation", "INTEGRITY_FNAME"))
+
+    def hashed(self):
         """Save with hashes of all files, from 0.17.1 on."""
         from megatron.core import dist_checkpointing
 
-        hashed = functools.partial(dist_checkpointing.save, verify_integrity=True)
-        with mock.patch.object(dist_checkpointing, "save", hashed):
-            return self.failed(save, changed=no_folder_for("validation", "INTEGRITY_FNAME"))
+        if not has_manifests():
+            return NOTHING
+        save = functools.partial(dist_checkpointing.save, verify_integrity=True)
+        return mock.patch.object(dist_checkpointing, "save", save)
 
     def in_trainers_function(self, ranks):
         """Fail in the first of the trainer's own functions on these ranks. The others have fewer of them."""

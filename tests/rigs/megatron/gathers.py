@@ -1,7 +1,5 @@
 """Models whose parameters wait to be gathered, what is read from them, and the gathers that runs make."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from unittest import mock

@@ -1,7 +1,5 @@
 """Steps cut into calls: when their gradients are reduced, and their results with and without overlap."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Main parameters, weights and optimizer states of tiny models: copies, loads, and the steps between them."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

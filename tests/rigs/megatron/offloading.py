@@ -1,7 +1,5 @@
 """The real HybridDeviceOptimizer. Without GPUs parameters say that they are on one, copies that they are not."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from unittest import mock

@@ -1,7 +1,5 @@
 """Options of the tiny GPT, reference runs, and probes, for tests of Megatron's patches."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging

@@ -1,7 +1,5 @@
 """Saves of one strategy by the real dist_checkpointing, and the calls that planning each of them took."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The tiny GPT for frameworks that would make one of Hugging Face's: its configuration, and DDP around it."""
 
-from __future__ import annotations
-
 import torch
 
 from megapatch.testing._tiny_gpt import _layout, _models, _plain_cpu, _sizes, _work_without_transformer_engine

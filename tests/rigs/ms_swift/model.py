@@ -1,7 +1,5 @@
 """Stand-ins for ms-swift's arguments and for a model of Hugging Face's, with LoRA."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

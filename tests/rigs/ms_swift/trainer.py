@@ -6,8 +6,6 @@ takes the place of a model of Hugging Face's. Stand-ins: vLLM, Transformer Engin
 play no part in the tests (datasets, templates, rewards). Each release is loaded in processes of its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from contextlib import contextmanager

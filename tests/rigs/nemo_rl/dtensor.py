@@ -8,8 +8,6 @@ model, which takes packed sequences without flash attention, is ours, and so are
 __init__ would have set. Without a checkout of NeMo-RL the first worker is our imitation, and FSDP2 is real.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -6,8 +6,6 @@ exchanges the answers between all ranks, so that the ranks' programs must wait i
 checkout NeMo-RL is our imitation, which has no data plane.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """NeMo-RL's own replay buffer as the buffer of a pump; without a checkout, our imitation of it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 from pathlib import Path

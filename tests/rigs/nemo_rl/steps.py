@@ -1,7 +1,5 @@
 """Steps of NeMo-RL's workers, whole and in slices, and how far two runs of them differ."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 
@@ -24,9 +22,7 @@ LOSSES = {
     "nll": nll_loss,
     "policy gradient": policy_gradient_loss,
     "by sequences": lambda: policy_gradient_loss(
-        token_level_loss=False,
-        sequence_level_importance_ratios=True,
-        truncated_importance_sampling_type="tis",
+        token_level_loss=False, sequence_level_importance_ratios=True, truncated_importance_sampling_type="tis"
     ),
     "sequences out of bounds": lambda: policy_gradient_loss(truncated_importance_sampling_type="seq-mask-tis"),
 }

@@ -3,8 +3,6 @@
 Without a checkout of NeMo-RL, our imitation of the interface and of one transport.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

@@ -7,8 +7,6 @@ loggers. Otherwise NeMo-RL is our imitation, and only megatron-core is real. In 
 the attributes that the worker's __init__ would have set are ours.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs of ROLL's strategy without megapatch's patches and with them, as cells of one run of two ranks."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

@@ -4,8 +4,6 @@ Real, of a checkout: initialize(), train_step() and the forward step that it dri
 takes the place of mcore_adapter's models. Stand-ins: Ray, data, offloading, and all else of ROLL.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

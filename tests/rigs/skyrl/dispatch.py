@@ -1,7 +1,5 @@
 """SkyRL's WorkerDispatch around a worker of this process, which is every rank that the dispatch knows."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from types import SimpleNamespace

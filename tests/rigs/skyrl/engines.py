@@ -3,8 +3,6 @@
 An engine serves one request all the time. The tests ask which weights a request was computed with.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import inspect

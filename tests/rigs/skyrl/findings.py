@@ -1,7 +1,5 @@
 """A rank's findings on each release of SkyRL, computed once for all tests of a module."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 python -m rigs.skyrl.ray PROGRAM, in the folder of the tests, with the release in SKYRL_RELEASE.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -4,8 +4,6 @@ Each is loaded in processes of its own, since their code has the same names. Pac
 tests have stand-ins: inference engines, web servers, datasets, Ray.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import os

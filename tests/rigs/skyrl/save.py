@@ -1,7 +1,5 @@
 """SkyRL's own save_checkpoint(), up to what it gives to Megatron to write."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from unittest import mock

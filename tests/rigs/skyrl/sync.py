@@ -1,7 +1,5 @@
 """SkyRL's own extractors of weights, on a tiny GPT and the real exporter of Megatron-Bridge."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import sys

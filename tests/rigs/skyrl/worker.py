@@ -1,7 +1,5 @@
 """SkyRL's policy worker for Megatron around a tiny GPT: its own methods, without the Ray actor around them."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

@@ -5,8 +5,6 @@ Ours are the edges: process groups and arguments (Megatron's are set up already)
 Face, checkpoints as read from disk, names as converted for Hugging Face, Ray, and the rollout engines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

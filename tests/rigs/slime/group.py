@@ -3,8 +3,6 @@
 The actor is slime's own, down to train_one_step(), with the data, the loss and the log of the tests.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """The part of Megatron-Bridge that verl uses, which makes our tiny GPT instead of a model of Hugging Face's."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 from types import SimpleNamespace

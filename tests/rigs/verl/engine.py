@@ -6,8 +6,6 @@ place of a model of Hugging Face's, and so do the packages that play no part in 
 datasets, Ray, transformers. Each release is loaded in processes of its own, since their code has the same names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Readers of a model of verl's engine after a step: exports, copies and checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Runs of verl's engine without megapatch's patches for verl and with them, as cells of one run of two ranks."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from types import SimpleNamespace

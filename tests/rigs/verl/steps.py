@@ -1,7 +1,5 @@
 """One optimizer step of verl's engine from several calls, and TrainPump in front of it."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 

@@ -1,7 +1,5 @@
 """verl's own CheckpointEngineManager over replicas, worker groups and a Ray that are ours, and can fail."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import importlib

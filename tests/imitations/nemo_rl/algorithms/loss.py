@@ -1,7 +1,5 @@
 """An imitation of NeMo-RL's losses: their metrics by name, and what each is divided by."""
 
-from __future__ import annotations
-
 import enum
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """An imitation of NeMo-RL's module of this name. A batch is one global batch; all samples are of one length."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """An imitation of NeMo-RL's module of this name."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 

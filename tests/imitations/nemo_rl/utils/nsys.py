@@ -1,7 +1,5 @@
 """An imitation of NeMo-RL's module of this name."""
 
-from __future__ import annotations
-
 
 def wrap_with_nvtx_name(name):
     """A decorator that hides the function behind one of its own, without its name and signature."""

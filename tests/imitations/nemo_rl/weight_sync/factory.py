@@ -1,7 +1,5 @@
 """An imitation of NeMo-RL's module of this name, and of one of the transports that it knows."""
 
-from __future__ import annotations
-
 import contextlib
 
 from .interfaces import WeightSynchronizer

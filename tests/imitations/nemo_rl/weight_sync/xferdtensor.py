@@ -1,7 +1,5 @@
 """An imitation of NeMo-RL's module of this name: the transport, which is NCCL."""
 
-from __future__ import annotations
-
 
 class DTensorRef:
     def __init__(self, local_tensor, global_shape):

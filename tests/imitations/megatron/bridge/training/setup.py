@@ -1,7 +1,5 @@
 """An imitation of Bridge's module of this name: the function that makes the hooks on a model's config."""
 
-from __future__ import annotations
-
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
 

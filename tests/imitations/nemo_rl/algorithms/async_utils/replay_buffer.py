@@ -1,7 +1,5 @@
 """An imitation of NeMo-RL main's module of this name: the buffer of an asynchronous controller."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """An imitation of the last step of a worker's setup, and of what it has Megatron-Bridge do."""
 
-from __future__ import annotations
-
 from megatron.core.distributed import finalize_model_grads
 
 

@@ -3,8 +3,6 @@
 There is no packing of sequences, no tensor or context parallelism; arguments for what is not here are ignored.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """An imitation of ROLL's strategy that trains with Megatron: what it sets up, and a step."""
 
-from __future__ import annotations
-
 from megatron.core import mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer

@@ -4,8 +4,6 @@ The test rig puts in here, as into the real module: get_args, get_batch, loss_fu
 save_checkpoint and logging_utils.log.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from types import SimpleNamespace

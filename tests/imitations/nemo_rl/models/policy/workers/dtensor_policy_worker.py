@@ -4,8 +4,6 @@ Its train() takes one global batch. It lacks evaluation, attention (so that samp
 an __init__ (the rig makes workers).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import defaultdict
 from pathlib import Path

@@ -3,8 +3,6 @@
 Its train() takes one global batch. It lacks evaluation and an __init__ (the rig makes workers).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from pathlib import Path

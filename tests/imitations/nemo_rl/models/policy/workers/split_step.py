@@ -1,8 +1,6 @@
 """Methods of the worker, as on NeMo-RL main, with the faults that patches are there for: finish_train_step leaves
 forward pre-hooks off, abort_train_step leaves the rerun state machine as it is."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch
