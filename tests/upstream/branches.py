@@ -2,8 +2,8 @@
 
     python -m upstream.branches GIT [REF or DATE ...] [--verify PATCH ...]
 
-GIT is a checkout or a git directory. A DATE (2026-05-01) is what main was then. By default: the heads of main, of dev
-and of the newest release branch. Prints a table with a row for each; of each refusal a line with the first commit of
+GIT is a checkout or a git directory. A DATE (2026-05-01) is what main was then. By default: the heads of main, of
+dev and of the newest release branch. Prints a table with a row for each, and each refusal with the first commit of
 the branch that is refused. --verify runs `megapatch verify` of these patches as well. Exits with 1 if a diagnosis
 refuses, or a patch does not do what it promises.
 """
@@ -23,7 +23,7 @@ from verdicts.process import CouldNotLook, verdicts_on
 
 KNOWN = ("needed", "fixed", "absent", "unsupported")
 HISTORY = 1024
-"""How many commits of a branch, without those that were merged into it, are looked through for a refusal's first."""
+"""How many commits of a branch are looked through for the first that is refused."""
 
 
 class Repository:
@@ -31,7 +31,7 @@ class Repository:
 
     def __init__(self, path):
         self.path = path
-        self.refused = {}
+        self.looked = {}
 
     def git(self, *arguments):
         command = ["git", "-C", self.path, *arguments]
@@ -40,7 +40,7 @@ class Repository:
     def commit(self, name):
         """Return the commit of a ref, of a remote's branch, or of a date."""
         if re.fullmatch(r"\d{4}-\d\d-\d\d", name):
-            return self.git("rev-list", "-1", "--first-parent", f"--before={name}", self.commit("main"))
+            return self.git("rev-list", "-1", "--first-parent", f"--before={name}T00:00:00Z", self.commit("main"))
         for ref in (name, f"origin/{name}"):
             with contextlib.suppress(subprocess.CalledProcessError):
                 return self.git("rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
@@ -67,10 +67,10 @@ class Repository:
 
     def look(self, commit):
         """Return the verdicts on a commit, by patch and module."""
-        if commit not in self.refused:
+        if commit not in self.looked:
             with self.files(commit) as folder:
-                self.refused[commit] = verdicts_on("megatron-core", folder)
-        return self.refused[commit]
+                self.looked[commit] = verdicts_on("megatron-core", folder)
+        return self.looked[commit]
 
     def first_refused(self, site, commit):
         """Return the first commit on the way to this one, and since which, a site is refused; None if all are."""
@@ -131,7 +131,7 @@ def main():
         print(f"| {name} | {repository.describe(commit)} | {verdicts} | {patches} | {verify} |", flush=True)
     for site, commit, reason in refused:
         first = repository.first_refused(site, commit)
-        since = repository.describe(first) if first else f"more than {HISTORY} commits, or since there is this branch"
+        since = repository.describe(first) if first else f"before the last {HISTORY} commits"
         print(f"{site[0]} at {site[1]}: refused since {since}: {reason}", flush=True)
     return 0 if well and not refused else 1
 

@@ -1,12 +1,12 @@
-"""A pytest plugin that runs tests which want GPUs and NCCL on CPU: `pytest -p upstream.plugin`, once for each rank.
+"""A pytest plugin that runs tests for GPUs and NCCL on CPU: `pytest -p upstream.plugin`, once for each rank.
 
 "cuda" is the CPU, by the stubs of `megapatch.testing`; NCCL is gloo with one thread a group, and AVG the sum of
-what is divided. Ranks meet after each test. Where it failed on one of them, that rank closes its connections, so that
-the others do not wait for it, and all of them drop their groups.
+what is divided. Ranks meet after each test. Where it failed on one of them, that rank closes its connections, so
+that the others do not wait for it, and all of them drop their groups.
 
 Environment: RANK and WORLD_SIZE; UPSTREAM_PORT of the store in which ranks meet; UPSTREAM_FOLDER for a file of
-results a rank, which has a line when a test begins and one when it ends; UPSTREAM_PATCHED=1 for megapatch. Without it
-nothing of megapatch stays imported.
+results a rank, which has a line when a test begins and one when it ends; UPSTREAM_PATCHED=1 for megapatch. Without
+it nothing of megapatch stays imported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import resource
@@ -51,6 +52,7 @@ _make_cpu_serve()
 import torch  # noqa: E402 (after the stubs)
 import torch.distributed as dist  # noqa: E402
 
+torch.cuda.is_available = lambda: True  # many tests would be skipped
 store = dist.TCPStore("127.0.0.1", int(os.environ["UPSTREAM_PORT"]), WORLD, RANK == 0, timedelta(seconds=120))
 resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
 _own_sockets = set(os.listdir("/proc/self/fd"))
@@ -126,7 +128,7 @@ def _hang_up():
 
 
 def _meet(test, failed):
-    """Wait for the other ranks at the end of a test. Groups of which there is no further use are dropped by all."""
+    """Wait for the other ranks at the end of a test, and drop groups that are of no further use."""
     global _worlds
     if failed or not _is_initialized():
         store.add(f"drop {test}", 1)
@@ -183,6 +185,22 @@ if os.environ.get("UPSTREAM_PATCHED"):
     _count_calls()
 sys.modules[DATA] = types.ModuleType(DATA)
 sys.modules[DATA].download_and_extract_asset = lambda *args, **kwargs: None
+
+
+def _do_without_transformer_engine():
+    """Give models Megatron's own layers."""
+    specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+    local = specs.get_gpt_layer_local_spec
+    known = inspect.signature(local).parameters
+
+    def local_spec(*args, **kwargs):
+        return local(*args, **{name: value for name, value in kwargs.items() if name in known})
+
+    specs.get_gpt_layer_with_transformer_engine_spec = local_spec
+
+
+if importlib.util.find_spec("transformer_engine") is None:
+    _do_without_transformer_engine()
 
 
 # ------------------------------------------------------------------------------------------ hooks
