@@ -77,7 +77,7 @@ def _start(checkout, files, folder, patched, ranks):
         WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1",
     )  # fmt: skip
     command = f"{sys.executable} -m pytest -p upstream.plugin -p no:cacheprovider -W ignore --quiet".split()
-    command += ["--continue-on-collection-errors", *files]
+    command += ["--continue-on-collection-errors", "--override-ini=addopts=", *files]
     settings = {"cwd": checkout, "start_new_session": True}
     processes = []
     for rank in range(ranks):

@@ -11,6 +11,7 @@ it nothing of megapatch stays imported.
 
 from __future__ import annotations
 
+import atexit
 import collections
 import contextlib
 import functools
@@ -28,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(os.environ["UPSTREAM_FOLDER"])
@@ -92,20 +94,15 @@ def _rendezvous(rendezvous, url, rank=RANK, world_size=WORLD, **kwargs):
     yield dist.PrefixStore("rendezvous", store), rank, world_size
 
 
-def _is_mean(op):
-    return op == dist.ReduceOp.AVG
-
-
 @_replace("all_reduce")
 def _all_reduce(all_reduce, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-    if _is_mean(op):
-        tensor.div_(dist.get_world_size(group))
-        op = dist.ReduceOp.SUM
+    if op == dist.ReduceOp.AVG:
+        tensor, op = tensor.div_(dist.get_world_size(group)), dist.ReduceOp.SUM
     return all_reduce(tensor, op, group, async_op)
 
 
 def _reduce_scatter(reduce_scatter, output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-    if _is_mean(op):
+    if op == dist.ReduceOp.AVG:
         input, op = input / dist.get_world_size(group), dist.ReduceOp.SUM
     return reduce_scatter(output, input, op, group, async_op)
 
@@ -130,30 +127,23 @@ def _hang_up():
 def _meet(test, failed):
     """Wait for the other ranks at the end of a test, and drop groups that are of no further use."""
     global _worlds
-    if failed or not _is_initialized():
+    state = sys.modules.get("megatron.core.parallel_state")
+    if failed or not (state and state.model_parallel_is_initialized()):  # nobody destroys the groups of a layout
         store.add(f"drop {test}", 1)
     store.set(f"worlds {test} {RANK}", str(_worlds))
     keys = [f"worlds {test} {rank}" for rank in range(WORLD)]
     store.wait(keys, timedelta(seconds=600))
     _worlds = max(int(store.get(key)) for key in keys)
     if store.add(f"drop {test}", 0):
-        _drop_groups()
+        _drop_groups(state)
 
 
-def _is_initialized():
-    """Return whether the test leaves a layout for the next one. Megatron never destroys the groups of one."""
-    state = sys.modules.get("megatron.core.parallel_state")
-    return bool(state and state.model_parallel_is_initialized())
-
-
-def _drop_groups():
+def _drop_groups(state):
     """Destroy all process groups, and have Megatron forget them."""
-    state = sys.modules.get("megatron.core.parallel_state")
     for destroy in (state.destroy_model_parallel if state else gc.collect, dist.destroy_process_group):
         with contextlib.suppress(Exception):
             destroy()
-    utilities = sys.modules.get("tests.unit_tests.test_utilities")
-    if utilities:
+    if utilities := sys.modules.get("tests.unit_tests.test_utilities"):
         utilities.Utils.inited = False
     gc.collect()
 
@@ -163,26 +153,21 @@ calls = collections.Counter()
 """Of replacement functions of patches, in the test that runs, by the patch's file. From Python 3.12 on."""
 
 
-def _count_calls():
-    monitoring = getattr(sys, "monitoring", None)
-    if monitoring is None:
-        return
-
-    def count(code, offset):
-        if "/megapatch/patches/" not in code.co_filename or not code.co_name.startswith("patched_"):
-            return monitoring.DISABLE
-        calls[Path(code.co_filename).stem] += 1
-        return None
-
-    monitoring.use_tool_id(monitoring.PROFILER_ID, "upstream.plugin")
-    monitoring.register_callback(monitoring.PROFILER_ID, monitoring.events.PY_START, count)
-    monitoring.set_events(monitoring.PROFILER_ID, monitoring.events.PY_START)
+def _count(code, offset):
+    if "/megapatch/patches/" not in code.co_filename or not code.co_name.startswith("patched_"):
+        return sys.monitoring.DISABLE
+    calls[Path(code.co_filename).stem] += 1
+    return None
 
 
 if os.environ.get("UPSTREAM_PATCHED"):
     import megapatch  # noqa: F401 (it activates itself)
 
-    _count_calls()
+    if monitoring := getattr(sys, "monitoring", None):
+        monitoring.use_tool_id(monitoring.PROFILER_ID, "upstream.plugin")
+        monitoring.register_callback(monitoring.PROFILER_ID, monitoring.events.PY_START, _count)
+        monitoring.set_events(monitoring.PROFILER_ID, monitoring.events.PY_START)
+        atexit.register(monitoring.set_events, monitoring.PROFILER_ID, 0)
 sys.modules[DATA] = types.ModuleType(DATA)
 sys.modules[DATA].download_and_extract_asset = lambda *args, **kwargs: None
 
@@ -190,13 +175,20 @@ sys.modules[DATA].download_and_extract_asset = lambda *args, **kwargs: None
 def _do_without_transformer_engine():
     """Give models Megatron's own layers."""
     specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
-    local = specs.get_gpt_layer_local_spec
-    known = inspect.signature(local).parameters
+    for kind in ("spec", "submodules"):
+        local = getattr(specs, f"get_gpt_layer_local_{kind}", None)
+        if local:
+            setattr(specs, f"get_gpt_layer_with_transformer_engine_{kind}", functools.partial(_call_known, local))
+    utilities = importlib.import_module("megatron.core.utils")
+    try:
+        utilities.is_te_min_version("1.3")
+    except TypeError:  # 0.16 compares None with it, in a fixture of all tests
+        utilities.get_te_version = lambda: Version("0")
 
-    def local_spec(*args, **kwargs):
-        return local(*args, **{name: value for name, value in kwargs.items() if name in known})
 
-    specs.get_gpt_layer_with_transformer_engine_spec = local_spec
+def _call_known(function, *args, **kwargs):
+    known = inspect.signature(function).parameters
+    return function(*args, **{name: value for name, value in kwargs.items() if name in known})
 
 
 if importlib.util.find_spec("transformer_engine") is None:
