@@ -129,11 +129,8 @@ def _results(folder, ranks):
 # ------------------------------------------------------------------------------------------ the verdict
 def different(without, with_megapatch):
     """Return the tests that end otherwise with megapatch; one that was not collected has no end."""
-    ends = {
-        test: [results.get(test, NOT_COLLECTED)[0] for results in (without, with_megapatch)]
-        for test in without.keys() | with_megapatch.keys()
-    }
-    return sorted(test for test, (one, other) in ends.items() if one != other)
+    one, other = ({(test, end[0]) for test, end in results.items()} for results in (without, with_megapatch))
+    return sorted({test for test, _ in one ^ other})
 
 
 def expected(text):
@@ -144,16 +141,13 @@ def expected(text):
 
 def row(suite, without, with_megapatch, differ, seconds):
     """Return the suite's row of the table."""
-
-    def ends(results):
-        counts = collections.Counter(outcome for outcome, _, _ in results.values())
-        return " / ".join(str(counts[name]) for name in ("passed", "failed", "skipped"))
-
-    reached = collections.Counter(patch for _, calls, _ in with_megapatch.values() for patch in calls)
+    counts = [collections.Counter(outcome for outcome, *_ in ends.values()) for ends in (without, with_megapatch)]
+    ends = [" / ".join(str(count[name]) for name in ("passed", "failed", "skipped")) for count in counts]
+    calls = [told for _, told, _ in with_megapatch.values() if told]
+    reached = collections.Counter(patch for told in calls for patch in told)
     patches = ", ".join(f"{patch} {count}" for patch, count in reached.most_common()) or "none: it proves nothing"
-    calling = sum(1 for _, calls, _ in with_megapatch.values() if calls)
-    cells = (suite, len(without), ends(without), ends(with_megapatch), len(differ), calling, patches)
-    return f"| {' | '.join(map(str, cells))} | {seconds:.0f} s |"
+    cells = (suite, len(without), *ends, len(differ), len(calls), patches, f"{seconds:.0f} s")
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main():
