@@ -172,7 +172,8 @@ def diagnose_queue(module: ModuleType) -> Verdict:
         return lacking(missing)
     rank = _Rank()
     caller = StandIn(is_current_async_call_done=lambda *args, **kwargs: True)
-    active = vars(module)["_ActiveAsyncRequest"](0, caller, module.AsyncRequest(None, (), [rank.fail]))
+    # In early 2025 main's queue kept the list of functions in the request's place: the same one fails there.
+    active = vars(module)["_ActiveAsyncRequest"](0, caller, module.AsyncRequest(rank.fail, (), [rank.fail]))
     finalize = with_globals(getattr(module, QUEUE).maybe_finalize_async_calls, torch=rank.torch)
     return rank.verdict(
         "maybe_finalize_async_calls", finalize, StandIn(async_calls=deque([active])), blocking=True

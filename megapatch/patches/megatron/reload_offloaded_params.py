@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
-from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes, missing_names
+from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_names
 from .._temporarily import temporarily_set
 from ._stand_ins import hybrid_with_copy
 
@@ -51,7 +51,8 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     parameter, held = module.torch.ones(1), module.torch.zeros(1)
-    optimizer = StandIn(
+    optimizer = object.__new__(answering_none(module.DistributedOptimizer))
+    vars(optimizer).update(
         optimizer=hybrid_with_copy(module, parameter, held, state={}),
         ddp_config=StandIn(**dict.fromkeys(FSDP, False)),
         config=StandIn(use_precision_aware_optimizer=True, use_precision_aware_optimizer_no_fp8_or_ds_fp8=True),

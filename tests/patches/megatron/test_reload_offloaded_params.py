@@ -61,6 +61,7 @@ def updates_all(self, state_dict=None):
 
 
 def updates_none(self, state_dict=None):
+    self.get_parameters()  # forks call methods of their own class
     assert isinstance(self.optimizer, HybridDeviceOptimizer)
 
 

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.megatron.failing_saves import WRITERS, Failing, full_disk, has_manifests, no_folder_for, wait_until
+from rigs.diagnosed_code import made_up, verdicts_of
+from rigs.megatron.failing_saves import CORE, WRITERS, Failing, full_disk, has_manifests, no_folder_for, wait_until
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import ALONE, has_working_writer, minor
 
@@ -93,6 +94,22 @@ def failing(rank, world_size, folder):
         yield (writer, "unwritten"), here.unwritten
         yield (writer, "interrupted"), here.interrupted
         yield (writer, "asked"), here.asked
+    yield "diagnosis", diagnosis
+
+
+def keeps_functions(self, blocking=False):
+    """Finalize as in March 2025: the queue has the functions in the place of their request."""
+    _, _, finalize_fns = self.async_calls.popleft()
+    for finalize in finalize_fns:
+        finalize()
+
+
+def diagnosis():
+    from megapatch.patches.megatron._diagnoses_of_save_failures import diagnose_queue
+
+    module = importlib.import_module(f"{CORE}.strategies.async_utils")
+    changes = made_up(module.AsyncCallsQueue, "maybe_finalize_async_calls", keeps_functions)
+    return verdicts_of(diagnose_queue, module, changes)
 
 
 unpatched = cells_of(waiting, 2, folder="unpatched", env=UNPATCHED)
@@ -196,3 +213,7 @@ def test_an_exit_is_not_waited_with(patched, writer):
 def test_the_costs_are_those_that_the_patch_states(patched, writer):
     for found in patched:
         assert found[writer, "asked"] == [2 if minor() >= 15 else 3, 4]
+
+
+def test_a_queue_that_keeps_functions_needs_it_too(patched):
+    assert {verdict for verdict, _ in patched[0]["diagnosis"].values()} == {"needed"}
