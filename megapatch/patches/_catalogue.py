@@ -18,11 +18,17 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron": {
         "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
         "megatron.expert-streams-loaded": ("megatron.core.tensor_parallel.random",),
+        "megatron.finetune-for-one-load": (
+            "megatron.training.checkpointing",
+            "megatron.bridge.training.checkpointing",
+            "megatron.bridge.training.setup",
+        ),
         "megatron.forward-pre-hook": ("megatron.core.distributed.distributed_data_parallel",),
         "megatron.fresh-metadata": (
             "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
             "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader",
         ),
+        "megatron.fresh-train-state": ("megatron.bridge.training.checkpointing",),
         "megatron.fully-reshardable-states": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.gathered-when-read": (
             "megatron.core.optimizer.distrib_optimizer",
