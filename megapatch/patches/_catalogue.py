@@ -61,6 +61,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "megatron.parameters-without-gradients": ("megatron.core.distributed",),
         "megatron.prepare-grads-once": ("megatron.core.optimizer",),
+        "megatron.refit-plan-of-its-model": ("megatron.core.resharding.refit",),
         "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.rerun-state-dict": (
             "megatron.core.rerun_state_machine",

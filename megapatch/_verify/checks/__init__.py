@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from ..check import Check
-from . import checkpoints, gradients, loads, offloading, ordinary, parameters, train_step, training, weight_sync
+from . import (
+    checkpoints,
+    gradients,
+    loads,
+    offloading,
+    ordinary,
+    parameters,
+    process,
+    train_step,
+    training,
+    weight_sync,
+)
 
 CHECKS: tuple[Check, ...] = (
     *gradients.CHECKS,
     *parameters.CHECKS,
     *checkpoints.CHECKS,
     *loads.CHECKS,
+    *process.CHECKS,
     *offloading.CHECKS,
     *training.CHECKS,
     *train_step.CHECKS,

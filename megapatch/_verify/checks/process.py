@@ -1,0 +1,42 @@
+"""Several models in one process, one after the other: each is as if it were the only one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from ..._versions import find_module
+from ..check import DP, Check, Layout, same
+
+REFIT = "megatron.core.resharding.refit"
+
+
+def refits_in_turn(layout: Layout = DP) -> float | None:
+    """Refit a model of one layer, and then one of two layers; against the parameters that are sent."""
+    if find_module(REFIT) is None:
+        return None  # to 0.15
+    layout.set_up()
+    refit = import_module(REFIT)
+    unwrap = import_module("megatron.core.utils").unwrap_model
+    difference = 0.0
+    for layers in (1, 2):
+        source, target = layout.model(layers=layers), unwrap(layout.model(layers=layers).chunks[0])
+        for parameter in target.parameters():
+            parameter.detach().zero_()
+        refit.swap_model_weights(source.chunks, target, refit.GlooCopyService())
+        found, sent = (_parameters(core) for core in (target, unwrap(source.chunks[0])))
+        difference = max(difference, same(found, sent, f"parameters after a refit of {layers} layers"))
+    return difference
+
+
+def _parameters(core: Any) -> dict[str, Any]:
+    return {name: parameter.detach() for name, parameter in core.named_parameters()}
+
+
+CHECKS = (
+    Check(
+        "megatron.refit-plan-of-its-model",
+        refits_in_turn,
+        "parameters of a second model after a refit, with those that were sent",
+    ),
+)
