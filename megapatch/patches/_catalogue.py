@@ -53,6 +53,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.dist_checkpointing.serialization",
             "megatron.core.distributed.data_parallel_base",
         ),
+        "megatron.masks-for-training": ("megatron.core.transformer.utils",),
         "megatron.models-are-freed": (
             "megatron.core.distributed.distributed_data_parallel",
             "megatron.core.models.common.embeddings.rotary_pos_embedding",

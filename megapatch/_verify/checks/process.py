@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from ..._versions import find_module
-from ..check import DP, Check, Layout, expect, same
+from ..check import DP, Check, Layout, expect, same, the_defect
 from ._steps import SHARDED
 
 REFIT = "megatron.core.resharding.refit"
@@ -52,7 +52,21 @@ def dropped_models(layout: Layout = DP) -> None:
         expect(not left, f"{what} was dropped, and {left} of its {len(dropped)} parts are still there")
 
 
+def pass_in_inference_mode(layout: Layout = DP) -> None:
+    """Run a forward pass in inference mode, and then a step of the same length."""
+    import torch
+
+    layout.set_up()
+    (chunk,) = layout.model().chunks
+    tokens = torch.arange(8, device="cuda").view(1, -1)
+    with torch.inference_mode():
+        chunk(tokens, tokens, None)  # without a mask of its own
+    with the_defect(RuntimeError, says="Inference tensors"):
+        chunk(tokens, tokens, None).sum().backward()
+
+
 CHECKS = (
+    Check("megatron.masks-for-training", pass_in_inference_mode),
     Check("megatron.models-are-freed", dropped_models, audited=False),
     Check(
         "megatron.refit-plan-of-its-model",
