@@ -3,7 +3,7 @@
 Symptom   a job starts from `pretrained_checkpoint`, as `load` has no checkpoint yet, saves, and goes back to its
           last checkpoint in the same process: it gets the weights alone, silently. The step is 0; optimizer,
           schedule and random streams stay as they are. So it is after a start with PEFT in Megatron-Bridge.
-Upstream  not reported. Megatron's load_checkpoint() sets args.finetune, in 0.12 to 0.19; Megatron-Bridge's sets
+Upstream  not reported. Megatron's load_checkpoint() sets args.finetune, in 0.17 to 0.19; Megatron-Bridge's sets
           cfg.checkpoint.finetune, as does the hook that loads the base model of PEFT, in 0.3 to 0.6. Nothing sets
           either back. A job that is started again in a new process loads all.
 Seam      the three functions: the setting is as before the call once it has returned or raised. What the call
