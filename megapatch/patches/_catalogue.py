@@ -18,11 +18,17 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
     "megatron": {
         "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
         "megatron.expert-streams-loaded": ("megatron.core.tensor_parallel.random",),
+        "megatron.finetune-for-one-load": (
+            "megatron.training.checkpointing",
+            "megatron.bridge.training.checkpointing",
+            "megatron.bridge.training.setup",
+        ),
         "megatron.forward-pre-hook": ("megatron.core.distributed.distributed_data_parallel",),
         "megatron.fresh-metadata": (
             "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
             "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader",
         ),
+        "megatron.fresh-train-state": ("megatron.bridge.training.checkpointing",),
         "megatron.fully-reshardable-states": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.gathered-when-read": (
             "megatron.core.optimizer.distrib_optimizer",
@@ -47,6 +53,12 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.dist_checkpointing.serialization",
             "megatron.core.distributed.data_parallel_base",
         ),
+        "megatron.masks-for-training": ("megatron.core.transformer.utils",),
+        "megatron.models-are-freed": (
+            "megatron.core.distributed.distributed_data_parallel",
+            "megatron.core.models.common.embeddings.rotary_pos_embedding",
+            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
+        ),
         "megatron.nested-no-sync": ("megatron.core.distributed.distributed_data_parallel",),
         "megatron.override-after-load": ("megatron.core.optimizer", "megatron.core.optimizer_param_scheduler"),
         "megatron.own-save-results": (
@@ -55,6 +67,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "megatron.parameters-without-gradients": ("megatron.core.distributed",),
         "megatron.prepare-grads-once": ("megatron.core.optimizer",),
+        "megatron.refit-plan-of-its-model": ("megatron.core.resharding.refit",),
         "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.rerun-state-dict": (
             "megatron.core.rerun_state_machine",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..check import Check
-from . import checkpoints, gradients, loads, train_step, training, weight_sync
+from . import checkpoints, gradients, loads, process, train_step, training, weight_sync
 
 CHECKS: tuple[Check, ...] = (
     *gradients.CHECKS,
     *checkpoints.CHECKS,
     *loads.CHECKS,
+    *process.CHECKS,
     *training.CHECKS,
     *train_step.CHECKS,
     *weight_sync.CHECKS,

@@ -5,6 +5,7 @@ Optimizers whose state is on the CPU are the real classes, around one parameter 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import logging
@@ -16,9 +17,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
+from ...patches._temporarily import temporarily_set
 from ..check import DP, Check, Layout, expect, same, the_defect
 from ._steps import ADAM, SHARDED
 
+BRIDGE = "megatron.bridge.training.checkpointing"
+MEGATRON = "megatron.training.checkpointing"
 SCHEDULE: dict[str, Any] = {
     "init_lr": 0.0,
     "max_lr": 1.0,
@@ -113,6 +117,52 @@ def streams_of_another(layout: Layout = DP) -> None:
     finally:
         logger.removeHandler(said)
     expect(said.has_warned, "an expert rank loads another one's random streams, and nothing says so")
+
+
+def counters_of_bridge(layout: Layout = DP) -> None:
+    """Begin loads of Megatron-Bridge's from a folder whose tracker is written between them."""
+    import torch
+
+    checkpointing = _imported(BRIDGE)
+    if checkpointing is None:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tracker = checkpointing.get_checkpoint_train_state_filename(folder, prefix="latest")
+        for step in (2, 5):
+            state = import_module("megatron.bridge.training.state").TrainState(step=step).state_dict()
+            if torch.distributed.get_rank() == 0:
+                torch.save(state, tracker)
+            with contextlib.suppress(Exception):  # there is no model to load into
+                checkpointing._load_checkpoint_from_path(folder, None, None, None, None)
+            found = checkpointing.read_train_state(tracker).step  # by rank 0, for all
+            expect(found == step, f"a load begins, and the tracker of step {step} is read as of step {found}")
+
+
+def start_from_pretrained(layout: Layout = DP) -> None:
+    """Begin a load where only the pretrained checkpoint is there, and look at the settings."""
+    settings = SimpleNamespace(load=None, finetune=False, ckpt_format="torch_dist")
+    state = SimpleNamespace(cfg=SimpleNamespace(checkpoint=settings))
+    for name, arguments in ((BRIDGE, (state, [], None, None)), (MEGATRON, ([], None, None))):
+        checkpointing = _imported(name)
+        if checkpointing is None:
+            continue  # wheels have Megatron's from 0.17 on
+        stand_ins = {"get_args": lambda: settings} if name != BRIDGE else {}
+        with tempfile.TemporaryDirectory() as folder, temporarily_set(checkpointing, **stand_ins):
+            settings.pretrained_checkpoint = folder
+            with open(checkpointing.get_checkpoint_tracker_filename(folder), "w") as file:
+                file.write("1")
+            with contextlib.suppress(Exception):  # there is no model to load into
+                checkpointing.load_checkpoint(*arguments)
+        expect(
+            settings.finetune is False, "a start from a pretrained checkpoint sets finetune for all later loads"
+        )
+
+
+def _imported(name: str) -> Any:
+    """Return the module, or None where it is not installed, or lacks something that it imports."""
+    with contextlib.suppress(ImportError):
+        return import_module(name)
+    return None
 
 
 class _Said(logging.Handler):
@@ -232,6 +282,8 @@ CHECKS = (
     ),
     Check("megatron.scheduler-after-load", scheduler_goes_back),
     Check("megatron.expert-streams-loaded", streams_of_another),
+    Check("megatron.fresh-train-state", counters_of_bridge),
+    Check("megatron.finetune-for-one-load", start_from_pretrained),
     Check("load-in-place", in_place, "parameters, with those of a run that did not go back", layouts=True),
     Check("megatron.reload-offloaded-params", reload_of_an_offloaded_parameter),
     Check("megatron.load-offloaded-state", loaded_state_of_an_offloaded_parameter),

@@ -60,7 +60,9 @@ def dropped_models():
         for _ in range(12):
             state = initialize()
             found.append(len(process_groups()))
-            tiny_gpt()
+            garbage: list = [tiny_gpt()]
+            garbage.append(garbage)  # `del` does not free it
+            del garbage
             take_down(state)
     finally:
         gc.enable()

@@ -1,0 +1,76 @@
+"""Several models in one process, one after the other: each is as if it were the only one."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from importlib import import_module
+from typing import Any
+
+from ..._versions import find_module
+from ..check import DP, Check, Layout, expect, same, the_defect
+from ._steps import SHARDED
+
+REFIT = "megatron.core.resharding.refit"
+
+
+def refits_in_turn(layout: Layout = DP) -> float | None:
+    """Refit a model of one layer, and then one of two layers; against the parameters that are sent."""
+    if find_module(REFIT) is None:
+        return None  # to 0.15
+    layout.set_up()
+    refit = import_module(REFIT)
+    unwrap = import_module("megatron.core.utils").unwrap_model
+    difference = 0.0
+    for layers in (1, 2):
+        source, target = layout.model(layers=layers), unwrap(layout.model(layers=layers).chunks[0])
+        for parameter in target.parameters():
+            parameter.detach().zero_()
+        refit.swap_model_weights(source.chunks, target, refit.GlooCopyService())
+        found, sent = (_parameters(core) for core in (target, unwrap(source.chunks[0])))
+        difference = max(difference, same(found, sent, f"parameters after a refit of {layers} layers"))
+    return difference
+
+
+def _parameters(core: Any) -> dict[str, Any]:
+    return {name: parameter.detach() for name, parameter in core.named_parameters()}
+
+
+def dropped_models(layout: Layout = DP) -> None:
+    """Train models of both kinds for a step, look up a rotary table, and drop all of it."""
+    layout.set_up()
+    embeddings = import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    kinds: dict[str, dict[str, Any]] = {"a mixture of experts": {"experts": 2}, "a model in fp32": SHARDED}
+    for what, options in kinds.items():
+        model, rotary = layout.model(**options), embeddings.RotaryEmbedding(8, 1.0)
+        model.train_step(0)
+        rotary(8)
+        dropped = [weakref.ref(each) for each in (*model.chunks, model.optimizer, rotary)]
+        del model, rotary
+        gc.collect()
+        left = sum(each() is not None for each in dropped)
+        expect(not left, f"{what} was dropped, and {left} of its {len(dropped)} parts are still there")
+
+
+def pass_in_inference_mode(layout: Layout = DP) -> None:
+    """Run a forward pass in inference mode, and then a step of the same length."""
+    import torch
+
+    layout.set_up()
+    (chunk,) = layout.model().chunks
+    tokens = torch.arange(8, device="cuda").view(1, -1)
+    with torch.inference_mode():
+        chunk(tokens, tokens, None)  # without a mask of its own
+    with the_defect(RuntimeError, says="Inference tensors"):
+        chunk(tokens, tokens, None).sum().backward()
+
+
+CHECKS = (
+    Check("megatron.masks-for-training", pass_in_inference_mode),
+    Check("megatron.models-are-freed", dropped_models, audited=False),
+    Check(
+        "megatron.refit-plan-of-its-model",
+        refits_in_turn,
+        "parameters of a second model after a refit, with those that were sent",
+    ),
+)

@@ -1,0 +1,158 @@
+"""megatron.fresh-train-state and megatron.finetune-for-one-load in Megatron-Bridge's own saves and loads."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from functools import partial
+
+import pytest
+import torch
+from rigs.cells import cells_of
+from rigs.diagnosed_sources import words
+from rigs.megatron.bridge import find_bridge, needs_bridge
+from rigs.megatron.bridge_loads import BridgeRun
+
+STATE, FINETUNE = "megatron.fresh-train-state", "megatron.finetune-for-one-load"
+MODULE = "megatron.bridge.training.checkpointing"
+pytestmark = needs_bridge
+
+
+def shared_folder():
+    """Return a folder that all ranks have, and that ends with the process of the first one."""
+    names = [tempfile.mkdtemp()]
+    torch.distributed.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def differences(found, expected):
+    """Return step and samples of both, and the parts of all elements that differ of parameters and moments."""
+
+    def part(those, these):
+        differ = [(one != other).float().mean() for one, other in zip(those, these, strict=True)]
+        return float(torch.stack(differ).mean())
+
+    return {
+        "steps": (found.step, expected.step),
+        "samples": (found.samples, expected.samples),
+        "parameters": part(found.parameters.values(), expected.parameters.values()),
+        "moments": part(found.moments, expected.moments),
+    }
+
+
+def load_again():
+    """Load step 2, train two steps, and load it again."""
+    run = BridgeRun(shared_folder())
+    run.loop.train(2)
+    saved = run.save()
+    run.load()
+    run.loop.train(2)
+    run.load()
+    return differences(run.found(), saved)
+
+
+def load_the_latest():
+    """Load step 2, save step 5, train, and load the latest."""
+    run = BridgeRun(shared_folder())
+    run.loop.train(2)
+    run.save()
+    run.load()
+    run.loop.train(3)
+    saved = run.save()
+    run.loop.train(2)
+    run.load()
+    return differences(run.found(), saved)
+
+
+def start_from_pretrained():
+    """Start from a checkpoint of another run, save step 2, train two steps, and load step 2."""
+    base = BridgeRun(pretrained := shared_folder())
+    base.loop.train(1)
+    weights = base.save().parameters
+    run = BridgeRun(shared_folder(), pretrained)
+    run.load()
+    start = run.found()
+    started = {
+        "start": start.step,
+        "weights": all(start.parameters[name].equal(weights[name]) for name in weights),
+    }
+    started["setting"] = run.settings.finetune
+    run.loop.train(2)
+    saved = run.save()
+    run.loop.train(2)
+    run.load()
+    return {**differences(run.found(), saved), **started}
+
+
+def load_that_raises():
+    run = BridgeRun("no such folder", "none either")
+    with pytest.raises(FileNotFoundError):
+        run.load()
+    return run.settings.finetune
+
+
+def peft_hook():
+    """What the setting is after the hook that loads PEFT's base model, and what fails in the hook after that."""
+    setup = importlib.import_module("megatron.bridge.training.setup")
+    base = BridgeRun(pretrained := shared_folder())
+    base.loop.train(1)
+    base.save()
+    run = BridgeRun("no such folder", pretrained)
+    run.loop.state.cfg.peft = object()
+    hook = setup._create_peft_pre_wrap_hook(run.loop.state.cfg, run.loop.state)
+    try:
+        hook(run.loop.model.chunks)
+    except TypeError as error:  # an object() cannot transform a model
+        return run.settings.finetune, str(error)
+
+
+def verdicts():
+    from megapatch.patches.megatron.finetune_for_one_load import PATCH
+    from megapatch.patches.megatron.fresh_train_state import diagnose
+
+    module = importlib.import_module(MODULE)
+    found = [words(diagnose(module))]
+    return found + [words(site.diagnose(importlib.import_module(site.module))) for site in PATCH.sites[1:]]
+
+
+CELLS = (load_again, load_the_latest, start_from_pretrained, load_that_raises, peft_hook, verdicts)
+RIGHT = {"parameters": 0, "moments": 0}
+
+
+def job(rank, world_size):
+    for cell in CELLS:
+        yield cell.__name__, partial(cell)
+
+
+without = cells_of(job, 2, setup=find_bridge, env={"MEGAPATCH_DISABLE": f"{STATE},{FINETUNE}"})
+ranks = cells_of(job, 2, setup=find_bridge)
+
+
+def test_without_the_patches_a_second_load_has_another_step_than_its_weights(without):
+    for found in without:
+        assert found["load_again"] == {"steps": (4, 2), "samples": (32, 16), **RIGHT}
+        latest = found["load_the_latest"]
+        assert latest["steps"][0] != 5 == latest["steps"][1]
+        assert latest["parameters"] > 0.9
+        after = found["start_from_pretrained"]
+        assert after["steps"] == (0, 2) and after["moments"] > 0.9
+        assert found["peft_hook"] == (True, "'object' object is not callable")
+
+
+def test_each_load_is_that_of_a_new_process(ranks):
+    for found in ranks:
+        assert found["load_again"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT}
+        assert found["load_the_latest"] == {"steps": (5, 5), "samples": (40, 40), **RIGHT}
+
+
+def test_the_load_after_a_start_from_pretrained_has_all(ranks):
+    for found in ranks:
+        start = {"start": 0, "weights": True, "setting": False}
+        assert found["start_from_pretrained"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT, **start}
+        assert found["load_that_raises"] is False
+        assert found["peft_hook"] == (False, "'object' object is not callable")
+
+
+def test_verdicts(without, ranks):
+    for found in (*without, *ranks):
+        assert [verdict for verdict, _ in found["verdicts"]] == ["needed"] * 3
