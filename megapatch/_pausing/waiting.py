@@ -14,7 +14,6 @@ anything else                        a result if all of its attributes are, or i
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import inspect
@@ -90,8 +89,9 @@ def _parts(result: object) -> list[Any] | None:
         return list(result.values())
     if isinstance(result, Collection):
         return list(result)
-    is_record = isinstance(result, SimpleNamespace) or dataclasses.is_dataclass(result)
-    return _attributes(result) if is_record and not isinstance(result, type) else None
+    # Not by dataclasses, which takes a millisecond to import: where it is not loaded nobody has any.
+    is_record = isinstance(result, SimpleNamespace) or hasattr(type(result), "__dataclass_fields__")
+    return _attributes(result) if is_record else None
 
 
 def _attributes(result: object) -> list[Any]:
