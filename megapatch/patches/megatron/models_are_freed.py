@@ -8,11 +8,12 @@ Upstream  NVIDIA/Megatron-LM#2774 is the symptom; in 0.12 to 0.19. DDP's hooks i
           A tensor with a graph that a module or an optimizer keeps, such as the last `probs` of a dispatcher or
           the shards of fp32 parameters, closes a cycle through C++, which Python's garbage collection does not
           see. RotaryEmbedding.forward is cached for the class, with the module in its key.
-Seam      DistributedDataParallel's hooks are made of a weak reference to it. Rotary tables are cached by a weak
-          reference to their module, as many as before, and forgotten when one of their modules is freed.
-Limits    the program has to refer to the DistributedDataParallel during a backward pass. Models that were built
-          before the patch was applied are not freed, nor those of FSDP. With the audit on, its own hooks refer to
-          a model until the graph goes. Many models are freed by `del` itself, and all by a garbage collection.
+Seam      DistributedDataParallel's hooks are made of a weak reference to it, and the module in it refers to it, in a
+          cycle that garbage collection sees. Rotary tables are cached by a weak reference to their module, as many
+          as before, and forgotten when one of their modules is freed.
+Limits    the program has to refer to the DistributedDataParallel or its module during a backward pass. Models that
+          were built before the patch was applied are not freed, nor those of FSDP. With the audit on, its hooks
+          refer to a model until the graph goes. A garbage collection frees them.
 Cost      about 0.05 us for each parameter in each backward pass, and 0.4 us for each look at a rotary table.
 """
 
@@ -31,6 +32,7 @@ from .._diagnosis import StandIn, cannot_run, gone
 DDP = "DistributedDataParallel"
 MAKE_HOOK = "_make_backward_post_hook"
 EMBEDDINGS = "megatron.core.models.common.embeddings"
+WRAPPED_BY = "_megapatch_wrapped_by"
 CLEAR, INFO, PARAMETERS = "cache_clear", "cache_info", "cache_parameters"
 
 
@@ -63,9 +65,24 @@ def diagnose_tables(name: str, module: ModuleType) -> Verdict:
     return Verdict(NEEDED, f"the cache of {name}.forward() keeps each module that it was called with")
 
 
+class _WrappedBy(list[Any]):
+    """What wraps a module, in the module's dictionary: a table beside it would keep both. No part of its copies."""
+
+    def __deepcopy__(self, memo: object) -> list[Any]:
+        return []
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return list, ()
+
+
 def refer_weakly(make_hook: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make_hook)
     def patched_make_backward_post_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(self).__weakrefoffset__ == 0:
+            return make_hook(self, *args, **kwargs)
+        wrapped_by = getattr(getattr(self, "module", None), "__dict__", {}).setdefault(WRAPPED_BY, _WrappedBy())
+        if not wrapped_by or wrapped_by[-1] is not self:
+            wrapped_by.append(self)
         return make_hook(weakref.proxy(self), *args, **kwargs)
 
     return patched_make_backward_post_hook

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import inspect
+import pickle
 import weakref
 from functools import partial
 
@@ -16,7 +18,7 @@ from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import BOTH
 
 from megapatch._mcore.process_groups import process_groups
-from megapatch.patches.megatron.models_are_freed import PATCH, diagnose_hooks
+from megapatch.patches.megatron.models_are_freed import PATCH, WRAPPED_BY, diagnose_hooks
 from megapatch.testing import tiny_gpt
 
 SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
@@ -82,10 +84,32 @@ def tables():
     return {**found, "cleared": forward.cache_info().currsize == 0 and one(8) is not first}
 
 
+def module_alone(alone):
+    """The gradients of a module, if it alone refers to what wraps it or not; and whether its copies are without."""
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
+    model = tiny_gpt()
+    (chunk,) = model.chunks
+    module, main_grads = chunk.module, [parameter.main_grad for parameter in chunk.parameters()]
+    chunk.zero_grad_buffer()
+    kept = [] if alone else [model, chunk]
+    del model, chunk
+    gc.collect()
+    tokens = torch.arange(8).reshape(1, 8).cuda()
+    module(tokens, tokens, None, labels=tokens).sum().backward()
+    copied = (
+        pickle.loads(pickle.dumps(vars(module).get(WRAPPED_BY, []))),
+        copy.deepcopy(vars(module).get(WRAPPED_BY)),
+    )
+    del kept
+    return [grad.clone() for grad in main_grads], not any(copied)
+
+
 def job(rank, world_size, count=None):
     for case, options in CASES.items():
         yield case, partial(cycles, options, count or MORE.get(case, 4))
     yield "tables", tables
+    for alone in (False, True):
+        yield f"module alone: {alone}", partial(module_alone, alone)
 
 
 without = cells_of(partial(job, count=3), 2, env={"MEGAPATCH_DISABLE": PATCH.name})
@@ -107,6 +131,13 @@ def test_without_the_patch_models_stay_and_numbers_are_the_same(without, ranks, 
         assert [objects for _, objects, _ in left] == [0, left[1][1], 2 * left[1][1]]
         assert (left[1][1] == 1) == (case == "dense")  # the rotary embedding
         assert after[case][1][: len(losses)] == losses
+
+
+def test_a_module_keeps_what_wraps_it(without, ranks):
+    for before, after in zip(without, ranks, strict=True):
+        (expected, _), (found, clean) = before["module alone: False"], after["module alone: True"]
+        assert any(grad.any() for grad in expected) and clean
+        assert all(map(torch.equal, found, expected))
 
 
 def test_rotary_tables_are_cached_as_before(without, ranks):
