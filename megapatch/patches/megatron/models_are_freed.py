@@ -8,7 +8,7 @@ Upstream  NVIDIA/Megatron-LM#2774 is the symptom; in 0.12 to 0.19. DDP's hooks i
           A tensor with a graph that a module or an optimizer keeps, such as the last `probs` of a dispatcher or
           the shards of fp32 parameters, closes a cycle through C++, which Python's garbage collection does not
           see. RotaryEmbedding.forward is cached for the class, with the module in its key.
-Seam      DistributedDataParallel's hooks are made of a weak reference to it, and the module in it refers to it, in a
+Seam      DistributedDataParallel's hooks are made of a weak reference to it, and its module refers to it, in a
           cycle that garbage collection sees. Rotary tables are cached by a weak reference to their module, as many
           as before, and forgotten when one of their modules is freed.
 Limits    the program has to refer to the DistributedDataParallel or its module during a backward pass. Models that
