@@ -66,7 +66,7 @@ def diagnose_tables(name: str, module: ModuleType) -> Verdict:
 
 
 class _WrappedBy(list[Any]):
-    """What wraps a module, in the module's dictionary: a table beside it would keep both. No part of its copies."""
+    """What wraps a module, in the module's dictionary: a table beside it would keep both. Not in its copies."""
 
     def __deepcopy__(self, memo: object) -> list[Any]:
         return []

@@ -85,7 +85,7 @@ def tables():
 
 
 def module_alone(alone):
-    """The gradients of a module, if it alone refers to what wraps it or not; and whether its copies are without."""
+    """The gradients of a module, if it alone refers to what wraps it or not; and if its copies are without."""
     importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
     model = tiny_gpt()
     (chunk,) = model.chunks
