@@ -9,7 +9,8 @@ Limits    only where every rank is audited and comes to this step, which ranks s
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
           blocks; GTP's, by the ranks that have the same part. Nothing is compared while a CUDA graph is
-          captured, nor as the process ends: a rank that ends early would be waited for.
+          captured, nor as the process ends: a rank that ends early would be waited for. Where a rank has freed a
+          model whose optimizer still steps, and others have not, they wait for it once, and compare no more.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.

@@ -177,7 +177,8 @@ TABLE.row(
 def optimizer_of_an_earlier_model(model, step):
     """The model is built again after its optimizer was made."""
     if step == 0:
-        model.optimizer = tiny_gpt(layers=1).optimizer
+        model.earlier = tiny_gpt(layers=1)  # or ranks would free it at different times, and wait for each other
+        model.optimizer = model.earlier.optimizer
     model.train_step(step)
 
 
