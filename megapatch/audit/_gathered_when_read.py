@@ -176,7 +176,10 @@ class GatheredWhenRead(Part):
     @observes
     def _look_at_saved(self, obj: Any, *_: Any, **__: Any) -> None:
         if self.due:
-            self.look_at_saved("torch.save()", [each for each in leaves([obj]) if hasattr(each, "data_ptr")])
+            from torch import Tensor
+
+            # A storage has a data_ptr(), too, which warns.
+            self.look_at_saved("torch.save()", [each for each in leaves([obj]) if isinstance(each, Tensor)])
 
     @observes
     def look_at_saved(self, saver: str, tensors: list[Any]) -> None:

@@ -54,11 +54,6 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.distributed.data_parallel_base",
         ),
         "megatron.masks-for-training": ("megatron.core.transformer.utils",),
-        "megatron.models-are-freed": (
-            "megatron.core.distributed.distributed_data_parallel",
-            "megatron.core.models.common.embeddings.rotary_pos_embedding",
-            "megatron.core.models.common.embeddings.yarn_rotary_pos_embedding",
-        ),
         "megatron.nested-no-sync": ("megatron.core.distributed.distributed_data_parallel",),
         "megatron.override-after-load": ("megatron.core.optimizer", "megatron.core.optimizer_param_scheduler"),
         "megatron.own-save-results": (

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from importlib import import_module
 from typing import Any
 
 from ..._versions import find_module
-from ..check import DP, Check, Layout, expect, same, the_defect
-from ._steps import SHARDED
+from ..check import DP, Check, Layout, same, the_defect
 
 REFIT = "megatron.core.resharding.refit"
 
@@ -36,22 +33,6 @@ def _parameters(core: Any) -> dict[str, Any]:
     return {name: parameter.detach() for name, parameter in core.named_parameters()}
 
 
-def dropped_models(layout: Layout = DP) -> None:
-    """Train models of both kinds for a step, look up a rotary table, and drop all of it."""
-    layout.set_up()
-    embeddings = import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
-    kinds: dict[str, dict[str, Any]] = {"a mixture of experts": {"experts": 2}, "a model in fp32": SHARDED}
-    for what, options in kinds.items():
-        model, rotary = layout.model(**options), embeddings.RotaryEmbedding(8, 1.0)
-        model.train_step(0)
-        rotary(8)
-        dropped = [weakref.ref(each) for each in (*model.chunks, model.optimizer, rotary)]
-        del model, rotary
-        gc.collect()
-        left = sum(each() is not None for each in dropped)
-        expect(not left, f"{what} was dropped, and {left} of its {len(dropped)} parts are still there")
-
-
 def pass_in_inference_mode(layout: Layout = DP) -> None:
     """Run a forward pass in inference mode, and then a step of the same length."""
     import torch
@@ -67,7 +48,6 @@ def pass_in_inference_mode(layout: Layout = DP) -> None:
 
 CHECKS = (
     Check("megatron.masks-for-training", pass_in_inference_mode),
-    Check("megatron.models-are-freed", dropped_models, audited=False),
     Check(
         "megatron.refit-plan-of-its-model",
         refits_in_turn,

@@ -10,9 +10,10 @@ Seam      initialize_model_parallel() notes the groups that it creates. After de
           still refers to, such as a model that was kept, stays on all ranks, until a later one finds it unused.
 Limits    the groups of the last layout stay until the process ends. Groups created before the patch was applied,
           or outside of initialize_model_parallel(), are left alone. References that C++ alone holds are not seen.
-          A model that is dropped keeps its groups until it is freed, for which most need
-          megatron.models-are-freed, and for good after gc.freeze(). The patch collects garbage when 64 groups more
-          are referred to than after its last collection.
+          A model that is dropped keeps its groups until Python's garbage collection frees it, and for good after
+          gc.freeze(). The patch collects when 64 groups more are referred to than after its last collection.
+          Megatron itself keeps some models for good, and their groups: a mixture of experts that has trained, an
+          fp32 model with the distributed optimizer, and of others the rotary embedding (NVIDIA/Megatron-LM#2774).
           Groups that a rank has set up without the patch stay on all of its ranks. Groups stay for a layout more
           if a rank had not begun to set up theirs when the first rank came to the next one. A rank must not lose
           the patch (restore()) while others keep it.

@@ -163,15 +163,11 @@ def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str
         warn("graph", "train() replays the full-iteration CUDA graph that an earlier call has captured")
 
 
-def _of_bridge(name: str) -> Callable[[Any], Any]:
-    """Return a function of the module for Megatron-Bridge, which is loaded when it is called: few have Bridge."""
+def _of_bridge(name: str, found: Any) -> Any:
+    """Call a function of the module for Megatron-Bridge, which is loaded only then: few have Bridge."""
+    from . import _train_reentry_of_bridge
 
-    def call(found: Any) -> Any:
-        from . import _train_reentry_of_bridge
-
-        return getattr(_train_reentry_of_bridge, name)(found)
-
-    return call
+    return getattr(_train_reentry_of_bridge, name)(found)
 
 
 PATCH = Patch(
@@ -186,8 +182,11 @@ PATCH = Patch(
         ),
         Site(
             module="megatron.bridge.training.train",
-            diagnose=_of_bridge("diagnose"),
-            replace={"train": _of_bridge("make_reentrant"), "train_step": leaving_nothing_if_dropped},
+            diagnose=functools.partial(_of_bridge, "diagnose"),
+            replace={
+                "train": functools.partial(_of_bridge, "make_reentrant"),
+                "train_step": leaving_nothing_if_dropped,
+            },
         ),
     ),
 )

@@ -120,7 +120,6 @@ BODY_DOES_NOT_MATTER = {
     ),
     "megatron.groups-destroyed": ("initialize_model_parallel",),
     "megatron.main-params-after-load": ("__init__", "_copy_model_grads_to_main_grads", "prepare_grads", "load"),
-    "megatron.models-are-freed": ("forward",),
     "megatron.override-after-load": ("load_state_dict", "__init__"),
     "megatron.parameters-without-gradients": ("start_grad_sync",),
     "megatron.prepare-grads-once": ("step_with_ready_grads", "zero_grad", "load_state_dict", "reset"),
