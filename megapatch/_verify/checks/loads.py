@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
-from ...patches._temporarily import temporarily_set
 from ..check import DP, Check, Layout, expect, same, the_defect
 from ._steps import ADAM, SHARDED
 
@@ -140,6 +139,8 @@ def counters_of_bridge(layout: Layout = DP) -> None:
 
 def start_from_pretrained(layout: Layout = DP) -> None:
     """Begin a load where only the pretrained checkpoint is there, and look at the settings."""
+    from ...patches._temporarily import temporarily_set
+
     settings = SimpleNamespace(load=None, finetune=False, ckpt_format="torch_dist")
     state = SimpleNamespace(cfg=SimpleNamespace(checkpoint=settings))
     for name, arguments in ((BRIDGE, (state, [], None, None)), (MEGATRON, ([], None, None))):
