@@ -5,12 +5,13 @@ The scenarios of the patches of Megatron are those of `megapatch verify`, with a
 
 import functools
 import importlib
+from types import SimpleNamespace
 
 from rigs.megatron.options import GRADS, quick_writer
 from rigs.slime.actor import REFERENCE, Actor
 from rigs.slime.train import IMITATIONS, SlimeLoop
 
-from megapatch._verify.checks import CHECKS, checkpoints
+from megapatch._verify.checks import CHECKS, checkpoints, loads
 from megapatch.patch import NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
 from megapatch.testing import check_contract, init_parallel, tiny_gpt
@@ -36,6 +37,15 @@ def sync_with_reference():
     init_parallel()
     pushed = Actor(tiny_gpt(layers=1)).update_weights()
     assert not any((tensor == REFERENCE).all() for tensor in pushed)
+
+
+def start_with_peft():
+    """Of the imitation of Bridge's setup, and of Megatron's load where wheels have it."""
+    loads.start_from_pretrained()
+    setup = importlib.import_module("megatron.bridge.training.setup")
+    settings = SimpleNamespace(finetune=False, pretrained_checkpoint="")
+    setup._create_peft_pre_wrap_hook(SimpleNamespace(checkpoint=settings), None)([])
+    assert not settings.finetune
 
 
 # ------------------------------------------------------------------------ a submodule that a function hides
@@ -72,6 +82,7 @@ SHADOWED = Patch(
 
 SCENARIOS = {
     **{check.name: check.scenario for check in CHECKS},
+    "megatron.finetune-for-one-load": start_with_peft,
     "megatron.save-plan-cache": plan_twice,
     "slime.first-sync-pushes-actor": sync_with_reference,
     "slime.train-reentry": two_rollouts,

@@ -1,4 +1,4 @@
-"""An imitation of Bridge's module of this name: the function that makes the hooks on a model's config."""
+"""An imitation of Bridge's module of this name: the functions that make hooks, of a config and of PEFT."""
 
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 
@@ -18,3 +18,15 @@ def _update_model_config_funcs(model, model_config, ddp_config, optimizer, *, al
 
 def one_or_all(hooks):
     return hooks[0] if len(hooks) == 1 else hooks
+
+
+def _create_peft_pre_wrap_hook(cfg, state):
+    def load_the_base_model(model):
+        cfg.checkpoint.finetune = True
+        _load_checkpoint_from_path(cfg.checkpoint.pretrained_checkpoint, state, model)
+        return model
+
+    return load_the_base_model
+
+
+def _load_checkpoint_from_path(folder, state, model): ...
