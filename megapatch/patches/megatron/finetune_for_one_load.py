@@ -132,7 +132,13 @@ def restore_after_hook(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def patched_create_peft_pre_wrap_hook(*args: Any, **kwargs: Any) -> Any:
         settings = find(arguments_of(signature, args, kwargs).get("cfg"), "checkpoint")
-        return functools.partial(_keeping, settings, create(*args, **kwargs))
+        hook = create(*args, **kwargs)
+
+        @functools.wraps(hook)
+        def patched_hook(*args: Any, **kwargs: Any) -> Any:
+            return _keeping(settings, hook, *args, **kwargs)
+
+        return patched_hook
 
     return patched_create_peft_pre_wrap_hook
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.known import arguments_of
+from ..._mcore.known import NN_MODULE, arguments_of, is_a
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, before_release, cannot_run, gone
 
@@ -77,7 +77,8 @@ def tell_models_apart(make: Callable[..., Any]) -> Callable[..., Any]:
     def patched_build_plan_cache_key(*args: Any, **kwargs: Any) -> Any:
         key = make(*args, **kwargs)
         call = arguments_of(signature, args, kwargs)
-        return (key, *(_facts(call.get(name)) for name in CORES))
+        cores = [call.get(name) for name in CORES]
+        return (key, *map(_facts, cores)) if any(is_a(core, NN_MODULE) for core in cores) else key
 
     return patched_build_plan_cache_key
 

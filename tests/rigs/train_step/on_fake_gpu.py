@@ -130,12 +130,12 @@ def read():
 
 
 def audited(every):
-    """Return where the audit waits in the third step, and what it says of itself."""
+    """Return where the audit waits in the seventh step, and what it says of itself: it compares after 4 and 8."""
     log = Log()
     audit.start(every=every)
     try:
         model = model_of({}, BOTH)
-        for number in range(3):
+        for number in range(7):
             with our_waits() as waits:
                 model.train_step(number)
         assert audit.findings() == []
