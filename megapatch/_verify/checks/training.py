@@ -29,17 +29,15 @@ def train_twice(layout: Layout = DP) -> float | None:
 
 def layouts_in_turn(layout: Layout = DP) -> None:
     """Set up three layouts, one after the other, and count the process groups that stay."""
-    import torch
-
     from ..._mcore.process_groups import process_groups
+    from ...testing import destroy_parallel
 
     state = import_module("megatron.core.parallel_state")
     counts = []
     for _ in range(3):
         state.initialize_model_parallel()
         counts.append(len(process_groups()))
-        torch.distributed.barrier()  # a rank may still be connecting gloo groups, which Megatron destroys at once
-        state.destroy_model_parallel()
+        destroy_parallel()
     expect(counts[0] == counts[-1], f"process groups stay: {', '.join(map(str, counts))} of them")
 
 

@@ -16,7 +16,7 @@ from megapatch._mcore.process_groups import GARBAGE, process_groups
 from megapatch.patch import unpatched
 from megapatch.patches.megatron import groups_destroyed
 from megapatch.patches.megatron.groups_destroyed import GROUPS, diagnose
-from megapatch.testing import tiny_gpt
+from megapatch.testing import destroy_parallel, tiny_gpt
 
 CYCLES = 4
 LAYOUT = 17
@@ -31,12 +31,6 @@ def initialize(**sizes):
     return state
 
 
-def take_down(state):
-    """Megatron destroys gloo groups at once: a rank that still connects one would fail."""
-    torch.distributed.barrier()
-    state.destroy_model_parallel()
-
-
 def resources():
     return len(process_groups()), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
@@ -48,7 +42,7 @@ def cycles():
         state = initialize(tensor_model_parallel_size=1 + cycle % 2)
         torch.distributed.all_reduce(torch.ones(1).cuda(), group=state.get_data_parallel_group())
         found.append(resources())
-        take_down(state)
+        destroy_parallel()
     return found
 
 
@@ -58,16 +52,17 @@ def dropped_models():
     gc.disable()
     try:
         for _ in range(12):
-            state = initialize()
+            initialize()
             found.append(len(process_groups()))
             garbage: list = [tiny_gpt()]
             garbage.append(garbage)  # `del` does not free it
             del garbage
-            take_down(state)
+            destroy_parallel()
     finally:
         gc.enable()
     gc.collect()
-    take_down(initialize())
+    initialize()
+    destroy_parallel()
     return found, len(process_groups())
 
 
@@ -77,7 +72,8 @@ def collections():
     gc.disable()
     try:
         for _ in range(3):
-            take_down(initialize())
+            initialize()
+            destroy_parallel()
     finally:
         gc.enable()
     return gc.get_stats()[2]["collections"] - before
@@ -94,7 +90,7 @@ def late(rank, without):
         (state.initialize_model_parallel if patched else unpatched(state.initialize_model_parallel))()
         counts.append(len(process_groups()))
         first = first or state.get_data_parallel_group().group_name
-        take_down(state)
+        destroy_parallel()
     torch.distributed.destroy_process_group(own)
     return counts, works({group.group_name: group for group in process_groups()}[first])
 
@@ -103,14 +99,14 @@ def in_vain(rank):
     """Rank 0 alone makes a call that raises before any group is made; both ranks set up layouts around it."""
     counts, errors = [], 0
     for layout in range(4):
-        state = initialize()
+        initialize()
         counts.append(len(process_groups()))
         if rank == 0 and layout % 2:
             try:
                 initialize()
             except (AssertionError, RuntimeError):
                 errors += 1
-        take_down(state)
+        destroy_parallel()
     return counts, errors
 
 
@@ -127,14 +123,16 @@ def kept_by_one(rank):
     of_layout = state.get_data_parallel_group()
     kept = {"model": of_layout} if rank == 0 else None
     name = of_layout.group_name
-    take_down(state)
+    destroy_parallel()
     before = len(process_groups())
     del of_layout
-    take_down(initialize())
+    initialize()
+    destroy_parallel()
     there = {group.group_name: group for group in process_groups()}
     found = works(own), works(there[name]), len(there) - before
     del kept, there
-    take_down(initialize())
+    initialize()
+    destroy_parallel()
     later = len(process_groups()) - before
     torch.distributed.destroy_process_group(own)
     return *found, later
@@ -150,17 +148,18 @@ def other_calls():
         except (AssertionError, RuntimeError) as error:
             errors.append(type(error).__name__)
         assert works(state.get_data_parallel_group())
-    take_down(state)
-    take_down(state)
+    destroy_parallel()
+    state.destroy_model_parallel()
     assert works(initialize().get_data_parallel_group())
     assert len(process_groups()) == count
-    take_down(state)
+    destroy_parallel()
     return len(errors)
 
 
 def other_world(rank):
     """The default group is destroyed in between, and all others with it."""
-    take_down(initialize())
+    initialize()
+    destroy_parallel()
     backend = torch.distributed.get_backend()
     torch.distributed.destroy_process_group()
     store = torch.distributed.FileStore(str(Path(os.environ["STORE"])), 2)
