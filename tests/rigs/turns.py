@@ -51,8 +51,10 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
         return True
     if python in PYTHONS and (not megatron or (minor not in MEGATRONS and runs_without_megatron(TESTS / module))):
         return python == PYTHONS[_turn(module, len(PYTHONS))]
-    if minor not in MEGATRONS or module.startswith(OF_FRAMEWORKS):
-        return minor not in MEGATRONS
+    if minor not in MEGATRONS:
+        return True
+    if module.startswith(OF_FRAMEWORKS):
+        return False
     if (is_quick(place) if test else module in QUICK_MODULES) and _turn(module, 3) == MEGATRONS.index(minor) % 3:
         return True
     if module.startswith(OF_THESE_TWO):
