@@ -253,21 +253,26 @@ async def test_an_empty_step_can_be_tried_again():
 
 
 # ------------------------------------------------------------------------------------------ which is the first
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
-async def test_a_microbatch_that_failed_first_is_raised_and_the_later_failure_is_a_note():
+async def failed_twice(claim):
+    """A microbatch fails after a while, then the claim under way as planned; return the world and the error."""
     world = World({"before microbatch": failing_after(10)})
     await world.put("a")
     await world.put("b")
 
     async def late():
-        world.plan["before claim"] = later
+        world.plan["before claim"] = claim
 
+    world.plan["after begin"] = late
+    return world, await raised(world.pump(target_prompt_groups_per_step=2).step())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+async def test_a_microbatch_that_failed_first_is_raised_and_the_later_failure_is_a_note():
     async def later():
         await asyncio.sleep(50)
         raise KeyError("b is gone")
 
-    world.plan["after begin"] = late
-    error = await raised(world.pump(target_prompt_groups_per_step=2).step())
+    world, error = await failed_twice(later)
     assert isinstance(error, Fault) and str(error) == "the reason"
     assert error.__notes__ == ["the pump failed, too: KeyError: 'b is gone'"]
     assert world.called() == ["claim a", "begin", "abort", "give_back a b"]
@@ -275,15 +280,7 @@ async def test_a_microbatch_that_failed_first_is_raised_and_the_later_failure_is
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
 async def test_a_microbatch_that_failed_later_is_a_note():
-    world = World({"before microbatch": failing_after(10)})
-    await world.put("a")
-    await world.put("b")
-
-    async def late():
-        world.plan["before claim"] = "raise"
-
-    world.plan["after begin"] = late
-    error = await raised(world.pump(target_prompt_groups_per_step=2).step())
+    _, error = await failed_twice("raise")
     assert str(error) == "before claim"
     assert error.__notes__ == ["train_microbatch() failed: Fault: the reason"]
 

@@ -9,7 +9,7 @@ from rigs.megatron.options import ADAM, BOTH
 from rigs.mistakes import Mistake
 from rigs.mistakes.checkpoints import plan
 from rigs.mistakes.losses import FP16, losses_times
-from rigs.mistakes.schedules import schedule_of
+from rigs.mistakes.schedules import new_schedule_of, schedule_of
 from rigs.mistakes.weights import BF16, SHARDED, copies_of, log_probabilities, parameters_of, parts_of, put
 
 CHUNKS = {"pp": 2, "vpp": 2}
@@ -179,9 +179,7 @@ def rewound(model, step):
     """A schedule is loaded, and warms up again."""
     schedule = schedule_of(model)
     if step == 2:
-        model.schedule, saved = None, schedule.state_dict()
-        schedule = schedule_of(model)
-        schedule.load_state_dict(saved)
+        schedule = new_schedule_of(model)
         schedule.num_steps = 0
         schedule.step(0)
     model.train_step(step)

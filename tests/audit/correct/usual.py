@@ -11,7 +11,7 @@ from rigs.mistakes import Mistake
 from rigs.mistakes.checkpoints import plan, saved_in_two
 from rigs.mistakes.gradients import COUNTING
 from rigs.mistakes.losses import FP16, times
-from rigs.mistakes.schedules import schedule_of
+from rigs.mistakes.schedules import new_schedule_of, schedule_of
 from rigs.mistakes.weights import FP32, SHARDED, log_probabilities, parts_of, put, reference_in
 from rigs.train_step.models import in_pieces
 
@@ -54,9 +54,7 @@ def resumed_schedule(model, step):
     """A new schedule loads what the old one has saved, with the optimizer."""
     schedule = schedule_of(model)
     if step == 1:
-        model.schedule, saved = None, schedule.state_dict()
-        schedule = schedule_of(model)
-        schedule.load_state_dict(saved)
+        schedule = new_schedule_of(model)
         for part in parts_of(model.optimizer):
             part.load_state_dict(copy.deepcopy(part.state_dict()))
     model.train_step(step)

@@ -14,6 +14,13 @@ def schedule_of(model):
     return model.schedule
 
 
+def new_schedule_of(model):
+    """Return a new schedule, which has loaded what the model's own has saved."""
+    saved, model.schedule = schedule_of(model).state_dict(), None
+    schedule_of(model).load_state_dict(saved)
+    return model.schedule
+
+
 def schedule_moves_after_an_overflow(model, step):
     schedule = schedule_of(model)
     model.zero_grad()
