@@ -1,7 +1,7 @@
 """The audit of a process, and the parts that it consists of.
 
-`start()` makes an Audit and `stop()` drops it. All that it knows is in it, in its parts, or noted in Megatron's
-objects in its name (`_facts`), so the next audit begins with nothing.
+`start()` makes an Audit and `stop()` drops it. All that it knows is in it and its parts, and about Megatron's
+objects in side tables, so the next audit begins with nothing.
 
 A new rule is one class derived from Part, in a file of its own, whose name is in `_ORDER`, in `__init__.py`.
 """
