@@ -92,6 +92,13 @@ def in_ray(rank, world_size, bare, fake):
             found["plain"] = ray.get(task.remote())
             found["too late"] = outcome(compose_into_init)
 
+        # A hook by name, as verl's page has it: what the driver's shell has set stays there.
+        with mock.patch.dict(os.environ, MEGAPATCH_DISABLE="of.the-shell"):
+            with job(runtime_env={HOOK: "megapatch.activate"}):
+                found["by name"] = ray.get(task.remote())
+            with job(runtime_env={HOOK: "megapatch.activate", "env_vars": {"MEGAPATCH_DISABLE": "verl.*"}}):
+                found["by name, told"] = ray.get(task.remote())
+
         compose_into_init()
         composed = ray.init
         compose_into_init()
@@ -166,6 +173,11 @@ def test_composed_it_reaches_every_kind_of_worker(found):
     expected = worker(MEGAPATCH_DISABLE=disabled, MINE="1", **{"hook found": "megapatch"})
     assert found["task"] == found["actor"] == found["nested"] == expected
     assert found["own"] == {**expected, "OWN": "1"}
+
+
+def test_settings_reach_a_hook_by_name_only_as_env_vars(found):
+    assert found["by name"] == worker(**{"hook found": None})
+    assert found["by name, told"] == worker(MEGAPATCH_DISABLE="verl.*")
 
 
 def test_a_real_target_is_patched_in_a_worker_and_settings_hold_there(found):
