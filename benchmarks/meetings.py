@@ -77,7 +77,7 @@ def of_one_rank(size, meetings):
         settling, meeting, operations = [], [], 0
         for _ in range(5):
             crowd = Crowd(size)
-            _participants._store = lambda crowd=crowd: crowd
+            _participants.default_store = lambda crowd=crowd: crowd
             participants = Participants()
             begin = time.perf_counter()
             assert participants.all_are_audited(SETTINGS)
