@@ -111,14 +111,17 @@ def _used(groups: list[Any]) -> set[int]:
 
 
 def _holders() -> Iterator[Any]:
-    """Yield the containers in which torch and Megatron keep groups; older Megatrons keep destroyed ones."""
+    """Yield the containers in which torch and Megatron keep groups; older Megatrons keep destroyed ones.
+
+    Torch keeps an empty list for each group that there has been: those are not looked at.
+    """
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
     for table in (getattr(world, name) for name in dir(world) if name.startswith(("pg_", "tags_"))):
         if isinstance(table, dict):
             yield table
-            yield from (value for value in table.values() if isinstance(value, list))
+            yield from (value for value in table.values() if value and isinstance(value, list))
     state = vars(sys.modules[PARALLEL_STATE])
     yield state
     yield from (value for value in state.values() if isinstance(value, list))

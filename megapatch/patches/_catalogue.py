@@ -85,6 +85,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
         "megatron.torch-fsdp2-finalize": ("megatron.core.distributed",),
         "megatron.train-reentry": ("megatron.training.training", "megatron.bridge.training.train"),
+        "megatron.trained-experts-freed": ("megatron.core.transformer.moe.token_dispatcher",),
         "megatron.zero-tokens": ("megatron.core.pipeline_parallel",),
     },
     "ms_swift": {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from importlib import import_module
 from typing import Any
 
 from ..._versions import find_module
-from ..check import DP, Check, Layout, same, the_defect
+from ..check import DP, Check, Layout, expect, same, the_defect
 
 REFIT = "megatron.core.resharding.refit"
 
@@ -46,6 +48,17 @@ def pass_in_inference_mode(layout: Layout = DP) -> None:
         chunk(tokens, tokens, None).sum().backward()
 
 
+def experts_dropped(layout: Layout = DP) -> None:
+    """Train a mixture of experts for a step, and drop it."""
+    layout.set_up()
+    model = layout.model(experts=2)
+    model.train_step(0)
+    (chunk,) = map(weakref.ref, model.chunks)
+    del model
+    gc.collect()
+    expect(chunk() is None, "a mixture of experts that has trained and was dropped is still there")
+
+
 CHECKS = (
     Check("megatron.masks-for-training", pass_in_inference_mode),
     Check(
@@ -53,4 +66,5 @@ CHECKS = (
         refits_in_turn,
         "parameters of a second model after a refit, with those that were sent",
     ),
+    Check("megatron.trained-experts-freed", experts_dropped),
 )

@@ -8,12 +8,12 @@ Seam      initialize_model_parallel() notes the groups that it creates. After de
           begins by destroying them: it is a collective, so no rank can still be communicating in them, which
           destroy_model_parallel(), called by one rank after another, cannot know. A group that something else
           still refers to, such as a model that was kept, stays on all ranks, until a later one finds it unused.
+          Megatron's cache of rotary tables, which keeps modules and their groups, is emptied: they are made again.
 Limits    the groups of the last layout stay until the process ends. Groups created before the patch was applied,
           or outside of initialize_model_parallel(), are left alone. References that C++ alone holds are not seen.
           A model that is dropped keeps its groups until Python's garbage collection frees it, and for good after
           gc.freeze(). The patch collects when 64 groups more are referred to than after its last collection.
-          Megatron itself keeps some models for good, and their groups: a mixture of experts that has trained, an
-          fp32 model with the distributed optimizer, and of others the rotary embedding (NVIDIA/Megatron-LM#2774).
+          Megatron itself keeps an fp32 model with the distributed optimizer for good, and its groups.
           Groups that a rank has set up without the patch stay on all of its ranks. Groups stay for a layout more
           if a rank had not begun to set up theirs when the first rank came to the next one. A rank must not lose
           the patch (restore()) while others keep it.
@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._dotted import find
 from ..._mcore.process_groups import PARALLEL_STATE, Leftovers, Noted, groups_made, process_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
@@ -62,6 +63,9 @@ GROUPS = (  # every release from 0.12 to 0.19 sets them, and expects them to be 
     "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP",
     "_EXPERT_DATA_PARALLEL_GROUP",
 )
+
+EMBEDDINGS = "megatron.core.models.common.embeddings"
+ROTARY = {"rotary_pos_embedding": "RotaryEmbedding", "yarn_rotary_pos_embedding": "YarnRotaryEmbedding"}
 
 logger = logging.getLogger("megapatch")
 
@@ -98,6 +102,7 @@ class _Layout:
         if all(state.get(name) is None for name in GROUPS):  # otherwise Megatron raises
             self.left.groups += self.groups
             self.groups = []
+            _forget_rotary_tables()
             if self.noted is not None and self.noted.by_all():
                 logger.debug("process groups of earlier layouts that were destroyed: %d", self.left.destroy())
             self.noted = None
@@ -116,6 +121,14 @@ def _noted(place: str) -> Noted | None:
         return Noted(place)
     except Exception:  # no store (MPI), or one that does not count (of a fake backend)
         return None
+
+
+def _forget_rotary_tables() -> None:
+    """Drop the cached tables of rotary embeddings, whose keys keep modules and groups of models that are gone."""
+    for module, kind in ROTARY.items():
+        clear = find(sys.modules.get(f"{EMBEDDINGS}.{module}"), f"{kind}.forward.cache_clear")
+        if clear is not None:
+            clear()
 
 
 _layout = _Layout()
