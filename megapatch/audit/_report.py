@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._printable import clean_data
 from .._ranks import place
 from .._reporting import files
 from .._reporting.report import make_report
+from .._reporting.terminal import document, width
 from .._version import exact_version
 from ..patch import Status
 from ._audit import Audit, Part
@@ -22,9 +22,9 @@ from ._microbatches import Microbatches
 from ._ranks_agree import RanksAgree
 from ._rules import RULES
 from ._settings import Settings
-from ._summary import KIND, SCHEMA, summarize
 
-_NOT_COMPARED = "ranks are not compared"
+KIND = "audit"
+"""The beginning of the names of the ranks' files."""
 _WORLD = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 """Variables that are the same on all ranks of an attempt, and often others on those of another one."""
 
@@ -81,26 +81,21 @@ class AuditReport(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary, without secrets; docs/audit.md has its keys."""
-        settings = self.settings._asdict() if self.settings else None
-        data: dict[str, Any] = clean_data(
-            {
-                "schema": SCHEMA,
-                **self._asdict(),
-                "host": platform.node(),
-                "pid": os.getpid(),
-                "world": " ".join(filter(None, map(os.environ.get, _WORLD))),
-                "settings": settings,
-                "rules": [{**rule._asdict(), "judges": RULES[rule.name].judges} for rule in self.rules],
-                "findings": [_described(finding) for finding in self.findings],
-                "notes": [_described(note) for note in self.notes],
-            }
-        )
-        return data
+        changed = {
+            "settings": self.settings._asdict() if self.settings else None,
+            "rules": [{**rule._asdict(), "judges": RULES[rule.name].judges} for rule in self.rules],
+            "findings": [_described(finding) for finding in self.findings],
+            "notes": [_described(note) for note in self.notes],
+        }
+        world = " ".join(filter(None, map(os.environ.get, _WORLD)))
+        process = {"host": platform.node(), "pid": os.getpid(), "world": world}
+        return document(**{**self._asdict(), **process, **changed})
 
     def __str__(self) -> str:
-        from ._words import text  # a process that leaves its report prints none
+        from ._summary import summarize  # a process that leaves its report prints none
+        from ._words import texts
 
-        return text(summarize([self.to_dict()]))
+        return "\n\n".join(texts(summarize([self.to_dict()]), width()))
 
 
 def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:
@@ -187,7 +182,7 @@ def _unwatched(audit: Audit) -> dict[str, str]:
 def _reasons(audit: Audit, part: Part) -> Iterator[str]:
     """Yield why a part does not see what it looks for."""
     if type(part) in (RanksAgree, Microbatches) and not audit.part(RanksAgree).compares:
-        yield _NOT_COMPARED
+        yield "ranks are not compared"
     if any(look.__qualname__.startswith(f"{type(part).__name__}.") for look in audit.ledger.broken):
         yield "a look of it has failed; the log says how"
     records = [record for record in this_process().records if record.name == part.name]

@@ -18,12 +18,10 @@ from rigs.audit import idle_audit
 from rigs.cells import AUDITED
 from rigs.command import run
 from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, raising_half_way
-from rigs.mistakes import picture as rig
 from rigs.mistakes.table import MISTAKES
 
 import megapatch
 from megapatch import audit
-from megapatch._cli.audit.picture import picture
 from megapatch.audit._findings import Ledger, repairs
 from megapatch.audit._report import make, statuses
 from megapatch.audit._timeline import KEPT, Timeline
@@ -302,9 +300,3 @@ def test_a_note_that_is_accepted_and_secrets():
     assert {rule.name: rule.status for rule in report.rules}["schedule-once"] == "accepted"
     assert "hunter2" not in json.dumps(report.to_dict()) + str(report)
     assert "0123456789" not in json.dumps(report.to_dict()) + str(report)
-
-
-# ------------------------------------------------------------------------ the picture
-def test_the_picture_of_the_page_is_that_of_a_run():
-    """`python -m rigs.mistakes.picture` in tests/ draws it."""
-    assert (rig.DOCS / rig.FILE).read_text() == picture(rig.summary())
