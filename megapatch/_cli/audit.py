@@ -85,7 +85,7 @@ def _write(path: str, html: str) -> bool:
 
 # ------------------------------------------------------------------------ the page
 def page(summary: Summary, unreadable: Iterable[str]) -> str:
-    """Return a page without scripts and without anything that is loaded: of each attempt its timeline and its text.
+    """Return a page without scripts and without anything that is loaded: each attempt's timeline, and its text.
 
     Args:
         unreadable: a sentence for each report that is missing or cannot be read.
@@ -95,8 +95,12 @@ def page(summary: Summary, unreadable: Iterable[str]) -> str:
     body += [f"<pre>{_shown(sentence)}</pre>" for sentence in unreadable]
     head = f'<meta charset="utf-8">\n<title>megapatch audit: {_shown(headline(summary))}</title>'
     return "\n".join(
-        ["<!DOCTYPE html>", f'<html lang="en">\n<head>\n{head}\n<style>\n{_STYLE}\n</style>', "</head>", "<body>"]
-        + [*body, "</body>\n</html>\n"]
+        (
+            f'<!DOCTYPE html>\n<html lang="en">\n<head>\n{head}',
+            f"<style>\n{_STYLE}\n</style>\n</head>\n<body>",
+            *body,
+            "</body>\n</html>\n",
+        )
     )
 
 

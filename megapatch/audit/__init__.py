@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from ._audit import Audit, Part, part_of
 from ._findings import Finding, Ledger, Repair
 from ._rules import RULES, Rule
 from ._settings import Settings, settings_for
-from ._weights_synced import are_equal, weights_digest
 
 if TYPE_CHECKING:
     from ._report import AuditReport, RuleStatus
@@ -41,13 +39,11 @@ __all__ = [
     "Rule",
     "RuleStatus",
     "clear",
-    "compare_weights",
     "findings",
     "notes",
     "report",
     "start",
     "stop",
-    "weights_digest",
 ]
 
 _ORDER = (
@@ -196,20 +192,6 @@ def clear() -> None:
     _PROCESS.ledger.clear()
     if _PROCESS.audit is not None:
         _PROCESS.audit.forget()
-
-
-def compare_weights(trained: str, received: str | Iterable[str], version: int | None = None) -> bool:
-    """Record a finding if generation has not received the trained weights. Needs no `start`.
-
-    Args:
-        trained: `weights_digest` of the trainer's weights.
-        received: that of the weights that generation has received; of each engine, if there are several.
-        version: of the weights, in optimizer steps, for the finding.
-
-    Returns:
-        Whether all of them are the same.
-    """
-    return are_equal(_PROCESS.ledger, trained, received, version)
 
 
 def _judge() -> None:

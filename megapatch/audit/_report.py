@@ -61,8 +61,8 @@ class AuditReport(NamedTuple):
         rules: each with what became of it.
         findings: as `megapatch.audit.findings` returns them.
         notes: as `megapatch.audit.notes` returns them.
-        events: by kind (model, load, save, export, offload, swap, sync, exception) ``count``, and the ``first``
-            and ``last`` of them, each with ``step``, ``seconds``, ``what`` and ``where``.
+        events: by kind (model, load, save, forward-only, export, offload, swap, exception) ``count``, and the
+            ``first`` and ``last`` of them, each with ``step``, ``seconds``, ``what`` and ``where``.
     """
 
     version: str

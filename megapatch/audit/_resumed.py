@@ -52,9 +52,6 @@ class Resumed(Part):
         self._left: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
         """By client that a failure has left paused: the call that has failed, and where."""
 
-        self._attempts = 0
-        """How many calls that resume generation are under way in `megapatch.weight_sync`."""
-
     def sites(self) -> tuple[Site, ...]:
         pausing = around(self._is_left_paused, self._note_pause)
         return (
@@ -103,8 +100,6 @@ class Resumed(Part):
 
     @observes
     def _note_resume(self, _: Any, client: Any, *__: Any, **___: Any) -> None:
-        if not self._attempts:
-            self.ledger.happened("sync", type(client).__name__)
         self._paused.discard(client)
         self._left.pop(client, None)
 
@@ -126,11 +121,7 @@ class Resumed(Part):
         @functools.wraps(resume_once)
         async def patched_resume_once(resume: Any, error: Any, attempt: Any) -> None:
             async def noted(call: Any, what: str) -> Any:
-                self._attempts += 1  # which resumes a client that is watched, perhaps: one event
-                try:
-                    outcome = await attempt(call, what)
-                finally:
-                    self._attempts -= 1
+                outcome = await attempt(call, what)
                 self._note_attempt(outcome)
                 return outcome
 
@@ -142,7 +133,6 @@ class Resumed(Part):
     def _note_attempt(self, outcome: tuple[Exception | None, object]) -> None:
         failure, _ = outcome
         self.ledger.judged["resumed"] += 1
-        self.ledger.happened("sync", "" if failure is None else f"resuming failed: {type(failure).__name__}")
         if failure is not None:
             what = f"resuming generation after a weight sync has failed: {type(failure).__name__}: {failure}"
             self.ledger.report("resumed", "resume", what)

@@ -90,7 +90,7 @@ kept-between-steps: note
   means: The step is made from other weights or moments: swapped, lost in an offload, or of an older copy.
   judges: steps that follow others
   any: weights or moments were swapped or moved out, and other ones put back | the line or the timeline is that of
-    a swap, an offload or a sync
+    a swap or an offload
   any: another optimizer steps the same weights | found in each step, from the first one on
   any: an average or a regularizer writes into the weights | it is meant so: accept the note
   zeroed: moments are reset after a load, or their state is made again | the sentence says that they were zeroed
@@ -296,14 +296,11 @@ saved-is-trained: note
     step
 
 weights-synced: finding
-  says: Generation has received the weights that were trained, version by version.
+  says: The weights that are sent to generation are those that were trained.
   means: Rollouts come from another model than the one that is trained on them.
-  judges: comparisons with generation
+  judges: syncs for which another model was loaded
   patches: slime.first-sync-pushes-actor
-  model: another model was loaded as weights were sent | the model is named
-  engines: some engines have missed a sync | not all engines are named
-  generation engines: an older version was sent | the digest is that of an earlier sync
-  any: names or types are changed on one side before the digest is taken | found in every sync
+  any: another model was loaded as weights were sent | the model is named
 
 resumed: finding
   says: Generation that was paused for a weight sync is resumed, however the sync ends.

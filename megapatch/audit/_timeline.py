@@ -19,7 +19,6 @@ KINDS = MappingProxyType(
         "export": "weights were read for a checkpoint or for generation, by code that is known to",
         "offload": "weights, gradients or an optimizer's state were offloaded, or brought back",
         "swap": "weights were exchanged for others, or given other memory",
-        "sync": "generation was resumed after a weight sync",
         "exception": "a forward-backward call or an optimizer step raised",
     }
 )

@@ -19,7 +19,6 @@ COMPUTED = {
     "loaded-is-there": {"steps", "schedule", "rewound"},
     "reduced-once": {"never", "unfinished"},
     "ranks-agree": {DATA, EXPERT_DATA, TENSOR, "embedding", "apart"},
-    "weights-synced": {"engines", "generation"},
 }
 """Kinds of findings that are not written where they are reported."""
 

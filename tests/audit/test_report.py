@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_warning(tmp_path):
     )
 
 
-PROGRAM = "import megapatch; megapatch.audit.compare_weights('a', 'b', 7)"
+PROGRAM = "from megapatch import audit; audit._PROCESS.ledger.report('stepped-once', 'again', 'it steps again')"
 
 
 def test_it_is_left_at_the_end_of_the_process_and_only_by_one_that_trains(tmp_path):
@@ -158,7 +158,7 @@ def test_it_is_left_at_the_end_of_the_process_and_only_by_one_that_trains(tmp_pa
     shown = run("-c", PROGRAM, **environment)
     assert shown.returncode == 0, shown.stderr
     data = left(tmp_path / "reports", 0)
-    assert data["ended"] and [finding["rule"] for finding in data["findings"]] == ["weights-synced"]
+    assert data["ended"] and [finding["rule"] for finding in data["findings"]] == ["stepped-once"]
     assert run("-c", PROGRAM, **environment).returncode == 0  # which does not write over it
     assert {file.name for file in (tmp_path / "reports").iterdir()} == {"audit-00000.json", "audit-00000-1.json"}
 
