@@ -28,9 +28,8 @@ from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes, user_code
 from ._gathered_when_read import GatheredWhenRead
-from ._kept_between_steps import KeptBetweenSteps
-from ._main_params_agree import compared_with_mains
 from ._samples import sample_of
+from ._step_begins import StepBegins, compared_with_mains
 from ._watching import RAISED, around, before, site
 
 _PLANS = "TorchDistSaveShardedStrategy.async_save"
@@ -158,7 +157,7 @@ class Saves(Part):
                 name = describe(wrong, chunk.module.named_parameters())
                 what = f"{name} is saved, and is not what the optimizer's main parameter says"
                 self.ledger.report("saved-is-trained", "optimizer", what)
-            elif self.audit.part(KeptBetweenSteps).has_changed(optimizer):
+            elif self.audit.part(StepBegins).has_changed(optimizer):
                 what = "weights are saved that are not what the optimizer's last step has left, nor loaded since"
                 self.ledger.report("saved-is-trained", "optimizer", what)
 

@@ -12,7 +12,7 @@ import pytest
 from rigs.audit import found, part_of, running_audit, watcher_of
 
 from megapatch import audit
-from megapatch.audit import _resumed
+from megapatch.audit import _weight_syncs
 from megapatch.streaming import TrainPump  # noqa: F401  (before the audit, as in a run that starts it late)
 from megapatch.weight_sync import paused_generation
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.fixture(scope="module", autouse=True)
 def _audited():
     audit.start()
-    generation = part_of(running_audit(), _resumed.Resumed)
+    generation = part_of(running_audit(), _weight_syncs.WeightSyncs)
     for client in (Client, PlainClient):
         client.pause_generation = watcher_of(generation, "RemoteInfEngine.pause_generation")(
             client.pause_generation
@@ -125,7 +125,7 @@ def test_generation_that_the_caller_has_resumed_by_other_means_is_not():
 
 
 def test_it_is_reported_while_training_waits(monkeypatch):
-    monkeypatch.setattr(_resumed, "_GRACE", 0.01)
+    monkeypatch.setattr(_weight_syncs, "_GRACE", 0.01)
     client, reported = Client(), threading.Event()
     monkeypatch.setattr(running_audit().ledger, "report", lambda *ignored: reported.set())
     asyncio.run(sync(client))

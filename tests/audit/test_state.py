@@ -8,7 +8,7 @@ from rigs.audit import Thing, idle_audit, part_of, watcher_of
 
 from megapatch.audit._audit import Step
 from megapatch.audit._buckets import state_of
-from megapatch.audit._gradients_arrive import GradientsArrive
+from megapatch.audit._gradients import Gradients
 from megapatch.audit._loaded_is_there import LoadedIsThere
 from megapatch.audit._samples import TENSORS, differences, evenly, sample_of
 
@@ -62,7 +62,7 @@ def step_without(watching, lost, **attributes):
     state = state_of(bucket)
     for arrived in ([True, True], [number != lost for number in range(2)]):
         state.arrived[:], state.arrivals = arrived, sum(arrived)
-        part_of(watching, GradientsArrive).begin_step(Step(torch.nn.Module(), [chunk]))
+        part_of(watching, Gradients)._judge_arrivals(Step(torch.nn.Module(), [chunk]))
         state.reset()
     return noted(watching)
 

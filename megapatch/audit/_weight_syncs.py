@@ -1,4 +1,4 @@
-"""resumed: generation that was paused for a weight sync does not stay paused.
+"""weights-synced, resumed: a weight sync sends what was trained, and generation does not stay paused after it.
 
 Watches   the resume in megapatch.weight_sync, which TrainPump and all patches use; and pausing, resuming and
           weight syncs in SkyRL's clients and asynchronous trainer and in AReaL's engines, in the releases that
@@ -6,9 +6,10 @@ Watches   the resume in megapatch.weight_sync, which TrainPump and all patches u
           never answer again, and training waits for rollouts without an error. Generation that a failed sync has
           left paused is looked at again some seconds later, when findings are asked for, and when the audit or
           the process ends: until then, the code that caught the exception may have resumed it.
+          And each sync of slime's and miles' actor, in all releases, which knows the trained weights from a copy.
 Limits    the process that pauses is watched. Engines that are asked by other means are not, nor verl's replicas,
-          which each kind of engine pauses in its own way.
-Cost      nothing but a note in a weight sync.
+          which each kind of engine pauses in its own way. No engine says which weights it has received.
+Cost      nothing but a note in a weight sync; slime's reads the weights twice where another model is loaded.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from .._pausing.generation import EVENT, PAUSE, RESUME, is_paused
 from ..patch import Site
 from ._audit import Audit, Part
 from ._findings import observes, user_code
-from ._watching import RAISED, Watcher, after, around, site
+from ._hashes import hash_of
+from ._watching import RAISED, Watcher, after, around, before, site
 
 _GRACE = 10.0
 """Seconds in which the code that catches the exception of a weight sync may resume generation."""
@@ -42,9 +44,10 @@ _SKYRL_TRAINERS = (
 """Module, and the releases that sync in another class."""
 _SKYRL_SYNC = "FullyAsyncRayPPOTrainer.async_sync_policy_weights_to_inference_engines"
 _AREAL, _AREAL_SYNC = "RemoteInfEngine", "MegatronEngine.update_weights"
+_SLIME_SYNC = "MegatronTrainRayActor.update_weights"
 
 
-class Resumed(Part):
+class WeightSyncs(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._paused: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -86,6 +89,10 @@ class Resumed(Part):
             site(
                 "areal.engine.megatron_engine",
                 {_AREAL_SYNC: self.syncing("rollout_engine._engine", _AREAL_SYNC)},
+            ),
+            *(
+                site(f"{framework}.backends.megatron_utils.actor", {_SLIME_SYNC: before(self._compare_with_copy)})
+                for framework in ("slime", "miles")
             ),
         )
 
@@ -156,3 +163,23 @@ class Resumed(Part):
             client, (what, where) = self._left.popitem()
             if self._is_left_paused(client):
                 self.ledger.report("resumed", "left", f"generation is still paused after {what}", where)
+
+    # ------------------------------------------------------------------------ weights that are sent
+    @observes
+    def _compare_with_copy(self, actor: Any, *_: Any, **__: Any) -> None:
+        """Compare the weights that are sent with the copy of the actor's, where another model was loaded last."""
+        # Before there is a model, and where the copy itself is sent or loaded first, there is nothing to compare.
+        loaded = getattr(actor, "_active_model_tag", "actor")
+        if loaded == "actor" or actor.args.offload_train or actor.args.colocate:
+            return
+        backups = actor.weights_backuper
+        self.ledger.judged["weights-synced"] += 1
+        if _hashes(backups.get("actor").items()) != _hashes(backups._source_getter()):
+            what = f"the weights of the model {loaded} are sent, not the actor's"
+            self.ledger.report("weights-synced", "model", what)
+
+
+def _hashes(tensors: Iterable[tuple[str, Any]]) -> dict[str, list[int]]:
+    """Return by name a hash of each tensor; waits for a GPU once, at the end."""
+    hashes = {name: hash_of([tensor]) for name, tensor in tensors}
+    return {name: found.tolist() for name, found in hashes.items()}
