@@ -7,7 +7,7 @@ Watches   get_loss_scale() of the mixed-precision optimizer, which shows whether
           Where nobody asked, what a step's first loss was multiplied by, and what the hook makes of 1: a trainer
           may read `optimizer.grad_scaler.scale`, a property.
 Limits    a scale that was asked for is taken for applied, though a trainer may only have logged it. Of one that
-          reads the property, multiplications of the losses of tokens are not seen.
+          reads the property, multiplications of the losses of tokens are not seen: call get_loss_scale() there.
 Cost      no sync unless nobody asked for the scale.
 """
 

@@ -1,4 +1,4 @@
-"""docs/audit.md has a section for every rule, and a row for every defect that changes numbers."""
+"""docs/audit.md has a section for every rule, and the patches that rules name exist."""
 
 from __future__ import annotations
 
@@ -18,17 +18,8 @@ def test_every_rule_has_a_section():
     assert re.findall(r"^### (.*)$", PAGE, re.M) == list(RULES)
 
 
-REPAIRS = {name for rule in RULES.values() for name in rule.patches}
-
-
-def test_every_defect_that_breaks_a_rule_has_a_row():
-    rows = re.findall(r"^\| `([a-z0-9_]+\.[a-z0-9_.-]+)` \|", PAGE, re.M)
-    assert len(rows) == len(set(rows))
-    assert REPAIRS <= set(rows) <= {patch.name for patch in PATCHES}
-
-
 def test_repairs_are_patches():
-    assert {patch.name for patch in PATCHES} >= REPAIRS
+    assert {patch.name for patch in PATCHES} >= {name for rule in RULES.values() for name in rule.patches}
 
 
 def test_off_it_is_not_imported():
