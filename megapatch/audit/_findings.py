@@ -192,24 +192,19 @@ class Ledger:
 
     def summarize(self) -> None:
         """Log the findings and notes, or that there are none, in a process that has trained."""
-        findings, notes = self.findings(), self.notes()
+        findings, notes, made = self.findings(), self.notes(), steps(self.step)
         if findings:
             log.warning(
-                "audit: %s" + see("audit-finding"),
-                "\n  ".join([f"found in {steps(self.step)}:", *map(str, findings)]),
+                "audit: found in %s" + see("audit-finding"), "\n  ".join([f"{made}:", *map(str, findings)])
             )
         elif self.step:
-            log.info("audit: nothing found in %s", steps(self.step))
+            log.info("audit: nothing found in %s", made)
         if notes:
-            log.info("audit: %s", "\n  ".join([f"noted in {steps(self.step)}:", *map(str, notes)]))
+            log.info("audit: noted in %s", "\n  ".join([f"{made}:", *map(str, notes)]))
             names = ", ".join(dict.fromkeys(note.rule for note in notes))
-            log.warning(
-                "audit: %s, logged at INFO: %s; with %s=FOLDER, megapatch audit FOLDER shows them"
-                + see("audit-notes"),
-                f"{len(notes)} note{'s' * (len(notes) > 1)}",
-                names,
-                REPORT,
-            )
+            how = f"with {REPORT}=FOLDER, megapatch audit FOLDER shows them"
+            count = f"{len(notes)} note{'s' * (len(notes) > 1)}"
+            log.warning("audit: %s, logged at INFO: %s; %s" + see("audit-notes"), count, names, how)
 
     def clear(self) -> None:
         with self._lock:

@@ -30,14 +30,10 @@ _MOST_NODES = 32
 class ScaledOnce(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._asks = 0
-        """How often anybody has asked for a loss scale."""
         self._asked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """By optimizer: the loss scale that was asked for since its last step."""
-        self._last_ask: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By chunk: the number of the last time that anybody asked for the loss scale of one of its optimizers."""
-        self._asks_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By chunk: the same, as its last step ended."""
+        self._asked_for: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Chunks for which anybody has asked for the loss scale of an optimizer since their last step."""
         self._multiplied_by: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         """By chunk: what the first loss since its last step was multiplied by, if nobody had asked by then."""
         self._divided: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -62,9 +58,7 @@ class ScaledOnce(Part):
     @observes
     def _note_ask(self, scale: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._asked[optimizer] = scale
-        self._asks += 1
-        for chunk in self.audit.models.stepped_by(optimizer):
-            self._last_ask[chunk] = self._asks
+        self._asked_for.update(self.audit.models.stepped_by(optimizer))
 
     @observes
     def _before_division(self, optimizer: Any, *_: Any, **__: Any) -> None:
@@ -110,12 +104,8 @@ class ScaledOnce(Part):
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """Note what a loss was multiplied by."""
-        if chunk.config.fp16 and chunk not in self._multiplied_by and not self._has_asked(chunk):
+        if chunk.config.fp16 and not (chunk in self._multiplied_by or chunk in self._asked_for):
             self._multiplied_by[chunk] = _factors_of_loss(loss)
-
-    def _has_asked(self, chunk: Any) -> bool:
-        """Return whether anybody has asked for a loss scale of the chunk since its last step."""
-        return self._last_ask.get(chunk, 0) > self._asks_before.get(chunk, 0)
 
     def _is_multiplied(self, chunks: list[Any], scale: Any) -> bool:
         """Return whether a loss was multiplied by the scale though nobody asked for it. Waits for the GPU."""
@@ -131,7 +121,7 @@ class ScaledOnce(Part):
         if not scaled or not step.has_gradients:
             return
         self.ledger.judged["scaled-once"] += 1
-        scale, asked = scaled[0].grad_scaler.scale, any(map(self._has_asked, step.chunks))
+        scale, asked = scaled[0].grad_scaler.scale, any(chunk in self._asked_for for chunk in step.chunks)
         if not asked and _is_last_stage() and not self._is_multiplied(step.chunks, scale):
             what = "the optimizer divides by a loss scale that nobody multiplied the loss by"
             self.ledger.report("scaled-once", "loss", what)
@@ -145,8 +135,8 @@ class ScaledOnce(Part):
         for part in step.optimizers:
             self._asked.pop(part, None)
         for chunk in step.chunks:
-            self._asks_before[chunk] = self._last_ask.get(chunk, 0)
             self._multiplied_by.pop(chunk, None)
+        self._asked_for.difference_update(step.chunks)
         self._unscaled_losses.difference_update(step.chunks)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from megapatch.audit import _PARTS, RULES, Rule
 from megapatch.audit._audit import Audit
 from megapatch.audit._report import rules_of
+from megapatch.audit._rules import Cause
 from megapatch.audit._settings import Settings
 
 from .limits import markdown, sections
@@ -31,12 +32,14 @@ def rules() -> Iterator[str]:
         yield f"### {name}"
         yield markdown(rule.says)
         yield f"{_kind(rule)} {markdown(rule.means)}"
-        yield "\n".join(
-            f"- {''.join(f'`{kind}`: ' for kind in cause.kinds)}{markdown(cause.cause)} (*{markdown(cause.check)}*)"
-            for cause in rule.causes
-        )
+        yield "\n".join(map(_cause, rule.causes))
         if rule.patches:
             yield f"Patches: {', '.join(f'`{patch}`' for patch in rule.patches)}"
+
+
+def _cause(cause: Cause) -> str:
+    kinds = "".join(f"`{kind}`: " for kind in cause.kinds)
+    return f"- {kinds}{markdown(cause.cause)} (*{markdown(cause.check)}*)"
 
 
 def _kind(rule: Rule) -> str:
