@@ -85,6 +85,7 @@ def average_written_into_the_model(model, step):
     model.train_step(step)
 
 
+@SWAPS.row("swapped on one rank only", {"main-params-agree": 2, "ranks-agree": 2}, **BF16)
 def swapped_on_one_rank(model, step):
     if step == 1:
         log_probabilities(model, step)
@@ -109,9 +110,9 @@ for name, take_step in {
     "an average of the weights is written into the model": average_written_into_the_model,
     "an adapter stays merged after an export": adapter_merged_for_good,
 }.items():
-    SWAPS.row(name, take_step, {"main-params-agree": 2}, **BF16)
-    SWAPS.row(f"{name}, sharded", take_step, {"main-params-agree": 2}, **SHARDED)
-SWAPS.row("swapped on one rank only", swapped_on_one_rank, {"main-params-agree": 2, "ranks-agree": 2}, **BF16)
+    SWAPS.row(name, {"main-params-agree": 2}, **BF16)(take_step)
+    SWAPS.row(f"{name}, sharded", {"main-params-agree": 2}, **SHARDED)(take_step)
+
 
 FP32 = {**ADAM, "use_distributed_optimizer": True}
 for name, take_step in {
@@ -121,14 +122,16 @@ for name, take_step in {
     "an exception leaves the reference in the model, in fp32": left_in_by_an_exception,
     "an adapter stays merged after an export, in fp32": adapter_merged_for_good,
 }.items():
-    SWAPS.row(name, take_step, {"kept-between-steps": 2})
-    SWAPS.row(f"{name}, sharded", take_step, {"kept-between-steps": 2}, **FP32)
+    SWAPS.row(name, {"kept-between-steps": 2})(take_step)
+    SWAPS.row(f"{name}, sharded", {"kept-between-steps": 2}, **FP32)(take_step)
 
 
 def parts_of(optimizer):
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
+@SWAPS.row("main parameters are onloaded from an older copy", {"main-params-agree": 3}, **BF16)
+@SWAPS.row("main parameters are onloaded from an older copy, sharded", {"main-params-agree": 3}, **SHARDED)
 def stale_main_parameters(model, step):
     """The optimizer is onloaded from a copy of the step before."""
     mains = [
@@ -145,17 +148,6 @@ def stale_main_parameters(model, step):
     model.train_step(step)
 
 
-SWAPS.row(
-    "main parameters are onloaded from an older copy", stale_main_parameters, {"main-params-agree": 3}, **BF16
-)
-SWAPS.row(
-    "main parameters are onloaded from an older copy, sharded",
-    stale_main_parameters,
-    {"main-params-agree": 3},
-    **SHARDED,
-)
-
-
 def moments_of(model):
     return [
         state[name]
@@ -165,6 +157,8 @@ def moments_of(model):
     ]
 
 
+@SWAPS.row("moments are lost in an offload", {"kept-between-steps": 2}, **ADAM)
+@SWAPS.row("moments are lost in an offload, sharded", {"kept-between-steps": 2}, **SHARDED)
 def moments_lost(model, step):
     """They are zero after an onload."""
     for moment in moments_of(model) if step == 1 else ():
@@ -172,6 +166,7 @@ def moments_lost(model, step):
     model.train_step(step)
 
 
+@SWAPS.row("moments are onloaded from an older copy", {"kept-between-steps": 3}, **SHARDED)
 def stale_moments(model, step):
     """They are onloaded from a copy of the step before."""
     for moment, older in zip(moments_of(model), model.older, strict=True) if step == 2 else ():
@@ -180,19 +175,10 @@ def stale_moments(model, step):
     model.train_step(step)
 
 
+@SWAPS.row(
+    "the moments of one parameter are lost", {}, why="some parameters of each optimizer are looked at", **ADAM
+)
 def one_moment_lost(model, step):
     if step == 1:
         moments_of(model)[2].zero_()
     model.train_step(step)
-
-
-SWAPS.row("moments are lost in an offload", moments_lost, {"kept-between-steps": 2}, **ADAM)
-SWAPS.row("moments are lost in an offload, sharded", moments_lost, {"kept-between-steps": 2}, **SHARDED)
-SWAPS.row("moments are onloaded from an older copy", stale_moments, {"kept-between-steps": 3}, **SHARDED)
-SWAPS.row(
-    "the moments of one parameter are lost",
-    one_moment_lost,
-    {},
-    why="some parameters of each optimizer are looked at",
-    **ADAM,
-)
