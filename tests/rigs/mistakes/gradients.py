@@ -8,11 +8,11 @@ import torch
 
 from megapatch.testing import tiny_gpt
 from rigs.megatron.grad_ready import BUFFER
-from rigs.megatron.options import ADAM, BOTH, GRADS, Interrupted, raising_half_way
+from rigs.megatron.options import BOTH, GRADS, Interrupted, raising_half_way
 from rigs.mistakes import Table
+from rigs.mistakes.weights import SHARDED
 
 LEARNS = "golden_per_param_grad_ready_counts" in BUFFER.read_text()  # from 0.16 on
-SHARDED = {"dtype": "bf16", **ADAM, "use_distributed_optimizer": True}
 
 TABLE = Table("gradients")
 
