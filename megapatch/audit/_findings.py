@@ -25,7 +25,7 @@ from ._timeline import Timeline
 
 log = logging.getLogger("megapatch")
 
-_NOT_IN_PLACE = {Status.DISABLED, *NEEDS_ATTENTION} - {Status.REFUSED}
+_NOT_IN_PLACE = frozenset((Status.DISABLED, *NEEDS_ATTENTION)) - {Status.REFUSED}
 """Statuses of patches that may be needed; one that was refused is for code that it does not know."""
 
 

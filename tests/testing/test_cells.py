@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 
 import pytest
 import torch
@@ -89,24 +88,6 @@ def test_when_ranks_are_left_apart_later_cells_are_not_run(how):
         assert ("KeyError: 1" in text) == (how == "raises_elsewhere")
         with pytest.raises(CellFailed, match=r"not run: .* different places by cell 'bad'"):
             found["later"]
-
-
-def hanging(rank, world_size):
-    yield "good", lambda: rank
-    yield "bad", lambda: computed(rank) if rank else wait_for_ever()
-
-
-def wait_for_ever():
-    threading.Event().wait()
-
-
-@pytest.mark.thorough  # it waits for its timeout
-def test_a_cell_that_hangs_keeps_those_before_it():
-    for rank, found in enumerate(run_cells(hanging, 2, timeout=30)):  # the first cell has to be done by then
-        assert found["good"] == rank
-        with pytest.raises(CellFailed, match="it did not finish") as raised:
-            found["bad"]
-        assert "wait_for_ever" in str(raised.value)
 
 
 def failing_between(rank, world_size):
