@@ -110,7 +110,8 @@ class ScaledOnce(Part):
     def _is_multiplied(self, chunks: list[Any], scale: Any) -> bool:
         """Return whether a loss was multiplied by the scale though nobody asked for it. Waits for the GPU."""
         factors = [factor for chunk in chunks for factor in self._multiplied_by.get(chunk, ())]
-        factors += [factor for chunk in chunks for factor in _factors_of_hook(chunk.config, scale)]
+        hooks = [chunk.config.grad_scale_func for chunk in chunks if chunk.config.grad_scale_func is not None]
+        factors += [hook(scale.new_ones(1)) for hook in hooks]  # as Megatron asks it for routers
         return float(scale) in (1.0, *map(float, factors))
 
     # ------------------------------------------------------------------------ judged in the step
@@ -177,15 +178,6 @@ def _factors_of_loss(loss: Any) -> list[Any]:
             found += [factor for factor in saved if factor is not None and not factor.requires_grad]
         todo += [below for below, _ in node.next_functions]
     return found
-
-
-def _factors_of_hook(config: Any, like: Any) -> list[Any]:
-    """Return the number by which ``config.grad_scale_func`` multiplies, asked as Megatron asks it for routers.
-
-    Args:
-        like: a tensor on the device of the losses.
-    """
-    return [] if config.grad_scale_func is None else [config.grad_scale_func(like.new_ones(1))]
 
 
 def _is_of_one_number(node: Any) -> bool:

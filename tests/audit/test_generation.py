@@ -7,6 +7,8 @@ import contextlib
 import gc
 import threading
 import weakref
+from functools import partial
+from operator import methodcaller
 
 import pytest
 from rigs.audit import found, part_of, running_audit, watcher_of
@@ -73,26 +75,11 @@ async def sync(client, raises=True, resumes=False):
     await client.resume_generation()
 
 
-# ------------------------------------------------------------------------ resumed
-def test_a_failed_sync_that_leaves_generation_paused_is_found():
-    client = Client()
-    asyncio.run(sync(client))
-    assert found() == [("resumed", "generation is still paused after Trainer.sync(), which failed")]
-    assert any("in sync" in line for line in audit.findings()[0].where)
-
-
-@pytest.mark.parametrize("event", [threading.Event, asyncio.Event])
-@pytest.mark.parametrize("ending", [{"raises": False}, {"resumes": True}])
-def test_generation_that_runs_again_is_not(ending, event):
-    client = Client(event=event)
-    asyncio.run(sync(client, **ending))
-    assert found() == []
-
-
 class PlainClient:
     """Marks nothing: that it is paused is known from its calls alone."""
 
-    fails = False
+    def __init__(self, fails=None):
+        self.fails = fails
 
     async def pause_generation(self):
         pass
@@ -102,26 +89,60 @@ class PlainClient:
             raise OSError("no resume")
 
 
-def test_a_pause_after_generation_ran_again_is_not_the_one_of_the_failed_sync():
-    client = PlainClient()
-    asyncio.run(sync(client, resumes=True))
-    asyncio.run(client.pause_generation())
-    assert found() == []
+async def resumed_by_other_means(client):
+    await sync(client)
+    client.generation_paused_event.clear()
 
 
-def test_generation_whose_resume_failed_is_still_paused():
-    client = PlainClient()
-    client.fails = True
-    with pytest.raises(OSError, match="no resume"):
-        asyncio.run(sync(client, resumes=True))
-    assert [rule for rule, _ in found()] == ["resumed"]
+async def paused_after_it_ran_again(client):
+    await sync(client, resumes=True)
+    await client.pause_generation()
 
 
-def test_generation_that_the_caller_has_resumed_by_other_means_is_not():
+async def paused_twice(client):
+    await client.pause_generation()
+    client.fails = "pause"
+    await client.pause_generation()
+
+
+async def within(client, raises=False):
+    async with paused_generation(client):
+        if raises:
+            raise OSError
+
+
+without_failure, resumed_after = partial(sync, raises=False), partial(sync, resumes=True)
+LEFT = "generation is still paused after Trainer.sync(), which failed"
+NOT_PAUSED = "generation is still paused after a pause that failed"
+NOT_RESUMED = "resuming generation after a weight sync has failed: OSError: no resume"
+SCENARIOS = {
+    "a sync fails": (Client(), sync, LEFT),
+    "a sync fails, and then the resume": (PlainClient("resume"), resumed_after, LEFT),
+    "a pause fails, and marks the client": (Client("pause"), methodcaller("pause_generation"), NOT_PAUSED),
+    "a resume fails": (Client("resume"), within, NOT_RESUMED),
+    "no sync fails": (Client(), without_failure, None),
+    "a sync fails, and generation is resumed": (Client(event=asyncio.Event), resumed_after, None),
+    "the caller has resumed it by other means": (Client(), resumed_by_other_means, None),
+    "a later pause is another one": (PlainClient(), paused_after_it_ran_again, None),
+    "the pause of what is paused fails": (Client(), paused_twice, None),
+    "a block ends": (Client(), within, None),
+    "a block raises": (Client(), partial(within, raises=True), None),
+}
+"""A client, what happens to it, and what is found of that."""
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_generation_that_a_failure_leaves_paused_is_found(name):
+    client, happens, what = SCENARIOS[name]
+    with contextlib.suppress(OSError):
+        asyncio.run(happens(client))
+    assert found() == ([("resumed", what)] if what else [])
+
+
+def test_the_line_is_that_of_the_sync():
     client = Client()
     asyncio.run(sync(client))
-    client.generation_paused_event.clear()
-    assert found() == []
+    assert any("in sync" in line for line in audit.findings()[0].where)
 
 
 def test_it_is_reported_while_training_waits(monkeypatch):
@@ -130,46 +151,6 @@ def test_it_is_reported_while_training_waits(monkeypatch):
     monkeypatch.setattr(running_audit().ledger, "report", lambda *ignored: reported.set())
     asyncio.run(sync(client))
     assert reported.wait(30)
-
-
-def test_a_pause_that_fails_and_marks_the_client_is_found():
-    client = Client("pause")
-    with pytest.raises(OSError, match="no pause"):
-        asyncio.run(client.pause_generation())
-    assert found() == [("resumed", "generation is still paused after a pause that failed")]
-
-
-def test_a_pause_of_what_is_paused_already_is_not():
-    client = Client()
-    asyncio.run(client.pause_generation())
-    client.fails = "pause"
-    with pytest.raises(OSError, match="no pause"):
-        asyncio.run(client.pause_generation())
-    assert found() == []
-
-
-def test_a_resume_of_paused_generation_that_fails_is_found():
-    async def main():
-        async with paused_generation(Client("resume")):
-            pass
-
-    with pytest.raises(OSError, match="no resume"):
-        asyncio.run(main())
-    assert found() == [
-        ("resumed", "resuming generation after a weight sync has failed: OSError: no resume"),
-    ]
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_paused_generation_that_resumes_has_no_findings(raises):
-    async def main():
-        async with paused_generation(Client()):
-            if raises:
-                raise KeyError
-
-    with pytest.raises(KeyError) if raises else contextlib.nullcontext():
-        asyncio.run(main())
-    assert found() == []
 
 
 def test_a_client_that_is_gone_is_not_kept_alive():

@@ -6,8 +6,6 @@ import _thread
 import contextlib
 import json
 import linecache
-import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -17,7 +15,7 @@ import pytest
 from rigs.audit import idle_audit
 from rigs.cells import AUDITED
 from rigs.command import run
-from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, raising_half_way
+from rigs.megatron.options import GRADS, UNPATCHED, Interrupted, Log, raising_half_way
 from rigs.mistakes.table import MISTAKES
 
 import megapatch
@@ -113,29 +111,13 @@ def test_a_report_is_at_most_about_a_minute_old(tmp_path):
     assert run_ranks(writing_now_and_then, 1, str(tmp_path), env=env) == [[1, 1, 1, 4]]
 
 
-def killed(rank, world_size, folder):
-    mistake = MISTAKES["the optimizer steps twice"]
-    mistake.take_step(model_of(mistake), 0)
-    os.kill(os.getpid(), 9)
-
-
-def test_a_rank_that_is_killed_has_left_what_it_found(tmp_path):
-    with pytest.raises(megapatch.errors.RanksFailed):
-        run_ranks(killed, 1, str(tmp_path), env={**UNPATCHED, **AUDITED, REPORT: str(tmp_path)})
-    assert [finding["rule"] for finding in left(tmp_path, 0)["findings"]] == ["stepped-once"]
-
-
 def not_writable(rank, world_size):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("megapatch").addHandler(handler)
-    mistake = MISTAKES["the optimizer steps twice"]
+    log, mistake = Log(), MISTAKES["the optimizer steps twice"]
     model = model_of(mistake)
     for step in range(3):
         mistake.take_step(model, step)
     audit.stop()
-    return len(audit.findings()), [text for text in records if "no report is left" in text]
+    return len(audit.findings()), [text for text in log.texts if "no report is left" in text]
 
 
 def test_a_folder_that_cannot_be_written_to_is_one_warning(tmp_path):
