@@ -100,7 +100,10 @@ class AuditReport(NamedTuple):
 
 def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:
     """Return the report of a ledger as it is now."""
-    rank, size, _ = ledger.place = _place(ledger)
+    now = place()
+    if now[2] or ledger.place is None:  # torch.distributed may be gone as the process ends
+        ledger.place = now
+    rank, size, _ = ledger.place
     this_process().load_families(only_installed=True)
     return AuditReport(
         version=exact_version(),
@@ -128,12 +131,6 @@ def write(folder: str, report: AuditReport, known: dict[int, Path]) -> None:
     path = known.get(report.rank) or files.new_path(Path(folder), KIND, report.rank)
     known[report.rank] = path
     files.write(path, report.to_dict())
-
-
-def _place(ledger: Ledger) -> tuple[int, int, bool]:
-    """Return this rank; the last that torch.distributed named, as it may be gone when the process ends."""
-    now = place()
-    return now if now[2] or ledger.place is None else ledger.place
 
 
 def _described(finding: Finding) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from .._places import user_lines
 
 KINDS = ("model", "load", "save", "forward-only", "export", "offload", "swap", "exception")
-"""The kinds of events, in the order in which they are shown. An export is a read for a checkpoint or for generation,
-by code that is known to; a swap gives weights other memory; an exception is that of a call or of a step."""
+"""The kinds of events, in the order in which they are shown. A swap gives weights other values or memory; an export
+reads them for a checkpoint or for generation; an exception ends a call or a step."""
 
 KEPT = 16
 """Events of a kind that are kept from its beginning, and as many from its end; the others are counted."""

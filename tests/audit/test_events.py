@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.audit import Thing, idle_audit, part_of, running_audit, watcher_of
+from rigs.audit import Thing, part_of, running_audit, watcher_of
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted, raising_half_way
 from rigs.megatron.save import minor
@@ -154,18 +154,12 @@ def events_of(watching):
     }
 
 
-@pytest.fixture
-def watching():
-    watching = idle_audit()
-    watching.may_have_broken = False
-    return watching
-
-
 def test_an_export_is_an_event_also_where_all_is_gathered(watching):
     def export_weights(model):
         return "weights"
 
     export = part_of(watching, GatheredWhenRead).watch_reader(Reader("export_weights", "model"), export_weights)
+    watching.may_have_broken = False
     assert export(None) == "weights" and watching.looks()
     assert events_of(watching) == {"export": [("export_weights()", 1)]}
 

@@ -46,22 +46,9 @@ def job(rank, world_size, names=NAMES):
         yield name, partial(noted, MISTAKES_NOTED[name])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(AUDITED, id="1"), pytest.param(RAISING, id="raise", marks=pytest.mark.nightly)],
-)
-def ranks(request):
-    return run_cells(job, 2, env={**UNPATCHED, **request.param})
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_note_is_no_finding_and_says_how_to_accept_it(ranks, name):
-    (rule,) = MISTAKES_NOTED[name].finds
-    for cells in ranks:
-        found, (note,) = cells[name]
-        assert found == []
-        assert note.startswith(f"{rule} (after ")
-        assert note.endswith(f" If that is meant: {ACCEPT}={rule}.")
+def test_with_raise_a_note_raises_nothing():
+    for cells in run_cells(job, 2, NAMES[:4], env={**UNPATCHED, **RAISING}):
+        assert all(cells[name][0] == [] and cells[name][1] for name in NAMES[:4])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from rigs.audit import Thing, idle_audit, part_of
+from rigs.audit import Thing, part_of
 
 import megapatch
 from megapatch import _places
@@ -17,11 +17,6 @@ from megapatch.audit._gradients import Gradients
 from megapatch.audit._saves import Saves
 from megapatch.audit._scaled_once import ScaledOnce
 from megapatch.audit._weight_syncs import WeightSyncs
-
-
-@pytest.fixture
-def watching():
-    return idle_audit()
 
 
 def rules(watching):

@@ -6,6 +6,7 @@ variant. The tests hold the table to what is found; `docs/audit.md` shows it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,14 @@ class Mistake:
     layout: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     why: str = ""
+
+
+@contextlib.contextmanager
+def unfinished(model):
+    """Leave gradients as they are at the end of calls: not reduced, nor divided by their tokens."""
+    finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
+    yield
+    model.config.finalize_model_grads_func = finalize
 
 
 class Table:

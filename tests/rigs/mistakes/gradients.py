@@ -9,7 +9,7 @@ import torch
 from megapatch.testing import tiny_gpt
 from rigs.megatron.grad_ready import BUFFER
 from rigs.megatron.options import BOTH, GRADS, Interrupted, raising_half_way
-from rigs.mistakes import Table
+from rigs.mistakes import Table, unfinished
 from rigs.mistakes.weights import SHARDED
 
 LEARNS = "golden_per_param_grad_ready_counts" in BUFFER.read_text()  # from 0.16 on
@@ -37,11 +37,10 @@ def zeroed_in_every_call(model, step):
 @TABLE.row("zeroed in every call, and finished in the last", {"gradients-dropped": 0})
 def zeroed_in_every_call_but_one(model, step):
     """Only the last call of a step finishes gradients, and each zeroes them."""
-    finalize = model.config.finalize_model_grads_func
-    for part, finish in enumerate((None, finalize)):
-        model.config.finalize_model_grads_func = finish
+    for part, finishing in enumerate((unfinished(model), contextlib.nullcontext())):
         model.zero_grad()
-        model.forward_backward(step + part)
+        with finishing:
+            model.forward_backward(step + part)
     model.optimizer.step()
 
 
@@ -216,9 +215,8 @@ def tokens_of_a_dropped_call(model, step):
     """Gradients of a batch are dropped before they are finished."""
     if step == 1:
         model.zero_grad()
-        finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
-        model.forward_backward(step)
-        model.config.finalize_model_grads_func = finalize
+        with unfinished(model):
+            model.forward_backward(step)
     model.train_step(step)
 
 

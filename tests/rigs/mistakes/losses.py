@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from unittest import mock
 
 import torch
 
 from megapatch.testing import _data
 from rigs.megatron.options import ADAM
-from rigs.mistakes import Table
+from rigs.mistakes import Table, unfinished
 
 FP16 = {"dtype": "fp16", "loss_scale": 2.0**10}
 
@@ -20,9 +19,8 @@ TABLE = Table("losses and their scales")
 def tokens_of_the_last_call(model, step):
     """Calls before the last leave finishing to it, and their tokens are lost."""
     model.zero_grad()
-    finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
-    model.forward_backward(step, masked=True)
-    model.config.finalize_model_grads_func = finalize
+    with unfinished(model):
+        model.forward_backward(step, masked=True)
     model.forward_backward(step + 1, masked=True)
     model.optimizer.step()
 
@@ -38,15 +36,19 @@ def divided_by_a_constant(model, step):
     model.config.finalize_model_grads_func = finalize
 
 
-@contextlib.contextmanager
-def losses_times(factor):
+def losses_are(change):
+    """Let a trainer's loss function return another loss, made of its loss and its tokens."""
+
     def loss(*args, **kwargs):
-        value, *others = loss_function(*args, **kwargs)
-        return value * factor, *others
+        value, tokens, *others = loss_function(*args, **kwargs)
+        return change(value, tokens), tokens, *others
 
     loss_function = _data.loss_function
-    with mock.patch.object(_data, "loss_function", loss):
-        yield
+    return mock.patch.object(_data, "loss_function", loss)
+
+
+def losses_times(factor):
+    return losses_are(lambda value, tokens: value * factor)
 
 
 def times(factor):
