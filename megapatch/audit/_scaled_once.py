@@ -64,7 +64,7 @@ class ScaledOnce(Part):
     def _before_division(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.ledger.judged["unscaled-once"] += 1
         again = self._divided.get(optimizer) == self._gradients_now(optimizer) and self._divides_buffers(optimizer)
-        if again and _scale(optimizer) != 1:
+        if again and float(optimizer.grad_scaler.scale) != 1:
             self.ledger.report("unscaled-once", "again", "gradients were divided by the loss scale again")
         self._compare_scales(optimizer)
 
@@ -126,7 +126,7 @@ class ScaledOnce(Part):
         if not asked and _is_last_stage() and not self._is_multiplied(step.chunks, scale):
             what = "the optimizer divides by a loss scale that nobody multiplied the loss by"
             self.ledger.report("scaled-once", "loss", what)
-        if any(chunk in self._unscaled_losses for chunk in step.chunks) and _scale(scaled[0]) != 1:
+        if any(chunk in self._unscaled_losses for chunk in step.chunks) and float(scale) != 1:
             what = "auxiliary losses are not multiplied by the loss scale that the optimizer divides by"
             self.ledger.report("scaled-once", "auxiliary", what)
 
@@ -145,11 +145,6 @@ def _has_unscaled_losses(config: Any) -> bool:
     routers = has_router_losses(config) and not getattr(config, "moe_grad_scale_func", None)
     predictions = getattr(config, "mtp_num_layers", None) and not getattr(config, "mtp_grad_scale_func", None)
     return routers or bool(predictions)
-
-
-def _scale(optimizer: Any) -> float:
-    """Return the loss scale; waits for the GPU."""
-    return float(optimizer.grad_scaler.scale)
 
 
 def _is_last_stage() -> bool:

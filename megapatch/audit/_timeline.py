@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .._places import user_lines
 
 KINDS = ("model", "load", "save", "forward-only", "export", "offload", "swap", "exception")
-"""The kinds of events, in the order in which they are shown. A swap gives weights other values or memory; an export
+"""The kinds of events, in the order in which they are shown. A swap gives weights other values; an export
 reads them for a checkpoint or for generation; an exception ends a call or a step."""
 
 KEPT = 16

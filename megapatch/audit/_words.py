@@ -13,8 +13,6 @@ from ._summary import Events, Found, Summary
 
 _NAMES = MappingProxyType({"version": "megapatch", "size": "number of ranks", "steps": "optimizer steps"})
 """Of a summary's values that have other names in words."""
-_LINES = 3
-"""Of the user's code, the innermost."""
 
 
 def texts(summary: Summary, columns: int) -> list[str]:
@@ -93,7 +91,7 @@ def _of_found(found: Found) -> Iterator[str]:
     yield f"  {found.means}"
     if found.before:
         yield f"  since the step before: {'; '.join(found.before)}"
-    yield from (f"  at {line}" for line in found.where[: -_LINES - 1 : -1])
+    yield from (f"  at {line}" for line in found.where[:-4:-1])  # the three innermost
     if found.causes:
         yield "  likely causes, in order, and what shows each:"
     for number, cause in enumerate(found.causes, 1):

@@ -141,17 +141,10 @@ def test_an_attempt_before_a_restart_is_kept_apart(tmp_path):
     assert data["unreadable"] == []
 
 
-def test_two_models_of_a_job_are_kept_apart():
+def test_two_models_of_a_job_are_kept_apart_and_a_rank_that_left_nothing_borrows_no_other_report():
     worlds = [report(rank, 2, world=world, began=rank) for rank in range(2) for world in "ab"]
     assert [attempt.ranks for attempt in summarize(worlds).attempts] == [[0, 1], [0, 1]]
-
-
-def test_a_rank_that_left_nothing_in_its_first_attempt_does_not_borrow_the_second():
-    restarted = [report(rank, 2, world="1", began=9.0 + rank) for rank in range(2)]
-    assert [attempt.ranks for attempt in summarize([report(0, 2, world="0"), *restarted]).attempts] == [
-        [0],
-        [0, 1],
-    ]
+    assert [attempt.ranks for attempt in summarize(worlds[:-1]).attempts] == [[0, 1], [0]]
 
 
 def test_a_kept_rule_has_the_count_of_the_rank_that_has_judged_fewest():
