@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import MappingProxyType
 
 from .._engine.settings import ACCEPT
 from .._ranks import numbered
@@ -11,7 +10,7 @@ from .._reporting.terminal import counted, wrapped
 from ._findings import steps
 from ._summary import Events, Found, Summary
 
-_NAMES = MappingProxyType({"version": "megapatch", "size": "number of ranks", "steps": "optimizer steps"})
+_NAMES = (("version", "megapatch"), ("size", "number of ranks"), ("steps", "optimizer steps"))
 """Of a summary's values that have other names in words."""
 
 
@@ -68,7 +67,7 @@ def _lines(summary: Summary) -> Iterator[str]:
 
 def _values(summary: Summary) -> Iterator[str]:
     """Yield version, digest, size, steps and settings of the ranks, and which of them differ."""
-    of_all = {_NAMES.get(name, name): ranks for name, ranks in summary.values.items() if name != "ended"}
+    of_all = {dict(_NAMES).get(name, name): ranks for name, ranks in summary.values.items() if name != "ended"}
     yield ", ".join(f"{name} {next(iter(by_value))}" for name, by_value in of_all.items() if len(by_value) == 1)
     for name, by_value in of_all.items():
         if len(by_value) > 1:
