@@ -10,9 +10,6 @@ from .._reporting.terminal import counted, wrapped
 from ._findings import steps
 from ._summary import Events, Found, Summary
 
-_NAMES = (("version", "megapatch"), ("size", "number of ranks"), ("steps", "optimizer steps"))
-"""Of a summary's values that have other names in words."""
-
 
 def texts(summary: Summary, columns: int) -> list[str]:
     """Return a text for each attempt, in lines of at most `columns`, of which the first has what was found."""
@@ -67,7 +64,8 @@ def _lines(summary: Summary) -> Iterator[str]:
 
 def _values(summary: Summary) -> Iterator[str]:
     """Yield version, digest, size, steps and settings of the ranks, and which of them differ."""
-    of_all = {dict(_NAMES).get(name, name): ranks for name, ranks in summary.values.items() if name != "ended"}
+    words = {"version": "megapatch", "size": "number of ranks", "steps": "optimizer steps"}
+    of_all = {words.get(name, name): ranks for name, ranks in summary.values.items() if name != "ended"}
     yield ", ".join(f"{name} {next(iter(by_value))}" for name, by_value in of_all.items() if len(by_value) == 1)
     for name, by_value in of_all.items():
         if len(by_value) > 1:
