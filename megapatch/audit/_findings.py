@@ -202,9 +202,13 @@ class Ledger:
         if notes:
             log.info("audit: noted in %s", "\n  ".join([f"{made}:", *map(str, notes)]))
             names = ", ".join(dict.fromkeys(note.rule for note in notes))
-            how = f"with {REPORT}=FOLDER, megapatch audit FOLDER shows them"
-            count = f"{len(notes)} note{'s' * (len(notes) > 1)}"
-            log.warning("audit: %s, logged at INFO: %s; %s" + see("audit-notes"), count, names, how)
+            log.warning(
+                "audit: %s, logged at INFO: %s; with %s=FOLDER, megapatch audit FOLDER shows them"
+                + see("audit-notes"),
+                f"{len(notes)} note{'s' * (len(notes) > 1)}",
+                names,
+                REPORT,
+            )
 
     def clear(self) -> None:
         with self._lock:
