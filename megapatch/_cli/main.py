@@ -176,9 +176,17 @@ def _add_verify(commands: Any) -> None:
     command.set_defaults(run=run)
 
 
-def _add_audit(commands: Any) -> None:
-    from .audit import EXIT_CODES as AUDIT_EXIT_CODES
+_AUDIT_EXIT_CODES = """\
+exit codes:
+  0  nothing was found on any rank; notes do not count
+  1  there are findings
+  2  could not look: bad usage, a folder without reports, or a page that cannot
+     be written; or nothing was found, and a rank has left no report, or one
+     that cannot be read
+"""
 
+
+def _add_audit(commands: Any) -> None:
     command = _command(
         commands,
         "audit",
@@ -186,7 +194,7 @@ def _add_audit(commands: Any) -> None:
         description="Show what the ranks of a run have left in a folder with MEGAPATCH_AUDIT=1 and\n"
         "MEGAPATCH_REPORT=FOLDER: findings, each once, with the user's code and the\n"
         "likely causes; and what happened when.",
-        epilog=AUDIT_EXIT_CODES,
+        epilog=_AUDIT_EXIT_CODES,
     )
     command.add_argument("folder", metavar="FOLDER", help="where the ranks have left their reports")
     _add_json(command)
@@ -199,7 +207,7 @@ def _add_audit(commands: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         if not os.path.isdir(options.folder):
             command.error(f"expected a folder with the reports of ranks, found none at {options.folder}")
-        from .audit.command import audit  # the other commands need nothing of the audit
+        from .audit import audit  # the other commands need nothing of the audit
 
         return audit(options.folder, options.json, options.html)
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,6 @@ from ._audit import Audit, Part, part_of
 from ._findings import Finding, Ledger, Repair
 from ._rules import RULES, Rule
 from ._settings import Settings, settings_for
-from ._weights_synced import are_equal, weights_digest
 
 if TYPE_CHECKING:
     from ._report import AuditReport, RuleStatus
@@ -41,21 +39,18 @@ __all__ = [
     "Rule",
     "RuleStatus",
     "clear",
-    "compare_weights",
     "findings",
     "notes",
     "report",
     "start",
     "stop",
-    "weights_digest",
 ]
 
 _ORDER = (
-    "gradients gradients_arrive scaled_once "  # gradients first: the others ask a step whether it has any
+    "gradients scaled_once "  # gradients first: the others ask a step whether it has any
     "ranks_agree gathered_when_read "  # ranks may raise; then the step leaves nothing to be gathered
-    "offloads gradients_kept main_params_agree kept_between_steps "  # these look more closely after an offload
-    "loaded_is_there schedules "  # loads ask schedules what was loaded
-    "calls training_mode every_chunk_steps fresh_counts tokens_counted microbatches saves resumed weights_synced "
+    "offloads gradients_kept step_begins "  # these look more closely after an offload
+    "loaded_is_there calls training_mode every_chunk_steps tokens_counted microbatches saves weight_syncs "
     "steps"  # leaves a report of what the others have found
 )
 """The modules of an audit's parts, in the order in which these see what happens."""
@@ -196,20 +191,6 @@ def clear() -> None:
     _PROCESS.ledger.clear()
     if _PROCESS.audit is not None:
         _PROCESS.audit.forget()
-
-
-def compare_weights(trained: str, received: str | Iterable[str], version: int | None = None) -> bool:
-    """Record a finding if generation has not received the trained weights. Needs no `start`.
-
-    Args:
-        trained: `weights_digest` of the trainer's weights.
-        received: that of the weights that generation has received; of each engine, if there are several.
-        version: of the weights, in optimizer steps, for the finding.
-
-    Returns:
-        Whether all of them are the same.
-    """
-    return are_equal(_PROCESS.ledger, trained, received, version)
 
 
 def _judge() -> None:

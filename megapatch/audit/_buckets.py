@@ -22,8 +22,7 @@ class BucketState:
     A model may have thousands of buckets, which hooks and steps go through: all that they ask is kept here.
 
     Attributes:
-        bucket: whose history it is, a weak reference, as the state is kept for as long as the bucket.
-        group: the bucket group that it is part of, also one, once a chunk's states were asked for.
+        group: the bucket group that it is part of, a weak reference, once a chunk's states were asked for.
         parameters: of the bucket, in an order of their own.
         numbers: of the parameters in that order, by id.
         watcher: the part of the audit that watches it now, or None.
@@ -39,7 +38,6 @@ class BucketState:
     """
 
     def __init__(self, bucket: Any) -> None:
-        self.bucket: weakref.ref[Any] = weakref.ref(bucket)
         self.group: weakref.ref[Any] | None = None
         self.parameters = list(bucket.params)
         self.numbers = {id(parameter): number for number, parameter in enumerate(self.parameters)}

@@ -25,7 +25,7 @@ from ._timeline import Timeline
 
 log = logging.getLogger("megapatch")
 
-_NOT_IN_PLACE = {Status.DISABLED, *NEEDS_ATTENTION} - {Status.REFUSED}
+_NOT_IN_PLACE = frozenset((Status.DISABLED, *NEEDS_ATTENTION)) - {Status.REFUSED}
 """Statuses of patches that may be needed; one that was refused is for code that it does not know."""
 
 
@@ -192,16 +192,15 @@ class Ledger:
 
     def summarize(self) -> None:
         """Log the findings and notes, or that there are none, in a process that has trained."""
-        findings, notes = self.findings(), self.notes()
+        findings, notes, made = self.findings(), self.notes(), steps(self.step)
         if findings:
             log.warning(
-                "audit: %s" + see("audit-finding"),
-                "\n  ".join([f"found in {steps(self.step)}:", *map(str, findings)]),
+                "audit: found in %s" + see("audit-finding"), "\n  ".join([f"{made}:", *map(str, findings)])
             )
         elif self.step:
-            log.info("audit: nothing found in %s", steps(self.step))
+            log.info("audit: nothing found in %s", made)
         if notes:
-            log.info("audit: %s", "\n  ".join([f"noted in {steps(self.step)}:", *map(str, notes)]))
+            log.info("audit: noted in %s", "\n  ".join([f"{made}:", *map(str, notes)]))
             names = ", ".join(dict.fromkeys(note.rule for note in notes))
             log.warning(
                 "audit: %s, logged at INFO: %s; with %s=FOLDER, megapatch audit FOLDER shows them"

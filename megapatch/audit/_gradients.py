@@ -1,13 +1,15 @@
-"""reduced-once, fresh-gradients, gradients-used, gradients-dropped, stepped-once: gradients between two zeroings.
+"""reduced-once, fresh-gradients, gradients-used, gradients-dropped, gradients-arrive, stepped-once: by bucket.
 
 Watches   the hooks that DistributedDataParallel gives to its parameters, _ParamAndGradBuffer.reset(), and
           start_grad_sync() of the bucket groups, in all releases. They are counted by bucket, and judged as the
-          optimizer step begins.
+          optimizer step begins. A parameter without a gradient in a step in which others have one is noted at
+          once if it had any before, and otherwise in the steps that compare ranks.
 Limits    chunks that were wrapped before any audit began are not judged, nor Megatron-FSDP and torch's FSDP2,
           which have no buckets. Gradients that are zeroed by hand, without reset(), are looked at where a
           gradient would be added to old ones. A replayed CUDA graph runs no hook. Gradients that are dropped
           while an exception is handled, by an abort, or for a rerun, are dropped on purpose; others perhaps. Those
-          that a step changes nothing of are judged once, and so are those that are written by hand.
+          that a step changes nothing of are judged once, and so are those that are written by hand. Experts have
+          no gradient where they had no tokens; a gradient of zero has arrived.
 Cost      a fraction of a microsecond a parameter and microbatch; no collective, no sync.
 """
 
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._mcore.rerun_machine import is_rerunning
@@ -184,6 +186,8 @@ class Gradients(Part):
         if self._used.get(step.optimizer) == numbers_of(step.chunks):
             what = "the optimizer steps on gradients that its last step has used"
             self.ledger.report("stepped-once", "again", what)
+        if are_new:
+            self._judge_arrivals(step)
 
     def _judge(self, chunk: Any, are_new: bool) -> bool:
         """Report the buckets of one chunk. Return whether it has any gradients, new or used.
@@ -223,6 +227,27 @@ class Gradients(Part):
             what = f"the gradients of {_name(chunk, repeated)} were reduced {times} times"
             self.ledger.report("reduced-once", "repeated", what)
 
+    def _judge_arrivals(self, step: Step) -> None:
+        """Note parameters without a gradient in a step in which others have one."""
+        if self.ledger.has_captured:  # replays run no hook
+            return
+        states = [state for chunk in step.chunks for state in states_of(chunk)]
+        unusual = [state for state in states if not (state.all_had and all(state.arrived))]
+        lacking = [lacks for state in unusual for lacks in _without_gradient(state)]
+        for state in unusual:
+            state.note_had()
+        stopped = [parameter for parameter, had in lacking if had]
+        never = [parameter for parameter, had in lacking if not had] if self.audit.is_due() else []
+        for kind, parameters, what in (
+            ("stopped", stopped, "had gradients in earlier steps, and none"),
+            ("never", never, "has never had a gradient, nor one"),
+        ):
+            if parameters:
+                frozen = "" if any(each.requires_grad for each in parameters) else " (requires_grad is False now)"
+                named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
+                text = f"{describe(parameters, named)}{frozen} {what} in this step, in which others have"
+                self.ledger.report("gradients-arrive", kind, text)
+
     @observes
     def end_step(self, step: Step) -> None:
         """Note that the step has used the gradients."""
@@ -254,3 +279,10 @@ def _name(chunk: Any, states: list[BucketState]) -> str:
 
 def _name_of(chunk: Any, parameters: list[Any]) -> str:
     return describe(parameters, chunk.module.named_parameters())
+
+
+def _without_gradient(state: BucketState) -> Iterator[tuple[Any, bool]]:
+    """Yield the parameters of a bucket without a gradient in this step, and whether they have had any before."""
+    for parameter, has_arrived, had in zip(state.parameters, state.arrived, state.had, strict=True):
+        if not has_arrived and getattr(parameter, "allreduce", True):
+            yield parameter, had

@@ -25,15 +25,11 @@ def stored(tensor: Any) -> list[Any]:
         return [tensor]
     parts = [getattr(tensor, name, None) for name in (*_QUANTIZED, _SCALE)]
     found = [part for part in parts if isinstance(part, torch.Tensor)]
-    return found or ([tensor] if _has_memory(tensor) else [])
-
-
-def _has_memory(tensor: Any) -> bool:
     try:
         tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # a wrapper's storage is not there
-        return False
-    return True
+        return found
+    return found or [tensor]
 
 
 def hash_of(parameters: Iterable[Any]) -> Any:

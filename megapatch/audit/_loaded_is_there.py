@@ -1,12 +1,16 @@
-"""loaded-is-there, resumed-together: an optimizer and its schedule have what was loaded, and all of it.
+"""loaded-is-there, resumed-together, learning-rate-moves, schedule-once: an optimizer and its schedule.
 
 Watches   load_state_dict() of Megatron's optimizers and load_parameter_state() of the distributed one, in all
           releases; and then their next step, as it begins. Loads of weights, by torch's
           Module.load_state_dict() or dist_checkpointing.load(), and reload_model_params() are events for the
-          other parts.
+          other parts. And step() of OptimizerParamScheduler, which must not advance after a step that Megatron has
+          skipped, as it does after an fp16 overflow, unless another was made since it last advanced; and advances
+          once a step in most trainers. A load that moves it does not count; the next step shows whether it has the
+          steps that were loaded.
 Limits    of moments it is known whether any were loaded, and are there; not which. Those that were there after the
           load, and are all zero now, were perhaps zeroed on purpose: a note (kept-between-steps). An optimizer
-          without step counts, as SGD, is not judged, nor are Megatron-FSDP's.
+          without step counts, as SGD, is not judged, nor are Megatron-FSDP's. A schedule that is not an
+          OptimizerParamScheduler is not seen, nor one that never advances.
 Cost      reads moments twice after a load; nothing in other steps.
 """
 
@@ -20,10 +24,10 @@ from .._mcore.main_params import has_memory
 from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import observes
-from ._schedules import Schedules
 from ._watching import RAISED, around, before, site
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SCHEDULE = "OptimizerParamScheduler"
 _STATE = "param_state"
 """Where the distributed optimizer has moments, on one rank or on all."""
 
@@ -49,6 +53,15 @@ class LoadedIsThere(Part):
         super().__init__(audit)
         self._loaded: weakref.WeakKeyDictionary[Any, _Loaded] = weakref.WeakKeyDictionary()
         """By optimizer, until its next step."""
+        self._schedules: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._loaded_schedules: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        """By schedule the steps that it was told to load, and those that it had then, until it advances or its
+        optimizer steps."""
+        self._loads_schedule = False
+        self._succeeded: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        """By optimizer that has stepped since its schedule advanced: whether a step of these was not skipped."""
+        self._advanced: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Optimizers whose schedule has advanced since their last step."""
 
     def sites(self) -> tuple[Site, ...]:
         plain, sharded = "megatron.core.optimizer.optimizer", "megatron.core.optimizer.distrib_optimizer"
@@ -72,6 +85,14 @@ class LoadedIsThere(Part):
             ),
             site("torch.nn.modules.module", {f"Module.{load}": watch_load}),
             site("megatron.core.dist_checkpointing.serialization", {"load": watch_load}),
+            site(
+                "megatron.core.optimizer_param_scheduler",
+                {
+                    f"{_SCHEDULE}.step": before(self._note_advance),
+                    f"{_SCHEDULE}.{load}": around(self._begin_schedule, self._end_schedule),
+                },
+                expected={f"{_SCHEDULE}.step": ("increment",)},
+            ),
         )
 
     def _note_load(self, *_: Any, **__: Any) -> None:
@@ -100,13 +121,50 @@ class LoadedIsThere(Part):
             were_there = _has_moments(optimizer)
             self._loaded[optimizer] = self._loaded[optimizer]._replace(has_moments=None, were_there=were_there)
 
-    # ------------------------------------------------------------------------ judged in the step
+    # ------------------------------------------------------------------------ schedules
     @observes
+    def _note_advance(self, schedule: Any, increment: Any, *_: Any, **__: Any) -> None:
+        if self._loads_schedule or type(schedule.optimizer).__hash__ is None:
+            return  # the last is made up, by a diagnosis
+        self._schedules.add(schedule)  # it makes a step of 0 as it is made
+        if not increment:
+            return
+        self.ledger.judged.update(("learning-rate-moves", "schedule-once"))
+        succeeded = self._succeeded.pop(schedule.optimizer, None)
+        if succeeded is False:
+            what = "the schedule advanced after a step that was skipped"
+            self.ledger.report("learning-rate-moves", "after-skip", what)
+        elif schedule.optimizer in self._advanced:
+            what = "the schedule advanced twice after one optimizer step"
+            self.ledger.report("schedule-once", "twice", what)
+        self._advanced.add(schedule.optimizer)
+        self._loaded_schedules.pop(schedule, None)
+
+    def _begin_schedule(self, *_: Any, **__: Any) -> None:
+        self._loads_schedule = True
+
+    def _end_schedule(self, _: None, result: Any, schedule: Any, state_dict: Any, *__: Any, **___: Any) -> None:
+        self._loads_schedule = False
+        if result is not RAISED:
+            self._note_schedule(schedule, state_dict)
+
+    @observes
+    def _note_schedule(self, schedule: Any, state_dict: Any) -> None:
+        steps = state_dict.get("num_steps", state_dict.get("num_iters"))
+        if steps is not None and type(schedule.optimizer).__hash__ is not None:
+            self._loaded_schedules[schedule] = int(steps), int(schedule.num_steps)
+
+    # ------------------------------------------------------------------------ judged in the step
     def begin_step(self, step: Step) -> None:
+        schedules = [schedule for schedule in self._schedules if schedule.optimizer is step.optimizer]
+        self._judge_loads(step, schedules)
+        self._judge_schedules(schedules)
+
+    @observes
+    def _judge_loads(self, step: Step, schedules: list[Any]) -> None:
         """Report state that is missing."""
-        schedules = self.audit.part(Schedules)
-        known = schedules.of(step.optimizer)
-        if not any(part in self._loaded for part in step.optimizers) and not any(map(schedules.was_loaded, known)):
+        was_any_loaded = any(part in self._loaded for part in step.optimizers)
+        if not was_any_loaded and not any(schedule in self._loaded_schedules for schedule in schedules):
             return  # step counts may be on a GPU
         was_loaded, made = False, 0
         for optimizer in step.optimizers:
@@ -115,11 +173,11 @@ class LoadedIsThere(Part):
             if loaded is not None and any(loaded.steps):
                 was_loaded = True
                 self._judge(optimizer, loaded)
-        for schedule in known:
+        for schedule in schedules:
             if was_loaded and made and not schedule.num_steps:
                 what = f"the optimizer was loaded after {made} steps, and its schedule is at its beginning"
                 self.ledger.report("resumed-together", "schedule", what)
-            elif schedules.was_loaded(schedule) and schedule.num_steps and not was_loaded:
+            elif schedule in self._loaded_schedules and schedule.num_steps and not was_loaded:
                 self._judge_beginning(schedule, made, step)
 
     def _judge_beginning(self, schedule: Any, made: int, step: Step) -> None:
@@ -141,6 +199,21 @@ class LoadedIsThere(Part):
             self.ledger.report("loaded-is-there", "moments", what)
         elif are_there is False:
             self.ledger.report("loaded-is-there", "moments", "all moments are zero after a load of the optimizer")
+
+    @observes
+    def _judge_schedules(self, schedules: list[Any]) -> None:
+        """Report schedules that are not where they were loaded."""
+        for schedule in schedules:
+            now = int(schedule.num_steps)
+            loaded, then = self._loaded_schedules.pop(schedule, (now, now))
+            if now != loaded:
+                what = f"the schedule is at {now} steps, and has loaded {loaded}"
+                self.ledger.report("loaded-is-there", "schedule" if now == then else "rewound", what)
+
+    @observes
+    def end_step(self, step: Step) -> None:
+        self._succeeded[step.optimizer] = self._succeeded.get(step.optimizer, False) or step.succeeded
+        self._advanced.discard(step.optimizer)
 
 
 # ------------------------------------------------------------------------ states of optimizers

@@ -23,7 +23,7 @@ from ._audit import Audit, Call, Part, Step
 from ._findings import observes
 from ._loaded_is_there import MOMENTS
 from ._models import grad_buffers
-from ._watching import Watcher, before, site
+from ._watching import before, site
 
 _HELPERS = (
     "offload_megatron_model_to_cpu",
@@ -72,15 +72,18 @@ class Offloads(Part):
 
     def sites(self) -> tuple[Site, ...]:
         return tuple(
-            site(module, {path: self._known_to(kind, path) for path in paths}, optional=lacking)
+            site(
+                module,
+                {
+                    path: before(functools.partial(self._note, kind, f"{path.rpartition('.')[2]}()"))
+                    for path in paths
+                },
+                optional=lacking,
+            )
             for kind, module, paths, lacking in _KNOWN
         )
 
     # ------------------------------------------------------------------------ those that are known
-    def _known_to(self, kind: str, path: str) -> Watcher:
-        """Watch a function whose every call is an event of this kind."""
-        return before(functools.partial(self._note, kind, f"{path.rpartition('.')[2]}()"))
-
     @observes
     def _note(self, kind: str, what: str, /, *_: Any, **__: Any) -> None:
         self._known += 1

@@ -283,14 +283,9 @@ def replicas_of(parameters: list[Any]) -> Iterator[Replicas]:
     experts = [parameter for parameter in parameters if not getattr(parameter, "allreduce", True)]
     whole = [parameter for parameter in dense if not getattr(parameter, "tensor_model_parallel", False)]
     tied = [parameter for parameter in dense if getattr(parameter, "shared_embedding", False)]
-    found = [
-        Replicas(
-            DATA,
-            _replicating(parallel_state.get_data_parallel_group, with_context_parallel=True),
-            dense,
-        ),
-        Replicas(TENSOR, parallel_state.get_tensor_model_parallel_group(), whole),
-    ]
+    group = _replicating(parallel_state.get_data_parallel_group, with_context_parallel=True)
+    found = [Replicas(DATA, group, dense)]
+    found.append(Replicas(TENSOR, parallel_state.get_tensor_model_parallel_group(), whole))
     if experts:
         group = _replicating(parallel_state.get_expert_data_parallel_group)
         found.append(Replicas(EXPERT_DATA, group, experts))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._printable import clean_data
 from .._ranks import place
 from .._reporting import files
 from .._reporting.report import make_report
+from .._reporting.terminal import document, width
 from .._version import exact_version
 from ..patch import Status
 from ._audit import Audit, Part
@@ -22,9 +22,9 @@ from ._microbatches import Microbatches
 from ._ranks_agree import RanksAgree
 from ._rules import RULES
 from ._settings import Settings
-from ._summary import KIND, SCHEMA, summarize
 
-_NOT_COMPARED = "ranks are not compared"
+KIND = "audit"
+"""The beginning of the names of the ranks' files."""
 _WORLD = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 """Variables that are the same on all ranks of an attempt, and often others on those of another one."""
 
@@ -61,8 +61,8 @@ class AuditReport(NamedTuple):
         rules: each with what became of it.
         findings: as `megapatch.audit.findings` returns them.
         notes: as `megapatch.audit.notes` returns them.
-        events: by kind (model, load, save, export, offload, swap, sync, exception) ``count``, and the ``first``
-            and ``last`` of them, each with ``step``, ``seconds``, ``what`` and ``where``.
+        events: by kind (model, load, save, forward-only, export, offload, swap, exception) ``count``, and the
+            ``first`` and ``last`` of them, each with ``step``, ``seconds``, ``what`` and ``where``.
     """
 
     version: str
@@ -81,31 +81,29 @@ class AuditReport(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-ready dictionary, without secrets; docs/audit.md has its keys."""
-        settings = self.settings._asdict() if self.settings else None
-        data: dict[str, Any] = clean_data(
-            {
-                "schema": SCHEMA,
-                **self._asdict(),
-                "host": platform.node(),
-                "pid": os.getpid(),
-                "world": " ".join(filter(None, map(os.environ.get, _WORLD))),
-                "settings": settings,
-                "rules": [{**rule._asdict(), "judges": RULES[rule.name].judges} for rule in self.rules],
-                "findings": [_described(finding) for finding in self.findings],
-                "notes": [_described(note) for note in self.notes],
-            }
-        )
-        return data
+        changed = {
+            "settings": self.settings._asdict() if self.settings else None,
+            "rules": [{**rule._asdict(), "judges": RULES[rule.name].judges} for rule in self.rules],
+            "findings": [_described(finding) for finding in self.findings],
+            "notes": [_described(note) for note in self.notes],
+        }
+        world = " ".join(filter(None, map(os.environ.get, _WORLD)))
+        process = {"host": platform.node(), "pid": os.getpid(), "world": world}
+        return document(**{**self._asdict(), **process, **changed})
 
     def __str__(self) -> str:
-        from ._words import text  # a process that leaves its report prints none
+        from ._summary import summarize  # a process that leaves its report prints none
+        from ._words import texts
 
-        return text(summarize([self.to_dict()]))
+        return "\n\n".join(texts(summarize([self.to_dict()]), width()))
 
 
 def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...], ended: bool) -> AuditReport:
     """Return the report of a ledger as it is now."""
-    rank, size, _ = ledger.place = _place(ledger)
+    now = place()
+    if now[2] or ledger.place is None:  # torch.distributed may be gone as the process ends
+        ledger.place = now
+    rank, size, _ = ledger.place
     this_process().load_families(only_installed=True)
     return AuditReport(
         version=exact_version(),
@@ -133,12 +131,6 @@ def write(folder: str, report: AuditReport, known: dict[int, Path]) -> None:
     path = known.get(report.rank) or files.new_path(Path(folder), KIND, report.rank)
     known[report.rank] = path
     files.write(path, report.to_dict())
-
-
-def _place(ledger: Ledger) -> tuple[int, int, bool]:
-    """Return this rank; the last that torch.distributed named, as it may be gone when the process ends."""
-    now = place()
-    return now if now[2] or ledger.place is None else ledger.place
 
 
 def _described(finding: Finding) -> dict[str, Any]:
@@ -187,7 +179,7 @@ def _unwatched(audit: Audit) -> dict[str, str]:
 def _reasons(audit: Audit, part: Part) -> Iterator[str]:
     """Yield why a part does not see what it looks for."""
     if type(part) in (RanksAgree, Microbatches) and not audit.part(RanksAgree).compares:
-        yield _NOT_COMPARED
+        yield "ranks are not compared"
     if any(look.__qualname__.startswith(f"{type(part).__name__}.") for look in audit.ledger.broken):
         yield "a look of it has failed; the log says how"
     records = [record for record in this_process().records if record.name == part.name]

@@ -40,8 +40,6 @@ fresh-gradients: finding
   judges: steps with gradients
   patches: nemo_rl.train-after-exception
   any: zero_grad_buffer() is not called before the first call of a step | found in every step from the second on
-  any: only the optimizer's gradients are zeroed, or those of one chunk | optimizer.zero_grad() leaves the buffers
-    of chunks as they are
   any after exception: a call that raised has left its gradients | the timeline has an exception just before
 
 gradients-used: finding
@@ -90,7 +88,7 @@ kept-between-steps: note
   means: The step is made from other weights or moments: swapped, lost in an offload, or of an older copy.
   judges: steps that follow others
   any: weights or moments were swapped or moved out, and other ones put back | the line or the timeline is that of
-    a swap, an offload or a sync
+    a swap or an offload
   any: another optimizer steps the same weights | found in each step, from the first one on
   any: an average or a regularizer writes into the weights | it is meant so: accept the note
   zeroed: moments are reset after a load, or their state is made again | the sentence says that they were zeroed
@@ -194,6 +192,8 @@ ranks-agree: finding but apart
     comparison, all matrices; dropout: not found with rates of 0
   any after load: a load that some ranks have missed, or a broadcast after it | the timeline has a load just
     before, on some ranks only
+  any: a loss function for 0.13 and context parallelism, on a Megatron up to 0.12, which adds up tokens over
+    data-parallel ranks only | calculate_per_token_loss is set
   any: a rank that changes parameters by itself | none of the others; log their sum after each call
   apart: parameters of each rank's own, or ranks that average their weights now and then | it is meant so: accept
     it
@@ -202,22 +202,20 @@ calls-alike: note
   says: Data-parallel ranks train on as many microbatches.
   means: Samples of a rank that has fewer weigh more, where gradients are averaged over ranks.
   judges: comparisons of data-parallel ranks
-  any: samples are packed or filtered on each rank by itself | the numbers vary from step to step
-  any: a rank skips batches, as of too long samples | the same rank always has the lower number
+  any: samples are packed, filtered or skipped on each rank by itself | the numbers vary from step to step
 
 data-differs: note
   says: Data-parallel ranks train on different data.
   means: The batch is as many times smaller as there are ranks, as with a sampler that ignores the rank.
   judges: comparisons of data-parallel ranks
   any: the sampler is not given the rank | num_replicas or rank of DistributedSampler are its defaults
-  any: it is given the rank of another group | they are those of tensor or context parallelism
 
 every-chunk-steps: finding but left
   says: An optimizer steps all chunks of a model that had gradients in a forward-backward call.
   means: Some layers never learn.
   judges: calls that train
-  left: an optimizer was made of some chunks only | get_megatron_optimizer() was given model[0]
-  left: one of several optimizers is not stepped | the loop over them ends early
+  left: an optimizer was made of some chunks only, or one of several is not stepped | get_megatron_optimizer() was
+    given model[0], or the loop over them ends early
   model: the optimizer is an earlier model's | the model was built after it was made
 
 gradients-kept: note
@@ -274,7 +272,6 @@ schedule-once: note
   means: Warm-up and decay are over too soon.
   judges: advances of a schedule
   any: trainer and engine both advance it | the line is not the only one that does
-  any: it advances in each minibatch | as often as there are minibatches, less one
 
 saved-what-is: finding but parameters
   says: A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.
@@ -296,14 +293,11 @@ saved-is-trained: note
     step
 
 weights-synced: finding
-  says: Generation has received the weights that were trained, version by version.
+  says: The weights that are sent to generation are those that were trained.
   means: Rollouts come from another model than the one that is trained on them.
-  judges: comparisons with generation
+  judges: syncs for which another model was loaded
   patches: slime.first-sync-pushes-actor
-  model: another model was loaded as weights were sent | the model is named
-  engines: some engines have missed a sync | not all engines are named
-  generation engines: an older version was sent | the digest is that of an earlier sync
-  any: names or types are changed on one side before the digest is taken | found in every sync
+  any: another model was loaded as weights were sent | the model is named
 
 resumed: finding
   says: Generation that was paused for a weight sync is resumed, however the sync ends.

@@ -28,9 +28,8 @@ from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes, user_code
 from ._gathered_when_read import GatheredWhenRead
-from ._kept_between_steps import KeptBetweenSteps
-from ._main_params_agree import compared_with_mains
 from ._samples import sample_of
+from ._step_begins import StepBegins, compared_with_mains
 from ._watching import RAISED, around, before, site
 
 _PLANS = "TorchDistSaveShardedStrategy.async_save"
@@ -88,13 +87,14 @@ class Saves(Part):
     @observes
     def _note_parameters(self, tree: Any) -> None:
         self.audit.disturbed("save")
-        saved = {_address_of(tensor): name for name, tensor in _named_weights_in(tree)}
+        saved = {tensor.data_ptr(): name for name, tensor in _named_weights_in(tree)}
         chunks = list(self.audit.models.chunks)
-        copies = {_own_name(saved[address]) for address in saved.keys() - _addresses(chunks)}
+        originals = {parameter.data_ptr() for chunk in chunks for parameter in chunk.module.parameters()}
+        copies = {_own_name(saved[address]) for address in saved.keys() - originals}
         for chunk in chunks:
             names = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
             trained = _trained_of(chunk)
-            missing = [parameter for parameter in trained if _address_of(parameter) not in saved]
+            missing = [parameter for parameter in trained if parameter.data_ptr() not in saved]
             if len(missing) < len(trained):
                 self.ledger.judged["saved-what-is"] += 1
                 absent = [parameter for parameter in missing if _own_name(names[id(parameter)]) not in copies]
@@ -136,12 +136,12 @@ class Saves(Part):
     @observes
     def _look(self, tree: Any) -> list[Any]:
         """Note weights that are not those that are trained. Return the chunks whose parameters are saved."""
-        tensors = _weights_in(tree)
+        tensors = [tensor for _, tensor in _named_weights_in(tree)]
         self.audit.part(GatheredWhenRead).look_at_saved("dist_checkpointing.save()", tensors)
-        addresses = {_address_of(tensor) for tensor in tensors}
+        addresses = {tensor.data_ptr() for tensor in tensors}
         chunks = list(self.audit.models.chunks)
         self.ledger.judged["saved-is-trained"] += bool(chunks)
-        saved = [chunk for chunk in chunks if any(_address_of(each) in addresses for each in _trained_of(chunk))]
+        saved = [chunk for chunk in chunks if any(each.data_ptr() in addresses for each in _trained_of(chunk))]
         for chunk in saved:
             self._compare_with_optimizer(chunk)
         if not saved and all(map(has_memory, (each for chunk in chunks for each in chunk.module.parameters()))):
@@ -158,7 +158,7 @@ class Saves(Part):
                 name = describe(wrong, chunk.module.named_parameters())
                 what = f"{name} is saved, and is not what the optimizer's main parameter says"
                 self.ledger.report("saved-is-trained", "optimizer", what)
-            elif self.audit.part(KeptBetweenSteps).has_changed(optimizer):
+            elif self.audit.part(StepBegins).has_changed(optimizer):
                 what = "weights are saved that are not what the optimizer's last step has left, nor loaded since"
                 self.ledger.report("saved-is-trained", "optimizer", what)
 
@@ -227,11 +227,6 @@ def _difference(before: list[Any], now: list[Any]) -> str:
     return f"since then {changed[0]}{more} has come, gone or changed" if changed else "the order has changed"
 
 
-def _addresses(chunks: list[Any]) -> set[int]:
-    """Return where the parameters of models are, of which all others are copies."""
-    return {_address_of(parameter) for chunk in chunks for parameter in chunk.module.parameters()}
-
-
 def _own_name(name: str) -> str:
     """Return a parameter's name without those of the wrappers of its model."""
     while name.startswith("module."):
@@ -240,13 +235,8 @@ def _own_name(name: str) -> str:
 
 
 # ------------------------------------------------------------------------ weights of a checkpoint
-def _weights_in(tree: Any) -> list[Any]:
-    """Return the tensors in a sharded state dict, without those of optimizers."""
-    return [tensor for _, tensor in _named_weights_in(tree)]
-
-
 def _named_weights_in(tree: Any) -> list[tuple[str, Any]]:
-    """Return the same tensors with their names: a key of the dict that they are in, or "" in a list."""
+    """Return the tensors in a sharded state dict but those of optimizers, each with its key, or "" in a list."""
     # The distributed optimizer's shards of an fp32 model are views of its parameters.
     models = (pair for pair in named_leaves(tree) if "optimizer" not in getattr(pair[1], "key", ""))
     return [(name, leaf.data) for name, leaf in models if hasattr(getattr(leaf, "data", None), "data_ptr")]
@@ -260,11 +250,6 @@ def _trained_of(chunk: Any) -> list[Any]:
         if parameter.requires_grad and not getattr(parameter, "shared_embedding", False)
         if has_memory(parameter)  # else another model is saved
     ]
-
-
-def _address_of(tensor: Any) -> int:
-    """Return where a tensor's memory is."""
-    return int(tensor.data_ptr())
 
 
 def _fingerprint(tensor: Any) -> tuple[tuple[Any, ...], bytes]:

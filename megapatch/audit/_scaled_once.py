@@ -7,7 +7,7 @@ Watches   get_loss_scale() of the mixed-precision optimizer, which shows whether
           Where nobody asked, what a step's first loss was multiplied by, and what the hook makes of 1: a trainer
           may read `optimizer.grad_scaler.scale`, a property.
 Limits    a scale that was asked for is taken for applied, though a trainer may only have logged it. Of one that
-          reads the property, multiplications of the losses of tokens are not seen.
+          reads the property, multiplications of the losses of tokens are not seen: call get_loss_scale() there.
 Cost      no sync unless nobody asked for the scale.
 """
 
@@ -30,14 +30,10 @@ _MOST_NODES = 32
 class ScaledOnce(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
-        self._asks = 0
-        """How often anybody has asked for a loss scale."""
         self._asked: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """By optimizer: the loss scale that was asked for since its last step."""
-        self._last_ask: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By chunk: the number of the last time that anybody asked for the loss scale of one of its optimizers."""
-        self._asks_before: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        """By chunk: the same, as its last step ended."""
+        self._asked_for: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Chunks for which anybody has asked for the loss scale of an optimizer since their last step."""
         self._multiplied_by: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         """By chunk: what the first loss since its last step was multiplied by, if nobody had asked by then."""
         self._divided: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
@@ -62,15 +58,13 @@ class ScaledOnce(Part):
     @observes
     def _note_ask(self, scale: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         self._asked[optimizer] = scale
-        self._asks += 1
-        for chunk in self.audit.models.stepped_by(optimizer):
-            self._last_ask[chunk] = self._asks
+        self._asked_for.update(self.audit.models.stepped_by(optimizer))
 
     @observes
     def _before_division(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.ledger.judged["unscaled-once"] += 1
         again = self._divided.get(optimizer) == self._gradients_now(optimizer) and self._divides_buffers(optimizer)
-        if again and _scale(optimizer) != 1:
+        if again and float(optimizer.grad_scaler.scale) != 1:
             self.ledger.report("unscaled-once", "again", "gradients were divided by the loss scale again")
         self._compare_scales(optimizer)
 
@@ -110,17 +104,14 @@ class ScaledOnce(Part):
     @observes
     def trained_on(self, chunk: Any, loss: Any, num_tokens: Any) -> None:
         """Note what a loss was multiplied by."""
-        if chunk.config.fp16 and chunk not in self._multiplied_by and not self._has_asked(chunk):
+        if chunk.config.fp16 and not (chunk in self._multiplied_by or chunk in self._asked_for):
             self._multiplied_by[chunk] = _factors_of_loss(loss)
-
-    def _has_asked(self, chunk: Any) -> bool:
-        """Return whether anybody has asked for a loss scale of the chunk since its last step."""
-        return self._last_ask.get(chunk, 0) > self._asks_before.get(chunk, 0)
 
     def _is_multiplied(self, chunks: list[Any], scale: Any) -> bool:
         """Return whether a loss was multiplied by the scale though nobody asked for it. Waits for the GPU."""
         factors = [factor for chunk in chunks for factor in self._multiplied_by.get(chunk, ())]
-        factors += [factor for chunk in chunks for factor in _factors_of_hook(chunk.config, scale)]
+        hooks = [chunk.config.grad_scale_func for chunk in chunks if chunk.config.grad_scale_func is not None]
+        factors += [hook(scale.new_ones(1)) for hook in hooks]  # as Megatron asks it for routers
         return float(scale) in (1.0, *map(float, factors))
 
     # ------------------------------------------------------------------------ judged in the step
@@ -131,11 +122,11 @@ class ScaledOnce(Part):
         if not scaled or not step.has_gradients:
             return
         self.ledger.judged["scaled-once"] += 1
-        scale, asked = scaled[0].grad_scaler.scale, any(map(self._has_asked, step.chunks))
+        scale, asked = scaled[0].grad_scaler.scale, any(chunk in self._asked_for for chunk in step.chunks)
         if not asked and _is_last_stage() and not self._is_multiplied(step.chunks, scale):
             what = "the optimizer divides by a loss scale that nobody multiplied the loss by"
             self.ledger.report("scaled-once", "loss", what)
-        if any(chunk in self._unscaled_losses for chunk in step.chunks) and _scale(scaled[0]) != 1:
+        if any(chunk in self._unscaled_losses for chunk in step.chunks) and float(scale) != 1:
             what = "auxiliary losses are not multiplied by the loss scale that the optimizer divides by"
             self.ledger.report("scaled-once", "auxiliary", what)
 
@@ -145,8 +136,8 @@ class ScaledOnce(Part):
         for part in step.optimizers:
             self._asked.pop(part, None)
         for chunk in step.chunks:
-            self._asks_before[chunk] = self._last_ask.get(chunk, 0)
             self._multiplied_by.pop(chunk, None)
+        self._asked_for.difference_update(step.chunks)
         self._unscaled_losses.difference_update(step.chunks)
 
 
@@ -154,11 +145,6 @@ def _has_unscaled_losses(config: Any) -> bool:
     routers = has_router_losses(config) and not getattr(config, "moe_grad_scale_func", None)
     predictions = getattr(config, "mtp_num_layers", None) and not getattr(config, "mtp_grad_scale_func", None)
     return routers or bool(predictions)
-
-
-def _scale(optimizer: Any) -> float:
-    """Return the loss scale; waits for the GPU."""
-    return float(optimizer.grad_scaler.scale)
 
 
 def _is_last_stage() -> bool:
@@ -187,15 +173,6 @@ def _factors_of_loss(loss: Any) -> list[Any]:
             found += [factor for factor in saved if factor is not None and not factor.requires_grad]
         todo += [below for below, _ in node.next_functions]
     return found
-
-
-def _factors_of_hook(config: Any, like: Any) -> list[Any]:
-    """Return the number by which ``config.grad_scale_func`` multiplies, asked as Megatron asks it for routers.
-
-    Args:
-        like: a tensor on the device of the losses.
-    """
-    return [] if config.grad_scale_func is None else [config.grad_scale_func(like.new_ones(1))]
 
 
 def _is_of_one_number(node: Any) -> bool:

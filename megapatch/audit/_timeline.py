@@ -5,25 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .._places import user_lines
 
-KINDS = MappingProxyType(
-    {
-        "model": "a model was wrapped",
-        "load": "weights or a checkpoint were loaded",
-        "save": "a checkpoint was saved",
-        "forward-only": "a forward-only call was made, as for log-probabilities",
-        "export": "weights were read for a checkpoint or for generation, by code that is known to",
-        "offload": "weights, gradients or an optimizer's state were offloaded, or brought back",
-        "swap": "weights were exchanged for others, or given other memory",
-        "sync": "generation was resumed after a weight sync",
-        "exception": "a forward-backward call or an optimizer step raised",
-    }
-)
-"""The kinds of events, in the order in which they are shown, and what each means."""
+KINDS = ("model", "load", "save", "forward-only", "export", "offload", "swap", "exception")
+"""The kinds of events, in the order in which they are shown. A swap gives weights other values; an export
+reads them for a checkpoint or for generation; an exception ends a call or a step."""
 
 KEPT = 16
 """Events of a kind that are kept from its beginning, and as many from its end; the others are counted."""

@@ -31,7 +31,9 @@ class _Suspect:
 
     def __init__(self, model: Any, parts: list[Any]) -> None:
         self._modes: set[bool] = set()
-        self._hook = model.register_forward_pre_hook(lambda *_: self._modes.update(map(_mode_of, parts)))
+        self._hook = model.register_forward_pre_hook(
+            lambda *_: self._modes.update(each.training for each in parts)
+        )
 
     def has_run(self, training: bool) -> bool:
         """Return whether any part has run in this mode, and look no longer."""
@@ -74,10 +76,6 @@ class TrainingMode(Part):
         else:
             what = "a forward-only call runs a model, or layers of it, in train(), with dropout"
             self.ledger.report("evaluation-mode", "train", what)
-
-
-def _mode_of(module: Any) -> bool:
-    return bool(module.training)
 
 
 def _droppers(chunk: Any, model: Any) -> list[weakref.ref[Any]]:

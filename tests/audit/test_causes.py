@@ -1,16 +1,20 @@
-"""Likely causes: each rule has some, in the order of the page, and a finding's kind rules out others."""
+"""The rules: each has causes, of kinds that are reported, patches that exist, and its section in docs/audit.md."""
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
 
 from megapatch import audit
 from megapatch.audit import RULES
 from megapatch.audit._ranks_agree import DATA, EXPERT_DATA, TENSOR
 from megapatch.audit._timeline import KINDS
+from megapatch.patches import PATCHES
+
+PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
 
 COMPUTED = {
     "gathered-when-read": {"read", "named"},
@@ -19,7 +23,6 @@ COMPUTED = {
     "loaded-is-there": {"steps", "schedule", "rewound"},
     "reduced-once": {"never", "unfinished"},
     "ranks-agree": {DATA, EXPERT_DATA, TENSOR, "embedding", "apart"},
-    "weights-synced": {"engines", "generation"},
 }
 """Kinds of findings that are not written where they are reported."""
 
@@ -40,26 +43,29 @@ def test_causes_are_of_kinds_that_are_reported():
     assert kinds.keys() - {None} == RULES.keys()
     for name, rule in RULES.items():
         assert {kind for cause in rule.causes for kind in cause.kinds} | {*rule.noted} <= kinds[name], name
-        assert {event for cause in rule.causes for event in cause.after} <= KINDS.keys()
+        assert rule.causes and {event for cause in rule.causes for event in cause.after} <= {*KINDS}
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_causes_are_told_apart(name):
-    causes = [cause.cause for cause in RULES[name].causes]
-    checks = [(cause.kinds, cause.check) for cause in RULES[name].causes]
-    assert causes and len(set(causes)) == len(causes) and len(set(checks)) == len(checks)
-    for cause in RULES[name].causes:
-        assert not cause.cause.endswith(".") and not cause.check.endswith(".")
-
-
-@pytest.mark.parametrize(
-    ("kind", "first"),
-    [(TENSOR, "a parameter without the attribute"), (DATA, "a missing all-reduce")],
-)
-def test_the_kind_rules_some_out(kind, first):
-    assert RULES["ranks-agree"].causes_of(kind)[0].cause.startswith(first)
+def test_the_kind_rules_some_out():
+    first = {kind: RULES["ranks-agree"].causes_of(kind)[0].cause for kind in (TENSOR, DATA)}
+    assert first[TENSOR].startswith("a parameter without") and first[DATA].startswith("a missing all-reduce")
 
 
 def test_a_cause_comes_first_after_its_event():
     causes = RULES["main-params-agree"].causes_of("step", ["forward-only"])
     assert causes[0].cause.startswith("a reference") and causes[1].cause.startswith("weights were loaded")
+
+
+def test_every_rule_has_a_section():
+    assert re.findall(r"^### (.*)$", PAGE, re.M) == list(RULES)
+
+
+def test_repairs_are_patches():
+    assert {patch.name for patch in PATCHES} >= {name for rule in RULES.values() for name in rule.patches}
+
+
+def test_off_it_is_not_imported():
+
+    code = "import megapatch, sys; sys.exit('megapatch.audit' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert audit.findings() == []

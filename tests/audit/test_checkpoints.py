@@ -60,16 +60,12 @@ def changed(folder, rank, parallel, before, after):
     return found()
 
 
-def plans(rank, world_size, folder):
+def job(rank, world_size, folder):
     prepare()
     for name, parts in CHANGES.items():
         yield name, partial(changed, folder, rank, False, *parts)
     for name, parts in PARALLEL.items():
         yield ("parallel", name), partial(changed, folder, rank, True, *parts)
-
-
-def job(rank, world_size, folder):
-    yield from plans(rank, world_size, folder)
     for name, model in MODELS.items():
         for complete in (True, False):
             yield (name, complete), partial(saved, *model, folder, rank, complete)
@@ -79,11 +75,6 @@ def job(rank, world_size, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     return run_cells(job, 2, str(tmp_path_factory.mktemp("saves")), env={**UNPATCHED, **AUDITED})
-
-
-@pytest.fixture(scope="module")
-def patched(tmp_path_factory):
-    return run_cells(plans, 2, str(tmp_path_factory.mktemp("saves")), env=AUDITED)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -104,11 +95,6 @@ def test_a_plan_that_is_kept_for_another_structure_is_found_on_the_rank_that_has
 def test_a_distribution_that_is_kept_is_found(ranks):
     assert [cells["parallel", "unchanged"] for cells in ranks] == [[], []]
     assert all(cells["parallel", "added"] for cells in ranks)
-
-
-@pytest.mark.parametrize("cell", [*CHANGES, *(("parallel", name) for name in PARALLEL)])
-def test_patched_plans_are_made_again(patched, cell):
-    assert [cells[cell] for cells in patched] == [[], []]
 
 
 def test_an_offloaded_model_is_not_missed(ranks):

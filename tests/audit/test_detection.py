@@ -14,6 +14,7 @@ from rigs.mistakes.table import LATER, MISTAKES, as_markdown, as_sentence
 from rigs.turns import chosen, with_nightly
 
 from megapatch import audit
+from megapatch.audit import RULES
 from megapatch.testing import init_parallel, tiny_gpt
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
@@ -54,7 +55,9 @@ def test_it_is_found_where_it_first_acts(ranks, name):
     assert {rule: step for results in by_rank for rule, step in results.items()} == expected, by_rank
     for rank, cells in enumerate(ranks):
         assert {where for _, _, where, *_ in cells[name]} <= {rank}
-        assert name in MISTAKES or all(is_note for *_, is_note, _ in cells[name]), cells[name]
+        for rule, _, _, is_note, text in cells[name]:
+            assert is_note or (name in MISTAKES and not RULES[rule].is_note), text
+            assert text.endswith(f" If that is meant: MEGAPATCH_AUDIT_ACCEPT={rule}.") == is_note
 
 
 @pytest.fixture(scope="module")

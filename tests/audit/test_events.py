@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-from rigs.audit import idle_audit, part_of, running_audit, watcher_of
+from rigs.audit import Thing, part_of, running_audit, watcher_of
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted, raising_half_way
 from rigs.megatron.save import minor
@@ -47,15 +46,19 @@ def made(model):
     tiny_gpt(layers=4)
 
 
+def reallocated(model, data):
+    """Offload a buffer, and have other memory in its place before it comes back."""
+    copy, storage = data.clone(), data.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    model.in_between = torch.empty(size, dtype=torch.uint8)
+    storage.resize_(size)
+    data.copy_(copy)
+
+
 def resized(model):
-    """Offload the buffers of parameters, and have other memory in their place before they come back."""
     for buffer in model.chunks[0].buffers:
-        copy, storage = buffer.param_data.clone(), buffer.param_data.untyped_storage()
-        size = storage.nbytes()
-        storage.resize_(0)
-        model.in_between = torch.empty(size, dtype=torch.uint8)
-        storage.resize_(size)
-        buffer.param_data.copy_(copy)
+        reallocated(model, buffer.param_data)
 
 
 def exchanged(model):
@@ -66,12 +69,7 @@ def exchanged(model):
 
 def gradients_freed(model):
     for buffer in model.chunks[0].buffers:
-        storage = buffer.grad_data.untyped_storage()
-        size = storage.nbytes()
-        storage.resize_(0)
-        model.in_between = torch.empty(size, dtype=torch.uint8)
-        storage.resize_(size)
-        buffer.grad_data.zero_()
+        reallocated(model, buffer.grad_data)
 
 
 def moments_exchanged(model):
@@ -156,18 +154,12 @@ def events_of(watching):
     }
 
 
-@pytest.fixture
-def watching():
-    watching = idle_audit()
-    watching.may_have_broken = False
-    return watching
-
-
 def test_an_export_is_an_event_also_where_all_is_gathered(watching):
     def export_weights(model):
         return "weights"
 
     export = part_of(watching, GatheredWhenRead).watch_reader(Reader("export_weights", "model"), export_weights)
+    watching.may_have_broken = False
     assert export(None) == "weights" and watching.looks()
     assert events_of(watching) == {"export": [("export_weights()", 1)]}
 
@@ -185,15 +177,11 @@ def test_a_helper_that_is_called_for_each_buffer_is_one_event_a_step(watching):
     assert watching.looks() and events_of(watching) == {"offload": [("pause()", 2)] * 2}
 
 
-class Chunk(SimpleNamespace):
-    """One that weak references may refer to, as to a model."""
-
-
 @pytest.mark.parametrize("cause", ["helper", "load", None])
 def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause):
     part = part_of(watching, Offloads)
-    buffer = SimpleNamespace(param_data=None, grad_data=torch.zeros(1), buckets=[])
-    chunk = Chunk(buffers=[buffer])
+    buffer = Thing(param_data=None, grad_data=torch.zeros(1), buckets=[])
+    chunk = Thing(buffers=[buffer])
     part.begin_call(Call([chunk], trains=True))
     if cause == "helper":
         watcher_of(part, "TorchMemorySaver.pause")(len)("")
@@ -206,8 +194,8 @@ def test_memory_that_a_known_cause_has_moved_is_no_second_event(watching, cause)
 
 def test_memory_that_is_freed_is_an_offload(watching):
     part, parameter = part_of(watching, Offloads), torch.nn.Parameter(torch.ones(4))
-    bucket = SimpleNamespace(params_list=[parameter])
-    chunk = Chunk(buffers=[SimpleNamespace(grad_data=torch.zeros(1), buckets=[bucket])])
+    bucket = Thing(params_list=[parameter])
+    chunk = Thing(buffers=[Thing(grad_data=torch.zeros(1), buckets=[bucket])])
     part.begin_call(Call([chunk], trains=True))
     parameter.untyped_storage().resize_(0)
     part.begin_call(Call([chunk], trains=True))
@@ -217,7 +205,7 @@ def test_memory_that_is_freed_is_an_offload(watching):
 def test_moments_that_come_in_a_first_step_are_no_event(watching):
     part, state = part_of(watching, Offloads), {}
     optimizer = torch.nn.Identity()  # something that weak references know
-    optimizer.optimizer = SimpleNamespace(state={"parameter": state})
+    optimizer.optimizer = Thing(state={"parameter": state})
     part.begin_step(Step(optimizer, []))
     state.update(exp_avg=torch.zeros(1), exp_avg_sq=torch.zeros(1))
     part.begin_step(Step(optimizer, []))

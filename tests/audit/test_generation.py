@@ -1,4 +1,4 @@
-"""resumed and weights-synced: syncs around generation that may fail, or that send something else."""
+"""resumed: syncs that fail, and leave generation paused."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import contextlib
 import gc
 import threading
 import weakref
+from functools import partial
+from operator import methodcaller
 
 import pytest
-import torch
 from rigs.audit import found, part_of, running_audit, watcher_of
-from rigs.streaming.world import World, run
 
 from megapatch import audit
-from megapatch.audit import _resumed, _weights_synced
+from megapatch.audit import _weight_syncs
 from megapatch.streaming import TrainPump  # noqa: F401  (before the audit, as in a run that starts it late)
 from megapatch.weight_sync import paused_generation
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 @pytest.fixture(scope="module", autouse=True)
 def _audited():
     audit.start()
-    generation = part_of(running_audit(), _resumed.Resumed)
+    generation = part_of(running_audit(), _weight_syncs.WeightSyncs)
     for client in (Client, PlainClient):
         client.pause_generation = watcher_of(generation, "RemoteInfEngine.pause_generation")(
             client.pause_generation
@@ -75,26 +75,11 @@ async def sync(client, raises=True, resumes=False):
     await client.resume_generation()
 
 
-# ------------------------------------------------------------------------ resumed
-def test_a_failed_sync_that_leaves_generation_paused_is_found():
-    client = Client()
-    asyncio.run(sync(client))
-    assert found() == [("resumed", "generation is still paused after Trainer.sync(), which failed")]
-    assert any("in sync" in line for line in audit.findings()[0].where)
-
-
-@pytest.mark.parametrize("event", [threading.Event, asyncio.Event])
-@pytest.mark.parametrize("ending", [{"raises": False}, {"resumes": True}])
-def test_generation_that_runs_again_is_not(ending, event):
-    client = Client(event=event)
-    asyncio.run(sync(client, **ending))
-    assert found() == []
-
-
 class PlainClient:
     """Marks nothing: that it is paused is known from its calls alone."""
 
-    fails = False
+    def __init__(self, fails=None):
+        self.fails = fails
 
     async def pause_generation(self):
         pass
@@ -104,74 +89,68 @@ class PlainClient:
             raise OSError("no resume")
 
 
-def test_a_pause_after_generation_ran_again_is_not_the_one_of_the_failed_sync():
-    client = PlainClient()
-    asyncio.run(sync(client, resumes=True))
-    asyncio.run(client.pause_generation())
-    assert found() == []
+async def resumed_by_other_means(client):
+    await sync(client)
+    client.generation_paused_event.clear()
 
 
-def test_generation_whose_resume_failed_is_still_paused():
-    client = PlainClient()
-    client.fails = True
-    with pytest.raises(OSError, match="no resume"):
-        asyncio.run(sync(client, resumes=True))
-    assert [rule for rule, _ in found()] == ["resumed"]
+async def paused_after_it_ran_again(client):
+    await sync(client, resumes=True)
+    await client.pause_generation()
 
 
-def test_generation_that_the_caller_has_resumed_by_other_means_is_not():
+async def paused_twice(client):
+    await client.pause_generation()
+    client.fails = "pause"
+    await client.pause_generation()
+
+
+async def within(client, raises=False):
+    async with paused_generation(client):
+        if raises:
+            raise OSError
+
+
+without_failure, resumed_after = partial(sync, raises=False), partial(sync, resumes=True)
+LEFT = "generation is still paused after Trainer.sync(), which failed"
+NOT_PAUSED = "generation is still paused after a pause that failed"
+NOT_RESUMED = "resuming generation after a weight sync has failed: OSError: no resume"
+SCENARIOS = {
+    "a sync fails": (Client(), sync, LEFT),
+    "a sync fails, and then the resume": (PlainClient("resume"), resumed_after, LEFT),
+    "a pause fails, and marks the client": (Client("pause"), methodcaller("pause_generation"), NOT_PAUSED),
+    "a resume fails": (Client("resume"), within, NOT_RESUMED),
+    "no sync fails": (Client(), without_failure, None),
+    "a sync fails, and generation is resumed": (Client(event=asyncio.Event), resumed_after, None),
+    "the caller has resumed it by other means": (Client(), resumed_by_other_means, None),
+    "a later pause is another one": (PlainClient(), paused_after_it_ran_again, None),
+    "the pause of what is paused fails": (Client(), paused_twice, None),
+    "a block ends": (Client(), within, None),
+    "a block raises": (Client(), partial(within, raises=True), None),
+}
+"""A client, what happens to it, and what is found of that."""
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_generation_that_a_failure_leaves_paused_is_found(name):
+    client, happens, what = SCENARIOS[name]
+    with contextlib.suppress(OSError):
+        asyncio.run(happens(client))
+    assert found() == ([("resumed", what)] if what else [])
+
+
+def test_the_line_is_that_of_the_sync():
     client = Client()
     asyncio.run(sync(client))
-    client.generation_paused_event.clear()
-    assert found() == []
+    assert any("in sync" in line for line in audit.findings()[0].where)
 
 
 def test_it_is_reported_while_training_waits(monkeypatch):
-    monkeypatch.setattr(_resumed, "_GRACE", 0.01)
+    monkeypatch.setattr(_weight_syncs, "_GRACE", 0.01)
     client, reported = Client(), threading.Event()
     monkeypatch.setattr(running_audit().ledger, "report", lambda *ignored: reported.set())
     asyncio.run(sync(client))
     assert reported.wait(30)
-
-
-def test_a_pause_that_fails_and_marks_the_client_is_found():
-    client = Client("pause")
-    with pytest.raises(OSError, match="no pause"):
-        asyncio.run(client.pause_generation())
-    assert found() == [("resumed", "generation is still paused after a pause that failed")]
-
-
-def test_a_pause_of_what_is_paused_already_is_not():
-    client = Client()
-    asyncio.run(client.pause_generation())
-    client.fails = "pause"
-    with pytest.raises(OSError, match="no pause"):
-        asyncio.run(client.pause_generation())
-    assert found() == []
-
-
-def test_a_resume_of_paused_generation_that_fails_is_found():
-    async def main():
-        async with paused_generation(Client("resume")):
-            pass
-
-    with pytest.raises(OSError, match="no resume"):
-        asyncio.run(main())
-    assert found() == [
-        ("resumed", "resuming generation after a weight sync has failed: OSError: no resume"),
-    ]
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_paused_generation_that_resumes_has_no_findings(raises):
-    async def main():
-        async with paused_generation(Client()):
-            if raises:
-                raise KeyError
-
-    with pytest.raises(KeyError) if raises else contextlib.nullcontext():
-        asyncio.run(main())
-    assert found() == []
 
 
 def test_a_client_that_is_gone_is_not_kept_alive():
@@ -182,99 +161,3 @@ def test_a_client_that_is_gone_is_not_kept_alive():
     gc.collect()
     assert reference() is None
     assert found() == []
-
-
-# ------------------------------------------------------------------------ weights-synced
-def tensors(**changes):
-    return {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), **changes}
-
-
-def test_the_digest_depends_on_every_bit_name_type_and_shape_and_not_on_the_order():
-    one = audit.weights_digest(tensors().items())
-    assert audit.weights_digest(reversed(tensors().items())) == one
-    others = [
-        tensors(w=torch.arange(6.0).view(3, 2)),
-        tensors(w=torch.arange(6.0).view(2, 3).half()),
-        tensors(w=torch.arange(6.0).view(2, 3).flip(0)),
-        tensors(c=torch.ones(1)),
-        {"b": tensors()["w"], "w": tensors()["b"]},
-    ]
-    assert len({one, *(audit.weights_digest(other.items()) for other in others)}) == 1 + len(others)
-    assert audit.weights_digest([]) != one
-
-
-def test_weights_are_compared_with_those_of_each_engine():
-    assert audit.compare_weights("a", "a", 3)
-    assert audit.compare_weights("a", ["a", "a"])
-    assert found() == []
-    assert not audit.compare_weights("a", ["a", "b"], 3)
-    ((rule, what),) = found()
-    assert rule == "weights-synced"
-    assert what == ("1 of 2 engines have not received the weights of version 3 that were trained: b instead of a")
-
-
-class Sides(World):
-    """Trainer and generation, whose weights are their versions."""
-
-    received = None
-
-    def weights_digest(self):
-        return f"weights {len(self.trained)}"
-
-
-class Receiving:
-    """The generation side of `Sides`: it misses one sync."""
-
-    def __init__(self, world, missed=None, broken=False):
-        self.world, self.missed, self.broken, self.has = world, missed, broken, None
-
-    async def pause_generation(self):
-        pass
-
-    async def resume_generation(self):
-        pass
-
-    async def set_weight_version(self, version):
-        if version != self.missed:
-            self.has = self.world.weights_digest()
-
-    async def weights_digest(self):
-        if self.broken:
-            raise OSError("no digest")
-        return self.has
-
-
-async def pumped(steps=3, **options):
-    world = Sides()
-    pump = world.pump()
-    pump._weights._generation = Receiving(world, **options)
-    await pump.sync_weights()
-    for step in range(steps):
-        await world.put(f"g{step}", version=step)
-        await pump.step()
-    return pump.version
-
-
-def test_a_pump_whose_generation_misses_a_version_is_found():
-    assert asyncio.run(pumped(missed=2)) == 3
-    ((rule, what),) = found()
-    assert rule == "weights-synced"
-    assert "of version 2 that were trained: weights 1 instead of weights 2" in what
-    assert audit.findings()[0].count == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"broken": True}])
-def test_a_pump_that_syncs_has_no_findings_and_is_not_broken_by_a_digest(options):
-    assert asyncio.run(pumped(**options)) == 3
-    assert found() == []
-
-
-def test_a_pump_without_digests_is_not_asked():
-    async def main():
-        world = World()
-        pump = world.pump()
-        await pump.sync_weights()
-        return [call for call in world.calls if "digest" in call]
-
-    assert run(main()) == []
-    assert _weights_synced.DIGEST == "weights_digest"

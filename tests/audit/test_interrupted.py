@@ -22,13 +22,11 @@ def interrupt(model, step, microbatch=0):
 
 
 def found():
-    return [(one.rule, one.what) for one in audit.findings() if one.rule == "hooks-balanced"]
+    return [one.what for one in audit.findings() if one.rule == "hooks-balanced"]
 
 
-def left(repaired):
-    """A call whose trainer has set a hook for some microbatches, and was interrupted before it put it back."""
-    model = tiny_gpt(layers=4, **GRADS)
-    audit.clear()
+def left(model):
+    """A trainer has set a hook for some microbatches, and was interrupted before it put it back."""
     hook = model.config.no_sync_func
 
     def set_hook(*ignored):
@@ -37,70 +35,71 @@ def left(repaired):
     handle = model.chunks[0].module.register_forward_pre_hook(set_hook)
     interrupt(model, 0)
     handle.remove()
-    before = found()
-    if repaired:
-        model.config.no_sync_func = hook
-    model.zero_grad()
-    with contextlib.nullcontext() if repaired else contextlib.suppress(AssertionError):  # 0.12 asserts
-        model.forward_backward(1)
-    return before, found()
+    return lambda: setattr(model.config, "no_sync_func", hook)
 
 
-def timed(repaired):
+def timed(model):
     from megatron.core.timers import Timers
 
-    model = tiny_gpt(layers=4)
     model.config.timers = timers = Timers(2, "minmax")
-    audit.clear()
     model.train_step(0)
     interrupt(model, 1)
-    if repaired:
-        for timer in timers._timers.values():
-            timer.reset()
-    with contextlib.suppress(AssertionError):
-        model.forward_backward(2)
-    return found()
+    return lambda: [timer.reset() for timer in timers._timers.values()]
 
 
-def switched(repaired):
-    """A call that has switched the forward pre-hooks off, and was interrupted before it switched them on again."""
-    model = tiny_gpt(layers=4, **BOTH)
+def switched(model):
+    """A call has switched the forward pre-hooks off, and was interrupted before it switched them on again."""
     (chunk,) = model.chunks
-    audit.clear()
     handle = chunk.module.register_forward_hook(lambda *ignored: chunk.disable_forward_pre_hook(param_sync=False))
     interrupt(model, 0)
     handle.remove()
+    return chunk.enable_forward_pre_hook
+
+
+def called_again(leave, options, repaired):
+    """Return what is found before the next call, and after it."""
+    model = tiny_gpt(layers=4, **options)
+    audit.clear()
+    repair = leave(model)
+    before = found()
     if repaired:
-        chunk.enable_forward_pre_hook()
+        repair()
     model.zero_grad()
-    model.forward_backward(1)
-    return found()
+    with contextlib.nullcontext() if repaired else contextlib.suppress(AssertionError):  # 0.12 asserts
+        model.forward_backward(2)
+    return before, found()
 
 
-def rerun(repaired, mode):
+def rerun(mode, repaired):
     machine, data = new_machine(mode), rerun_data(0)
     model = tiny_gpt(layers=4)
     audit.clear()
     assert machine.should_run_forward_backward(data)
     interrupt(model, 0)
+    before = found()
     if repaired:
         rewind_interrupted_step(machine)
-    ran = machine.should_run_forward_backward(data)
+    assert machine.should_run_forward_backward(data) == repaired  # else it skips the step
     for _ in range(2):
         machine.should_run_forward_backward(data)
-    return ran, found()
+    return before, found()
 
 
-KINDS = {"left": left, "timed": timed, "switched": switched}
-MODES = ("DISABLED", "VALIDATE_RESULTS")
+NOT_PUT_BACK = "a forward-backward call did not put back"
+CASES = {
+    "left": (called_again, (left, GRADS), f"{NOT_PUT_BACK} config.no_sync_func"),
+    "timed": (called_again, (timed, {}), f"{NOT_PUT_BACK} the timer forward-backward"),
+    "switched": (called_again, (switched, BOTH), f"{NOT_PUT_BACK} the forward pre-hooks of chunk 0"),
+    "rerun": (rerun, ("DISABLED",), "the rerun machine is still INITIAL_RUN"),
+    "rerun, validated": (rerun, ("VALIDATE_RESULTS",), "the rerun machine is still INITIAL_RUN"),
+}
+"""A function, its arguments, and the beginning of what is found."""
 
 
 def job(rank, world_size):
     init_parallel()
-    for (name, function), repaired in itertools.product(KINDS.items(), (False, True)):
-        yield (name, repaired), partial(function, repaired)
-    for mode, repaired in itertools.product(MODES, (False, True)):
-        yield (mode, repaired), partial(rerun, repaired, mode)
+    for (name, (function, args, _)), repaired in itertools.product(CASES.items(), (False, True)):
+        yield (name, repaired), partial(function, *args, repaired)
 
 
 @pytest.fixture(scope="module")
@@ -108,31 +107,8 @@ def cells():
     return run_cells(job, 1, env={**UNPATCHED, **AUDITED}, setup=install_cuda_stubs)[0]
 
 
-def test_a_hook_that_an_exception_has_left_is_found_as_the_next_call_begins(cells):
-    before, ((_, what),) = cells["left", False]
-    assert before == []
-    assert what == "a forward-backward call did not put back config.no_sync_func"
-
-
-def test_timers_that_are_still_running_are_found(cells):
-    ((_, what),) = cells["timed", False]
-    assert "did not put back the timer forward-backward" in what
-
-
-def test_forward_pre_hooks_that_are_still_off_are_found(cells):
-    ((_, what),) = cells["switched", False]
-    assert what == "a forward-backward call did not put back the forward pre-hooks of chunk 0"
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_rerun_machine_that_is_still_in_its_step_is_found(cells, mode):
-    ran, ((_, what),) = cells[mode, False]
-    assert not ran  # it skips the step
-    assert "the rerun machine is still INITIAL_RUN" in what
-
-
-def test_what_was_put_right_by_then_is_not(cells):
-    assert cells["left", True] == ([], [])
-    assert cells["timed", True] == cells["switched", True] == []
-    for mode in MODES:
-        assert cells[mode, True] == (True, [])
+@pytest.mark.parametrize("name", CASES)
+def test_what_an_exception_has_left_is_found_as_the_next_call_begins_unless_it_was_put_right(cells, name):
+    before, (what,) = cells[name, False]
+    assert before == [] and what.startswith(CASES[name][2])
+    assert cells[name, True] == ([], [])

@@ -7,6 +7,7 @@ import os
 from functools import partial
 
 import pytest
+from rigs.audit import running_audit
 from rigs.cells import AUDITED, RAISING, run_cells
 from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.table import MISTAKES
@@ -45,22 +46,9 @@ def job(rank, world_size, names=NAMES):
         yield name, partial(noted, MISTAKES_NOTED[name])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(AUDITED, id="1"), pytest.param(RAISING, id="raise", marks=pytest.mark.nightly)],
-)
-def ranks(request):
-    return run_cells(job, 2, env={**UNPATCHED, **request.param})
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_note_is_no_finding_and_says_how_to_accept_it(ranks, name):
-    (rule,) = MISTAKES_NOTED[name].finds
-    for cells in ranks:
-        found, (note,) = cells[name]
-        assert found == []
-        assert note.startswith(f"{rule} (after ")
-        assert note.endswith(f" If that is meant: {ACCEPT}={rule}.")
+def test_with_raise_a_note_raises_nothing():
+    for cells in run_cells(job, 2, NAMES[:4], env={**UNPATCHED, **RAISING}):
+        assert all(cells[name][0] == [] and cells[name][1] for name in NAMES[:4])
 
 
 @pytest.mark.parametrize(
@@ -76,12 +64,13 @@ def test_these_are_all():
 
 
 def test_an_accepted_finding_is_said_at_the_start_and_not_kept(monkeypatch, caplog, nothing_left):
-    monkeypatch.setenv(ACCEPT, "weights-synced,schedule-once")
+    monkeypatch.setenv(ACCEPT, "stepped-once,schedule-once")
     audit.start()
-    assert not audit.compare_weights("a", "b") and audit.findings() == []
-    assert {rule.name: rule.status for rule in audit.report().rules}["weights-synced"] == "accepted"
+    running_audit().ledger.report("stepped-once", "again", "it steps again")
+    assert audit.findings() == []
+    assert {rule.name: rule.status for rule in audit.report().rules}["stepped-once"] == "accepted"
     audit.stop()
-    assert caplog.messages[0].startswith(f"audit: {ACCEPT}=weights-synced: findings of it are not kept")
+    assert caplog.messages[0].startswith(f"audit: {ACCEPT}=stepped-once: findings of it are not kept")
 
 
 def test_notes_are_logged_as_info_and_listed_at_the_end(caplog):
@@ -101,13 +90,8 @@ def test_notes_are_logged_as_info_and_listed_at_the_end(caplog):
 @pytest.mark.parametrize(
     ("names", "complaint"),
     [
-        ("saved-is-trained", None),
-        (" saved-is-trained, ", None),
-        (
-            "resumed-togethe",
-            "no rule is called 'resumed-togethe'; did you mean resumed-together or resumed or reduced-once?",
-        ),
-        ("ranks-agree", None),
+        (" saved-is-trained, ranks-agree,", None),
+        ("resume", "no rule is called 'resume'; did you mean resumed or resumed-together or gradients-used?"),
     ],
 )
 def test_names_are_checked(names, complaint):

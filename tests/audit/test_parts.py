@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from rigs.audit import Thing, idle_audit, part_of
+from rigs.audit import Thing, part_of
 
 import megapatch
 from megapatch import _places
@@ -16,12 +16,7 @@ from megapatch.audit._buckets import state_of
 from megapatch.audit._gradients import Gradients
 from megapatch.audit._saves import Saves
 from megapatch.audit._scaled_once import ScaledOnce
-from megapatch.audit._weights_synced import WeightsSynced
-
-
-@pytest.fixture
-def watching():
-    return idle_audit()
+from megapatch.audit._weight_syncs import WeightSyncs
 
 
 def rules(watching):
@@ -143,7 +138,7 @@ def test_slimes_weights_are_compared_where_another_model_was_loaded_and_is_sent(
             get={"actor": {"w": torch.ones(2)}}.get, _source_getter=lambda: [("w", torch.zeros(2))]
         ),
     )
-    part_of(watching, WeightsSynced)._compare_with_copy(actor)
+    part_of(watching, WeightSyncs)._compare_with_copy(actor)
     assert rules(watching) == ["weights-synced"] * wrong
 
 

@@ -1,17 +1,19 @@
-"""Without false alarms: what trainers do between and around steps, with ranks compared in every step."""
+"""Without false alarms: what trainers do between and around steps, with ranks compared in every step.
+
+The correct trainers of `audit.correct` do rightly what others do wrongly; these have no mistake beside them.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 from functools import partial
 
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.megatron.options import ADAM, BOTH, GRADS, Interrupted, new_machine, raising_half_way, rerun, rerun_data
+from rigs.megatron.options import ADAM, BOTH, GRADS, new_machine, rerun, rerun_data
 from rigs.megatron.save import Saves, has_working_writer, minor, prepare
-from rigs.mistakes.weights import SHARDED, parts_of
+from rigs.mistakes.losses import FP16
+from rigs.mistakes.schedules import schedule_of
 from rigs.train_step.fsdp import Sharded
 from rigs.train_step.models import in_pieces
 
@@ -41,7 +43,7 @@ def evaluated():
 
 def two_models():
     """Each in pieces, with a step of the other between them: an actor and its critic."""
-    models = [tiny_gpt(**GRADS, per_token_loss=True), tiny_gpt(dtype="fp16", loss_scale=2.0**10)]
+    models = [tiny_gpt(**GRADS, per_token_loss=True), tiny_gpt(**FP16)]
     steps = [TrainStep(model=model.chunks, optimizer=model.optimizer) for model in models]
     for step in range(STEPS):
         with steps[0]:
@@ -51,13 +53,8 @@ def two_models():
 
 
 def overflowing():
-    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-    model = tiny_gpt(dtype="fp16", loss_scale=2.0**10)
-    schedule = OptimizerParamScheduler(
-        model.optimizer, init_lr=0.0, max_lr=0.1, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=9,
-        lr_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=9, wd_incr_style="constant",
-    )  # fmt: skip
+    model = tiny_gpt(**FP16)
+    schedule = schedule_of(model)
     for step in range(STEPS):
         model.zero_grad()
         model.forward_backward(step)
@@ -69,7 +66,7 @@ def overflowing():
 
 def read_after_an_overflow():
     """A skipped step leaves nothing to be gathered: the forward pass before it has gathered the last step's."""
-    model = tiny_gpt(dtype="fp16", loss_scale=2.0**10, **BOTH)
+    model = tiny_gpt(**FP16, **BOTH)
     model.train_step(0)
     model.zero_grad()
     model.forward_backward(1)
@@ -104,22 +101,6 @@ def rerun_in_place():
     assert runs == ([0, 1, 1] if ends_job else [0, 1, 1, 2])  # up to 0.14 such a fault ends the job
 
 
-def saved_and_loaded(folder, rank):
-    """A checkpoint after each step, loaded again before the next."""
-    from megatron.core import dist_checkpointing
-
-    model = tiny_gpt(**BOTH)
-    saves = Saves(rank, folder)
-    for step in range(STEPS):
-        model.train_step(step)
-        model.gather_parameters()
-        module = model.chunks[0].module
-        path, _ = saves.plan_tree({"model": module.sharded_state_dict()}, at_once=True)
-        loaded = dist_checkpointing.load({"model": module.sharded_state_dict()}, path)
-        module.load_state_dict(loaded["model"])
-        model.optimizer.reload_model_params()
-
-
 def resumed(options, folder, rank):
     """A checkpoint with the optimizer, loaded again in place two steps later, and trained on."""
     from megatron.core import dist_checkpointing
@@ -144,29 +125,6 @@ def resumed(options, folder, rank):
         model.train_step(step)
 
 
-def accumulated():
-    """Gradients of two steps' data, which the optimizer uses together."""
-    model = tiny_gpt()
-    for step in range(STEPS):
-        with TrainStep(model=model.chunks, optimizer=model.optimizer) as train_step:
-            for part in range(2):
-                in_pieces(train_step, model, 2 * step + part, (1, 1), {})
-            train_step.finish()
-
-
-def aborted():
-    """Gradients are dropped by TrainStep.abort(), and after a call that raised."""
-    model = tiny_gpt()
-    train_step = TrainStep(model=model.chunks, optimizer=model.optimizer)
-    for step in range(STEPS):
-        train_step.begin()
-        in_pieces(train_step, model, step, (1, 1), {})
-        train_step.abort()
-        with raising_half_way(model, 0), contextlib.suppress(Interrupted):
-            model.forward_backward(step)
-        model.train_step(step)
-
-
 def gone_back():
     """A step is undone: the weights of before are loaded, and read, with no gather between."""
     model = tiny_gpt(**BOTH)
@@ -179,54 +137,6 @@ def gone_back():
         ddp.load_state_dict(saved, strict=False)
         model.optimizer.reload_model_params()
         ddp.state_dict()
-
-
-def stopped_early():
-    """PPO at its limit of KL: a batch's gradients are finished, and its step is left out."""
-    model = tiny_gpt()
-    for step in range(STEPS):
-        model.train_step(step)
-        if step != 1:
-            model.zero_grad()
-            model.forward_backward(step)
-
-
-def of_two_places():
-    """SAM: gradients at the weights, then those that are used, at others nearby."""
-    model = tiny_gpt(dtype="bf16", **ADAM)
-    parameters = [*model.chunks[0].parameters()]
-    for step in range(STEPS):
-        model.zero_grad()
-        model.forward_backward(step)
-        kept = [parameter.detach().clone() for parameter in parameters]
-        for parameter in parameters:
-            parameter.data.add_(parameter.main_grad.to(parameter.dtype), alpha=1e-3)
-        model.zero_grad()
-        model.forward_backward(step)
-        for parameter, value in zip(parameters, kept, strict=True):
-            parameter.data.copy_(value)
-        model.optimizer.step()
-
-
-def with_new_moments(options):
-    """A warm restart: the optimizer is loaded, and its moments are reset."""
-    model = tiny_gpt(**options)
-    for step in range(STEPS):
-        if step == 2:
-            for part in parts_of(model.optimizer):
-                part.load_state_dict(copy.deepcopy(part.state_dict()))
-                for state in part.optimizer.state.values():
-                    state["exp_avg"].zero_()
-                    state["exp_avg_sq"].zero_()
-        model.train_step(step)
-
-
-def seeded_alike():
-    """Stages that draw the same numbers, which ROLL means to do."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    model_parallel_cuda_manual_seed(1)
-    of_what_is_trained((), {})
 
 
 def megatrons_own(rerun_mode):
@@ -261,19 +171,11 @@ CELLS = {
     "read after an overflow": ({}, read_after_an_overflow),
     "not reduced over one rank": ({"tp": 2}, not_reduced),
     "rerun in place": ({}, rerun_in_place),
-    "two steps' data": ({}, accumulated),
-    "aborted": ({}, aborted),
     "gone back and read": ({}, gone_back),
-    "stopped early": ({}, stopped_early),
-    "gradients of two places": ({}, of_two_places),
-    "moments reset": ({}, with_new_moments, {"dtype": "bf16", **ADAM}),
-    "moments reset, sharded": ({}, with_new_moments, SHARDED),
-    "stages seeded alike": ({"pp": 2}, seeded_alike),
 }
 BUCKETS = {"distrib_optim_sharding_type": "dp_reshardable"}
 SAVES = {}
 if has_working_writer():
-    SAVES["saved and loaded"] = saved_and_loaded
     SAVES["resumed"] = partial(resumed, {"dtype": "bf16", **ADAM})
 if minor() >= 16:  # up to 0.15 buckets cannot be saved
     SAVES["resumed, sharded"] = partial(resumed, BOTH)
@@ -281,16 +183,8 @@ if megatron_training_available():
     CELLS["train() twice"] = ({}, megatrons_own, "disabled")
     CELLS["train() twice, validated"] = ({}, megatrons_own, "validate_results")
 
-NOTED = {
-    "overflows": ["gradients-kept"],
-    "read after an overflow": ["gradients-kept"],
-    "stopped early": ["gradients-dropped"],
-    "gradients of two places": ["gradients-dropped"],
-    "moments reset": ["kept-between-steps"],
-    "moments reset, sharded": ["kept-between-steps"],
-    "stages seeded alike": ["stages-differ"],
-}
-"""Cells that do on purpose what others do by mistake."""
+NOTED = {"overflows": ["gradients-kept"], "read after an overflow": ["gradients-kept"]}
+"""Cells that write into gradients by hand."""
 
 
 def job(rank, world_size, folder):

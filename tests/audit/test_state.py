@@ -1,21 +1,16 @@
-"""Samples of tensors, parameters and loads: which are taken, and which are left out on purpose."""
+"""Samples of tensors, parameters, loads and buckets: which are taken, and which are left out on purpose."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from rigs.audit import Thing, idle_audit, part_of, watcher_of
+from rigs.audit import Thing, part_of, watcher_of
 
 from megapatch.audit._audit import Step
-from megapatch.audit._buckets import state_of
-from megapatch.audit._gradients_arrive import GradientsArrive
+from megapatch.audit._buckets import is_zero, state_of
+from megapatch.audit._gradients import Gradients
 from megapatch.audit._loaded_is_there import LoadedIsThere
 from megapatch.audit._samples import TENSORS, differences, evenly, sample_of
-
-
-@pytest.fixture
-def watching():
-    return idle_audit()
 
 
 def noted(watching):
@@ -62,7 +57,7 @@ def step_without(watching, lost, **attributes):
     state = state_of(bucket)
     for arrived in ([True, True], [number != lost for number in range(2)]):
         state.arrived[:], state.arrivals = arrived, sum(arrived)
-        part_of(watching, GradientsArrive).begin_step(Step(torch.nn.Module(), [chunk]))
+        part_of(watching, Gradients)._judge_arrivals(Step(torch.nn.Module(), [chunk]))
         state.reset()
     return noted(watching)
 
@@ -118,3 +113,36 @@ def test_moments_may_be_loaded_on_their_own(watching):
     watcher_of(loads, "DistributedOptimizer.load_parameter_state")(lambda *ignored: None)(optimizer, "a file")
     loads.begin_step(Step(optimizer, []))
     assert watching.ledger.findings() == []
+
+
+# ------------------------------------------------------------------------ buckets
+def bucket_of(*main_grads):
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in main_grads]
+    for parameter, grad in zip(parameters, main_grads, strict=True):
+        parameter.main_grad = torch.tensor([grad])
+    return state_of(Thing(params=parameters))
+
+
+def test_a_parameter_that_had_a_gradient_in_one_step_has_had_one():
+    state = bucket_of(0.0, 0.0)
+    for arrived in ([True, False], [False, True]):
+        state.arrived[:] = arrived
+        state.note_had()
+    assert state.had == [True, True] and state.all_had
+
+
+def test_a_bucket_is_zero_if_others_than_the_fused_gradient_are():
+    state = bucket_of(1.0, 0.0)
+    first, second = state.parameters
+    assert not is_zero(state, second)
+    first.grad_added_to_main_grad = True
+    assert is_zero(state, first)
+    first.grad_added_to_main_grad = False
+    assert not is_zero(state, first)
+
+
+def test_a_bucket_whose_only_gradient_is_fused_may_have_held_others():
+    state = bucket_of(1.0)
+    (parameter,) = state.parameters
+    parameter.grad_added_to_main_grad = True
+    assert not is_zero(state, parameter)

@@ -50,13 +50,18 @@ def page() -> str:
 
 def limits(patch: Patch) -> list[Section]:
     """The sections "Limits" of a patch: a site with a docstring of its own has one, too."""
-    lines = inspect.cleandoc(patch.doc).splitlines()
+    return sections(patch.doc, "Limits")
+
+
+def sections(doc: str, name: str) -> list[Section]:
+    """The sections of this name in a docstring."""
+    lines = inspect.cleandoc(doc).splitlines()
     found: list[Section] = []
     title, inside = "", False
     for number, line in enumerate(lines):
         heading = re.match(r"([A-Z]\w+)  +(?=\S)", line)
         if heading:
-            inside = heading[1] == "Limits"
+            inside = heading[1] == name
             if inside:
                 found.append(Section(title, [line[heading.end() :]]))
         elif not line.startswith("  "):

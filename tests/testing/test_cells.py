@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-
 import pytest
 import torch
 from rigs.cells import CellFailed, once, run_cells
-from rigs.megatron.options import UNPATCHED
-from rigs.needs import needs_megatron
 
 from megapatch.testing import RanksFailed
 
@@ -91,24 +86,6 @@ def test_when_ranks_are_left_apart_later_cells_are_not_run(how):
             found["later"]
 
 
-def hanging(rank, world_size):
-    yield "good", lambda: rank
-    yield "bad", lambda: computed(rank) if rank else wait_for_ever()
-
-
-def wait_for_ever():
-    threading.Event().wait()
-
-
-@pytest.mark.thorough  # it waits for its timeout
-def test_a_cell_that_hangs_keeps_those_before_it():
-    for rank, found in enumerate(run_cells(hanging, 2, timeout=30)):  # the first cell has to be done by then
-        assert found["good"] == rank
-        with pytest.raises(CellFailed, match="it did not finish") as raised:
-            found["bad"]
-        assert "wait_for_ever" in str(raised.value)
-
-
 def failing_between(rank, world_size):
     yield "good", lambda: rank
     wrong("layout")
@@ -126,20 +103,6 @@ def test_what_fails_between_cells_is_not_lost():
 def failing_first(rank, world_size):
     wrong("from the start")
     yield
-
-
-def patches_at_the_start(rank, world_size):
-    from megapatch import report
-
-    found = {one.patch.name for one in report().patches if one.status.value == "applied"}
-    yield "found", lambda: ("megatron.core.distributed" in sys.modules, found)
-
-
-@needs_megatron
-def test_ranks_begin_with_megatron_and_with_the_settings_of_their_run():
-    some, none, again = (run_cells(patches_at_the_start, 1, env=env)[0]["found"] for env in ({}, UNPATCHED, {}))
-    assert some == again and none == (True, set())
-    assert some[0] and some[1]
 
 
 def test_a_job_without_cells_fails_as_ever():

@@ -6,7 +6,7 @@ import copy
 
 import torch
 from rigs.megatron.options import ADAM, BOTH
-from rigs.mistakes import Mistake
+from rigs.mistakes import Mistake, unfinished
 from rigs.mistakes.checkpoints import plan
 from rigs.mistakes.losses import FP16, losses_times
 from rigs.mistakes.schedules import new_schedule_of, schedule_of
@@ -15,13 +15,16 @@ from rigs.mistakes.weights import BF16, SHARDED, copies_of, log_probabilities, p
 CHUNKS = {"pp": 2, "vpp": 2}
 
 
-def backward(model, step, unfinished=False, **options):
-    """Compute fresh gradients, of this rank's data alone if they are left unfinished."""
-    finalize = model.config.finalize_model_grads_func
+def backward(model, step, **options):
+    """Compute fresh gradients."""
     model.zero_grad()
-    model.config.finalize_model_grads_func = None if unfinished else finalize
     model.forward_backward(step, **options)
-    model.config.finalize_model_grads_func = finalize
+
+
+def own_backward(model, step, **options):
+    """Compute fresh gradients of this rank's data alone."""
+    with unfinished(model):
+        backward(model, step, **options)
 
 
 def average(tensors):
@@ -44,7 +47,7 @@ def other_optimizer(model, chunks=None, **options):
 def unrolled(model, step):
     """A GAN: gradients of the other player's loss are zeroed, and each of two optimizers steps on its own."""
     model.other = getattr(model, "other", None) or other_optimizer(model)
-    backward(model, 10 + step, unfinished=True)
+    own_backward(model, 10 + step)
     backward(model, step)
     (model.other if step % 2 else model.optimizer).step()
 
@@ -53,10 +56,10 @@ def sharpness_aware_by_microbatch(model, step):
     """m-SAM: each microbatch at its own place nearby; the sum is written into the buffers by hand."""
     kept, total = copies_of(model), [torch.zeros_like(grads) for grads in gradients_of(model)]
     for part in range(2):
-        backward(model, 2 * step + part, unfinished=True, num_microbatches=1)
+        own_backward(model, 2 * step + part, num_microbatches=1)
         for parameter in parameters_of(model):
             parameter.data.add_(parameter.main_grad.to(parameter.dtype), alpha=1e-3)
-        backward(model, 2 * step + part, unfinished=True, num_microbatches=1)
+        own_backward(model, 2 * step + part, num_microbatches=1)
         torch._foreach_add_(total, gradients_of(model))
         put(model, kept)
     model.zero_grad()
@@ -67,13 +70,13 @@ def sharpness_aware_by_microbatch(model, step):
 
 def noise_scale(model, step):
     """The gradients of one rank's small batch are measured, and zeroed; the whole batch is trained on."""
-    backward(model, step, unfinished=True, num_microbatches=1)
+    own_backward(model, step, num_microbatches=1)
     sum(float(grads.square().sum()) for grads in gradients_of(model))
     model.train_step(step)
 
 
 def reduced_by_hand(model, step):
-    backward(model, step, unfinished=True)
+    own_backward(model, step)
     average(gradients_of(model))
     model.optimizer.step()
 
@@ -97,7 +100,7 @@ def used_twice_with_decay(model, step):
 # ------------------------------------------------------------------------------------------ ranks
 def local_sgd(model, step):
     """Each rank goes its own way, and now and then ranks average their weights."""
-    backward(model, step, unfinished=True)
+    own_backward(model, step)
     model.optimizer.step()
     if step == 1:
         average(parameter.data for parameter in parameters_of(model))
@@ -106,7 +109,7 @@ def local_sgd(model, step):
 def diloco(model, step):
     """An outer optimizer, with momentum, steps on what ranks have moved by."""
     outer = getattr(model, "outer", None) or copies_of(model)
-    backward(model, step, unfinished=True)
+    own_backward(model, step)
     model.optimizer.step()
     if step == 1:
         moved = [now - before for now, before in zip(copies_of(model), outer, strict=True)]

@@ -10,7 +10,7 @@ from rigs.megatron.options import ADAM, BOTH
 from rigs.mistakes import Mistake
 from rigs.mistakes.checkpoints import plan, saved_in_two
 from rigs.mistakes.gradients import COUNTING
-from rigs.mistakes.losses import FP16, times
+from rigs.mistakes.losses import FP16, losses_are, losses_times, times
 from rigs.mistakes.schedules import new_schedule_of, schedule_of
 from rigs.mistakes.weights import FP32, SHARDED, log_probabilities, parts_of, put, reference_in
 from rigs.train_step.models import in_pieces
@@ -131,13 +131,7 @@ def on_policy(model, step):
     if step and torch.distributed.get_rank():
         advantages[:2] = -1.0, 1.0
     of_microbatches = iter(advantages)
-
-    def loss(*args, **kwargs):
-        value, tokens, metrics = loss_function(*args, **kwargs)
-        return value - value.detach() + next(of_microbatches) * tokens, tokens, metrics
-
-    loss_function = _data.loss_function
-    with mock.patch.object(_data, "loss_function", loss):
+    with losses_are(lambda value, tokens: value - value.detach() + next(of_microbatches) * tokens):
         model.train_step(step, num_microbatches=len(advantages))
 
 
@@ -149,13 +143,9 @@ def loss_hook_reads_the_scale(model, step):
 
 
 def loss_function_reads_the_scale(model, step):
-    def loss(*args, **kwargs):
-        value, tokens, metrics = loss_function(*args, **kwargs)
-        return value * (scaler.scale[0] if step else float(scaler.scale)), tokens, metrics
-
-    scaler, loss_function = parts_of(model.optimizer)[0].grad_scaler, _data.loss_function
+    scaler = parts_of(model.optimizer)[0].grad_scaler
     model.config.grad_scale_func = None
-    with mock.patch.object(_data, "loss_function", loss):
+    with losses_times(scaler.scale[0] if step else float(scaler.scale)):
         model.train_step(step)
 
 

@@ -1,11 +1,12 @@
 """Mistakes of trainers, on a tiny model and the real Megatron without patches, and what the audit finds of each.
 
-Each is a function `mistake(model, step)` that makes one step of a trainer that has it. The tests hold the table to
-what is found; `docs/audit.md` shows it.
+Each is a function `mistake(model, step)` that makes one step of a trainer that has it, below a row for each
+variant. The tests hold the table to what is found; `docs/audit.md` shows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,14 @@ class Mistake:
     why: str = ""
 
 
+@contextlib.contextmanager
+def unfinished(model):
+    """Leave gradients as they are at the end of calls: not reduced, nor divided by their tokens."""
+    finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
+    yield
+    model.config.finalize_model_grads_func = finalize
+
+
 class Table:
     """The mistakes of one kind, by name."""
 
@@ -52,7 +61,13 @@ class Table:
         assert kind in KINDS
         self.kind, self.rows = kind, {}
 
-    def row(self, name, take_step, finds, *, layout=None, why="", **options):
-        """Add a mistake, whose `finds` are rules, or a mapping of them to numbers of steps."""
+    def row(self, name, finds, *, layout=None, why="", **options):
+        """Add the mistake that this decorates. Its `finds` are rules, with numbers of steps."""
         assert name not in self.rows and bool(finds) != bool(why)
-        self.rows[name] = Mistake(name, self.kind, take_step, finds, layout or {}, options, why)
+        self.rows[name] = None  # keeps the place of the first of several
+
+        def add(take_step):
+            self.rows[name] = Mistake(name, self.kind, take_step, finds, layout or {}, options, why)
+            return take_step
+
+        return add

@@ -19,6 +19,7 @@ LOADS = Table("loads, saves and exports")
 
 
 # ------------------------------------------------------------------------ loads
+@LOADS.row("weights are loaded without the optimizer", {"main-params-agree": 3}, **BF16)
 def loaded_without_the_optimizer(model, step):
     """A load of weights alone (SkyRL, verl, AReaL), in the last step."""
     if step == 2:
@@ -30,6 +31,8 @@ def loaded_without_the_optimizer(model, step):
     model.train_step(step)
 
 
+@LOADS.row("weights are loaded on one rank only", {"ranks-agree": 2})
+@LOADS.row("weights are loaded on one rank of tensor parallelism", {"ranks-agree": 2}, layout={"tp": 2})
 def loaded_on_one_rank(model, step):
     """A rank that missed a broadcast."""
     model.train_step(step)
@@ -37,18 +40,6 @@ def loaded_on_one_rank(model, step):
         for name, parameter in model.chunks[0].module.named_parameters():
             if name.endswith("final_layernorm.weight"):
                 parameter.data[3] += 1e-3
-
-
-LOADS.row(
-    "weights are loaded without the optimizer", loaded_without_the_optimizer, {"main-params-agree": 3}, **BF16
-)
-LOADS.row("weights are loaded on one rank only", loaded_on_one_rank, {"ranks-agree": 2})
-LOADS.row(
-    "weights are loaded on one rank of tensor parallelism",
-    loaded_on_one_rank,
-    {"ranks-agree": 2},
-    layout={"tp": 2},
-)
 
 
 def optimizer_loads(change):
@@ -85,12 +76,13 @@ def and_keeps_its_own_counts(optimizer, saved):
         state["step"] = torch.tensor(7.0)
 
 
-LOADS.row("moments are not loaded", optimizer_loads(without_moments), {"loaded-is-there": 1}, **ADAM)
-LOADS.row("moments are not loaded, sharded", optimizer_loads(without_moments), {"loaded-is-there": 1}, **SHARDED)
-LOADS.row("moments are lost after a load", optimizer_loads(and_loses_moments), {"kept-between-steps": 1}, **ADAM)
-LOADS.row("step counts are not loaded", optimizer_loads(and_keeps_its_own_counts), {"loaded-is-there": 1}, **ADAM)
+LOADS.row("moments are not loaded", {"loaded-is-there": 1}, **ADAM)(optimizer_loads(without_moments))
+LOADS.row("moments are not loaded, sharded", {"loaded-is-there": 1}, **SHARDED)(optimizer_loads(without_moments))
+LOADS.row("moments are lost after a load", {"kept-between-steps": 1}, **ADAM)(optimizer_loads(and_loses_moments))
+LOADS.row("step counts are not loaded", {"loaded-is-there": 1}, **ADAM)(optimizer_loads(and_keeps_its_own_counts))
 
 
+@LOADS.row("a schedule is loaded in place", {"loaded-is-there": 1}, **ADAM)
 def schedule_loaded_in_place(model, step):
     """Megatron adds the steps that it loads to those that the schedule has made (SkyRL, miles)."""
     schedule = schedule_of(model)
@@ -100,6 +92,7 @@ def schedule_loaded_in_place(model, step):
     schedule.step(1)
 
 
+@LOADS.row("the schedule is not loaded", {"resumed-together": 2}, **ADAM)
 def schedule_not_loaded(model, step):
     """verl's default: a resumed optimizer has a new schedule."""
     if step == 2:
@@ -111,6 +104,7 @@ def schedule_not_loaded(model, step):
     schedule.step(1)
 
 
+@LOADS.row("the schedule alone is loaded", {"resumed-together": 0}, **ADAM)
 def only_the_schedule_loaded(model, step):
     """A resumed schedule has a new optimizer."""
     schedule = schedule_of(model)
@@ -118,11 +112,6 @@ def only_the_schedule_loaded(model, step):
         schedule.load_state_dict({**schedule.state_dict(), "num_steps": 5})
     model.train_step(step)
     schedule.step(1)
-
-
-LOADS.row("a schedule is loaded in place", schedule_loaded_in_place, {"loaded-is-there": 1}, **ADAM)
-LOADS.row("the schedule is not loaded", schedule_not_loaded, {"resumed-together": 2}, **ADAM)
-LOADS.row("the schedule alone is loaded", only_the_schedule_loaded, {"resumed-together": 0}, **ADAM)
 
 
 # ------------------------------------------------------------------------ saves and exports
@@ -140,7 +129,7 @@ for name, read in {
     "sent before the gather": lambda ddp: torch.distributed.broadcast(next(ddp.parameters()).data, 0),
 }.items():
     also = {"kept-between-steps": 2} if name == "sent before the gather" else {}  # it overwrites shards
-    LOADS.row(name, read_before_the_gather(read), {"gathered-when-read": 1, **also}, **BOTH)
+    LOADS.row(name, {"gathered-when-read": 1, **also}, **BOTH)(read_before_the_gather(read))
 
 
 def plan(part):
@@ -149,6 +138,7 @@ def plan(part):
         return Saves(torch.distributed.get_rank(), folder).plan_tree({"model": part})[1]
 
 
+@LOADS.row("a checkpoint lacks parameters", {"saved-what-is": 1})
 def saved_without_layers(model, step):
     model.train_step(step)
     part = model.chunks[0].sharded_state_dict()
@@ -172,14 +162,19 @@ def saved_in_two(model, step, lacks=""):
     plan(layers)
 
 
+@LOADS.row("two checkpoints lack the same layers", {"saved-what-is": 1}, **SHARDED)
 def saved_in_two_without_layers(model, step):
     saved_in_two(model, step, lacks="input_layernorm.weight")
 
 
+@LOADS.row("two checkpoints lack the head", {"saved-what-is": 1}, **SHARDED)
 def saved_in_two_without_the_head(model, step):
     saved_in_two(model, step, lacks="output_layer.weight")
 
 
+@LOADS.row("a checkpoint has the reference", {"saved-is-trained": 1}, **BF16)
+@LOADS.row("a checkpoint has the reference, sharded", {"saved-is-trained": 1}, **SHARDED)
+@LOADS.row("a checkpoint has the reference, in fp32", {"saved-is-trained": 1})
 def saved_reference(model, step):
     """A checkpoint is saved while the reference is in the model."""
     model.train_step(step)
@@ -188,6 +183,7 @@ def saved_reference(model, step):
     put(model, policy)
 
 
+@LOADS.row("a checkpoint has copies of the step before", {"saved-is-trained": 1})
 def saved_copies(model, step):
     """A checkpoint is made of copies, which are those of the step before."""
     copies = model.chunks[0].sharded_state_dict()
@@ -198,6 +194,7 @@ def saved_copies(model, step):
     plan(copies)
 
 
+@LOADS.row("a checkpoint is written after the next step", {"saved-is-trained": 2})
 def written_after_the_next_step(model, step):
     """An asynchronous save begins when the next step has been made."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -207,13 +204,3 @@ def written_after_the_next_step(model, step):
         with mock.patch.object(AsyncCallsQueue, "_get_async_caller"):
             AsyncCallsQueue().schedule_async_request(model.planned)
     model.planned = plan(model.chunks[0].sharded_state_dict())
-
-
-LOADS.row("a checkpoint lacks parameters", saved_without_layers, {"saved-what-is": 1})
-LOADS.row("two checkpoints lack the same layers", saved_in_two_without_layers, {"saved-what-is": 1}, **SHARDED)
-LOADS.row("two checkpoints lack the head", saved_in_two_without_the_head, {"saved-what-is": 1}, **SHARDED)
-LOADS.row("a checkpoint has the reference", saved_reference, {"saved-is-trained": 1}, **BF16)
-LOADS.row("a checkpoint has the reference, sharded", saved_reference, {"saved-is-trained": 1}, **SHARDED)
-LOADS.row("a checkpoint has the reference, in fp32", saved_reference, {"saved-is-trained": 1})
-LOADS.row("a checkpoint has copies of the step before", saved_copies, {"saved-is-trained": 1})
-LOADS.row("a checkpoint is written after the next step", written_after_the_next_step, {"saved-is-trained": 2})

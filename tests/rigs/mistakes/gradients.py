@@ -8,24 +8,24 @@ import torch
 
 from megapatch.testing import tiny_gpt
 from rigs.megatron.grad_ready import BUFFER
-from rigs.megatron.options import ADAM, BOTH, GRADS, Interrupted, raising_half_way
-from rigs.mistakes import Table
+from rigs.megatron.options import BOTH, GRADS, Interrupted, raising_half_way
+from rigs.mistakes import Table, unfinished
+from rigs.mistakes.weights import SHARDED
 
 LEARNS = "golden_per_param_grad_ready_counts" in BUFFER.read_text()  # from 0.16 on
-SHARDED = {"dtype": "bf16", **ADAM, "use_distributed_optimizer": True}
 
 TABLE = Table("gradients")
 
 
+@TABLE.row("never zeroed", {"fresh-gradients": 1})
 def never_zeroed(model, step):
     """SkyRL before accumulation, or a worker after an exception."""
     model.forward_backward(step)
     model.optimizer.step()
 
 
-TABLE.row("never zeroed", never_zeroed, {"fresh-gradients": 1})
-
-
+@TABLE.row("zeroed in every call", {"gradients-dropped": 0})
+@TABLE.row("zeroed in every call, with overlap", {"gradients-dropped": 0}, **BOTH)
 def zeroed_in_every_call(model, step):
     """SkyRL before it accumulated."""
     for part in range(2):
@@ -34,51 +34,39 @@ def zeroed_in_every_call(model, step):
     model.optimizer.step()
 
 
-TABLE.row("zeroed in every call", zeroed_in_every_call, {"gradients-dropped": 0})
-TABLE.row("zeroed in every call, with overlap", zeroed_in_every_call, {"gradients-dropped": 0}, **BOTH)
-
-
+@TABLE.row("zeroed in every call, and finished in the last", {"gradients-dropped": 0})
 def zeroed_in_every_call_but_one(model, step):
     """Only the last call of a step finishes gradients, and each zeroes them."""
-    finalize = model.config.finalize_model_grads_func
-    for part, finish in enumerate((None, finalize)):
-        model.config.finalize_model_grads_func = finish
+    for part, finishing in enumerate((unfinished(model), contextlib.nullcontext())):
         model.zero_grad()
-        model.forward_backward(step + part)
+        with finishing:
+            model.forward_backward(step + part)
     model.optimizer.step()
 
 
-TABLE.row("zeroed in every call, and finished in the last", zeroed_in_every_call_but_one, {"gradients-dropped": 0})
-
-
+@TABLE.row("zeroed right before the step", {"gradients-used": 0})
+@TABLE.row("zeroed right before the step, sharded", {"gradients-used": 0}, **SHARDED)
 def zeroed_before_the_step(model, step):
     model.forward_backward(step)
     model.zero_grad()
     model.optimizer.step()
 
 
-TABLE.row("zeroed right before the step", zeroed_before_the_step, {"gradients-used": 0})
-TABLE.row("zeroed right before the step, sharded", zeroed_before_the_step, {"gradients-used": 0}, **SHARDED)
-
-
+@TABLE.row("the optimizer steps twice", {"stepped-once": 1})
+@TABLE.row("the optimizer steps twice, sharded", {"stepped-once": 1}, **SHARDED)
 def stepped_twice(model, step):
     model.train_step(step)
     model.optimizer.step()
 
 
-TABLE.row("the optimizer steps twice", stepped_twice, {"stepped-once": 1})
-TABLE.row("the optimizer steps twice, sharded", stepped_twice, {"stepped-once": 1}, **SHARDED)
-
-
+@TABLE.row("an inner loop without a backward pass", {"stepped-once": 1})
 def backward_forgotten_in_an_inner_loop(model, step):
     model.train_step(step)
     for _ in range(2):
         model.optimizer.step()
 
 
-TABLE.row("an inner loop without a backward pass", backward_forgotten_in_an_inner_loop, {"stepped-once": 1})
-
-
+@TABLE.row("torch's optimizer on Megatron's DistributedDataParallel", {"reduced-once": 0})
 def torchs_optimizer(model, step):
     """The loop of Megatron's own examples/run_simple_mcore_train_loop.py: it neither zeroes nor uses main_grad."""
     model.torchs = getattr(model, "torchs", None) or torch.optim.Adam(model.chunks[0].parameters())
@@ -87,9 +75,7 @@ def torchs_optimizer(model, step):
     model.torchs.step()
 
 
-TABLE.row("torch's optimizer on Megatron's DistributedDataParallel", torchs_optimizer, {"reduced-once": 0})
-
-
+@TABLE.row("reduced in every call", {"reduced-once": 0})
 def reduced_in_every_call(model, step):
     """A step of two calls, each of which finishes gradients (NeMo-RL, SkyRL)."""
     model.zero_grad()
@@ -98,17 +84,12 @@ def reduced_in_every_call(model, step):
     model.optimizer.step()
 
 
-TABLE.row("reduced in every call", reduced_in_every_call, {"reduced-once": 0})
-
-
+@TABLE.row("never reduced", {"reduced-once": 0, "ranks-agree": 2})
 def never_reduced(model, step):
     model.zero_grad()
     model.config.finalize_model_grads_func = None
     model.forward_backward(step)
     model.optimizer.step()
-
-
-TABLE.row("never reduced", never_reduced, {"reduced-once": 0, "ranks-agree": 2})
 
 
 def more_microbatches_than_the_first_step(model, step):
@@ -118,11 +99,8 @@ def more_microbatches_than_the_first_step(model, step):
 
 if LEARNS:  # before 0.16 an assertion ends it
     TABLE.row(
-        "more microbatches than in the first step, without no_sync",
-        more_microbatches_than_the_first_step,
-        {"reduced-once": 1, "ranks-agree": 3},
-        **GRADS,
-    )
+        "more microbatches than in the first step, without no_sync", {"reduced-once": 1, "ranks-agree": 3}, **GRADS
+    )(more_microbatches_than_the_first_step)
 
 
 def changed_by(change):
@@ -142,22 +120,17 @@ def offloaded_and_lost(grads):
     grads.zero_()
 
 
-TABLE.row(
-    "scaled by hand after they were finished", changed_by(lambda grads: grads.mul_(0.5)), {"gradients-kept": 0}
+TABLE.row("scaled by hand after they were finished", {"gradients-kept": 0})(
+    changed_by(lambda grads: grads.mul_(0.5))
 )
-TABLE.row(
-    "clipped by this rank's own norm",
-    changed_by(lambda grads: grads.div_(max(1.0, float(grads.norm())))),
-    {"gradients-kept": 0},
+TABLE.row("clipped by this rank's own norm", {"gradients-kept": 0})(
+    changed_by(lambda grads: grads.div_(max(1.0, float(grads.norm()))))
 )
-TABLE.row("lost by an offload", changed_by(offloaded_and_lost), {"gradients-kept": 0})
-TABLE.row(
-    "zeroed through .data",
-    changed_by(lambda grads: grads.data.zero_()),
-    {"gradients-kept": 1},
-)
+TABLE.row("lost by an offload", {"gradients-kept": 0})(changed_by(offloaded_and_lost))
+TABLE.row("zeroed through .data", {"gradients-kept": 1})(changed_by(lambda grads: grads.data.zero_()))
 
 
+@TABLE.row("one chunk of two has no optimizer", {"every-chunk-steps": 1}, layout={"pp": 2, "vpp": 2})
 def one_chunk_of_two(model, step):
     """The optimizer of the second chunk is forgotten."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -169,11 +142,7 @@ def one_chunk_of_two(model, step):
     model.firsts.step()
 
 
-TABLE.row(
-    "one chunk of two has no optimizer", one_chunk_of_two, {"every-chunk-steps": 1}, layout={"pp": 2, "vpp": 2}
-)
-
-
+@TABLE.row("the optimizer of an earlier model", {"every-chunk-steps": 1})
 def optimizer_of_an_earlier_model(model, step):
     """The model is built again after its optimizer was made."""
     if step == 0:
@@ -182,9 +151,13 @@ def optimizer_of_an_earlier_model(model, step):
     model.train_step(step)
 
 
-TABLE.row("the optimizer of an earlier model", optimizer_of_an_earlier_model, {"every-chunk-steps": 1})
-
-
+@TABLE.row(
+    "experts' gradients have a factor set by hand",
+    {},
+    why="a trainer may mean its factor",
+    layout={"ep": 2},
+    experts=2,
+)
 def experts_averaged_otherwise(model, step):
     for buffer in model.chunks[0].expert_parallel_buffers:
         for bucket in buffer.buckets:
@@ -192,16 +165,7 @@ def experts_averaged_otherwise(model, step):
     model.train_step(step)
 
 
-TABLE.row(
-    "experts' gradients have a factor set by hand",
-    experts_averaged_otherwise,
-    {},
-    why="a trainer may mean its factor",
-    layout={"ep": 2},
-    experts=2,
-)
-
-
+@TABLE.row("layers frozen after they were wrapped", {"gradients-arrive": 0})
 def frozen_and_forgotten(model, step):
     for name, parameter in model.chunks[0].module.named_parameters():
         if "layers.1." in name:
@@ -209,10 +173,12 @@ def frozen_and_forgotten(model, step):
     model.train_step(step)
 
 
+@TABLE.row("layers frozen after some steps", {"gradients-arrive": 1})
 def frozen_after_some_steps(model, step):
     (frozen_and_forgotten if step else type(model).train_step)(model, step)
 
 
+@TABLE.row("layers under no_grad() after some steps", {"gradients-arrive": 1})
 def without_gradients_from_step_1(model, step):
     """A layer is run under no_grad(), as one of a reference."""
     layer = model.chunks[0].module.decoder.layers[1].mlp
@@ -227,11 +193,6 @@ def without_gradients_from_step_1(model, step):
     model.train_step(step)
 
 
-TABLE.row("layers frozen after they were wrapped", frozen_and_forgotten, {"gradients-arrive": 0})
-TABLE.row("layers frozen after some steps", frozen_after_some_steps, {"gradients-arrive": 1})
-TABLE.row("layers under no_grad() after some steps", without_gradients_from_step_1, {"gradients-arrive": 1})
-
-
 # ------------------------------------------------------------------------ counts of routers
 COUNTING = {
     "experts": 2,
@@ -239,6 +200,7 @@ COUNTING = {
 }
 
 
+@TABLE.row("tokens of an aborted call stay counted", {"fresh-counts": 2}, **COUNTING)
 def tokens_of_an_aborted_call(model, step):
     """A call that raises, as for want of memory, and is made again with fresh gradients."""
     if step == 1:
@@ -248,28 +210,19 @@ def tokens_of_an_aborted_call(model, step):
     model.train_step(step)
 
 
+@TABLE.row("tokens of a dropped call stay counted", {"fresh-counts": 2, "gradients-dropped": 1}, **COUNTING)
 def tokens_of_a_dropped_call(model, step):
     """Gradients of a batch are dropped before they are finished."""
     if step == 1:
         model.zero_grad()
-        finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
-        model.forward_backward(step)
-        model.config.finalize_model_grads_func = finalize
+        with unfinished(model):
+            model.forward_backward(step)
     model.train_step(step)
 
 
+@TABLE.row("tokens of log-probabilities are counted", {"fresh-counts": 2}, **COUNTING)
 def tokens_of_log_probabilities(model, step):
     """They are computed without no_grad()."""
     if step == 1:
         model.forward_backward(step, forward_only=True)
     model.train_step(step)
-
-
-TABLE.row("tokens of an aborted call stay counted", tokens_of_an_aborted_call, {"fresh-counts": 2}, **COUNTING)
-TABLE.row(
-    "tokens of a dropped call stay counted",
-    tokens_of_a_dropped_call,
-    {"fresh-counts": 2, "gradients-dropped": 1},
-    **COUNTING,
-)
-TABLE.row("tokens of log-probabilities are counted", tokens_of_log_probabilities, {"fresh-counts": 2}, **COUNTING)

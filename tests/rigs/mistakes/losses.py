@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 from unittest import mock
 
 import torch
 
 from megapatch.testing import _data
 from rigs.megatron.options import ADAM
-from rigs.mistakes import Table
+from rigs.mistakes import Table, unfinished
 
 FP16 = {"dtype": "fp16", "loss_scale": 2.0**10}
 
 TABLE = Table("losses and their scales")
 
 
+@TABLE.row("divided by the tokens of the last call", {"tokens-counted": 1}, per_token_loss=True)
 def tokens_of_the_last_call(model, step):
     """Calls before the last leave finishing to it, and their tokens are lost."""
     model.zero_grad()
-    finalize, model.config.finalize_model_grads_func = model.config.finalize_model_grads_func, None
-    model.forward_backward(step, masked=True)
-    model.config.finalize_model_grads_func = finalize
+    with unfinished(model):
+        model.forward_backward(step, masked=True)
     model.forward_backward(step + 1, masked=True)
     model.optimizer.step()
 
 
-TABLE.row(
-    "divided by the tokens of the last call", tokens_of_the_last_call, {"tokens-counted": 1}, per_token_loss=True
-)
-
-
+@TABLE.row("divided by a constant", {}, why="some losses, as that of Dr. GRPO, mean it", per_token_loss=True)
 def divided_by_a_constant(model, step):
     """Dr. GRPO: the length of a response is no part of the divisor."""
     finalize = model.config.finalize_model_grads_func
@@ -41,24 +36,19 @@ def divided_by_a_constant(model, step):
     model.config.finalize_model_grads_func = finalize
 
 
-TABLE.row(
-    "divided by a constant",
-    divided_by_a_constant,
-    {},
-    why="some losses, as that of Dr. GRPO, mean it",
-    per_token_loss=True,
-)
+def losses_are(change):
+    """Let a trainer's loss function return another loss, made of its loss and its tokens."""
 
-
-@contextlib.contextmanager
-def losses_times(factor):
     def loss(*args, **kwargs):
-        value, *others = loss_function(*args, **kwargs)
-        return value * factor, *others
+        value, tokens, *others = loss_function(*args, **kwargs)
+        return change(value, tokens), tokens, *others
 
     loss_function = _data.loss_function
-    with mock.patch.object(_data, "loss_function", loss):
-        yield
+    return mock.patch.object(_data, "loss_function", loss)
+
+
+def losses_times(factor):
+    return losses_are(lambda value, tokens: value * factor)
 
 
 def times(factor):
@@ -73,16 +63,18 @@ def times(factor):
     return multiplied
 
 
-TABLE.row("one loss is NaN", times(float("nan")), {"tokens-counted": 2})
-TABLE.row("one loss is infinite", times(float("inf")), {"tokens-counted": 2})
+TABLE.row("one loss is NaN", {"tokens-counted": 2})(times(float("nan")))
+TABLE.row("one loss is infinite", {"tokens-counted": 2})(times(float("inf")))
 TABLE.row(
     "divided by the number of microbatches once more",
-    times(0.5),
     {},
     why="what a loss is meant to be is not to be seen in Megatron's objects",
+)(times(0.5))
+
+
+@TABLE.row(
+    "prepare_grads() before step()", {"unscaled-once": 0}, **{**FP16, **ADAM, "use_distributed_optimizer": True}
 )
-
-
 def prepared_twice(model, step):
     """slime before #1842."""
     model.zero_grad()
@@ -91,23 +83,20 @@ def prepared_twice(model, step):
     model.optimizer.step()
 
 
-TABLE.row(
-    "prepare_grads() before step()",
-    prepared_twice,
-    {"unscaled-once": 0},
-    **{**FP16, **ADAM, "use_distributed_optimizer": True},
-)
-
-
+@TABLE.row("fp16, and the loss is not scaled", {"scaled-once": 0}, **FP16)
 def loss_not_scaled(model, step):
     """ROLL, SkyRL."""
     model.config.grad_scale_func = None
     model.train_step(step)
 
 
-TABLE.row("fp16, and the loss is not scaled", loss_not_scaled, {"scaled-once": 0}, **FP16)
-
-
+@TABLE.row(
+    "fp16, and auxiliary losses are not scaled",
+    {"scaled-once": 0},
+    **FP16,
+    experts=2,
+    config={"moe_aux_loss_coeff": 0.1},
+)
 def only_the_main_loss_scaled(model, step):
     """AReaL: the trainer multiplies its own loss, in its loss function."""
     model.config.grad_scale_func = None
@@ -117,22 +106,10 @@ def only_the_main_loss_scaled(model, step):
     model.optimizer.step()
 
 
-TABLE.row(
-    "fp16, and auxiliary losses are not scaled",
-    only_the_main_loss_scaled,
-    {"scaled-once": 0},
-    **FP16,
-    experts=2,
-    config={"moe_aux_loss_coeff": 0.1},
-)
-
-
+@TABLE.row("the loss scale changes before the step", {"scaled-once": 0}, **FP16)
 def scale_changed_in_between(model, step):
     model.zero_grad()
     model.forward_backward(step)
     for part in model.optimizer.chained_optimizers:
         part.grad_scaler._scale = part.grad_scaler._scale * 2
     model.optimizer.step()
-
-
-TABLE.row("the loss scale changes before the step", scale_changed_in_between, {"scaled-once": 0}, **FP16)

@@ -17,11 +17,19 @@ MODES, RANKS, HOOKS = map(Table, ("modes", "ranks", "hooks"))
 DROPOUT = {"config": {"hidden_dropout": 0.1}}
 
 
+@MODES.row("trained in eval(), with dropout", {"training-mode": 0}, **DROPOUT)
+@MODES.row(
+    "trained in eval(), with an auxiliary loss",
+    {"training-mode": 0},
+    experts=2,
+    config={"moe_aux_loss_coeff": 0.1},
+)
 def trained_in_evaluation_mode(model, step):
     model.chunks[0].eval()
     model.train_step(step)
 
 
+@MODES.row("layers trained in eval()", {"training-mode": 0}, **DROPOUT)
 def layers_in_evaluation_mode(model, step):
     """The model itself is in train()."""
     for layer in model.chunks[0].modules():
@@ -30,27 +38,18 @@ def layers_in_evaluation_mode(model, step):
     model.train_step(step)
 
 
+@MODES.row("log-probabilities in train()", {"evaluation-mode": 0}, **DROPOUT)
 def log_probabilities_with_dropout(model, step):
     log_probabilities(model, step)
     model.train_step(step)
 
 
-MODES.row("trained in eval(), with dropout", trained_in_evaluation_mode, {"training-mode": 0}, **DROPOUT)
-MODES.row("layers trained in eval()", layers_in_evaluation_mode, {"training-mode": 0}, **DROPOUT)
-MODES.row(
-    "trained in eval(), with an auxiliary loss",
-    trained_in_evaluation_mode,
-    {"training-mode": 0},
-    experts=2,
-    config={"moe_aux_loss_coeff": 0.1},
-)
-MODES.row("log-probabilities in train()", log_probabilities_with_dropout, {"evaluation-mode": 0}, **DROPOUT)
-
-
+@RANKS.row("a rank has more microbatches", {"calls-alike": 1})
 def uneven_calls(model, step):
     model.train_step(step, num_microbatches=2 + torch.distributed.get_rank())
 
 
+@RANKS.row("ranks read the same data", {"data-differs": 1})
 def same_data(model, step):
     """A sampler that ignores the rank."""
 
@@ -63,6 +62,7 @@ def same_data(model, step):
         model.train_step(step)
 
 
+@RANKS.row("forward passes without the gather", {"ranks-agree": 2}, **BOTH)
 def forward_without_the_gather(model, step):
     """NeMo-RL's worker after a split step: hooks stay off."""
     model.train_step(step)
@@ -70,6 +70,7 @@ def forward_without_the_gather(model, step):
         model.chunks[0].disable_forward_pre_hook(param_sync=False)
 
 
+@RANKS.row("noise of one's own on each rank", {"kept-between-steps": 2, "ranks-agree": 2})
 def noise_on_one_rank(model, step):
     """Exploration noise from generators that are seeded differently."""
     if step == 1:
@@ -79,6 +80,7 @@ def noise_on_one_rank(model, step):
     model.train_step(step)
 
 
+@RANKS.row("tensor-parallel ranks drop other elements", {"ranks-agree": 2}, layout={"tp": 2}, **DROPOUT)
 def dropout_of_ones_own(model, step):
     """Tensor-parallel ranks are seeded differently outside of what is split."""
     if step == 0:
@@ -86,6 +88,7 @@ def dropout_of_ones_own(model, step):
     model.train_step(step)
 
 
+@RANKS.row("stages have one seed", {"stages-differ": 0}, layout={"pp": 2})
 def stages_of_one_seed(model, step):
     """SkyRL, AReaL, verl: all stages are seeded alike."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -95,20 +98,13 @@ def stages_of_one_seed(model, step):
     model.train_step(step)
 
 
-RANKS.row("a rank has more microbatches", uneven_calls, {"calls-alike": 1})
-RANKS.row("ranks read the same data", same_data, {"data-differs": 1})
-RANKS.row("forward passes without the gather", forward_without_the_gather, {"ranks-agree": 2}, **BOTH)
-RANKS.row("noise of one's own on each rank", noise_on_one_rank, {"kept-between-steps": 2, "ranks-agree": 2})
-RANKS.row(
-    "tensor-parallel ranks drop other elements",
-    dropout_of_ones_own,
-    {"ranks-agree": 2},
-    layout={"tp": 2},
-    **DROPOUT,
+@RANKS.row(
+    "a load gives expert ranks the same random streams",
+    {},
+    why="megatron.expert-streams-loaded warns at the load",
+    layout={"ep": 2},
+    experts=4,
 )
-RANKS.row("stages have one seed", stages_of_one_seed, {"stages-differ": 0}, layout={"pp": 2})
-
-
 def streams_of_the_first_expert_rank(model, step):
     """get_rng_state() saves the streams of the first expert rank for all (Megatron-LM#6858)."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -119,16 +115,6 @@ def streams_of_the_first_expert_rank(model, step):
         torch.distributed.broadcast_object_list(saved, 0)
         tracker.set_states(saved[0])
     model.train_step(step)
-
-
-RANKS.row(
-    "a load gives expert ranks the same random streams",
-    streams_of_the_first_expert_rank,
-    {},
-    why="megatron.expert-streams-loaded warns at the load",
-    layout={"ep": 2},
-    experts=4,
-)
 
 
 def nested_no_sync(model, step):
@@ -146,4 +132,4 @@ def nested_no_sync(model, step):
 
 
 if LEARNS:  # before 0.16 an assertion ends it
-    HOOKS.row("no_sync() within no_sync()", nested_no_sync, {"hooks-balanced": 0}, **GRADS)
+    HOOKS.row("no_sync() within no_sync()", {"hooks-balanced": 0}, **GRADS)(nested_no_sync)

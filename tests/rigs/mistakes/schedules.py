@@ -21,6 +21,7 @@ def new_schedule_of(model):
     return model.schedule
 
 
+@SCHEDULE.row("advances after an overflow", {"learning-rate-moves": 1}, **FP16)
 def schedule_moves_after_an_overflow(model, step):
     schedule = schedule_of(model)
     model.zero_grad()
@@ -30,6 +31,7 @@ def schedule_moves_after_an_overflow(model, step):
     schedule.step(1)
 
 
+@SCHEDULE.row("advances twice a step", {"schedule-once": 1})
 def schedule_moves_twice(model, step):
     schedule = schedule_of(model)
     model.train_step(step)
@@ -37,11 +39,7 @@ def schedule_moves_twice(model, step):
     schedule.step(1)
 
 
+@SCHEDULE.row("never advances", {}, why="trainers advance it once for many steps")
 def schedule_never_moves(model, step):
     schedule_of(model)
     model.train_step(step)
-
-
-SCHEDULE.row("advances after an overflow", schedule_moves_after_an_overflow, {"learning-rate-moves": 1}, **FP16)
-SCHEDULE.row("advances twice a step", schedule_moves_twice, {"schedule-once": 1})
-SCHEDULE.row("never advances", schedule_never_moves, {}, why="trainers advance it once for many steps")

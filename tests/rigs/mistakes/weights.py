@@ -12,7 +12,23 @@ from rigs.mistakes import Table
 BF16 = {"dtype": "bf16"}
 SHARDED = {**BF16, **ADAM, "use_distributed_optimizer": True}
 
+FP32 = {**ADAM, "use_distributed_optimizer": True}
+
 SWAPS = Table("swaps and offloads of weights")
+
+
+def swap(name, in_fp32=True):
+    """Add a mistake in bf16, and in fp32, where weights have no main parameters; each sharded, too."""
+    variants = [("main-params-agree", "", BF16), ("main-params-agree", ", sharded", SHARDED)]
+    if in_fp32:
+        variants += [("kept-between-steps", ", in fp32", {}), ("kept-between-steps", ", in fp32, sharded", FP32)]
+
+    def add(take_step):
+        for rule, suffix, options in variants:
+            SWAPS.row(f"{name}{suffix}", {rule: 2}, **options)(take_step)
+        return take_step
+
+    return add
 
 
 def parameters_of(model):
@@ -41,6 +57,7 @@ def reference_in(model):
     yield policy
 
 
+@swap("the reference stays in the model")
 def reference_left_in(model, step):
     if step == 1:
         with reference_in(model):
@@ -48,6 +65,7 @@ def reference_left_in(model, step):
     model.train_step(step)
 
 
+@swap("the policy is swapped in by halves")
 def half_swapped_out(model, step):
     with reference_in(model) as policy:
         log_probabilities(model, step)
@@ -57,6 +75,7 @@ def half_swapped_out(model, step):
     model.train_step(step)
 
 
+@swap("the policy that is swapped in is one step old")
 def swapped_for_older_weights(model, step):
     """The copy of the policy is that of the step before."""
     older = getattr(model, "kept", None)
@@ -67,6 +86,7 @@ def swapped_for_older_weights(model, step):
     model.train_step(step)
 
 
+@swap("an exception leaves the reference in the model")
 def left_in_by_an_exception(model, step):
     with contextlib.suppress(Interrupted), reference_in(model) as policy:
         if step == 1:
@@ -75,6 +95,7 @@ def left_in_by_an_exception(model, step):
     model.train_step(step)
 
 
+@swap("an average of the weights is written into the model", in_fp32=False)
 def average_written_into_the_model(model, step):
     average = getattr(model, "average", None) or copies_of(model)
     if step == 1:
@@ -85,6 +106,7 @@ def average_written_into_the_model(model, step):
     model.train_step(step)
 
 
+@SWAPS.row("swapped on one rank only", {"main-params-agree": 2, "ranks-agree": 2}, **BF16)
 def swapped_on_one_rank(model, step):
     if step == 1:
         log_probabilities(model, step)
@@ -93,6 +115,7 @@ def swapped_on_one_rank(model, step):
     model.train_step(step)
 
 
+@swap("an adapter stays merged after an export")
 def adapter_merged_for_good(model, step):
     """Weights that are merged for an export are not unmerged."""
     if step == 1:
@@ -101,34 +124,12 @@ def adapter_merged_for_good(model, step):
     model.train_step(step)
 
 
-for name, take_step in {
-    "the reference stays in the model": reference_left_in,
-    "the policy is swapped in by halves": half_swapped_out,
-    "the policy that is swapped in is one step old": swapped_for_older_weights,
-    "an exception leaves the reference in the model": left_in_by_an_exception,
-    "an average of the weights is written into the model": average_written_into_the_model,
-    "an adapter stays merged after an export": adapter_merged_for_good,
-}.items():
-    SWAPS.row(name, take_step, {"main-params-agree": 2}, **BF16)
-    SWAPS.row(f"{name}, sharded", take_step, {"main-params-agree": 2}, **SHARDED)
-SWAPS.row("swapped on one rank only", swapped_on_one_rank, {"main-params-agree": 2, "ranks-agree": 2}, **BF16)
-
-FP32 = {**ADAM, "use_distributed_optimizer": True}
-for name, take_step in {
-    "the reference stays in the model, in fp32": reference_left_in,
-    "the policy is swapped in by halves, in fp32": half_swapped_out,
-    "the policy that is swapped in is one step old, in fp32": swapped_for_older_weights,
-    "an exception leaves the reference in the model, in fp32": left_in_by_an_exception,
-    "an adapter stays merged after an export, in fp32": adapter_merged_for_good,
-}.items():
-    SWAPS.row(name, take_step, {"kept-between-steps": 2})
-    SWAPS.row(f"{name}, sharded", take_step, {"kept-between-steps": 2}, **FP32)
-
-
 def parts_of(optimizer):
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
+@SWAPS.row("main parameters are onloaded from an older copy", {"main-params-agree": 3}, **BF16)
+@SWAPS.row("main parameters are onloaded from an older copy, sharded", {"main-params-agree": 3}, **SHARDED)
 def stale_main_parameters(model, step):
     """The optimizer is onloaded from a copy of the step before."""
     mains = [
@@ -145,17 +146,6 @@ def stale_main_parameters(model, step):
     model.train_step(step)
 
 
-SWAPS.row(
-    "main parameters are onloaded from an older copy", stale_main_parameters, {"main-params-agree": 3}, **BF16
-)
-SWAPS.row(
-    "main parameters are onloaded from an older copy, sharded",
-    stale_main_parameters,
-    {"main-params-agree": 3},
-    **SHARDED,
-)
-
-
 def moments_of(model):
     return [
         state[name]
@@ -165,6 +155,8 @@ def moments_of(model):
     ]
 
 
+@SWAPS.row("moments are lost in an offload", {"kept-between-steps": 2}, **ADAM)
+@SWAPS.row("moments are lost in an offload, sharded", {"kept-between-steps": 2}, **SHARDED)
 def moments_lost(model, step):
     """They are zero after an onload."""
     for moment in moments_of(model) if step == 1 else ():
@@ -172,6 +164,7 @@ def moments_lost(model, step):
     model.train_step(step)
 
 
+@SWAPS.row("moments are onloaded from an older copy", {"kept-between-steps": 3}, **SHARDED)
 def stale_moments(model, step):
     """They are onloaded from a copy of the step before."""
     for moment, older in zip(moments_of(model), model.older, strict=True) if step == 2 else ():
@@ -180,19 +173,10 @@ def stale_moments(model, step):
     model.train_step(step)
 
 
+@SWAPS.row(
+    "the moments of one parameter are lost", {}, why="some parameters of each optimizer are looked at", **ADAM
+)
 def one_moment_lost(model, step):
     if step == 1:
         moments_of(model)[2].zero_()
     model.train_step(step)
-
-
-SWAPS.row("moments are lost in an offload", moments_lost, {"kept-between-steps": 2}, **ADAM)
-SWAPS.row("moments are lost in an offload, sharded", moments_lost, {"kept-between-steps": 2}, **SHARDED)
-SWAPS.row("moments are onloaded from an older copy", stale_moments, {"kept-between-steps": 3}, **SHARDED)
-SWAPS.row(
-    "the moments of one parameter are lost",
-    one_moment_lost,
-    {},
-    why="some parameters of each optimizer are looked at",
-    **ADAM,
-)

@@ -1,4 +1,4 @@
-"""resumed: generation that was paused for a weight sync does not stay paused.
+"""weights-synced, resumed: a weight sync sends what was trained, and generation does not stay paused after it.
 
 Watches   the resume in megapatch.weight_sync, which TrainPump and all patches use; and pausing, resuming and
           weight syncs in SkyRL's clients and asynchronous trainer and in AReaL's engines, in the releases that
@@ -6,9 +6,10 @@ Watches   the resume in megapatch.weight_sync, which TrainPump and all patches u
           never answer again, and training waits for rollouts without an error. Generation that a failed sync has
           left paused is looked at again some seconds later, when findings are asked for, and when the audit or
           the process ends: until then, the code that caught the exception may have resumed it.
+          And each sync of slime's and miles' actor, in all releases, which knows the trained weights from a copy.
 Limits    the process that pauses is watched. Engines that are asked by other means are not, nor verl's replicas,
-          which each kind of engine pauses in its own way.
-Cost      nothing but a note in a weight sync.
+          which each kind of engine pauses in its own way. No engine says which weights it has received.
+Cost      nothing but a note in a weight sync; slime's reads the weights twice where another model is loaded.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from .._pausing.generation import EVENT, PAUSE, RESUME, is_paused
 from ..patch import Site
 from ._audit import Audit, Part
 from ._findings import observes, user_code
-from ._watching import RAISED, Watcher, after, around, site
+from ._hashes import hash_of
+from ._watching import RAISED, Watcher, after, around, before, site
 
 _GRACE = 10.0
 """Seconds in which the code that catches the exception of a weight sync may resume generation."""
@@ -42,18 +44,16 @@ _SKYRL_TRAINERS = (
 """Module, and the releases that sync in another class."""
 _SKYRL_SYNC = "FullyAsyncRayPPOTrainer.async_sync_policy_weights_to_inference_engines"
 _AREAL, _AREAL_SYNC = "RemoteInfEngine", "MegatronEngine.update_weights"
+_SLIME_SYNC = "MegatronTrainRayActor.update_weights"
 
 
-class Resumed(Part):
+class WeightSyncs(Part):
     def __init__(self, audit: Audit) -> None:
         super().__init__(audit)
         self._paused: weakref.WeakSet[Any] = weakref.WeakSet()
         """Clients that have paused and not resumed; those that have an event are asked instead."""
         self._left: weakref.WeakKeyDictionary[Any, tuple[str, tuple[str, ...]]] = weakref.WeakKeyDictionary()
         """By client that a failure has left paused: the call that has failed, and where."""
-
-        self._attempts = 0
-        """How many calls that resume generation are under way in `megapatch.weight_sync`."""
 
     def sites(self) -> tuple[Site, ...]:
         pausing = around(self._is_left_paused, self._note_pause)
@@ -90,6 +90,10 @@ class Resumed(Part):
                 "areal.engine.megatron_engine",
                 {_AREAL_SYNC: self.syncing("rollout_engine._engine", _AREAL_SYNC)},
             ),
+            *(
+                site(f"{framework}.backends.megatron_utils.actor", {_SLIME_SYNC: before(self._compare_with_copy)})
+                for framework in ("slime", "miles")
+            ),
         )
 
     # ------------------------------------------------------------------------ events
@@ -103,8 +107,6 @@ class Resumed(Part):
 
     @observes
     def _note_resume(self, _: Any, client: Any, *__: Any, **___: Any) -> None:
-        if not self._attempts:
-            self.ledger.happened("sync", type(client).__name__)
         self._paused.discard(client)
         self._left.pop(client, None)
 
@@ -126,11 +128,7 @@ class Resumed(Part):
         @functools.wraps(resume_once)
         async def patched_resume_once(resume: Any, error: Any, attempt: Any) -> None:
             async def noted(call: Any, what: str) -> Any:
-                self._attempts += 1  # which resumes a client that is watched, perhaps: one event
-                try:
-                    outcome = await attempt(call, what)
-                finally:
-                    self._attempts -= 1
+                outcome = await attempt(call, what)
                 self._note_attempt(outcome)
                 return outcome
 
@@ -142,7 +140,6 @@ class Resumed(Part):
     def _note_attempt(self, outcome: tuple[Exception | None, object]) -> None:
         failure, _ = outcome
         self.ledger.judged["resumed"] += 1
-        self.ledger.happened("sync", "" if failure is None else f"resuming failed: {type(failure).__name__}")
         if failure is not None:
             what = f"resuming generation after a weight sync has failed: {type(failure).__name__}: {failure}"
             self.ledger.report("resumed", "resume", what)
@@ -166,3 +163,23 @@ class Resumed(Part):
             client, (what, where) = self._left.popitem()
             if self._is_left_paused(client):
                 self.ledger.report("resumed", "left", f"generation is still paused after {what}", where)
+
+    # ------------------------------------------------------------------------ weights that are sent
+    @observes
+    def _compare_with_copy(self, actor: Any, *_: Any, **__: Any) -> None:
+        """Compare the weights that are sent with the copy of the actor's, where another model was loaded last."""
+        # Before there is a model, and where the copy itself is sent or loaded first, there is nothing to compare.
+        loaded = getattr(actor, "_active_model_tag", "actor")
+        if loaded == "actor" or actor.args.offload_train or actor.args.colocate:
+            return
+        backups = actor.weights_backuper
+        self.ledger.judged["weights-synced"] += 1
+        if _hashes(backups.get("actor").items()) != _hashes(backups._source_getter()):
+            what = f"the weights of the model {loaded} are sent, not the actor's"
+            self.ledger.report("weights-synced", "model", what)
+
+
+def _hashes(tensors: Iterable[tuple[str, Any]]) -> dict[str, list[int]]:
+    """Return by name a hash of each tensor; waits for a GPU once, at the end."""
+    hashes = {name: hash_of([tensor]) for name, tensor in tensors}
+    return {name: found.tolist() for name, found in hashes.items()}
