@@ -21,6 +21,7 @@ LEVELS = (
         "_version",
         "_loaded_modules",
         "_layers",
+        "_meetings",
         "_dotted",
         "_places",
         "_printable",

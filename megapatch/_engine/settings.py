@@ -64,26 +64,15 @@ def names_in(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Return one sentence for each variable that looks like one of ours and is not, with the one probably meant.
-
-    That is a MEGAPATCH_* that is unknown, or a known ending after nearly that beginning: MEGAPATH_DISABLE.
-    """
+    """Return one sentence for each MEGAPATCH variable that is not one of ours, with the one probably meant."""
     prefix = "MEGAPATCH_"
     known = [name.removeprefix(prefix) for name in VARIABLES]
     found = []
     for name in sorted({*environment} - {*VARIABLES, RUN_TARGETS}):
-        begins_alike = name.upper().startswith("MEGAPATCH")
-        ending = next((ending for ending in known if name.upper().endswith(f"_{ending}")), None)
-        if not begins_alike and not (ending and name.upper().startswith("ME")):
-            continue
-        import difflib  # only when a name is wrong
+        if name.upper().startswith("MEGAPATCH"):
+            import difflib  # only when a name is wrong
 
-        if begins_alike:
             near = difflib.get_close_matches(name.upper().removeprefix("MEGAPATCH").strip("_"), known, n=1)
-        else:
-            beginning = name.upper().removesuffix(f"_{ending}").replace("_", "")
-            near = [str(ending)] if difflib.SequenceMatcher(None, beginning, "MEGAPATCH").ratio() > 0.8 else []
-        if near or begins_alike:
             meant = f"did you mean {prefix}{near[0]}?" if near else f"known are {prefix}{{{','.join(known)}}}"
             found.append(f"{name} is set and means nothing to megapatch; {meant}")
     return found

@@ -7,7 +7,6 @@ import enum
 import functools
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 
@@ -17,7 +16,7 @@ from . import holders
 from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
-from .record import Off, Record
+from .record import NOT_IMPORTED, Off, Record
 from .target import ReplacedTarget
 
 _STATUS_OF_VERDICT = {
@@ -117,14 +116,14 @@ class SiteRecord(Record):
     def _all_or_none(self, change: Callable[[], None]) -> None:
         """Make a change; if anything goes wrong, leave nothing of ours.
 
-        A bug is recorded; Ctrl-C, and a signal handler's exception, is raised.
+        A bug is recorded; Ctrl-C and SystemExit are raised.
         """
         try:
             change()
         except BaseException as error:
             if comes_from_outside(error):
                 self._rollback()
-                self.note_interrupted()
+                self.set(Status.PENDING, NOT_IMPORTED)
                 raise
             # a bug of ours must not break the user's import
             self.fail(error)
@@ -233,8 +232,7 @@ class SiteRecord(Record):
 
     def _forget_reloaded(self) -> None:
         self._earlier = self._earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
-        self.installed = ()
-        self.phase = Phase.IDLE
+        self.installed, self.phase = (), Phase.IDLE
 
     def _note_overwritten(self) -> None:
         if gone := self._gone():
@@ -245,20 +243,6 @@ class SiteRecord(Record):
 
     def _gone(self) -> list[ReplacedTarget]:
         return [target for target in self.installed if not target.is_in_effect]
-
-    # ------------------------------------------------------------------------ forks and threads
-    def after_fork(self) -> bool:
-        """In a forked child, release the lock if another thread held it, as that does not exist there.
-
-        Return whether it left something undone, which `consider` and `rebind` do again.
-        """
-        if self._is_held_by_this_thread():
-            return False  # this thread finishes it
-        if not self.lock.acquire(blocking=False):
-            self.lock, self.phase = threading.RLock(), Phase.INSTALLING
-        else:
-            self.lock.release()
-        return self.phase in (Phase.INSTALLING, Phase.INSTALLED)
 
     def _is_held_by_this_thread(self) -> bool:
         # Private, yet threading.Condition relies on it: CPython 3.10 to 3.14.
@@ -290,7 +274,7 @@ def consider(sites: Iterable[tuple[SiteRecord, ModuleType, bool]]) -> list[SiteR
         for record in fresh:
             with contextlib.suppress(BaseException):  # this one again
                 record.abandon(error)
-        if not fresh or not isinstance(error, Exception) or comes_from_outside(error):
+        if not fresh or not isinstance(error, Exception):
             raise
     return []
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import wrapt
 
-from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of, reaches
+from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of
 from .holders import Holder
 
 
@@ -108,8 +108,11 @@ class ReplacedTarget:
         current = self.current
         if current is self.replacement:
             return True
-        below = any(layer is self.replacement for layer in layers_of(current))
-        return below and reaches(current, self.replacement, self._find(self.module)[0])
+        if not any(layer is self.replacement for layer in layers_of(current)):
+            return False
+        from .reaches import reaches  # only where others have patched on top
+
+        return reaches(current, self.replacement, self._find(self.module)[0])
 
     @property
     def is_ours(self) -> bool:
