@@ -29,11 +29,3 @@ def exact_version() -> str:
             found.update(f"{path.relative_to(package).as_posix()}\0".encode())
             found.update(path.read_bytes())
     return f"{__version__}.{found.hexdigest()[:8]}"
-
-
-def requirement(extra: str) -> str:
-    """Return pip's requirement for an extra of this megapatch, in quotes. No package index has megapatch."""
-    import re
-
-    commit = re.search(r"\+g([0-9a-f]+)$", __version__)
-    return f'"megapatch[{extra}] @ git+{REPOSITORY}{f"@{commit[1]}" if commit else ""}"'
