@@ -11,11 +11,11 @@ import pytest
 from rigs.needs import needs_megatron, needs_torch
 
 import megapatch
+from megapatch._exact_version import exact_version
 from megapatch._mcore import devices
 from megapatch._ranks import numbered
 from megapatch._reporting import agreement, facts
 from megapatch._reporting.facts import difference
-from megapatch._version import exact_version
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 RERUN = "megatron.core.rerun_state_machine"

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 
-from .. import _versions
 from ..patch import Patch, PatchInfo, Site, Status, Verdict, VerdictKind
 from . import holders
 from .edges import comes_from_outside
@@ -145,8 +144,12 @@ class SiteRecord(Record):
             install(self.patch.name, module, self.site, self._note)
             self.phase = Phase.INSTALLED if self.installed else Phase.IDLE
         else:
-            known = _versions.remark(self.site.module) if verdict.kind is VerdictKind.UNKNOWN else ""
-            self.set(_STATUS_OF_VERDICT[verdict.kind], verdict.reason + known)
+            reason = verdict.reason
+            if verdict.kind is VerdictKind.UNKNOWN:
+                from .. import _versions  # only when something is wrong
+
+                reason += _versions.remark(self.site.module)
+            self.set(_STATUS_OF_VERDICT[verdict.kind], reason)
 
     def _bind(self, found: dict[int, list[Holder]]) -> None:
         rebind(self.installed, found)
@@ -236,7 +239,7 @@ class SiteRecord(Record):
 
     def _note_overwritten(self) -> None:
         if gone := self._gone():
-            others = "; ".join(f"{target.target} is now {target.overwritten_by()}" for target in gone)
+            others = "; ".join(f"{target.target} is now {target.name_of(target.current)}" for target in gone)
             self.set(Status.OVERWRITTEN, f"replaced after megapatch: {others}")
         elif self.status is Status.OVERWRITTEN:
             self.set(Status.APPLIED, "in place again")

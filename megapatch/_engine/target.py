@@ -141,10 +141,6 @@ class ReplacedTarget:
         """Whether the original is code of the module, rather than imported into it."""
         return attribute_of(innermost(self.original), "__globals__") is vars(self.module)
 
-    def overwritten_by(self) -> str:
-        """Name the function that is at the target instead of ours."""
-        return self.name_of(self.current)
-
     def name_of(self, other: Any) -> str:
         """Name a function that was found at the target: by its patch, if that is another one of megapatch's."""
         if other is None:

@@ -25,7 +25,7 @@ from megapatch._dotted import find
 from megapatch._engine.engine import Engine
 from megapatch._engine.settings import Settings
 from megapatch._engine.target import AddedTarget
-from megapatch._versions import find_module
+from megapatch._finding import find_module
 from megapatch.testing import run_ranks
 from rigs.megatron.options import UNPATCHED
 from rigs.renames import assert_renames_are_seen

@@ -17,10 +17,10 @@ from ..._engine import entry_points
 from ..._engine.engine import this_process
 from ..._engine.record import NEEDS_ATTENTION
 from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
+from ..._finding import find_module
 from ..._reporting import files, terminal
 from ..._reporting.report import Report, SiteReport
 from ..._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
-from ..._versions import find_module
 from ...patch import Status
 from ...patches._catalogue import CATALOGUE
 from ...reach._run.site.sitecustomize import HERE, TARGETS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ..._versions import find_module
+from ..._finding import find_module
 from ..check import DP, Check, Layout, same, the_defect
 
 REFIT = "megatron.core.resharding.refit"
