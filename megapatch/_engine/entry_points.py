@@ -53,8 +53,13 @@ def entry_points(settings: Settings) -> list[EntryPoint]:
 
 
 def _warn(place: object, error: Exception) -> None:
-    message = "entry points of %s could not be read in %s: %s: %s" + see("entry-points")
-    log.warning(message, GROUP, place, type(error).__name__, error)
+    log.warning(
+        "entry points of %s could not be read in %s: %s: %s" + see("entry-points"),
+        GROUP,
+        place,
+        type(error).__name__,
+        error,
+    )
 
 
 def third_parties(settings: Settings) -> Iterator[Unloaded]:
