@@ -1,4 +1,4 @@
-"""The modules that could be imported, and their versions, found without importing any of them.
+"""The versions of packages that are loaded, or could be, found without importing any of them.
 
 Versions only word reasons: a Megatron checkout reads like the next release for months. Reading a version runs
 neither torch nor git, as importing megatron.core may.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import os
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+
+from ._finding import find_module
 
 PACKAGES = {"megatron-core": "megatron.core", "torch": "torch", "wrapt": "wrapt"}
 """Distribution to the package whose version a report shows."""
@@ -18,43 +19,6 @@ TESTED = {"megatron-core": ("0.12", "0.19")}
 """First and last release that the patches are tested with."""
 
 _DISTRIBUTION_OF = {"megatron.core": "megatron-core", "megatron.training": "megatron-core"}
-
-
-def find_module(name: str) -> ModuleSpec | None:
-    """Return the spec of a module that an import would find, or None.
-
-    Unlike `importlib.util.find_spec` this never imports a parent package (importing `megatron.training` takes
-    seconds and wants a GPU).
-    """
-    path = None
-    spec: ModuleSpec | None = None
-    parts = name.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = _find_spec(".".join(parts[:depth]), path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations and list(spec.submodule_search_locations)
-        if path is None and depth < len(parts):
-            return None
-    return spec
-
-
-def _find_spec(name: str, path: object) -> ModuleSpec | None:
-    # Editable installs bring finders of their own. wrapt's imports parents and finds what others find, too; so
-    # does that of `megapatch run`.
-    # For a folder without __init__ PathFinder asks for its parent in sys.modules, unless the name has none.
-    for finder in [PathFinder, *sys.meta_path]:
-        known_as = name.rpartition(".")[2] if finder is PathFinder else name
-        find_spec = getattr(finder, "find_spec", None)
-        if find_spec is None or type(finder).__module__.startswith(("wrapt", "megapatch", "sitecustomize")):
-            continue
-        try:
-            spec: ModuleSpec | None = find_spec(known_as, path)
-        except Exception:  # somebody's finder, asked out of turn
-            continue
-        if spec is not None:
-            return spec
-    return None
 
 
 def here() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import re
 import signal
@@ -17,9 +16,7 @@ from rigs.command import heed_ctrl_c, run
 from rigs.needs import needs_megatron
 
 from megapatch._cli import demo
-from megapatch._reporting import terminal
-from megapatch._version import requirement
-from megapatch._versions import find_module
+from megapatch._finding import find_module
 
 README = Path(__file__).parent.parent / "README.md"
 HAS_CORE = find_module("megatron.core") is not None
@@ -162,7 +159,7 @@ def test_without_torch_it_says_what_to_install():
     )
     shown = run("-c", script)
     assert (shown.returncode, shown.stdout) == (2, "")
-    assert shown.stderr == f"the demo needs torch: pip install {requirement('demo')}\n"
+    assert shown.stderr == f"the demo needs torch: pip install {demo.requirement('demo')}\n"
 
 
 def test_with_a_megatron_that_is_too_old_it_says_what_it_needs(fake_megatron):
@@ -182,41 +179,3 @@ def test_where_torch_is_really_missing():
     shown = run("demo")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert "megatron-core: pip install" in shown.stderr
-
-
-class Output(io.StringIO):
-    """Standard output, or a terminal."""
-
-    def __init__(self, is_terminal):
-        super().__init__()
-        self.isatty = lambda: is_terminal
-
-    def has(self, text):
-        return until(lambda: text in self.getvalue())
-
-
-def test_a_heartbeat_is_dots_and_the_seconds(monkeypatch):
-    monkeypatch.setattr(terminal, "DOT_EVERY", 0.01)
-    monkeypatch.setattr(sys, "stdout", Output(is_terminal=False))
-    began = time.monotonic()
-    with terminal.heartbeat("  running ..."):
-        assert sys.stdout.has("  running ........")
-        inside = time.monotonic() - began
-    (seconds,) = re.fullmatch(r"  running \.{8,} (\d+) s\n", sys.stdout.getvalue()).groups()
-    assert round(inside) - 1 <= int(seconds) <= round(time.monotonic() - began)
-
-
-def test_a_heartbeat_on_a_terminal_is_one_line_without_escape_codes(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Output(is_terminal=True))
-    with terminal.heartbeat("  running ..."):
-        assert sys.stdout.has("\r  running ... ")
-    shown = sys.stdout.getvalue()
-    assert re.fullmatch(r"  running \.\.\.(\r  running \.\.\. \d+ s){2,}\n", shown)
-    seconds = [int(number) for number in re.findall(r"(\d+) s", shown)]
-    assert seconds[0] >= 1 and seconds == sorted(seconds)
-
-
-def test_a_heartbeat_ends_with_what_it_watches(capsys):
-    with pytest.raises(KeyboardInterrupt), terminal.heartbeat("  running ..."):
-        raise KeyboardInterrupt
-    assert capsys.readouterr().out == "  running ...\n"

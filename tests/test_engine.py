@@ -16,26 +16,6 @@ from megapatch._engine import holders
 from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, Verdict
 
 
-def test_activation_before_the_import(modules):
-    name = modules.write(TARGET)
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
-    assert name not in sys.modules
-    assert status_of(engine) == "pending"
-    target = importlib.import_module(name)
-    assert target.greet("you") == "hello you!"
-    assert target.Greeter().greet("you") == "hello you!"
-    assert status_of(engine) == "applied"
-
-
-def test_activation_after_the_import(modules):
-    target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name))
-    engine.activate()
-    assert target.greet("you") == "hello you!"
-    assert status_of(engine) == "applied"
-
-
 def test_activation_while_another_thread_imports(modules):
     gate = types.ModuleType("gate")
     gate.reached, gate.go_on = threading.Event(), threading.Event()
@@ -156,19 +136,6 @@ def test_what_was_installed_during_a_search_has_a_search_of_its_own(modules, mon
     assert target.alias is target.greet is not original
 
 
-def test_a_reloaded_module_is_patched_again_by_apply(modules):
-    target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
-    importlib.reload(target)
-    assert target.greet("you") == "hello you"
-    assert status_of(engine) == "missed"
-    engine.apply()
-    assert target.greet("you") == "hello you!"
-    assert target.Greeter().greet("you") == "hello you!"
-    assert status_of(engine) == "applied"
-
-
 def test_reloaded_code_is_told_from_what_others_put_around_the_old(modules):
     source = "import contextlib\n@contextlib.contextmanager\ndef greet():\n    yield\n"
     target = importlib.import_module(name := modules.write(source))
@@ -196,18 +163,6 @@ def test_an_inherited_target_is_patched_again_where_its_class_was_reloaded(modul
     engine.apply()
     assert target.Polite().greet("you") == "hello you!"
     assert base.Greeter().greet("you") == "hello you"
-
-
-def test_a_module_that_is_deleted_and_imported_again_is_patched_again(modules):
-    importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name))
-    engine.activate()
-    for _ in range(3):
-        del sys.modules[name]
-        assert status_of(engine) == "applied"
-        target = importlib.import_module(name)
-        assert target.greet("you") == "hello you!"
-        assert status_of(engine) == "applied"
 
 
 @pytest.mark.parametrize(

@@ -192,27 +192,6 @@ def test_what_a_restore_that_could_not_be_undone_has_left_is_repaired(name, monk
     assert original(module) == before
 
 
-def test_a_site_whose_diagnosis_was_interrupted_says_so_until_it_is_considered_again(modules):
-    importlib.import_module(name := modules.write(TARGET))
-    diagnoses = iter([KeyboardInterrupt(), ValueError("a bug"), None])
-
-    def diagnose(module):
-        if error := next(diagnoses):
-            raise error
-        return needed(module)
-
-    engine = make_engine(make_patch(name, diagnose=diagnose))
-    with pytest.raises(KeyboardInterrupt):
-        engine.activate()
-    for _ in range(2):
-        assert status_of(engine) == "missed"
-        assert engine.records[0].reason == "interrupted; megapatch.apply() tries again"
-    for status in ("failed", "applied"):
-        engine.apply()
-        assert status_of(engine) == status
-        assert not engine.records[0].was_interrupted
-
-
 def test_a_diagnosis_that_imports_another_target_installs_once(modules):
     other, name = modules.write(TARGET, stem="other"), modules.write(TARGET)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 
 import pytest
@@ -178,20 +177,3 @@ def test_what_something_refers_to_is_searched_for(modules, monkeypatch, how):
     engine.activate()
     importlib.import_module(name)
     assert len(searched) == 1
-
-
-def test_the_report_says_that_frozen_objects_hide_holders(target):
-    original = target.greet
-    held = [original]
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
-    assert make_report(engine.records).hidden_objects == 0
-    assert any("a list" in text for text in reached(engine).out_of_reach)
-    gc.freeze()  # as PyTorch users do before they fork data loaders
-    try:
-        report = make_report(engine.records)
-        assert reached(engine).out_of_reach == ()
-        assert report.hidden_objects > 0 and "gc.freeze() hides" in str(report)
-    finally:
-        gc.unfreeze()
-    assert held == [original]

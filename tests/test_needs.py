@@ -15,9 +15,9 @@ NO_MEGATRON = {MEGATRON: HOW_TO_GET[MEGATRON]}
 
 # A plugin for pytest: as if these were not installed.
 HIDE = """
-from megapatch import _versions
-found = _versions.find_module
-_versions.find_module = lambda name: None if name.partition(".")[0] in {hidden} else found(name)
+from megapatch import _finding
+found = _finding.find_module
+_finding.find_module = lambda name: None if name.partition(".")[0] in {hidden} else found(name)
 """
 
 
@@ -30,7 +30,6 @@ _versions.find_module = lambda name: None if name.partition(".")[0] in {hidden} 
         ("test_agreement.py", None, None),  # marks its tests
         ("streaming/test_ray_trainer.py", None, None),  # marks its tests
         ("testing/test_ranks.py", None, TORCH),
-        ("train_step/test_fsdp.py", None, TORCH),  # PyTorch's, without Megatron
         ("gpu/conftest.py", None, TORCH),
         ("patches/megatron/conftest.py", None, TORCH),
         ("patches/megatron/test_diagnoses_of_checkpoints.py", None, TORCH),  # marks its tests
@@ -49,7 +48,6 @@ def test_a_module_is_skipped_for_what_it_and_its_rigs_import(file, without_megat
     [
         ("test_engine.py", False),
         ("doctor/test_doctor.py", False),  # imports Megatron in processes of its own
-        ("train_step/test_fsdp.py", True),
         ("test_demo.py", True),  # in a function
         ("train_step/test_last_call.py", True),  # in a rig
         ("patches/megatron/test_edits.py", True),  # by its conftest.py

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pages import ADDRESS, COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, reference, with_address
+from pages import ADDRESS, COMMAND, DOCS, GENERATED, OF_THE_SITE, ROOT, api, with_address
 
 import megapatch
 from megapatch._version import REPOSITORY
@@ -55,44 +54,6 @@ def test_the_api_page_lists_what_is_really_there():
             continue
         for name in getattr(found, "__all__", ()):
             assert f"| `{name}` |" in (DOCS / "api.md").read_text(), f"{module}.{name} is missing: {COMMAND}"
-
-
-def test_the_signatures_of_the_reference_are_the_real_ones():
-    """Written from the sources, and compared with what Python says."""
-    shown = dict(re.findall(r"^###+ ([\w.]+)\n\n```python\n(.*?)^```", api.reference_page(), re.M | re.S))
-    for name in ("apply", "check", "restore", "Patch", "Site", "Verdict", "Report"):
-        found = getattr(megapatch, name)
-        scope = dict(vars(sys.modules[found.__module__]))
-        exec(f"from __future__ import annotations\n{shown[name]}", scope)
-        written = inspect.signature(scope[name])
-        assert list(written.parameters) == list(inspect.signature(found).parameters), name
-
-
-def test_a_docstring_becomes_markdown():
-    docstring = """Do it *so*.
-
-        code(1)
-
-    first   One
-            way.
-    second  Another.
-
-    Args:
-        name: what it is
-            called.
-
-    Returns:
-        The `name`,
-        again.
-    """
-    assert list(reference.text(inspect.cleandoc(docstring))) == [
-        r"Do it \*so\*.",
-        "```text\ncode(1)\n```",
-        "- **first**: One way.\n- **second**: Another.",
-        "**Args:**",
-        "- `name`: what it is called.",
-        "**Returns:** The `name`, again.",
-    ]
 
 
 DOTTED = re.compile(r"(?<![\w./@-])megapatch(?:\.[A-Za-z_]\w*)+(?!\w|\.\w*://|-)")

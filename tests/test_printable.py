@@ -75,7 +75,6 @@ def examination(text: str) -> Examination:
     return Examination(
         report=Report(reports, {"megapatch": text}),
         packages=[Package(text, text, "vcs", text, None)],
-        others=[(text, text)],
         settings=[("MEGAPATCH_DISABLE", text, text)],
         reach={"Ray": text},
         problems=[text],

@@ -16,7 +16,8 @@ from verdicts import releases, table
 from verdicts.process import CouldNotLook, verdicts_on
 
 from megapatch import Patch
-from megapatch._versions import find_module, version_of
+from megapatch._finding import find_module
+from megapatch._versions import version_of
 from megapatch.patches import PATCHES
 
 ROOT = Path(__file__).parent.parent

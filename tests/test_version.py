@@ -11,9 +11,10 @@ import pytest
 from packaging.requirements import Requirement
 
 from megapatch import _version
+from megapatch._cli import demo
 
 PACKAGE = Path(_version.__file__).parent
-EXACT = "import sys; sys.path.insert(0, '.'); from megapatch._version import exact_version; print(exact_version())"
+EXACT = "import sys; sys.path.insert(0, '.'); import megapatch._exact_version as v; print(v.exact_version())"
 
 
 def exact_in(folder):
@@ -59,8 +60,8 @@ def test_other_sources_are_told_apart(copied, version):
     [("0.1.0", ""), ("0.1.0+g1234567", "@1234567"), ("0.1.0+g1234567.changed", ""), ("0.1.0+source", "")],
 )
 def test_an_extra_is_that_of_the_same_commit(monkeypatch, version, commit):
-    monkeypatch.setattr(_version, "__version__", version)
-    found = Requirement(_version.requirement("demo").strip('"'))
+    monkeypatch.setattr(demo, "__version__", version)
+    found = Requirement(demo.requirement("demo").strip('"'))
     assert found.extras == {"demo"} and found.url == f"git+{_version.REPOSITORY}{commit}"
 
 

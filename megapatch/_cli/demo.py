@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._engine.settings import DISABLE, ONLY
+from .._exact_version import exact_version
 from .._reporting import terminal
 from .._verify.world import lacking
-from .._version import exact_version, requirement
+from .._version import REPOSITORY, __version__
 from .._versions import here
 from ..patch import Status
 from ..patches import PATCHES
@@ -250,8 +251,16 @@ def _say(text: str, first: str = "", rest: str = "") -> None:
 def _run(title: str, job: Job, env: Mapping[str, str]) -> Outcome:
     from ..testing import run_ranks
 
-    with terminal.heartbeat(f"  running {title} ..."):
-        outcome: Outcome = run_ranks(job, RANKS, env=env)[0]
+    started = time.monotonic()
+    terminal.write(f"  running {title} ...", end="")
+    terminal.flush()
+    outcome: Outcome
+    try:
+        (outcome, *_) = run_ranks(job, RANKS, env=env)
+    except BaseException:
+        terminal.write()
+        raise
+    terminal.write(f" {time.monotonic() - started:.0f} s")
     return outcome
 
 
@@ -292,3 +301,9 @@ def _compare(without: Outcome, repaired: Outcome, plain: Outcome) -> bool:
 def _cannot(sentence: str) -> int:
     terminal.note(sentence)
     return terminal.COULD_NOT_LOOK
+
+
+def requirement(extra: str) -> str:
+    """Return pip's requirement for an extra of this megapatch, in quotes. megapatch is not on PyPI."""
+    commit = re.search(r"\+g([0-9a-f]+)$", __version__)
+    return f'"megapatch[{extra}] @ git+{REPOSITORY}{f"@{commit[1]}" if commit else ""}"'

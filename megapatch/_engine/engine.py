@@ -253,13 +253,6 @@ class Engine:
             if name in (None, record.where) or record.status in (Status.PENDING, Status.MISSED)
         ]
 
-    def after_fork(self) -> None:
-        """In a forked child, finish the work of other threads, which do not exist there."""
-        watch.after_fork()
-        self._activating = threading.Lock()
-        undone = [(record, watch.loaded(record.where)) for record in self.roster.after_fork()]
-        self._consider((record, module, True) for record, module in undone if module is not None)
-
     # ------------------------------------------------------------------------ messages
     def _announce(self, loaded: str | None = None) -> None:
         """Log the applied patches, once the outermost target is loaded: one line for a Megatron, whose modules
@@ -321,5 +314,5 @@ def this_process() -> Engine:
     engine = Engine((), settings, (*families(), *third_parties(settings)))
     engine.first_sign.watch_exit()
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=engine.after_fork)
+        os.register_at_fork(after_in_child=watch.after_fork)
     return engine

@@ -20,7 +20,7 @@ from .record import Unloaded
 from .settings import Settings
 
 if TYPE_CHECKING:
-    from importlib.metadata import Distribution, EntryPoint
+    from importlib.metadata import EntryPoint
 
 log = logging.getLogger("megapatch")
 
@@ -38,38 +38,28 @@ def entry_points(settings: Settings) -> list[EntryPoint]:
             return []  # reading all metadata properly takes long
         from importlib import metadata
 
-        first: dict[str, list[EntryPoint]] = {}
-        for found in metadata.distributions(path=folders):
-            _read(found, first)
-        return [entry for entries in first.values() for entry in entries]
+        distributions = list(metadata.distributions(path=folders))
     except Exception as error:  # of a finder
-        log.warning(
-            "entry points of %s could not be read: %s: %s" + see("entry-points"),
-            GROUP,
-            type(error).__name__,
-            error,
-        )
+        _warn("the distributions", error)
         return []
+    first: dict[str, list[EntryPoint]] = {}  # of two with one name the first on the path counts
+    for found in distributions:
+        try:
+            entries = [entry for entry in found.entry_points if entry.group == GROUP]
+            first.setdefault(_normalized(found.name) or f"without a name {len(first)}", entries)
+        except Exception as error:  # metadata of others are in whatever shape; a bad one loses no other
+            _warn(getattr(found, "_path", None) or "a distribution", error)  # of importlib.metadata's own
+    return [entry for entries in first.values() for entry in entries]
 
 
-def _read(distribution: Distribution, first: dict[str, list[EntryPoint]]) -> None:
-    """Note the entry points of a distribution, unless there was one of its name: the first on the path counts.
-
-    Metadata of others are in whatever shape; a bad one loses no other.
-    """
-    try:
-        entries = [entry for entry in distribution.entry_points if entry.group == GROUP]
-        name = _normalized(distribution.name) or f"without a name {len(first)}"
-        first.setdefault(name, entries)
-    except Exception as error:
-        place = getattr(distribution, "_path", None) or "a distribution"  # of importlib.metadata's own
-        log.warning(
-            "entry points of %s could not be read in %s: %s: %s" + see("entry-points"),
-            GROUP,
-            place,
-            type(error).__name__,
-            error,
-        )
+def _warn(place: object, error: Exception) -> None:
+    log.warning(
+        "entry points of %s could not be read in %s: %s: %s" + see("entry-points"),
+        GROUP,
+        place,
+        type(error).__name__,
+        error,
+    )
 
 
 def third_parties(settings: Settings) -> Iterator[Unloaded]:

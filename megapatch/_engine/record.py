@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .. import _versions
+from .. import _finding
 from .._troubleshooting import see
 from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
@@ -25,9 +25,8 @@ log = logging.getLogger("megapatch")
 NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.MISSED, Status.REFUSED)
 """Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
 
-_NOT_IMPORTED = "not imported yet"
+NOT_IMPORTED = "not imported yet"
 _MISSED = "loaded, and not patched: megapatch did not see its import; megapatch.apply() patches it"
-_INTERRUPTED = "interrupted; megapatch.apply() tries again"
 
 
 class Off(enum.Enum):
@@ -48,7 +47,6 @@ class Record:
         modules: the modules whose import is watched.
         looked_for: whether megapatch has looked for the modules since this was made, or allowed again. A loaded
             one that was not considered then was missed; before that it is about to be considered.
-        was_interrupted: whether the status comes from an interruption, such as Ctrl-C.
         paths: of the targets in their module, as the site has them; none while the patches are not loaded.
         installed: the targets in place.
         installation: how many sites were installed in this process when this one was; a later one may stand on top
@@ -65,8 +63,8 @@ class Record:
         self.lock = threading.RLock()
         self.off = Off.BY_SETTINGS if switched_off else None
         self.status = Status.DISABLED if switched_off else Status.PENDING
-        self.reason = switched_off or _NOT_IMPORTED
-        self.looked_for = self.was_interrupted = False
+        self.reason = switched_off or NOT_IMPORTED
+        self.looked_for = False
         self.traceback: str | None = None
 
     def rows(self) -> Iterator[tuple[PatchInfo, str]]:
@@ -77,7 +75,6 @@ class Record:
         """Record the status; one that needs attention is logged at WARNING, once."""
         is_new = (status, reason) != (self.status, self.reason)
         self.status, self.reason, self.traceback = status, reason, trace
-        self.was_interrupted = False
         if is_new and status in NEEDS_ATTENTION:
             text = f"{self.name}: {self.where} is {status.value}: {reason}{self._advice()}{see(status.value)}"
             log.warning("%s", f"{text}\n{trace}" if trace else text)
@@ -89,11 +86,6 @@ class Record:
     def fail(self, error: BaseException) -> None:
         """Record an exception that is being handled, with its traceback."""
         self.set(Status.FAILED, f"{type(error).__name__}: {error}", traceback.format_exc())
-
-    def note_interrupted(self) -> None:
-        """Record that an installation was interrupted, and left nothing in place."""
-        self.set(Status.PENDING, _INTERRUPTED)
-        self.was_interrupted = True
 
     def restore(self, found: dict[int, list[Holder]]) -> None:
         """Put back the originals, and stay away until `allow_again()`; here nothing was replaced.
@@ -115,7 +107,7 @@ class Record:
         with self.lock:
             if self.off is Off.RESTORED:
                 self.off, self.looked_for = None, False
-                self.set(Status.PENDING, _NOT_IMPORTED)
+                self.set(Status.PENDING, NOT_IMPORTED)
 
     def refresh(self) -> None:
         """Bring the status up to date with the modules: not there at all, being imported, loaded unseen."""
@@ -129,11 +121,10 @@ class Record:
         if any(watch.half_loaded(module) for module in loaded):
             return Status.PENDING, "its import is under way"
         if loaded and self.looked_for:
-            known = self.status is Status.MISSED or self.was_interrupted
-            return Status.MISSED, self.reason if known else _MISSED
-        if not loaded and all(_versions.find_module(name) is None for name in self.modules):
+            return Status.MISSED, self.reason if self.status is Status.MISSED else _MISSED
+        if not loaded and all(_finding.find_module(name) is None for name in self.modules):
             return Status.NOT_INSTALLED, "there is no such module to import"
-        return Status.PENDING, _NOT_IMPORTED
+        return Status.PENDING, NOT_IMPORTED
 
 
 class Unloaded(Record):

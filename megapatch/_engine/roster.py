@@ -110,11 +110,6 @@ class Roster:
             )
             self.records = (*self.lowest, *others)
 
-    def after_fork(self) -> list[SiteRecord]:
-        """In a forked child, release the locks of other threads; return the sites that they have left undone."""
-        self._lock = threading.Lock()
-        return [record for record in self.sites if record.after_fork()]
-
     def _records_of(self, patch: Patch, others: Iterable[Record]) -> tuple[SiteRecord, ...]:
         """Return a record for each site; the second of two patches with one name stays off."""
         known = [(other, record.off) for record in others for other, _ in record.rows()]

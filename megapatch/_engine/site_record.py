@@ -7,17 +7,15 @@ import enum
 import functools
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 
-from .. import _versions
 from ..patch import Patch, PatchInfo, Site, Status, Verdict, VerdictKind
 from . import holders
 from .edges import comes_from_outside
 from .holders import Holder
 from .install import check_current, install, rebind, rollback, uninstall
-from .record import Off, Record
+from .record import NOT_IMPORTED, Off, Record
 from .target import ReplacedTarget
 
 _STATUS_OF_VERDICT = {
@@ -124,7 +122,7 @@ class SiteRecord(Record):
         except BaseException as error:
             if comes_from_outside(error):
                 self._rollback()
-                self.note_interrupted()
+                self.set(Status.PENDING, NOT_IMPORTED)
                 raise
             # a bug of ours must not break the user's import
             self.fail(error)
@@ -146,8 +144,12 @@ class SiteRecord(Record):
             install(self.patch.name, module, self.site, self._note)
             self.phase = Phase.INSTALLED if self.installed else Phase.IDLE
         else:
-            known = _versions.remark(self.site.module) if verdict.kind is VerdictKind.UNKNOWN else ""
-            self.set(_STATUS_OF_VERDICT[verdict.kind], verdict.reason + known)
+            reason = verdict.reason
+            if verdict.kind is VerdictKind.UNKNOWN:
+                from .. import _versions  # only when something is wrong
+
+                reason += _versions.remark(self.site.module)
+            self.set(_STATUS_OF_VERDICT[verdict.kind], reason)
 
     def _bind(self, found: dict[int, list[Holder]]) -> None:
         rebind(self.installed, found)
@@ -233,32 +235,17 @@ class SiteRecord(Record):
 
     def _forget_reloaded(self) -> None:
         self._earlier = self._earlier[-_RELOADS_KNOWN * len(self.installed) :] + self.installed
-        self.installed = ()
-        self.phase = Phase.IDLE
+        self.installed, self.phase = (), Phase.IDLE
 
     def _note_overwritten(self) -> None:
         if gone := self._gone():
-            others = "; ".join(f"{target.target} is now {target.overwritten_by()}" for target in gone)
+            others = "; ".join(f"{target.target} is now {target.name_of(target.current)}" for target in gone)
             self.set(Status.OVERWRITTEN, f"replaced after megapatch: {others}")
         elif self.status is Status.OVERWRITTEN:
             self.set(Status.APPLIED, "in place again")
 
     def _gone(self) -> list[ReplacedTarget]:
         return [target for target in self.installed if not target.is_in_effect]
-
-    # ------------------------------------------------------------------------ forks and threads
-    def after_fork(self) -> bool:
-        """In a forked child, release the lock if another thread held it, as that does not exist there.
-
-        Return whether it left something undone, which `consider` and `rebind` do again.
-        """
-        if self._is_held_by_this_thread():
-            return False  # this thread finishes it
-        if not self.lock.acquire(blocking=False):
-            self.lock, self.phase = threading.RLock(), Phase.INSTALLING
-        else:
-            self.lock.release()
-        return self.phase in (Phase.INSTALLING, Phase.INSTALLED)
 
     def _is_held_by_this_thread(self) -> bool:
         # Private, yet threading.Condition relies on it: CPython 3.10 to 3.14.

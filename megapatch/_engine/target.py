@@ -13,7 +13,7 @@ from typing import Any
 
 import wrapt
 
-from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of, reaches
+from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of
 from .holders import Holder
 
 
@@ -108,8 +108,11 @@ class ReplacedTarget:
         current = self.current
         if current is self.replacement:
             return True
-        below = any(layer is self.replacement for layer in layers_of(current))
-        return below and reaches(current, self.replacement, self._find(self.module)[0])
+        if not any(layer is self.replacement for layer in layers_of(current)):
+            return False
+        from .reaches import reaches  # only where others have patched on top
+
+        return reaches(current, self.replacement, self._find(self.module)[0])
 
     @property
     def is_ours(self) -> bool:
@@ -137,10 +140,6 @@ class ReplacedTarget:
     def is_code_of_module(self) -> bool:
         """Whether the original is code of the module, rather than imported into it."""
         return attribute_of(innermost(self.original), "__globals__") is vars(self.module)
-
-    def overwritten_by(self) -> str:
-        """Name the function that is at the target instead of ours."""
-        return self.name_of(self.current)
 
     def name_of(self, other: Any) -> str:
         """Name a function that was found at the target: by its patch, if that is another one of megapatch's."""

@@ -1,4 +1,4 @@
-"""`TrainStep` in NeMo-RL: the four calls of a split train step, for each kind of its workers and policies.
+"""A split train step in NeMo-RL: its four calls, for each kind of its workers and policies.
 
 The patches `nemo_rl.split-train-step*` add these to NeMo-RL's classes, and name them as text, so that none is
 loaded before NeMo-RL is. They are plain functions of importable modules: a worker class that Ray pickles by value

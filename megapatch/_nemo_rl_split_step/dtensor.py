@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import MisuseError
 from ..patches._temporarily import temporarily_set
 from ..patches.nemo_rl._workers import STATE
+from .fsdp2 import FSDP2Step
 from .worker import SplitStep, begin, normalized, sum_over_ranks, valid_counts
 
 
@@ -27,16 +28,9 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
         MisuseError: (a RuntimeError) a step is already open, a split step cannot normalize the loss, or the model
             is expert parallel.
     """
-    begin(DTensorSplitStep, self, None, loss_fn, gbs, mbs, data_parallel_dims=_data_parallel_dims(self))
-
-
-def _data_parallel_dims(worker: Any) -> list[str] | None:
-    """Return the names of the dimensions over which FSDP2 shards a tensor parallel model; else None."""
-    if worker.tp_size == 1:
-        return None
-    name = worker.tp_mesh.mesh_dim_names[0]
-    meshes = [parameter.device_mesh.mesh_dim_names for parameter in worker.model.parameters()]
-    return [other for other in max(meshes, key=len) if other != name]
+    if getattr(self, "moe_mesh", None) is not None:
+        raise MisuseError("begin_train_step(): a split step cannot train an expert parallel model. Use train()")
+    begin(DTensorSplitStep, self, loss_fn, gbs, mbs, lambda expected_count: FSDP2Step(self))
 
 
 @dataclass
@@ -47,11 +41,9 @@ class DTensorSplitStep(SplitStep):
 
     def train(self, worker: Any, data: Any, last: bool) -> None:
         sequences, tokens = valid_counts(data)
-        count = self.count_of(sequences, tokens)
         bins = _bins(worker, data)
         num_microbatches = math.ceil(data.size / self.mbs) if bins is None else len(bins)
-        # Ranks that share samples, for context parallelism, each count a part of them.
-        with self.step.accumulate(num_microbatches, count / worker.cp_size) as backward:
+        with self.step.accumulate(num_microbatches) as backward:
             whole = _padded(data, bins, self.mbs, backward.passes) if data.size else data
             size, empty = sum_over_ranks(worker.dp_mesh.get_group(), whole.size, not data.size)
             if empty:
@@ -59,7 +51,7 @@ class DTensorSplitStep(SplitStep):
                     "train_microbatch(): a rank has no samples in this call; give it some with a sample_mask of "
                     "0, so that it takes part in the gathers and reduces of the others"
                 )
-            loss_fn = SplitLoss(self.loss_fn, self.expected_count, backward, worker.dp_size * worker.cp_size)
+            loss_fn = SplitLoss(self.loss_fn, self.expected_count, backward)
             with _replaced(
                 worker,
                 optimizer=IdleOptimizer(worker.optimizer),
@@ -83,7 +75,7 @@ class DTensorSplitStep(SplitStep):
         sequences, tokens = sum_over_ranks(worker.dp_mesh.get_group(), self.sequences, self.tokens)
         count = self.count_of(sequences, tokens)
         if count:
-            self.step.reduce()
+            self.step.end(self.expected_count / count)
         else:
             self.step.abort()
         optimizer = OptimizerStepOnly(worker.optimizer, expects_gradients=count > 0)
@@ -96,10 +88,6 @@ class DTensorSplitStep(SplitStep):
             name: _corrected(self, name, values, tokens, sequences) for name, values in self.metrics.items()
         }
         return result
-
-    def abort(self, worker: Any) -> None:
-        super().abort(worker)
-        worker.optimizer.zero_grad()  # TrainStep does not once the optimizer has stepped
 
 
 # ---------------------------------------------------------------------------- arguments of train()
@@ -139,14 +127,14 @@ class OptimizerStepOnly:
 class SplitLoss:
     """A loss function that divides by `expected_count`, and whose losses go backward by the step's `backward`.
 
-    times: the factor by which train() multiplies losses, to turn FSDP's mean over ranks into the sum.
+    By then train() has multiplied them by the number of ranks, as FSDP2 takes the mean over those.
     """
 
-    def __init__(self, loss_fn: Any, expected_count: float, backward: Callable[[Any], None], times: int) -> None:
+    def __init__(self, loss_fn: Any, expected_count: float, backward: Callable[[Any], None]) -> None:
         tensor = sys.modules["torch"].Tensor
 
         def go_backward(loss: Any) -> None:
-            backward(loss.as_subclass(tensor) * (expected_count / times))
+            backward(loss.as_subclass(tensor))
 
         self.loss_fn, self.expected_count = loss_fn, expected_count
         self.kind = type("Loss", (tensor,), {"backward": go_backward})  # sums and products have this type, too

@@ -6,6 +6,7 @@ does.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 from ..errors import MisuseError
 from ..patches.nemo_rl._workers import WORKER
 from ..patches.nemo_rl.forward_pre_hook_after_split import put_hooks_back
+from ..train_step import TrainStep
 from .worker import SplitStep, begin, by_tokens, normalized, sum_over_ranks, valid_counts
 
 
@@ -38,16 +40,15 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
     if getattr(self, "_router_replay_enabled", False):
         raise MisuseError("begin_train_step(): a split step cannot replay the routing; switch router replay off")
     _forget_inference(self.model)
-    begin(
-        MegatronSplitStep,
-        self,
+    step = functools.partial(
+        TrainStep,
+        self.model,
+        self.optimizer,
         self.scheduler,
-        loss_fn,
-        gbs,
-        mbs,
         calls_add_up=True,  # NeMo-RL undoes Megatron's mean over microbatches
         step_scheduler_on_skip=True,
     )
+    begin(MegatronSplitStep, self, loss_fn, gbs, mbs, lambda expected: step(expected_count=expected))
 
 
 @dataclass

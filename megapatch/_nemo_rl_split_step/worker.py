@@ -12,13 +12,13 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MisuseError
 from ..patches.nemo_rl._workers import STATE, is_open
-from ..train_step import NLL, POLICY_GRADIENT, TrainStep, normalize_metrics
+from ..train_step import NLL, POLICY_GRADIENT, normalize_metrics
 
 OUT_OF_BOUNDS = "is_oob_ratio"
 
@@ -71,6 +71,7 @@ class SplitStep:
     """The state of a worker's open step.
 
     Attributes:
+        step: the step of the worker's model, with `begin`, `abort` and others: a TrainStep, or an FSDP2Step.
         gbs: samples of the step, over all ranks.
         mbs: samples of a microbatch.
         expected_count: divisor of losses and metrics until the end: a power of two, so that no digit is lost, and
@@ -79,7 +80,7 @@ class SplitStep:
         tokens: those that count, on this rank, until now.
     """
 
-    step: TrainStep
+    step: Any
     loss_fn: Any
     gbs: int
     mbs: int
@@ -104,13 +105,12 @@ class SplitStep:
 def begin(
     kind: type[SplitStep],
     worker: Any,
-    scheduler: Any,
     loss_fn: Any,
     gbs: int | None,
     mbs: int | None,
-    **options: Any,
+    make_step: Callable[[float], Any],
 ) -> None:
-    """Open a step of this kind on the worker. `options` are passed on to TrainStep."""
+    """Open a step of this kind on the worker. `make_step` gets the step's expected count."""
     if is_open(worker):
         raise MisuseError("a train step is already open; call finish_train_step() or abort_train_step() first")
     if getattr(loss_fn, "positive_example_nll_weight", 0) > 0:
@@ -120,7 +120,7 @@ def begin(
         )
     gbs, mbs = gbs or worker.cfg["train_global_batch_size"], mbs or worker.cfg["train_micro_batch_size"]
     expected_count = 2.0 ** math.ceil(math.log2(gbs * worker.cfg["max_total_sequence_length"]))
-    step = TrainStep(worker.model, worker.optimizer, scheduler, expected_count=expected_count, **options)
+    step = make_step(expected_count)
     step.begin()
     setattr(worker, STATE, kind(step, loss_fn, gbs, mbs, expected_count))
 

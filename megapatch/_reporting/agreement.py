@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _versions
 from .._mcore.devices import device_of
-from .._ranks import default_store, meet, name_of, numbered
+from .._meetings import meet, name_of
+from .._ranks import default_store, numbered
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
 from .facts import LOOK, Facts, difference, look
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # A table is 16 KiB. Two versions of megapatch with different numbers here could not compare.
 _SLOTS = 1024
 _NOTHING = 2**63 - 1
-_MOST_VALUES = 4  # of one fact, that are distinguished
 _PATIENCE = timedelta(minutes=10)
 
 
@@ -37,8 +37,8 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
     ranks load different ones. So call it just before training begins, when everything that matters is imported.
 
     Takes four operations of torch.distributed's store on each rank, and one all-reduce of 16 KiB when all agree,
-    whatever the number of ranks. When they differ, it takes three more collectives for each value, of one byte a
-    rank. No collective is made before all ranks have come.
+    whatever the number of ranks. When they differ, the ranks gather the differing facts. No collective is made
+    before all ranks have come.
 
     Args:
         group: a process group of torch.distributed, on any backend, including gloo and NCCL; None for all ranks.
@@ -79,7 +79,7 @@ def differing(group: torch.distributed.ProcessGroup | None = None) -> str | None
         ) from error
     slots = _differing(lowest_and_highest.tolist())
     for position, slot in enumerate(slots, 1):
-        if text := _in_words(_of_slot(here, slot), len(slots) - position, group, device):
+        if text := _in_words(_of_slot(here, slot), len(slots) - position, group):
             return text
     return None
 
@@ -116,41 +116,19 @@ def _wait_for_all(ranks: list[int], rank: int) -> None:
     )
 
 
-def _in_words(here: Facts, others: int, group: Any, device: Any) -> str | None:
-    """Describe the ranks' values of one slot, by asking one rank for each value. Return None if they are the same.
+def _in_words(here: Facts, others: int, group: Any) -> str | None:
+    """Describe the ranks' values of one slot. Return None if they are the same. A collective.
 
     Args:
         here: this rank's facts in the slot.
         others: how many more slots differ.
     """
-    import torch
     import torch.distributed as dist
 
-    def ranks_where(flag: bool) -> list[int]:
-        marks = torch.zeros(dist.get_world_size(group), dtype=torch.uint8, device=device)
-        marks[dist.get_rank(group)] = flag
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=group)
-        return [int(rank) for rank in marks.nonzero().flatten().tolist()]
-
-    def world(rank: int) -> int:
-        return rank if group is None else int(dist.get_global_rank(group, rank))
-
-    values: list[tuple[Facts, list[int]]] = []
-    waiting = ranks_where(bool(here))
-    while waiting and len(values) < _MOST_VALUES:
-        asked: list[Any] = [here]
-        dist.broadcast_object_list(asked, src=world(waiting[0]), group=group, device=torch.device(device))
-        alike = set(ranks_where(bool(here) and _compared(here) == _compared(asked[0])))
-        values.append((asked[0], [world(rank) for rank in alike]))
-        waiting = [rank for rank in waiting if rank not in alike]
-    text = difference(
-        [found for found, _ in values],
-        lambda positions: numbered("rank", [rank for position in positions for rank in values[position][1]]),
-        others,
-    )
-    if text and waiting:
-        text += f" (and on {numbered('rank', [world(rank) for rank in waiting])} it is something else)"
-    return text
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    everyone: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(everyone, here, group=group)
+    return difference(everyone, lambda members: numbered("rank", [ranks[member] for member in members]), others)
 
 
 # ------------------------------------------------------------------------------------------ the table

@@ -1,4 +1,4 @@
-"""Find other code that has patched a target, before megapatch or on top of it, or other functions of Megatron's.
+"""Find other code that has patched a target, before megapatch or on top of it.
 
 Follows a function's `__wrapped__` chain. Upstream's own layers are not foreign: code of the target's distribution,
 of the standard library, or of a package that the target's module imports in its source (torch.no_grad() as a
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,11 +21,6 @@ from .._engine.rebuilt import RebuiltTarget
 from .._engine.target import ReplacedTarget
 from .._engine.watch import half_loaded
 from .._layers import attribute_of, layers_of
-
-PATCHED = ("megatron", "torch.distributed", "nvidia_resiliency_ext")
-"""Packages that frameworks patch."""
-_NOT_OTHERS = ("torch", "megapatch")  # torch wraps the functions that it compiles
-_OF_PROTOCOLS = ("__subclasshook__",)  # typing_extensions sets it
 
 
 def patchers(
@@ -133,47 +128,3 @@ def code_of(layer: Any) -> tuple[str, str]:
 
 def _is_partial(layer: Any) -> bool:
     return type(layer) is functools.partial
-
-
-def patched_by_others(loaded: Iterable[tuple[str, Any]] | None = None) -> list[tuple[str, str]]:
-    """Return (module of the code that is there now, target) of each function of Megatron's and torch's, sorted.
-
-    A target is `module:path`. Only functions and methods of modules that are loaded are looked at; nothing is run.
-    """
-    modules = list(sys.modules.items()) if loaded is None else list(loaded)
-    found = set()
-    for name, module in modules:
-        if type(module) is ModuleType and any(f"{name}.".startswith(f"{package}.") for package in PATCHED):
-            with contextlib.suppress(Exception):  # of a module that is being loaded
-                found |= {(who, f"{name}:{path}") for path, who in _of(module)}
-    return sorted(found)
-
-
-def _of(module: ModuleType) -> Iterator[tuple[str, str]]:
-    for name, value in list(vars(module).items()):
-        # isinstance() would ask the object for its class, and torch.distributed has one that warns of that.
-        if issubclass(type(value), type) and value.__module__ == module.__name__:
-            for attribute, member in list(vars(value).items()):
-                if attribute not in _OF_PROTOCOLS and (who := _other(_function(member), value)):
-                    yield f"{name}.{attribute}", who
-        elif who := _other(value, module):
-            yield name, who
-
-
-def _function(member: Any) -> Any:
-    """Return the function of a static method, a class method or a property."""
-    return getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-
-
-def _other(value: Any, home: Any) -> str | None:
-    if type(value) is not FunctionType:
-        return None
-    layers = list(layers_of(value))
-    origin = sys.modules.get(code_of(layers[-1])[0])
-    # A function that is imported from elsewhere may have been decorated there.
-    homes = [home, origin] if origin and is_upstreams(layers[-1], home) else [home]
-    for layer in layers:
-        who, _ = code_of(layer)
-        if who.partition(".")[0] not in _NOT_OTHERS and not any(is_upstreams(layer, place) for place in homes):
-            return who if type(sys.modules.get(who)) is ModuleType else None
-    return None

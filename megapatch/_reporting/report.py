@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .. import _versions
 from .._engine.left_behind import left_behind
 from .._engine.record import Record
+from .._exact_version import exact_version
 from .._printable import clean, one_line
-from .._version import exact_version
 from ..patch import PatchInfo, Status
 from . import foreign
 from .terminal import document, width, wrapped
@@ -127,12 +126,10 @@ class Report(NamedTuple):
     Attributes:
         patches: one `PatchReport` for each patch, in the catalogue's order.
         versions: the versions of megapatch and of the distributions that it patches.
-        hidden_objects: how many objects `gc.freeze` hides from the search for holders out of reach.
     """
 
     patches: tuple[PatchReport, ...]
     versions: dict[str, str]
-    hidden_objects: int = 0
 
     @property
     def digest(self) -> str:
@@ -156,13 +153,12 @@ class Report(NamedTuple):
         """Return a JSON-ready dictionary, without secrets.
 
         Returns:
-            ``schema`` (the version of this layout), ``digest``, ``versions``, ``hidden_objects`` and ``patches``,
+            ``schema`` (the version of this layout), ``digest``, ``versions`` and ``patches``,
             each patch with its ``sites``.
         """
         return document(
             digest=self.digest,
             versions=self.versions,
-            hidden_objects=self.hidden_objects,
             patches=[patch.to_dict() for patch in self.patches],
         )
 
@@ -206,11 +202,7 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         columns = width()
         head = wrapped(", ".join(f"{name} {version}" for name, version in self.versions.items()), columns)
-        hidden = (
-            f"gc.freeze() hides {self.hidden_objects} objects: holders out of reach may be among them, unnamed"
-        )
-        notes = wrapped(hidden, columns) if self.hidden_objects else []
-        return "\n".join([*head, *self.table(columns), *notes, f"digest {self.digest}"])
+        return "\n".join([*head, *self.table(columns), f"digest {self.digest}"])
 
 
 def make_report(records: Iterable[Record], searching: bool = True) -> Report:
@@ -244,11 +236,4 @@ def make_report(records: Iterable[Record], searching: bool = True) -> Report:
     return Report(
         patches=tuple(PatchReport(patch, tuple(sites)) for patch, sites in by_patch.values()),
         versions={"megapatch": exact_version(), **_versions.here()},
-        hidden_objects=_hidden_objects(),
     )
-
-
-def _hidden_objects() -> int:
-    """Count the objects that `gc.freeze` hides; CPython 3.12 starts with a few hundred, which are its own."""
-    count = gc.get_freeze_count()
-    return count if count >= 1000 else 0

@@ -12,8 +12,6 @@ import os
 import shutil
 import sys
 import textwrap
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TextIO
 
@@ -40,9 +38,9 @@ class OutputLost(Exception):
         self.reader_has_gone = isinstance(error, BrokenPipeError)
 
 
-def write(text: str = "", end: str = "\n", file: TextIO | None = None, over: bool = False) -> None:
-    """Print to standard output, or to `file`; `over` begins at the line's start again. Raises OutputLost."""
-    _print("\r" * over + clean(text), end, file)
+def write(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
+    """Print to standard output, or to `file`. Raises OutputLost."""
+    _print(clean(text), end, file)
 
 
 def write_json(data: Any, file: TextIO | None = None) -> None:
@@ -184,40 +182,3 @@ def wrapped(text: str, columns: int, first: str = "", rest: str = "  ") -> list[
 def fill(text: str, columns: int, first: str = "", rest: str = "", file: TextIO | None = None) -> None:
     """Print text in lines of at most `columns`. Raises OutputLost."""
     write("\n".join(wrapped(text, columns, first, rest)), file=file)
-
-
-DOT_EVERY = 5.0
-"""Seconds between two dots where the output is not a terminal."""
-
-
-@contextlib.contextmanager
-def heartbeat(text: str) -> Iterator[None]:
-    """Print the text, keep it alive while the block runs, and end the line with the seconds that it took.
-
-    On a terminal the seconds count up; elsewhere a dot is added every `DOT_EVERY` seconds. If the block raises,
-    the line ends there.
-    """
-    started = time.monotonic()
-    done = threading.Event()
-    on_terminal = sys.stdout is not None and sys.stdout.isatty()
-
-    def beat() -> None:
-        with contextlib.suppress(OutputLost):  # the main thread's next line finds out
-            while not done.wait(1.0 if on_terminal else DOT_EVERY):
-                seconds = f"{time.monotonic() - started:.0f} s"
-                write(f"{text} {seconds}" if on_terminal else ".", end="", over=on_terminal)
-                flush()
-
-    write(text, end="")
-    flush()
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    ending = ""
-    try:
-        yield
-        ending = f" {time.monotonic() - started:.0f} s"
-    finally:
-        done.set()
-        thread.join()
-        again = on_terminal and bool(ending)
-        write(f"{text}{ending}" if again else ending, over=again)

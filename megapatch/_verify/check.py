@@ -1,7 +1,6 @@
 """The parts of a check: a scenario that meets a defect, the layouts in which it runs, and its comparison.
 
-A scenario is called on every rank. It raises `DefectSeen` when it meets its defect, and returns otherwise. By
-`megapatch.testing.check_contract` tests hold megapatch's patches to the same scenarios.
+A scenario is called on every rank. It raises `DefectSeen` when it meets its defect, and returns otherwise.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from typing import Any
 
 from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import AUDIT, DISABLE, EVERY, ONLY, STRICT
+from .._exact_version import exact_version
 from .._printable import clean, first_line_at_the_margin
 from .._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL, counted, document, table, wrapped
-from .._version import exact_version
 from ..errors import RanksFailed, RanksTimedOut
 from ..patch import Status
 from ..patches._catalogue import CATALOGUE

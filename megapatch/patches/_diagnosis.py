@@ -17,7 +17,6 @@ from typing import Any
 
 from .._dotted import find
 from .._layers import innermost
-from .._versions import PACKAGES, version_of
 from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)
@@ -99,6 +98,8 @@ def before_release(distribution: str, release: str) -> Lacking:
 
 def _came_with(distribution: str, release: str, module: ModuleType) -> str:
     from packaging.version import InvalidVersion, Version
+
+    from .._versions import PACKAGES, version_of
 
     # megatron is a namespace package of several distributions.
     package = PACKAGES.get(distribution) or module.__name__.partition(".")[0]

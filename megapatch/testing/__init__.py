@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from ..errors import RanksFailed, RanksTimedOut
 from ._availability import megatron_core_available, megatron_training_available
-from ._contract import check_contract
 from ._cuda_stubs import install_cuda_stubs
 from ._data import microbatches
 from ._gloo import use_one_gloo_thread
@@ -36,7 +35,6 @@ __all__ = [
     "RanksTimedOut",
     "TinyGPT",
     "TinyStepResult",
-    "check_contract",
     "destroy_parallel",
     "init_parallel",
     "install_cuda_stubs",

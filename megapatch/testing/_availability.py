@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .._versions import find_module
+from .._finding import find_module
 
 
 def megatron_core_available() -> bool:

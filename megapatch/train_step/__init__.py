@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ._backend import Optimizer, Scheduler, StepResult
 from ._metrics import NLL, POLICY_GRADIENT, normalize_metrics
 from ._open_steps import open_step, refuse_while_open
+from ._result import Optimizer, Scheduler, StepResult
 from ._step import TrainStep
 
 __all__ = [

@@ -3,13 +3,12 @@
 An open step owns its gradients: nobody else steps the optimizer or zeroes gradients, and nothing is loaded into
 the optimizer or the scheduler. Weights may be loaded: a reference is swapped in for log-probabilities, and back,
 between the calls of a step. A checkpoint is read into the tensors that the optimizer hands out, before
-load_state_dict() is called. Megatron's says that it hands them out for that; torch's does not.
+load_state_dict() is called; Megatron's optimizer says that it hands them out for that.
 
 A reduced step notices that its optimizer has moved: then it cannot be dropped any more.
 
 Nothing is set on the objects themselves: their copies, and their attributes as they are saved, would have that
 too. While a method of an object is watched, the class has a function in its place, and afterwards its own again.
-torch's optimizers have hooks of their own, which see steps through a scheduler's wrapper around them, too.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Guard:
     """
 
     def __init__(self, step: Any) -> None:
-        self.is_lifted, self.watches, self._hooks = False, list[Watch](), list[Any]()
+        self.is_lifted, self.watches = False, list[Watch]()
         self._since = ""
         end = weakref.finalize(step, self.stop)
         end.atexit = False
@@ -79,15 +78,11 @@ class Guard:
         self._since = user_line()
         watches = [self._refusal(chunk, "the model", "zero_grad_buffer", _NO_MOVE) for chunk in chunks]
         for part in _parts(optimizer):
-            moves = ("zero_grad", *(() if hasattr(part, "register_step_pre_hook") else MOVES))
-            watches += [self._refusal(part, "the optimizer", name, _NO_MOVE) for name in moves]
+            watches += [self._refusal(part, "the optimizer", name, _NO_MOVE) for name in ("zero_grad", *MOVES)]
         for part, what in [*((part, "the optimizer") for part in _parts(optimizer)), (scheduler, "the scheduler")]:
             for name, takes_flag in _loads(part.__class__):
                 watches.append(self._refusal(part, what, name, _NO_LOAD, takes_flag))
         self._watch(watches)
-        if hasattr(optimizer, "register_step_pre_hook"):
-            refuse = functools.partial(self._refuse, "step() of the optimizer", _NO_MOVE)
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: refuse()))
 
     def notice_moves(self, optimizer: Any, notice: Callable[[], None]) -> None:
         """Have a method of the step called once its optimizer has stepped or loaded."""
@@ -97,9 +92,6 @@ class Guard:
             if (method := weak()) is not None:
                 method()
 
-        if hasattr(optimizer, "register_step_post_hook"):
-            self._hooks.append(optimizer.register_step_post_hook(lambda *_: moved()))
-            return
         watches = [Watch(optimizer, name, after=moved) for name in (*MOVES, "load_state_dict")]
         self._watch(watches + [Watch(part, "step", after=moved) for part in _parts(optimizer)[1:]])
 
@@ -114,9 +106,7 @@ class Guard:
                     current = vars(holder)[each.name]
                     if _ours_in(current) is current:  # else somebody has wrapped it since, and it stays beneath
                         setattr(holder, each.name, current.__wrapped__)
-            for hook in self._hooks:
-                hook.remove()
-            self.watches, self._hooks = [], []
+            self.watches = []
             _guards[:] = [guard for guard in _guards if guard is not self]
 
     def _watch(self, watches: list[Watch]) -> None:

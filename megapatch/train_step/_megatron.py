@@ -28,34 +28,43 @@ from .._mcore.logged_losses import OwnLosses
 from .._mcore.rerun_machine import machine_of_this_process, rewind_interrupted_step
 from .._mcore.step_state import StepState, counts_of, forget_counts
 from ..errors import MisuseError
-from ._backend import Options, StepResult, check_normalizer, used_by_optimizer
-from ._normalization import LossScaling, Normalization
+from ._normalization import LossScaling, Normalization, check_normalizer
+from ._result import StepResult
 
 
-class MegatronBackend:
-    fewest_microbatches = 1
+class MegatronStep:
+    """The work of a TrainStep, whose checks its methods need not repeat."""
 
-    def __init__(self, chunks: list[Any], optimizer: Any, scheduler: Any, options: Options) -> None:
+    def __init__(
+        self,
+        chunks: list[Any],
+        optimizer: Any,
+        scheduler: Any,
+        *,
+        expected_count: float | None,
+        expected_microbatches: int | None,
+        calls_add_up: bool,
+        step_scheduler_on_skip: bool,
+    ) -> None:
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
-        if options.max_grad_norm is not None:
-            raise MisuseError("max_grad_norm is for FSDP2; Megatron's optimizer clips by its own config.clip_grad")
-        if options.data_parallel_dims is not None:
-            raise MisuseError("data_parallel_dims is for FSDP2; Megatron's parallel_state knows its own layout")
         if any(getattr(chunk.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", False) for chunk in chunks):
             raise MisuseError(
                 "reuse_grad_buf_for_mxfp8_param_ag is not supported: parameters and gradients share memory"
             )
         self.chunks, self.optimizer, self.scheduler = chunks, optimizer, scheduler
-        self.step_scheduler_on_skip = options.step_scheduler_on_skip
+        self.step_scheduler_on_skip = step_scheduler_on_skip
         self.config = get_model_config(chunks[0])
         self.parallel = parallel_state
-        self.normalization = Normalization(options, self.config, parallel_state)
+        self.normalization = Normalization(
+            expected_count, expected_microbatches, calls_add_up, self.config, parallel_state
+        )
         self.config_before: dict[str, Any] = {}  # what a call has set in the config, as it was
         self.forget()
 
     def forget(self) -> None:
+        """Forget the step before, as far as it could still be dropped."""
         self.normalization.forget()
         self.calls = 0
         self.num_tokens: Any = None
@@ -168,7 +177,7 @@ class MegatronBackend:
                 "finish() needs increment=, the samples of this step over all ranks, for the scheduler"
             )
         normalizer = self.reduce()
-        learning_rate, weight_decay = used_by_optimizer(self.optimizer)
+        learning_rate, weight_decay = self._largest("lr"), self._largest("weight_decay")  # before the scheduler
         result = self.optimizer.step()
         self.state = None
         succeeded, grad_norm, num_zeros = self._over_model_parallel(*result)
@@ -200,6 +209,9 @@ class MegatronBackend:
             self.normalizer = float(self.num_tokens)  # finalize has summed it over all ranks
             check_normalizer(self.normalizer, "tokens")
         return self.normalizer
+
+    def _largest(self, name: str) -> float:
+        return max((float(group.get(name, 0.0)) for group in self.optimizer.param_groups), default=0.0)
 
     def _may_have_none(self) -> bool:
         """Return whether a rank may have no data: no other rank waits for its messages."""
@@ -263,6 +275,7 @@ class MegatronBackend:
         self.forget()
 
     def abort_aside(self) -> None:
+        """Drop a step that was set aside: the gradients in the model may be another's."""
         self.losses.take_away()
         self.forget()
 

@@ -7,21 +7,34 @@ the whole gradient is known when the last call begins (`total`).
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from .._dotted import find
 from ..errors import MisuseError
-from ._backend import Options, check_normalizer
+
+
+def check_normalizer(normalizer: float, unit: str) -> None:
+    """Raise MisuseError unless the normalizer is above 0 and finite; all ranks have the same."""
+    if not 0 < normalizer < math.inf:
+        raise MisuseError(f"the sum of {unit} over all ranks is {normalizer:g}; expected a finite number above 0")
 
 
 class Normalization:
     """The microbatches and counts of an open step, and the factors of its losses that follow."""
 
-    def __init__(self, options: Options, config: Any, parallel: Any) -> None:
-        self.expected_count, self.expected_microbatches = options.expected_count, options.expected_microbatches
-        self.calls_add_up = options.calls_add_up
+    def __init__(
+        self,
+        expected_count: float | None,
+        expected_microbatches: int | None,
+        calls_add_up: bool,
+        config: Any,
+        parallel: Any,
+    ) -> None:
+        self.expected_count, self.expected_microbatches = expected_count, expected_microbatches
+        self.calls_add_up = calls_add_up
         self.per_token = bool(config.calculate_per_token_loss)
         self.parallel = parallel
         if any(getattr(config, name, None) for name in ("num_moe_experts", "mtp_num_layers")):

@@ -1,18 +1,19 @@
-"""A step as its caller sees it, and the order of its calls. _megatron.py and _fsdp2.py do the work."""
+"""A step as its caller sees it, and the order of its calls. _megatron.py does the work."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from .._mcore import bucket_groups
 from ..errors import MisuseError
 from . import _open_steps
-from ._backend import Backend, Optimizer, Options, Scheduler, StepResult
 from ._guard import Guard
+from ._megatron import MegatronStep
+from ._result import Optimizer, Scheduler, StepResult
 
 
 class TrainStep:
@@ -24,7 +25,7 @@ class TrainStep:
             result = step.finish(increment=global_batch_size)
 
     The gradient is that of a single call with all microbatches. It is reduced over data parallel once: in
-    `finish`, or in a call that is said to be the `last` one (with FSDP2 in every backward pass).
+    `finish`, or in a call that is said to be the `last` one.
 
     If the calls are far apart, use `begin()` and, on failure, `abort()` in place of the `with`. One object serves
     for any number of steps, one after another.
@@ -48,10 +49,7 @@ class TrainStep:
              multi-token prediction's) are the mean of each call, added up; with `expected_microbatches`, which
              then has to be exact, they are divided by that instead. If the total is not known yet, divide by an
              `expected_count` and give each call its count: the sum is multiplied by expected_count over the sum of
-             the counts (other losses as in "count"). Tokens that Megatron counts are ignored. Not with FSDP2.
-
-    With FSDP2 the mean is over all microbatches of all ranks, each of which has the same weight. A rank that has
-    fewer of them in a call makes extra passes whose loss does not count.
+             the counts (other losses as in "count"). Tokens that Megatron counts are ignored.
 
     The divisor that is used while the step is open keeps a loss scale, or bf16 buffers, in their range. Set it to
     about the expected total, the same on all ranks. The result does not depend on it.
@@ -63,21 +61,14 @@ class TrainStep:
     Random numbers that were drawn stay drawn.
 
     Args:
-        model: Megatron's DistributedDataParallel, or the list of a rank's chunks; or a module with FSDP2's
-            fully_shard applied.
-        optimizer: Megatron's, or a ``torch.optim.Optimizer`` with FSDP2.
-        scheduler: Megatron's OptimizerParamScheduler, or torch's; None for none.
+        model: Megatron's DistributedDataParallel, or the list of a rank's chunks.
+        optimizer: Megatron's.
+        scheduler: Megatron's OptimizerParamScheduler; None for none.
         expected_count: about the sum of all counts of a step, over data-parallel ranks; see "count" above.
         expected_microbatches: about how many microbatches a rank has in a step; see above.
         calls_add_up: whether the caller divides the losses; see "added up" above.
         step_scheduler_on_skip: whether the scheduler steps after a step that was skipped for an overflow.
             Megatron's own train() does not do that; NeMo-RL does.
-        max_grad_norm: with FSDP2, clip gradients to this L2 norm; ``math.inf`` to get the norm and clip nothing.
-            Without it there is no norm, which takes a collective and a wait for the device. Megatron's optimizer
-            has its own clip_grad.
-        data_parallel_dims: with FSDP2, the names of the dimensions of the device mesh over which fully_shard
-            shards or replicates, such as ``("data",)``, where the mesh has others, for tensor parallelism. Ranks
-            that differ only in those make the same calls with the same data.
 
     Raises:
         MisuseError: options conflict with each other or with the model. It is a RuntimeError, under
@@ -94,21 +85,19 @@ class TrainStep:
         expected_microbatches: int | None = None,
         calls_add_up: bool = False,
         step_scheduler_on_skip: bool = False,
-        max_grad_norm: float | None = None,
-        data_parallel_dims: Sequence[str] | None = None,
     ) -> None:
         for name, value in (("expected_count", expected_count), ("expected_microbatches", expected_microbatches)):
             if value is not None and not 0 < value < math.inf:
                 raise MisuseError(f"{name} is {value!r}; expected a finite number above 0")
-        options = Options(
-            expected_count,
-            expected_microbatches,
-            calls_add_up,
-            step_scheduler_on_skip,
-            max_grad_norm,
-            None if data_parallel_dims is None else tuple(data_parallel_dims),
+        self._megatron = MegatronStep(
+            _chunks_of(model),
+            optimizer,
+            scheduler,
+            expected_count=expected_count,
+            expected_microbatches=expected_microbatches,
+            calls_add_up=calls_add_up,
+            step_scheduler_on_skip=step_scheduler_on_skip,
         )
-        self._backend = _backend_for(model, optimizer, scheduler, options)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._counts = expected_count is not None
         self._guard = Guard(self)
@@ -130,37 +119,30 @@ class TrainStep:
             raise MisuseError("begin(): this step was set aside; call take_up() or abort() first")
         self._check_model("begin()")
         self._keep()
-        self._backend.forget()
+        self._megatron.forget()
         with self._aborting():
             self._open = True  # first: an interruption from here on drops the step
             self._take_model()
-            self._backend.begin()
+            self._megatron.begin()
 
     @contextlib.contextmanager
-    def accumulate(self, num_microbatches: int, count: float | None = None, last: bool = False) -> Iterator[Any]:
+    def accumulate(self, num_microbatches: int, count: float | None = None, last: bool = False) -> Iterator[None]:
         """Wrap one call of any of Megatron's schedules, which the body makes itself in any way.
 
-        With FSDP2 the body makes the passes instead. The value of `as` is a function to call in place of
-        ``loss.backward()``, as often as its attribute `passes` says: the number of microbatches of the rank with
-        the most of them in this call. After a rank's own microbatches the loss may be anything; it does not count.
-
         Args:
-            num_microbatches: of this call, on this rank; with FSDP2 it may be 0.
+            num_microbatches: of this call, on this rank.
             count: with `expected_count`: tokens, sequences, ... of this call on this data-parallel rank.
             last: whether this is the step's last call, on all ranks alike. With overlap_grad_reduce the reduce
                 then overlaps with its backward passes; without this it waits for `finish`. (From Megatron 0.16 on
-                not in the first such step, in which Megatron learns when gradients are ready.) It has no effect
-                with FSDP2.
+                not in the first such step, in which Megatron learns when gradients are ready.)
 
         Raises:
             MisuseError: no step is open, or its last call was made; `count` is missing or not expected; or the
-                body did not make exactly one call with `num_microbatches` (with FSDP2: not as many passes as
-                `passes`).
+                body did not make exactly one call with `num_microbatches`.
         """
         self._check_open("accumulate()")
-        fewest = self._backend.fewest_microbatches
-        if num_microbatches < fewest:
-            raise MisuseError(f"num_microbatches is {num_microbatches!r}; expected {fewest} or more")
+        if num_microbatches < 1:
+            raise MisuseError(f"num_microbatches is {num_microbatches!r}; expected 1 or more")
         if self._counts and count is None:
             raise MisuseError("this step has an expected_count: each call needs its count=")
         if not self._counts and count is not None:
@@ -168,8 +150,8 @@ class TrainStep:
         with self._aborting(own_work=False):
             try:
                 self._in_call = True
-                with self._backend.accumulate(num_microbatches, count, last) as value:
-                    yield value
+                with self._megatron.accumulate(num_microbatches, count, last):
+                    yield
             finally:
                 self._in_call = False
 
@@ -179,28 +161,25 @@ class TrainStep:
         """Call Megatron's own schedule for this layout, within `accumulate`.
 
         Args:
-            num_microbatches: of this call, on this rank; with FSDP2 it may be 0.
+            num_microbatches: of this call, on this rank.
             count: with `expected_count`: tokens, sequences, ... of this call on this data-parallel rank.
             last: whether this is the step's last call; see `accumulate`.
-            **arguments: passed on to the schedule, which also gets the model and ``forward_only=False``. With
-                FSDP2 only `forward_step_func` and `data_iterator` are used, with the meaning that they have in
-                Megatron.
+            **arguments: passed on to the schedule, which also gets the model and ``forward_only=False``.
 
         Returns:
-            The result of the schedule; with FSDP2 the list of the metrics of each microbatch.
+            The result of the schedule.
 
         Raises:
             MisuseError: as `accumulate`.
         """
         with self.accumulate(num_microbatches, count, last):
-            return self._backend.forward_backward(num_microbatches, **arguments)
+            return self._megatron.forward_backward(num_microbatches, **arguments)
 
     def finish(self, increment: int | None = None) -> StepResult:
         """Reduce and normalize the gradient, step the optimizer and, if that succeeded, the scheduler.
 
         Args:
-            increment: how far Megatron's scheduler moves: the samples of this step, over all ranks. Not used with
-                torch's.
+            increment: how far the scheduler moves: the samples of this step, over all ranks.
 
         Raises:
             MisuseError: no step is open, or it had no call on a rank that needs one; `increment` is missing; the
@@ -208,7 +187,7 @@ class TrainStep:
         """
         self._check_open("finish()")
         with self._aborting():
-            result = self._backend.finish(increment)
+            result = self._megatron.finish(increment)
             self._close("it was finished")
         return result
 
@@ -226,7 +205,7 @@ class TrainStep:
         """
         self._check_open("reduce()")
         with self._aborting():
-            normalizer = self._backend.reduce()
+            normalizer = self._megatron.reduce()
             self._guard.stop()
             self._guard.notice_moves(self._optimizer, self._keep)
             self._open, self._reduced, self._ended = False, True, "it was reduced"
@@ -237,7 +216,7 @@ class TrainStep:
 
         Does nothing if no step is open, unless it was reduced and the optimizer has not stepped; see `reduce`.
         """
-        can_be_undone = self._reduced and _open_steps.is_latest(self._backend.chunks, self)
+        can_be_undone = self._reduced and _open_steps.is_latest(self._megatron.chunks, self)
         if self._open or can_be_undone:
             self._drop("it was aborted")
 
@@ -251,9 +230,9 @@ class TrainStep:
             MisuseError: no step is open, or its last call was made.
         """
         self._check_open("set_aside()")
-        self._backend.set_aside()
+        self._megatron.set_aside()
         self._aside = True
-        _open_steps.leave(self._backend.chunks)
+        _open_steps.leave(self._megatron.chunks)
         self._guard.stop()
 
     def take_up(self) -> None:
@@ -267,7 +246,7 @@ class TrainStep:
         self._check_model("take_up()")
         self._take_model()
         self._aside = False
-        self._backend.take_up()
+        self._megatron.take_up()
 
     def __enter__(self) -> TrainStep:
         self.begin()
@@ -307,9 +286,9 @@ class TrainStep:
     def _drop_once(self, how: str) -> None:
         self._guard.is_lifted = True
         if self._aside:
-            self._backend.abort_aside()
+            self._megatron.abort_aside()
         else:
-            self._backend.abort()
+            self._megatron.abort()
         self._close(how)
 
     def _check_open(self, call: str) -> None:
@@ -327,34 +306,26 @@ class TrainStep:
 
     def _close(self, how: str) -> None:
         if not self._aside:
-            _open_steps.leave(self._backend.chunks)
+            _open_steps.leave(self._megatron.chunks)
         self._guard.stop()
         self._open = self._aside = self._in_call = self._reduced = self._guard.is_lifted = False
         self._ended = how
 
     def _check_model(self, call: str) -> None:
-        if _open_steps.open_step(self._backend.chunks) is not None:
+        if _open_steps.open_step(self._megatron.chunks) is not None:
             raise MisuseError(f"a step of this model is open already; call its finish() or abort() before {call}")
 
     def _take_model(self) -> None:
-        _open_steps.take(self._backend.chunks, self)
-        self._guard.refuse(self._backend.chunks, self._optimizer, self._scheduler)
+        _open_steps.take(self._megatron.chunks, self)
+        self._guard.refuse(self._megatron.chunks, self._optimizer, self._scheduler)
 
 
-def _backend_for(model: Any, optimizer: Optimizer, scheduler: Scheduler | None, options: Options) -> Backend:
-    """Return the backend for this kind of model.
-
-    Raises:
-        MisuseError: there is none, or the options are not for it.
-    """
-    from . import _fsdp2, _megatron
-
+def _chunks_of(model: Any) -> list[Any]:
+    """Return the model's chunks, or raise MisuseError if they are not Megatron's."""
     if (chunks := bucket_groups.chunks_of(model)) is not None:
-        return _megatron.MegatronBackend(chunks, optimizer, scheduler, options)
-    if (chunks := _fsdp2.chunks_of(model)) is not None:
-        return _fsdp2.FSDP2Backend(chunks, optimizer, scheduler, options)
+        return chunks
     kinds = sorted({type(chunk).__name__ for chunk in (model if isinstance(model, (list, tuple)) else [model])})
     raise MisuseError(
-        f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, a list of "
-        "them, or a module with FSDP2's fully_shard applied"
+        f"model is {', '.join(kinds) or 'an empty list'}; expected Megatron's DistributedDataParallel, or a list "
+        "of them: TrainStep is not for torch's FSDP2, nor for Megatron-FSDP"
     )

@@ -14,8 +14,8 @@ from rigs.megatron.options import ADAM, BOTH, GRADS, new_machine, rerun, rerun_d
 from rigs.megatron.save import Saves, has_working_writer, minor, prepare
 from rigs.mistakes.losses import FP16
 from rigs.mistakes.schedules import schedule_of
-from rigs.train_step.fsdp import Sharded
 from rigs.train_step.models import in_pieces
+from torch.distributed.fsdp import fully_shard
 
 from megapatch import audit
 from megapatch.testing import MegatronLoop, init_parallel, tiny_gpt
@@ -146,11 +146,14 @@ def megatrons_own(rerun_mode):
     loop.train(STEPS)
 
 
-def of_fsdp2(rank):
+def of_fsdp2():
     """Torch's own optimizer and reduces: there is nothing of Megatron's to see."""
-    sharded = Sharded(rank)
-    for step in range(STEPS):
-        sharded.step(step, ((1, 1), (1, 1)))
+    model = fully_shard(torch.nn.Linear(4, 4).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        model(torch.ones(2, 4, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def in_layout(layout, function, *args):
@@ -191,7 +194,7 @@ def job(rank, world_size, folder):
     prepare()
     for name, function in SAVES.items():
         yield name, partial(in_layout, {}, function, folder, rank)
-    yield "FSDP2", partial(in_layout, {}, of_fsdp2, rank)
+    yield "FSDP2", partial(in_layout, {}, of_fsdp2)
     for name, (layout, *call) in CELLS.items():
         yield name, partial(in_layout, layout, *call)
 

@@ -1,6 +1,6 @@
 """The generated files: the catalogue of patches and pages of docs/, from the patches and from the promised names.
 
-Of audit.md one table is generated. Two pages are made with the site only (`site.py`).
+Of audit.md one table is generated. One page is made with the site only (`site.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GENERATED = {
     "docs/limits.md": limits.page,
     "docs/patches.md": patches.page,
 }
-OF_THE_SITE = {"reference.md": api.reference_page, "verdicts.md": verdicts.page}
+OF_THE_SITE = {"verdicts.md": verdicts.page}
 SUFFIXES = (".md", ".py", ".cfg", ".toml", ".yml", ".ini", ".html")
 COMMAND = "cd tests && python -m pages"
 ADDRESS = re.compile(r"https://[\w.-]+(?:/[\w.-]+)+?/megapatch(?![\w-])")

@@ -1,6 +1,5 @@
-"""docs/api.md lists every promised name, and the site's reference has their docstrings. Both are read
-from the sources without importing them, so that no torch is needed.
-"""
+"""docs/api.md lists every promised name. It is read from the sources without importing them, so that no torch is
+needed."""
 
 from __future__ import annotations
 
@@ -12,8 +11,6 @@ from typing import NamedTuple
 
 import megapatch
 
-from . import reference
-
 PACKAGE = Path(megapatch.__file__).parent
 
 INTRODUCTION = """\
@@ -23,15 +20,10 @@ INTRODUCTION = """\
 
 megapatch promises the names on this page: dotted names without a leading underscore, which work after
 `import megapatch`. Everything below a name with an underscore may change without notice. `help()` shows signatures
-and docstrings; the site has them on one page.
+and docstrings.
 
 The patches are promised by name (`megatron.train-reentry`, see [Limits](limits.md)), and so is `PATCH` in the
 module of each, such as `megapatch.patches.megatron.train_reentry.PATCH`. The functions in those modules are not.
-"""
-REFERENCE = """\
-# Reference
-
-The signatures and docstrings of the names that [the API](api.md) lists.
 """
 
 MODULES = (
@@ -74,43 +66,12 @@ def page() -> str:
             row(name, definition(module, name).summary or WITHOUT_DOCSTRING[name]) for name in names(module)
         )
         parts.append(f"## {module}\n\n| name | |\n| --- | --- |\n{rows}")
-    return _joined(parts)
-
-
-def reference_page() -> str:
-    """Return the whole page of signatures and docstrings."""
-    parts = [REFERENCE]
-    for module in MODULES:
-        parts += [f"## {module}", *reference.text(ast.get_docstring(parsed(module)) or "")]
-        for name in names(module):
-            known = definition(module, name)
-            if detailed_in(known) == module and (node := node_of(known)) is not None:
-                parts += reference.section(name, node)
-    return _joined(parts)
-
-
-def _joined(parts: list[str]) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def row(name: str, summary: str) -> str:
     text = summary.replace("|", "\\|")
     return f"| `{name}` | {text} |"
-
-
-def node_of(known: Definition) -> ast.AST | None:
-    """The definition of a function or class; None for a constant, of which the table says all."""
-    (node,) = [node for node in parsed(known.module).body if known.name in _bound(node)]
-    return node if isinstance(node, (ast.ClassDef, *reference.Function)) else None
-
-
-def detailed_in(known: Definition) -> str | None:
-    """Return the one module of the reference that details a definition; None for modules themselves."""
-    if not known.name or known.name == "__version__":
-        return None
-    exposing = [module for module in MODULES if known in (definition(module, name) for name in names(module))]
-    exposing.sort(key=lambda module: (module != known.module, module == "megapatch"))
-    return exposing[0]
 
 
 def names(module: str) -> list[str]:

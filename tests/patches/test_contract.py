@@ -5,16 +5,21 @@ The scenarios of the patches of Megatron are those of `megapatch verify`, with a
 
 import functools
 import importlib
+import random
+import sys
 from types import SimpleNamespace
 
+import pytest
+from rigs.contract import check_contract
 from rigs.megatron.options import GRADS, quick_writer
 from rigs.slime.actor import REFERENCE, Actor
 from rigs.slime.train import IMITATIONS, SlimeLoop
 
+from megapatch._layers import MARK
 from megapatch._verify.checks import CHECKS, checkpoints, loads
-from megapatch.patch import NEEDED, Patch, Site, Verdict
+from megapatch.patch import FIXED, NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
-from megapatch.testing import check_contract, init_parallel, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 
 def plan_twice():
@@ -48,38 +53,6 @@ def start_with_peft():
     assert not settings.finetune
 
 
-# ------------------------------------------------------------------------ a submodule that a function hides
-def has_finalize(module):
-    """Its package has a function of the module's name, which `import a.b as module` would give."""
-    return Verdict(NEEDED, "it goes by its parameters") if callable(module.finalize_model_grads) else None
-
-
-def accepts_no_chunk(finalize_model_grads):
-    @functools.wraps(finalize_model_grads)
-    def patched_finalize_model_grads(model, *args, **kwargs):
-        return finalize_model_grads(model, *args, **kwargs) if model else "nothing to do"
-
-    return patched_finalize_model_grads
-
-
-def finalize_nothing():
-    package = importlib.import_module("megatron.core.distributed")
-    assert package.finalize_model_grads([]) == "nothing to do"
-
-
-SHADOWED = Patch(
-    name="test.shadowed",
-    doc="A module that is hidden by a function is found.",
-    upstream="https://example.com/1",
-    sites=(
-        Site(
-            module="megatron.core.distributed.finalize_model_grads",
-            diagnose=has_finalize,
-            replace={"finalize_model_grads": accepts_no_chunk},
-        ),
-    ),
-)
-
 SCENARIOS = {
     **{check.name: check.scenario for check in CHECKS},
     "megatron.finetune-for-one-load": start_with_peft,
@@ -91,6 +64,60 @@ SCENARIOS = {
 
 def test_every_patch_keeps_the_contract(monkeypatch):
     monkeypatch.syspath_prepend(str(IMITATIONS))
-    # SkyRL's and NeMo-RL's are in patches/skyrl/test_contract.py and patches/nemo_rl/test_contract.py.
     here = [patch for patch in PATCHES if patch.family in ("megatron", "slime")]
-    check_contract({**{patch: SCENARIOS[patch.name] for patch in here}, SHADOWED: finalize_nothing})
+    check_contract({patch: SCENARIOS[patch.name] for patch in here}, verified={check.name for check in CHECKS})
+
+
+# ------------------------------------------------------------------------------------ it finds mistakes
+def draws(module):
+    random.random()
+    return Verdict(FIXED if MARK in vars(module.rgb_to_hsv) else NEEDED, "it sees its own repair")
+
+
+def is_needed(module):
+    return Verdict(NEEDED, "always")
+
+
+def unwrapped_for_good(function):
+    sys.modules["colorsys"].ONE_THIRD = 0.3
+    return lambda *arguments: function(*arguments)
+
+
+def dropping(function):
+    @functools.wraps(function)
+    def patched_ishex(text, **kwargs):
+        return function(text)
+
+    return patched_ishex
+
+
+def does_nothing():
+    pass
+
+
+def is_hex():
+    assert importlib.import_module("quopri").ishex(b"1")
+
+
+def broken_patch(name, module, diagnose, **replace):
+    return Patch(f"test.{name}", "It is broken.", None, (Site(module, diagnose, replace),))
+
+
+def test_what_is_wrong_is_listed():
+    broken = {
+        broken_patch("careless", "colorsys", draws, rgb_to_hsv=unwrapped_for_good): does_nothing,
+        broken_patch("dropping", "quopri", is_needed, ishex=dropping): is_hex,
+    }
+    with pytest.raises(AssertionError) as caught:
+        check_contract(broken)
+    for expected in (
+        "test.careless: its diagnosis changes Python's random numbers",
+        "test.careless: once patched, its verdict is ",
+        "test.careless: restore() leaves colorsys:ONE_THIRD changed",
+        "test.careless: needed is True, and without the patch its scenario ends with None",
+        "colorsys:rgb_to_hsv has another signature: (*arguments)",
+        "colorsys:rgb_to_hsv has lost its name or docstring",
+        "colorsys:rgb_to_hsv cannot be pickled by pickle",
+        "test.dropping: ishex does not pass on an added keyword",
+    ):
+        assert expected in str(caught.value)

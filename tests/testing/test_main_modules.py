@@ -25,24 +25,11 @@ PROGRAM = """
     class Reply(dict):
         pass
 
-    def tell(queue):
-        queue.put((__name__, getattr(__spec__, "name", None)))
-
-    def start(how, target):
-        context = multiprocessing.get_context(how)
-        queue = context.SimpleQueue()
-        process = context.Process(target=target, args=(queue,))
-        process.start()
-        process.join(60)
-        return process.exitcode, None if queue.empty() else queue.get()
-
-    def job(rank, world_size, hows):
-        target = tell if {by_file} else id  # multiprocessing does not load __main__ of a package or a zip file
+    def job(rank, world_size):
         return Reply(
             main=(__name__, getattr(__spec__, "name", None), __package__),
             beside=FROM_BESIDE,
             is_main=sys.modules["__main__"].job is job and sys.modules["__mp_main__"].job is job,
-            children={{how: start(how, target) for how in hows}},
         )
 
     if __name__ == "__main__":
@@ -50,16 +37,14 @@ PROGRAM = """
 
         multiprocessing.set_forkserver_preload([])
         multiprocessing.forkserver.ensure_running()
-        (reply,) = run_ranks(job, 1, sys.argv[1:])
+        (reply,) = run_ranks(job, 1)
         assert isinstance(reply, Reply)
         print(json.dumps(reply))
 """
-BESIDE = "from .beside import FROM_BESIDE"
-IN_A_CHILD = [0, ["__mp_main__", None]]
 
 
-def program(relative="", by_file=True):
-    return textwrap.dedent(PROGRAM).format(relative=relative, by_file=by_file)
+def program(relative=""):
+    return textwrap.dedent(PROGRAM).format(relative=relative)
 
 
 def run(*arguments, **options):
@@ -75,39 +60,22 @@ def reply_of(*arguments, **options):
     return reply
 
 
-@pytest.fixture
-def package(tmp_path):
-    """A folder with a package `acme`: a module and a `__main__`, which import from the module beside them."""
-    folder = tmp_path / "src" / "acme"
-    folder.mkdir(parents=True)
+# ------------------------------------------------------------------------------------- what works
+def test_a_script(tmp_path):
+    (tmp_path / "script.py").write_text(program())
+    assert reply_of(tmp_path / "script.py") == {"main": ["__mp_main__", None, None], "beside": None}
+
+
+@pytest.mark.parametrize(("name", "module"), [("acme.module", "acme.module"), ("acme", "acme.__main__")])
+def test_a_module_that_python_m_runs(tmp_path, name, module):
+    folder = tmp_path / "acme"
+    folder.mkdir()
     (folder / "__init__.py").touch()
     (folder / "beside.py").write_text("FROM_BESIDE = 'beside'\n")
-    (folder / "module.py").write_text(program(BESIDE))
-    (folder / "__main__.py").write_text(program(BESIDE, by_file=False))
-    return folder
-
-
-# ------------------------------------------------------------------------------------- what works
-def test_a_script_starts_processes_in_its_ranks(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(program())
-    assert reply_of(script, "spawn", "forkserver") == {
-        "main": ["__mp_main__", None, None],
-        "beside": None,
-        "children": {"spawn": IN_A_CHILD, "forkserver": IN_A_CHILD},
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "module", "child"),
-    [("acme.module", "acme.module", [0, ["__mp_main__", "acme.module"]]), ("acme", "acme.__main__", [0, None])],
-)
-def test_a_module_that_python_m_runs(package, name, module, child):
-    assert reply_of("-m", name, "spawn", cwd=package.parent) == {
-        "main": ["__mp_main__", module, "acme"],
-        "beside": "beside",
-        "children": {"spawn": child},
-    }
+    for file in ("module.py", "__main__.py"):
+        (folder / file).write_text(program("from .beside import FROM_BESIDE"))
+    reply = reply_of("-m", name, cwd=tmp_path)
+    assert reply == {"main": ["__mp_main__", module, "acme"], "beside": "beside"}
 
 
 SAVES = """

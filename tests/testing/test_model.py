@@ -73,19 +73,6 @@ def test_hooks_are_as_train_sets_them_or_unset():
     assert run_ranks(hooks, 1, env=UNPATCHED) == [[list(HOOKS), []]]
 
 
-def samples(rank, world_size):
-    init_parallel()
-    model = tiny_gpt()
-    return model.microbatches(7, 4 // world_size), model.parameters()
-
-
-def test_data_and_weights_do_not_depend_on_the_number_of_ranks():
-    ((all_samples, weights),) = run_ranks(samples, 1, env=UNPATCHED)
-    for rank, (mine, same_weights) in enumerate(run_ranks(samples, 2, env=UNPATCHED)):
-        assert all(torch.equal(sample, all_samples[rank + index * 2]) for index, sample in enumerate(mine))
-        assert all(torch.equal(weights[name], same_weights[name]) for name in weights)
-
-
 def process_groups_of_layouts(rank, world_size):
     found = []
     for _ in range(3):

@@ -11,9 +11,9 @@ from rigs.train_step.models import MEAN, in_pieces
 
 import megapatch
 from megapatch.testing import init_parallel, tiny_gpt
-from megapatch.train_step import TrainStep, _backend, _guard, _megatron, _normalization, _open_steps, _step
+from megapatch.train_step import TrainStep, _guard, _megatron, _normalization, _open_steps, _step
 
-FILES = {module.__file__ for module in (_backend, _guard, _megatron, _normalization, _open_steps, _step)}
+FILES = {module.__file__ for module in (_guard, _megatron, _normalization, _open_steps, _step)}
 OPTIONS = {"layers": 1, "vocab": 16, "lr": 0.05}
 WATCHED = ("step", "step_with_ready_grads", "zero_grad", "zero_grad_buffer", "load_state_dict")
 

@@ -70,7 +70,7 @@ def expected_waits(name):
 
 
 # ------------------------------------------------------------------------ mutants: each breaks our code in a place
-BACKEND, NORMALIZATION = _megatron.MegatronBackend, _normalization.Normalization
+BACKEND, NORMALIZATION = _megatron.MegatronStep, _normalization.Normalization
 SCALING = scaled_by_a_number(LossScaling._weighing)
 MUTANTS = {  # patched: object, name, by what; then what notices it, and how
     "reduces not waited for": (

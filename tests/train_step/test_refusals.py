@@ -51,7 +51,6 @@ def other_misuses():
     found["model"] = attempt(TrainStep, torch.nn.Linear(1, 1), model.optimizer)
     found["no model"] = attempt(TrainStep, [], model.optimizer)
     found["microbatches"] = attempt(TrainStep, model.chunks, model.optimizer, expected_microbatches=0)
-    found["norm"] = attempt(TrainStep, model.chunks, model.optimizer, max_grad_norm=1.0)
     found["expected_count"] = attempt(TrainStep, model.chunks, model.optimizer, expected_count=0)
     counting = TrainStep(model.chunks, model.optimizer, expected_count=10)
     with contextlib.suppress(Exception), counting:
@@ -122,9 +121,8 @@ OTHERS = {
     "to save": "saving a checkpoint while a TrainStep of this model is open: call its finish() or abort() first",
     "finished twice": "finish() needs an open step: it was finished",
     "scheduler without increment": "finish() needs increment=",
-    "model": "model is Linear; expected Megatron's DistributedDataParallel",
+    "model": "model is Linear; expected Megatron's DistributedDataParallel, or a list of them",
     "no model": "model is an empty list; expected",
-    "norm": "max_grad_norm is for FSDP2",
     "expected_count": "expected_count is 0; expected a finite number above 0",
     "microbatches": "expected_microbatches is 0; expected a finite number above 0",
     "no count": "this step has an expected_count: each call needs its count=",

@@ -9,10 +9,10 @@ import pytest
 from rigs.command import run
 from rigs.needs import needs_megatron
 
+from megapatch._finding import find_module
 from megapatch._verify.check import CannotRunHere, DefectSeen
 from megapatch._verify.checks import weight_sync
 from megapatch._verify.checks._syncs import LONG
-from megapatch._versions import find_module
 
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 here = {package for package in ENGINES if find_module(package) is not None}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,11 +17,10 @@ from ..._engine import entry_points
 from ..._engine.engine import this_process
 from ..._engine.record import NEEDS_ATTENTION
 from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
+from ..._finding import find_module
 from ..._reporting import files, terminal
-from ..._reporting.foreign import patched_by_others
 from ..._reporting.report import Report, SiteReport
 from ..._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL
-from ..._versions import find_module
 from ...patch import Status
 from ...patches._catalogue import CATALOGUE
 from ...reach._run.site.sitecustomize import HERE, TARGETS
@@ -35,7 +33,6 @@ class Examination(NamedTuple):
     Attributes:
         report: of all patches.
         packages: where each package that matters comes from.
-        others: (module, function of Megatron or torch that it has patched), other than megapatch's.
         settings: each MEGAPATCH_* variable that is set, its value, and its effect.
         reach: each way into a process, and its effect here.
         problems: in words, sites that need attention first.
@@ -44,7 +41,6 @@ class Examination(NamedTuple):
 
     report: Report
     packages: Sequence[origins.Package]
-    others: Sequence[tuple[str, str]]
     settings: Sequence[tuple[str, str, str]]
     reach: Mapping[str, str]
     problems: Sequence[str]
@@ -55,7 +51,6 @@ class Examination(NamedTuple):
         return {
             **self.report.to_dict(),
             "packages": [package._asdict() for package in self.packages],
-            "others": [{"module": module, "target": target} for module, target in self.others],
             "settings": [
                 dict(zip(("name", "value", "effect"), setting, strict=True)) for setting in self.settings
             ],
@@ -73,19 +68,11 @@ class Examination(NamedTuple):
         parts = [
             ["packages", *_rows(rows, columns)],
             ["patches", *self.report.table(columns)],
-            *self._others(columns),
             ["settings", *(_rows(settings, columns) or ["  none: no MEGAPATCH_* variable is set"])],
             ["ways in", *_rows(list(self.reach.items()), columns)],
             [f"digest {self.report.digest}"],
         ]
         return "\n\n".join("\n".join(part) for part in parts)
-
-    def _others(self, columns: int) -> list[list[str]]:
-        targets: dict[str, list[str]] = {}
-        for module, target in self.others:
-            targets.setdefault(module, []).append(target)
-        rows = [(module, ", ".join(names)) for module, names in targets.items()]
-        return [["patched by others", *_rows(rows, columns)]] if rows else []
 
 
 def examine(importing: bool) -> Examination:
@@ -120,7 +107,6 @@ def examine(importing: bool) -> Examination:
     return Examination(
         report=report,
         packages=packages,
-        others=patched_by_others(),
         settings=_settings(os.environ, report),
         reach=routes(
             report,
@@ -298,14 +284,6 @@ def _ray(environment: Mapping[str, str], version: str | None) -> str:
     )
     if hook := environment.get("RAY_RUNTIME_ENV_HOOK"):
         text += f"; RAY_RUNTIME_ENV_HOOK={hook} is set: it gets that environment last, and may change it"
-    if job := environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
-        try:
-            hook = (json.loads(job).get("runtime_env") or {}).get("worker_process_setup_hook")
-        except (ValueError, AttributeError):
-            hook = None
-        text += "; this is the driver of a Ray job"
-        if hook:
-            text += f" with a hook of its own ({hook}): take compose_into_init(), Ray refuses two"
     return text
 
 

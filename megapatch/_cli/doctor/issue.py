@@ -48,7 +48,6 @@ def markdown(found: Examination) -> str:
         for name, value, _ in found.settings
     ]
     settings += [f"- {sentence}" for sentence in unknown_variables(os.environ)]
-    others = sorted({f"- {_names(who)}: `{_names(target)}`" for who, target in found.others})
     parts = [
         ["# megapatch doctor"],
         [f"For {advice.ISSUE_TRACKER}. Please add what you ran, what you expected, and what happened."],
@@ -59,7 +58,6 @@ def markdown(found: Examination) -> str:
             f"- {platform.python_implementation()} {' '.join(sys.version.split())}",
         ],
         ["## Packages", "", "| package | version | origin | commit |", "| --- | --- | --- | --- |", *packages],
-        ["## Patched by others", "", *(others or ["Nothing."])],
         ["## Settings", "", *(settings or ["No MEGAPATCH_* variable is set."])],
         ["## Patches", "", "````text", *_patches(found.report), "````"],
         [f"Digest {found.report.digest}, {counted(len(found.problems), 'problem')}, exit code {found.exit_code}."],

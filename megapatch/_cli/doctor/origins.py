@@ -1,17 +1,18 @@
-"""Find out where each package comes from: a wheel, an editable installation, a commit, a checkout or a folder.
+"""Find out where each package comes from: an installation or a checkout, and its commit.
 
 Reads metadata, and asks git for commits; imports nothing. A commit does not show changes on top of it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Iterable
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ... import _versions
 
@@ -51,9 +52,8 @@ class Package(NamedTuple):
     Attributes:
         name: of the distribution, or of a package that comes from elsewhere.
         version: None where it is not stated.
-        origin: ``wheel``, ``editable``, ``vcs`` (installed from a commit), ``checkout`` (on the path), ``folder``
-            (on the path, neither installed nor under version control), or ``interpreter``.
-        path: the folder on the path, the checkout, or for ``vcs`` the repository's URL.
+        origin: ``installed``, ``checkout`` (sources on the path, or an editable installation), or ``interpreter``.
+        path: the folder on the path, or the checkout.
         commit: None where there is none or it cannot be read.
     """
 
@@ -80,72 +80,35 @@ def packages(others: Iterable[metadata.Distribution] = ()) -> list[Package]:
                 found.append(package)
             elif package.path != same[0].path:  # a part of it comes from elsewhere
                 found.append(package._replace(name=module))
-    return list(dict.fromkeys([*found, *map(_distribution, others)]))
+    return list(dict.fromkeys([*found, *map(_installed, others)]))
 
 
 def _package(name: str, module: str, folder: str) -> Package:
+    version = _versions.version_in_source(folder)
     for dist in metadata.distributions(name=name):
-        if _same(str(dist.locate_file(module.replace(".", "/"))), folder) and _was_installed(dist):
-            return _distribution(dist)
-        url = _direct_url(dist)
-        checkout = _local_path(url)
-        if url.get("dir_info", {}).get("editable") and checkout and _within(folder, checkout):
-            stated = _versions.version_in_source(folder)
-            return Package(name, stated or dist.version, "editable", checkout, commit_of(checkout))
+        # A checkout may have metadata beside its sources, too, which no installer has put there.
+        if _is_at(dist, module, folder) and dist.read_text("RECORD") is not None:
+            return _installed(dist)
+        version = version or dist.version
     top = folder
     for _ in module.split("."):
         top = os.path.dirname(top)
     root = _repository(folder)
-    version = _versions.version_in_source(folder)
-    if root is None:
-        return Package(name, version, "folder", top, None)
-    return Package(name, version, "checkout", root, commit_of(root))
+    return Package(name, version, "checkout", root or top, root and commit_of(root))
 
 
-def _distribution(dist: metadata.Distribution) -> Package:
-    """Return a package as its installer described it."""
-    url = _direct_url(dist)
-    name, place = dist.metadata["Name"], os.path.realpath(str(dist.locate_file("")))
-    vcs, checkout = url.get("vcs_info"), _local_path(url)
-    if vcs:
-        return Package(name, dist.version, "vcs", str(url.get("url")), vcs.get("commit_id"))
-    if url.get("dir_info", {}).get("editable") and checkout:
-        return Package(name, dist.version, "editable", checkout, commit_of(checkout))
-    if _was_installed(dist):
-        return Package(name, dist.version, "wheel", place, None)
-    root = _repository(place)
-    return Package(name, dist.version, "checkout" if root else "folder", root or place, root and commit_of(root))
+def _is_at(dist: metadata.Distribution, module: str, folder: str) -> bool:
+    return os.path.realpath(str(dist.locate_file(module.replace(".", "/")))) == os.path.realpath(folder)
 
 
-def _was_installed(dist: metadata.Distribution) -> bool:
-    """Return whether an installer put it there; a checkout may have metadata beside its sources, too."""
-    return any(dist.read_text(name) is not None for name in ("RECORD", "INSTALLER", "installed-files.txt"))
-
-
-def _direct_url(dist: metadata.Distribution) -> dict[str, Any]:
-    """Return where an installer took it from, if not from an index; empty where that is missing or unreadable."""
-    import json
-
+def _installed(dist: metadata.Distribution) -> Package:
+    """Return a package as its installer described it: with a commit, if it was installed from one."""
     try:
-        url = json.loads(dist.read_text("direct_url.json") or "{}")
-    except ValueError:
-        return {}
-    return url if isinstance(url, dict) else {}
-
-
-def _local_path(url: dict[str, Any]) -> str | None:
-    from urllib.parse import unquote, urlsplit
-
-    parts = urlsplit(str(url.get("url", "")))
-    return os.path.realpath(unquote(parts.path)) if parts.scheme == "file" else None
-
-
-def _same(folder: str, other: str) -> bool:
-    return os.path.realpath(folder) == os.path.realpath(other)
-
-
-def _within(folder: str, outer: str) -> bool:
-    return os.path.commonpath([os.path.realpath(folder), outer]) == outer
+        commit = json.loads(dist.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
+    except (ValueError, KeyError, TypeError):
+        commit = None
+    place = os.path.realpath(str(dist.locate_file("")))
+    return Package(dist.metadata["Name"], dist.version, "installed", place, commit)
 
 
 def _repository(folder: str) -> str | None:

@@ -16,7 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..._versions import find_module, version_of
+from ..._finding import find_module
+from ..._versions import version_of
 from ..check import DP, CannotRunHere, Check, Layout, expect
 from . import _syncs
 from ._syncs import LONG, RECORD, STARTED, Interrupted

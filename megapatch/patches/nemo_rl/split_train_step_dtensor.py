@@ -5,7 +5,7 @@ Symptom   AttributeError: an asynchronous controller that trains on rollouts as 
           worker has them.
 Upstream  NVIDIA-NeMo/RL#2692, #2831: neither was merged.
 Seam      adds the four to DTensorPolicyWorkerImpl and DTensorPolicyWorkerV2Impl. The worker's own train(), which
-          is untouched, does each call and the end of the step, and `TrainStep` keeps the sum. Ranks with
+          is untouched, does each call and the end of the step, and the gradients are summed. Ranks with
           fewer microbatches make passes that do not count. Then Ray's actor classes are rebuilt.
 Limits    v0.6.0, v0.7.0 and main, with data, context and tensor parallelism: begin_train_step() refuses expert
           parallel models. No cross-tokenizer distillation. A step in which nothing counts on any rank

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
 from patches.nemo_rl.test_split_after_exceptions import failing_in_loss
-from rigs.contract import check_contract_in
+from rigs.contract import check_contract
 from rigs.megatron.gathers import OVERLAP
 from rigs.megatron.options import BOTH, UNPATCHED, Interrupted, attempt
 from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
 from rigs.nemo_rl.worker import GPT, SHAPES, batch, nll_loss, worker_for
 from rigs.renames import assert_renames_are_seen
 
-from megapatch import Patch, _versions
+from megapatch import Patch, _finding
 from megapatch.patches.nemo_rl import (
     PATCHES,
     abort_resets_rerun,
@@ -90,7 +90,7 @@ def logprobs_in_a_step():
 
 def there(module):
     """The module, or None: releases differ, and our imitation has not all."""
-    return importlib.import_module(module) if _versions.find_module(module) else None
+    return importlib.import_module(module) if _finding.find_module(module) else None
 
 
 def swap_that_raises():
@@ -203,4 +203,4 @@ def test_the_contract_is_kept(shape, monkeypatch):
     monkeypatch.setenv("NEMO_RL_SHAPE", shape)
     assert SCENARIOS.keys() == set(PATCHES)
     chosen = {"main": OF_MAIN, "release": SCENARIOS.keys() - OF_MAIN}.get(shape, SCENARIOS.keys())
-    check_contract_in(find_workers, {loadable(patch): SCENARIOS[patch] for patch in chosen}, monkeypatch)
+    check_contract({loadable(patch): SCENARIOS[patch] for patch in chosen}, find_workers)

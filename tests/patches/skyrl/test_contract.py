@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.contract import check_contract_in, check_family
+from rigs.contract import check_contract, check_family
 from rigs.megatron.gathers import OVERLAP, Collectives
 from rigs.skyrl.engines import BroadcastFailed, Engines, trainer_for
 from rigs.skyrl.releases import RELEASES, Release, find_skyrl, needs_skyrl
@@ -157,4 +157,4 @@ WITH_ADAPTERS = [one for one in RELEASES if one.has("workers/megatron/adapter_st
 @pytest.mark.parametrize("release", WITH_ADAPTERS, ids=lambda one: one.name)
 def test_the_contract_is_kept_where_there_are_adapters(release, monkeypatch):
     monkeypatch.setenv("SKYRL_RELEASE", release.folder)
-    check_contract_in(find_skyrl, {skyrl.adapters_own_state.PATCH: restored_slot}, monkeypatch)
+    check_contract({skyrl.adapters_own_state.PATCH: restored_slot}, find_skyrl)

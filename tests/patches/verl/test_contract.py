@@ -12,7 +12,7 @@ from rigs.verl.engine import (
     GRADS,
     batch_of,
     engine_of,
-    find_reloadable_verl,
+    find_verl,
     loss,
     needs_verl,
     train,
@@ -90,4 +90,4 @@ SCENARIOS = {
 
 
 def test_the_contract_is_kept(monkeypatch):
-    check_family(PATCHES, SCENARIOS, find_reloadable_verl, monkeypatch, VERL_RELEASE=ENGINES[-1].folder)
+    check_family(PATCHES, SCENARIOS, find_verl, monkeypatch, VERL_RELEASE=ENGINES[-1].folder)

@@ -1,1 +1,1 @@
-"""Tools for tests of TrainStep: models, layouts, FSDP2, timelines."""
+"""Tools for tests of TrainStep: models, layouts, timelines."""

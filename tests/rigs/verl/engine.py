@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import wrapt
 
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import _parallel, destroy_parallel
@@ -98,28 +97,6 @@ def find_verl(real=()):
         "max_memory_reserved",
     ):  # verl takes torch.cpu for torch.cuda
         vars(torch.cpu).setdefault(name, getattr(torch.cuda, name))
-
-
-def find_reloadable_verl():
-    """The same, and let verl's engines be registered again when their module is reloaded, which verl refuses."""
-    find_verl()
-    wrapt.register_post_import_hook(_register_again, "verl.workers.engine.base")
-
-
-def _register_again(base):
-    register = base.EngineRegistry.register
-
-    def tolerant(*args, **kwargs):
-        decorate = register(*args, **kwargs)
-
-        def decorated(engine):
-            with contextlib.suppress(AssertionError):
-                decorate(engine)
-            return engine
-
-        return decorated
-
-    base.EngineRegistry.register = tolerant
 
 
 # ------------------------------------------------------------------------------------------ the engine
