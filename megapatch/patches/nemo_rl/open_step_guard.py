@@ -7,9 +7,8 @@ Upstream  NVIDIA-NeMo/RL#3660 added keep_train_buffers to prepare_for_lp_inferen
           from leaving it out, and the other methods have nothing like it.
 Seam      the methods of the Megatron worker and of DTensor's: a MisuseError (a RuntimeError) that says what to do.
           prepare_for_lp_inference takes keep_train_buffers in releases that lack it, too.
-Limits    use_reference_model, which main's own controller needs in an open step, is refused only where weights and
-          gradients share a buffer (MXFP8 with overlap_param_gather), and by nemo_rl.reference-model-rollback,
-          which replaces it; elsewhere gradients stay, as the tests show.
+Limits    use_reference_model, which main's own controller needs in an open step, is not refused: gradients stay,
+          unless they share a buffer with the weights (MXFP8 with overlap_param_gather).
           DTensor's workers lose none when they offload, so only train() and save_checkpoint() are refused there.
 Cost      one look at an attribute a call.
 """
