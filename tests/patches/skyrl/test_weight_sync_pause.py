@@ -8,22 +8,25 @@ from unittest import mock
 
 import pytest
 from rigs.diagnosed_sources import words
+from rigs.releases import status_of
 from rigs.skyrl.engines import (
     Engines,
     EngineThatCannot,
     cancelled_when,
-    each_way,
     logged,
     outcome,
     save_without_pause,
+    without_and_with,
 )
 from rigs.skyrl.findings import found_once
 from rigs.skyrl.releases import RELEASES, has_correctness_fixes, needs_skyrl
 
 import megapatch
-from megapatch.patches.skyrl.weight_sync_pause import DISPATCH, MODULES, SAVE, diagnose
+from megapatch.patches.skyrl.weight_sync_pause import MODULES, SAVE, diagnose
 
 pytestmark = needs_skyrl
+
+PATCH = "skyrl.weight-sync-pause"
 
 
 HAVING_BOTH = [
@@ -109,16 +112,14 @@ def scenarios(release, module):
 
 
 def found_by(release, module):
-    """The verdict, and what becomes of the release's own method; then the scenarios, where there can be some."""
-    found = {"verdict": words(diagnose(module))}
-    found["its own"] = each_way("skyrl.weight-sync-pause", module, DISPATCH, [SAVE], dict)
+    """The verdict and what becomes of the release's own method; then the scenarios, where there can be some."""
+    found = {"verdict": words(diagnose(module)), "of its own": status_of(PATCH)}
     if release not in HAVING_BOTH:
         return found
     if imitated(release):
         setattr(module.WorkerDispatch, SAVE, save_without_pause)
     megapatch.apply()
-    every = each_way("skyrl.weight-sync-pause", module, DISPATCH, [SAVE], lambda: scenarios(release, module))
-    return {**found, **every}
+    return {**found, **without_and_with(PATCH, lambda: scenarios(release, module))}
 
 
 found_for = found_once(found_by, MODULES)
@@ -133,9 +134,7 @@ def test_the_verdict(release):
         return
     if has_correctness_fixes(release):
         assert found["verdict"] == ("fixed", f"{SAVE}() pauses generation, and resumes it even after a failure")
-        its_own = found["its own"]
-        assert its_own["early"]["status"] == its_own["late"]["status"] == "not-needed"
-        assert its_own["early"]["replaced"] == its_own["late"]["replaced"] == its_own["late, held"] == [False]
+        assert found["of its own"] == "not-needed"
     elif release.name != "checkout":
         assert found["verdict"] == ("needed", "weights are synced while engines serve requests")
 
@@ -158,11 +157,10 @@ def resumed(found):
     return found["marked"] in (False, None) and found["serving"] == [True, True]
 
 
-def test_it_comes_and_goes(needed):
-    assert needed["early"]["status"] == needed["late"]["status"] == "applied"
-    assert needed["early"]["replaced"] == needed["late"]["replaced"] == needed["late, held"] == [True]
-    assert needed["without"]["replaced"] == [False]
-    assert needed["restored"]
+@pytest.fixture
+def patched(needed):
+    assert needed["status"] == "applied"
+    return needed["with"]
 
 
 def test_without_it_requests_see_a_mixture(needed):

@@ -7,15 +7,14 @@ import asyncio
 import importlib
 import inspect
 import logging
-import operator
+import os
 from contextlib import contextmanager
 from unittest import mock
 
 import megapatch
-from megapatch._engine.engine import this_process
-from megapatch._layers import MARK
 from megapatch.weight_sync import _warned
 from rigs.cells import take_rules
+from rigs.releases import status_of
 
 OLD, MIXED, NEW = ["old", "old"], ["new", "old"], ["new", "new"]
 STEPS = 3  # of an epoch of the trainer
@@ -212,10 +211,11 @@ def trainer_for(module, engines):
 
 @contextmanager
 def logged():
-    """Collect the records of megapatch's logger, as [(level, message)]."""
+    """Collect the records of megapatch's logger but the audit's, as [(level, message)]."""
     _warned.clear()
     found = []
     handler = logging.Handler()
+    handler.addFilter(lambda record: "audit" not in record.pathname.split(os.sep))
     handler.emit = lambda record: found.append((record.levelname, record.getMessage()))
     log = logging.getLogger("megapatch")
     log.addHandler(handler)
@@ -246,41 +246,10 @@ async def cancelled_when(coroutine, ready):
     await task
 
 
-def audited(patch, scenarios):
-    """Return the results of the scenarios without the patch and with it, in a process that the audit watches."""
+def without_and_with(patch, scenarios):
+    """Return the patch's status, and the results of the scenarios without it and with it."""
+    status = status_of(patch)
     megapatch.restore(patch)
     without = scenarios()
     megapatch.apply()
-    return {"without": without, "with": scenarios()}
-
-
-def each_way(patch, module, cls, names, scenarios):
-    """Return the results of the scenarios with the patch, activated before the import and after it, and without;
-    and whether the class's functions of these names are then replaced. megapatch is active in this process."""
-
-    def functions(of):
-        return [inspect.getattr_static(of, name) for name in names]
-
-    (record,) = (
-        one for one in this_process().roster.sites if (one.patch.name, one.site.module) == (patch, module.__name__)
-    )
-
-    def look():
-        return {
-            "status": record.status.value,
-            "replaced": [MARK in vars(one) for one in functions(getattr(module, cls))],
-            **scenarios(),
-        }
-
-    found = {"early": look()}
-    megapatch.restore(patch)
-    originals = functions(getattr(module, cls))
-    holder = {}
-    exec(f"from {module.__name__} import {cls} as held", holder)
-    found["without"] = look()
-    megapatch.apply()
-    found["late"] = look()
-    found["late, held"] = [MARK in vars(one) for one in functions(holder["held"])]
-    megapatch.restore(patch)
-    found["restored"] = all(map(operator.is_, functions(getattr(module, cls)), originals))
-    return found
+    return {"status": status, "without": without, "with": scenarios()}
