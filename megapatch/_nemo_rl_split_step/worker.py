@@ -82,12 +82,6 @@ class SplitStep:
     sequences: float = 0.0
     tokens: float = 0.0
 
-    def train(self, worker: Any, data: Any) -> None:
-        raise NotImplementedError
-
-    def finish(self, worker: Any) -> dict[str, Any]:
-        raise NotImplementedError
-
     def abort(self, worker: Any) -> None:
         self.step.abort()
 

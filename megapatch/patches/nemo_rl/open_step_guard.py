@@ -84,12 +84,9 @@ def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool 
             return prepare_for_lp_inference(self, *args, **kwargs)
 
     # Without __wrapped__, and without Ray's notes in __dict__: with them it would take the original's parameters.
-    patched_prepare_for_lp_inference.__module__, patched_prepare_for_lp_inference.__doc__ = (
-        prepare_for_lp_inference.__module__,
-        prepare_for_lp_inference.__doc__,
-    )
-    patched_prepare_for_lp_inference.__name__ = prepare_for_lp_inference.__name__
-    patched_prepare_for_lp_inference.__qualname__ = prepare_for_lp_inference.__qualname__
+    names = ("__module__", "__name__", "__qualname__", "__doc__")
+    functools.update_wrapper(patched_prepare_for_lp_inference, prepare_for_lp_inference, names, updated=())
+    del vars(patched_prepare_for_lp_inference)["__wrapped__"]
     return patched_prepare_for_lp_inference
 
 

@@ -6,8 +6,8 @@ Upstream  NVIDIA-NeMo/RL#3266 has changed the controller. On main from 2026-07-1
           synchronizers; no release has it. v0.7.0 and main have the same synchronizers, for controllers that
           were written like it.
 Seam      adds __getattribute__ to WeightSynchronizer: every transport has a sync_weights() of its own, and users
-          may have more. The method that an object has by that name takes a version, too, by position or as
-          `version`. In an event loop the result is a coroutine, and the sync runs in a thread, as main's
+          may have more. The method that an object has by that name takes a version, too, as its one argument
+          by position. In an event loop the result is a coroutine, and the sync runs in a thread, as main's
           controller has it now; elsewhere it is the original's result. Calls without a version, and synchronizers
           that take one themselves, are left as they are.
 Limits    in an event loop nothing is synced before the coroutine is awaited. The version goes nowhere, as no
@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -64,28 +64,16 @@ def looked_up(self: Any, name: str) -> Any:
 def accepting_version(sync: MethodType) -> Callable[..., Any]:
     @functools.wraps(sync)
     def patched_sync(*args: Any, **kwargs: Any) -> Any:
-        version, others = _version_in(args, kwargs)
-        if version is None or _accepts(sync, args, kwargs):
+        if len(args) != 1 or not isinstance(args[0], int) or _accepts(sync, args, kwargs):
             return sync(*args, **kwargs)
         _warn_once()
-        call = functools.partial(sync, **others)
+        call = functools.partial(sync, **kwargs)
         return _in_thread(call) if running_loop() == "asyncio" else call()
 
     return patched_sync
 
 
-def _version_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the version, or None if no argument can be one, and the keywords without it."""
-    import numbers
-
-    others = dict(kwargs)
-    given = [*args, *([others.pop("version")] if "version" in others else [])]
-    if len(given) == 1 and isinstance(given[0], numbers.Integral):
-        return given[0], others
-    return None, others
-
-
-def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:

@@ -77,13 +77,13 @@ def with_it(rank, world_size):
 
 
 def by_transport():
-    """In a loop by position, elsewhere by keyword, and without a version: results, whether stale, and calls."""
+    """In a loop, elsewhere, and without a version: results, whether stale, and calls."""
     found = {}
     for transport in TRANSPORTS:
         found[transport] = {}
         for how, call in {
             "loop": lambda made: awaited(lambda: made.sync_weights(3)),
-            "plain": lambda made: made.sync_weights(version=4, timer=None),
+            "plain": lambda made: made.sync_weights(4, timer=None),
             "without": lambda made: made.sync_weights(),
         }.items():
             made, calls = synchronizer(transport)
@@ -107,7 +107,6 @@ def wrong_calls():
     failing, _ = synchronizer(succeeds=False)
     wrong = {
         "two": lambda: made.sync_weights(3, 4),
-        "twice": lambda: made.sync_weights(3, version=4),
         "no number": lambda: made.sync_weights("3"),
         "another keyword": lambda: made.sync_weights(3, nonsense=True),
         "failing": lambda: awaited(lambda: failing.sync_weights(3)),

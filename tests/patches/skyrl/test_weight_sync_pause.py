@@ -11,7 +11,6 @@ from rigs.diagnosed_sources import words
 from rigs.releases import status_of
 from rigs.skyrl.engines import (
     Engines,
-    EngineThatCannot,
     cancelled_when,
     logged,
     outcome,
@@ -89,20 +88,8 @@ def scenarios(release, module):
             error = outcome(cancelled_when(saving, lambda: engines.marked or engines.broadcasts))
         found["cancelled"] = {"errors": [error], "log": records, **engines.told()}
 
-    sync("cannot pause", Engines(release, NotImplementedError("no"), NotImplementedError("no")), times=2)
-
-    sync("no such method", Engines(release, make=EngineThatCannot), times=2)
-    sync("pause fails", Engines(release, None, OSError("gone")))
-
     engines = Engines(release)
     sync("colocated", engines, dispatch_for(module, engines, colocated=True))
-
-    for name, failing in {"resume fails": (), "both fail": (1,)}.items():
-        engines = Engines(release)
-        engines.failing_broadcasts = failing
-        engines.client.resume_generation = mock.AsyncMock(side_effect=OSError("no resume"))
-        sync(name, engines)
-        found[name]["resumes"] = engines.client.resume_generation.await_count
 
     engines = Engines(release)
     dispatch = dispatch_for(module, engines)
@@ -198,41 +185,17 @@ def test_what_the_caller_has_paused_stays_paused(needed, patched):
         assert patched["good"]["marked"] is None
 
 
-def test_a_pause_that_is_cancelled_or_fails_is_undone_and_nothing_is_synced(patched):
+def test_a_pause_that_is_cancelled_is_undone_and_nothing_is_synced(patched):
     if found := patched.get("cancelled"):
         assert found["errors"] == ["CancelledError"]
         assert found["calls"] == ["pause"]
         assert resumed(found)
-    found = patched["pause fails"]
-    assert found["errors"] == ["OSError: gone"]
-    assert found["calls"] == ["pause"] + (["resume"] if found["marked"] is None else [])
-    assert resumed(found)
-    assert not found["synced"]
-
-
-@pytest.mark.parametrize("name", ["cannot pause", "no such method"])
-def test_engines_that_cannot_pause_are_synced_as_before_with_one_warning(needed, patched, name):
-    found = patched[name]
-    assert found["errors"] == [None, None]
-    assert found["synced"] and resumed(found)
-    assert found["calls"] == ["pause", "broadcast"] * 2
-    ((level, text),) = found["log"]
-    assert level == "WARNING"
-    assert "cannot pause generation" in text
 
 
 def test_the_colocated_path_is_untouched(needed, patched):
     assert patched["colocated"] == needed["without"]["colocated"]
     assert "pause" not in patched["colocated"]["calls"]
     assert patched["colocated"]["engine calls"] == [["wake up ['weights']", "wake up ['kv_cache']"]] * 2
-
-
-def test_a_resume_that_fails_is_raised_but_hides_nothing(patched):
-    assert patched["resume fails"]["errors"] == ["OSError: no resume"]
-    found = patched["both fail"]
-    assert found["errors"] == ["BroadcastFailed"]
-    assert any("no resume" in text for text in errors(found["log"]))
-    assert found["resumes"] == patched["resume fails"]["resumes"] == 1
 
 
 def test_without_a_client_the_error_is_skyrls(needed, patched):

@@ -23,8 +23,11 @@ STEPS = 3  # of an epoch of the trainer
 class BroadcastFailed(Exception): ...
 
 
-class EngineThatCannot:
-    """An engine that cannot stop serving. Its weights come in two parts."""
+class Engine:
+    """An engine, whose weights come in two parts.
+
+    failing   raised when it is asked to stop serving
+    """
 
     def __init__(self, failing=None):
         self.failing, self.serving = failing, True
@@ -48,13 +51,6 @@ class EngineThatCannot:
         if self.serving:
             self.seen.append(list(self.weights))
 
-
-class Engine(EngineThatCannot):
-    """An engine that can stop serving.
-
-    failing   raised when it is asked to
-    """
-
     async def abort_generation(self):  # up to skyrl 0.1.0; the client itself holds requests back until it resumes
         await self._stop("abort")
 
@@ -72,8 +68,8 @@ class Engine(EngineThatCannot):
 class Engines(list):
     """Engines, the real client of a release, and broadcasts that may fail after the first part."""
 
-    def __init__(self, release, *failing, grace=0, make=Engine):
-        super().__init__(make(error) for error in (failing or (None, None)))
+    def __init__(self, release, *failing, grace=0):
+        super().__init__(Engine(error) for error in (failing or (None, None)))
         self.module = importlib.import_module(f"{release.backend}.inference_engines.inference_engine_client")
         if hasattr(self.module, "ABORT_GENERATION_GRACE_PERIOD_SECONDS"):
             self.module.ABORT_GENERATION_GRACE_PERIOD_SECONDS = grace
