@@ -18,7 +18,7 @@ from ..errors import MisuseError
 from ..patches._temporarily import temporarily_set
 from ..patches.nemo_rl._workers import STATE
 from .fsdp2 import FSDP2Step
-from .worker import SplitStep, begin, normalized, sum_over_ranks, valid_counts
+from .worker import SplitStep, begin, is_reported, normalized, sum_over_ranks, valid_counts
 
 
 def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int | None = None) -> None:
@@ -39,7 +39,7 @@ class DTensorSplitStep(SplitStep):
     metrics: dict[str, list[Any]] = field(default_factory=dict)
     empty_batch: Any = None
 
-    def train(self, worker: Any, data: Any, last: bool) -> None:
+    def train(self, worker: Any, data: Any) -> None:
         sequences, tokens = valid_counts(data)
         bins = _bins(worker, data)
         num_microbatches = math.ceil(data.size / self.mbs) if bins is None else len(bins)
@@ -84,10 +84,22 @@ class DTensorSplitStep(SplitStep):
         if not optimizer.stepped:
             raise MisuseError("finish_train_step(): train() without data did not step the optimizer")
         result["global_loss"] = self.loss * (self.expected_count / (count or 1.0))
-        result["all_mb_metrics"] = {
-            name: _corrected(self, name, values, tokens, sequences) for name, values in self.metrics.items()
-        }
+        result["all_mb_metrics"] = self._corrected(tokens, sequences)
         return result
+
+    def _corrected(self, tokens: float, sequences: float) -> dict[str, list[Any]]:
+        """Return the metrics, by microbatch, as train() has them."""
+        totals = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
+        divided_by = {"expected_count": self.expected_count, "tokens": tokens, "sequences": sequences}
+        found: dict[str, list[Any]] = {}
+        for name, values in self.metrics.items():
+            if name == "lr":
+                found[name] = values
+            elif name in totals:
+                found[name] = [totals[name]] * len(values)
+            elif is_reported(self.loss_fn, name):
+                found[name] = [normalized(self.loss_fn, {name: value}, **divided_by)[name] for value in values]
+        return found
 
 
 # ---------------------------------------------------------------------------- arguments of train()
@@ -151,9 +163,7 @@ class SplitLoss:
 
 def _replaced(worker: Any, **attributes: Any) -> contextlib.AbstractContextManager[None]:
     """Replace those of the attributes that the worker has, for now."""
-    if hasattr(
-        worker, "timer"
-    ):  # after v0.7.0; an exception would leave it running, and the next train() would refuse
+    if hasattr(worker, "timer"):  # after v0.7.0; an exception would leave it running
         attributes["timer"] = type(worker.timer)()
     return temporarily_set(worker, **{name: value for name, value in attributes.items() if hasattr(worker, name)})
 
@@ -202,17 +212,3 @@ def _empty_batch(data: Any) -> Any:
     found = type(data)({name: data[name][:1] for name in names if name in data})
     found.micro_batch_indices, found.micro_batch_lengths, found.elem_counts_per_gb = [[]], [[0]], [0]
     return found
-
-
-# ---------------------------------------------------------------------------- the end
-def _corrected(
-    split: DTensorSplitStep, name: str, values: list[Any], tokens: float, sequences: float
-) -> list[Any]:
-    """Return a metric's values, by microbatch, as train() has them."""
-    used = {"global_valid_seqs": sequences, "global_valid_toks": tokens}
-    if name in used:
-        return [used[name]] * len(values)
-    if name == "lr":
-        return values
-    divided_by = {"expected_count": split.expected_count, "tokens": tokens, "sequences": sequences}
-    return [normalized(split.loss_fn, {name: value}, **divided_by)[name] for value in values]

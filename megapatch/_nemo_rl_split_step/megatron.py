@@ -37,6 +37,8 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
             f"begin_train_step(): the loss is divided by sequences, and the model has {others}, which train() "
             "divides by tokens; the same gradient cannot be divided by both. Use train(), or a loss by tokens"
         )
+    if getattr(self.model.config, "mtp_num_layers", None):
+        raise MisuseError("begin_train_step(): a split step cannot train multi-token prediction. Use train()")
     if getattr(self, "_router_replay_enabled", False):
         raise MisuseError("begin_train_step(): a split step cannot replay the routing; switch router replay off")
     _forget_inference(self.model)
@@ -56,12 +58,12 @@ class MegatronSplitStep(SplitStep):
     microbatches: int = 0
     metrics: list[dict[str, Any]] = field(default_factory=list)
 
-    def train(self, worker: Any, data: Any, last: bool) -> None:
+    def train(self, worker: Any, data: Any) -> None:
         nemo = _worker_module(worker)
         sequences, tokens = valid_counts(data)
         self.sequences += sequences
         self.tokens += tokens
-        batch_arguments = {**_of_worker(worker), "data": _with_mtp_mask(worker, data), "mbs": self.mbs}
+        batch_arguments = {**_of_worker(worker), "data": data, "mbs": self.mbs}
         iterator, num_microbatches, micro_batch_size, _, length = nemo.get_microbatch_iterator(
             **_accepted(nemo.get_microbatch_iterator, batch_arguments)
         )
@@ -80,12 +82,7 @@ class MegatronSplitStep(SplitStep):
             "global_valid_seqs": expected_count,
             "global_valid_toks": expected_count,
         }
-        if last:  # there is nothing to divide by in a step in which nothing counts: see _step()
-            (total,) = sum_over_ranks(
-                nemo.parallel_state.get_data_parallel_group(), self.count_of(self.sequences, self.tokens)
-            )
-            last = total > 0
-        with self.step.accumulate(num_microbatches, self.count_of(sequences, tokens), last):
+        with self.step.accumulate(num_microbatches, self.count_of(sequences, tokens)):
             machine = nemo.get_rerun_state_machine()
             while machine.should_run_forward_backward(iterator):
                 losses = nemo.megatron_forward_backward(**_accepted(nemo.megatron_forward_backward, arguments))
@@ -129,10 +126,7 @@ class MegatronSplitStep(SplitStep):
             "all_mb_metrics": all_metrics,
             "grad_norm": nemo.torch.tensor([grad_norm]),
         }
-        result |= self._expert_metrics(worker, nemo)
-        if hasattr(worker, "_collect_mtp_metrics"):  # in v0.7.0, where it checks whether there are any
-            worker._collect_mtp_metrics(result, self.microbatches, None)
-        return result
+        return result | self._expert_metrics(worker, nemo)
 
     def _step(self, worker: Any, count: float) -> float:
         """Step the optimizer and return the gradient's norm. If nothing counts on any rank, parameters stay."""
@@ -180,8 +174,6 @@ def _other_losses(model: Any) -> str:
             found.append("a router's load balancing loss")
         if getattr(settings, "moe_z_loss_coeff", None):
             found.append("a router's z loss")
-    if getattr(settings, "mtp_num_layers", None):
-        found.append("multi-token prediction losses")
     return " and ".join(found)
 
 
@@ -194,16 +186,6 @@ def _forget_inference(model: Any) -> None:
             module.reset_inference_cache()
         if hasattr(module, "_inference_key_value_memory"):
             module._inference_key_value_memory = None
-
-
-def _with_mtp_mask(worker: Any, data: Any) -> Any:
-    """Add the mask that v0.7.0's train() adds before it makes microbatches; v0.6.0 leaves it to the model."""
-    wanted = hasattr(worker, "_collect_mtp_metrics") and getattr(worker.model.config, "mtp_num_layers", None)
-    if not wanted or "token_mask" not in data:
-        return data
-    found = data.slice(0, data.size)
-    found["mtp_loss_mask"] = data["token_mask"] * data["sample_mask"].unsqueeze(-1)
-    return found
 
 
 def _of_worker(worker: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def begin_train_step(self: Any, loss_fn: Any, gbs: int | None = None, mbs: int |
         self.flops_tracker.reset()
 
 
-def train_microbatches(self: Any, data: Any, timer: Any = None, last: bool = False) -> None:
+def train_microbatches(self: Any, data: Any, timer: Any = None) -> None:
     """Run forward and backward on part of the step's data.
 
     It is sharded over data parallel as train() shards a batch, and each rank makes any number of microbatches of
@@ -46,15 +46,14 @@ def train_microbatches(self: Any, data: Any, timer: Any = None, last: bool = Fal
     Args:
         data: as for train().
         timer: as for train().
-        last: whether these are the step's last data: their backward passes then overlap with the reduce.
     """
     with _timed(timer, "policy_training/sharding_data"):
         shards = _sharded(self, data)
     _track(self, [shard["input_lengths"].tolist() for shard in shards])
-    _call_workers(self, "train_microbatch", timer, data=shards, **_common(last))
+    _call_workers(self, "train_microbatch", timer, data=shards)
 
 
-def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None, last: bool = False) -> None:
+def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None) -> None:
     """Run forward and backward on samples that workers fetch from the data plane; as train_microbatches()."""
     nemo = sys.modules[TQ_MODULE]
     self._stamp_pad_seqlen(meta)
@@ -69,15 +68,15 @@ def train_microbatches_from_meta(self: Any, meta: Any, timer: Any = None, last: 
             dynamic_batching_args=dynamic,
         )
     _track(self, [list(shard.sequence_lengths) for shard in metas])
-    _call_workers(self, "train_microbatch_presharded", timer, meta=metas, **_common(last))
+    _call_workers(self, "train_microbatch_presharded", timer, meta=metas)
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
     """Step the optimizer, and return the result of train() for the data of all calls in one batch."""
     answers = _call_workers(self, _worker_method(self, "finish_train_step"))
     result = {"loss": answers[0]["global_loss"], "grad_norm": answers[0]["grad_norm"]}
-    optional = ("moe_metrics", "mtp_metrics", "draft_grad_norm")
-    result.update((name, answers[0][name]) for name in optional if name in answers[0])
+    if "moe_metrics" in answers[0]:
+        result["moe_metrics"] = answers[0]["moe_metrics"]
     metrics: dict[str, list[Any]] = {}
     for answer in answers:
         for name, values in answer["all_mb_metrics"].items():
@@ -94,22 +93,6 @@ def abort_train_step(self: Any) -> None:
     _call_workers(self, _worker_method(self, "abort_train_step"))
     if self.flops_tracker is not None:
         self.flops_tracker.reset()
-
-
-def prepare_logprobs_from_meta(
-    self: Any,
-    meta: Any,
-    *,
-    refresh_policy_logprobs: bool = False,
-    refresh_reference_logprobs: bool = False,
-    micro_batch_size: int | None = None,
-    timer: Any = None,
-) -> None:
-    """Have workers compute log-probabilities of the policy, its reference or both, into the data plane."""
-    if refresh_policy_logprobs:
-        self.get_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
-    if refresh_reference_logprobs:
-        self.get_reference_policy_logprobs_from_meta(meta, micro_batch_size=micro_batch_size, timer=timer)
 
 
 # ---------------------------------------------------------------------------- helpers
@@ -130,10 +113,6 @@ def _call_workers(policy: Any, method: str, timer: Any = None, **arguments: Any)
         )
     found: list[Any] = group.get_all_worker_results(futures)
     return found
-
-
-def _common(last: bool) -> dict[str, Any]:
-    return {"common_kwargs": {"last": True}} if last else {}  # NeMo-RL's own workers do not take it
 
 
 def _worker_method(policy: Any, method: str) -> str:

@@ -7,10 +7,7 @@ Each kind of worker has a `SplitStep` of its own, which trains on the data of a 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import math
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,25 +18,23 @@ from ..patches.nemo_rl._workers import STATE, is_open
 from ..train_step import NLL, POLICY_GRADIENT, normalize_metrics
 
 OUT_OF_BOUNDS = "is_oob_ratio"
+"""A metric that releases do not report for a split step: in v0.6.0 it is one minus a mean, in v0.7.0 a mean."""
 
 
-def train_microbatch(self: Any, data: Any, last: bool = False) -> None:
+def train_microbatch(self: Any, data: Any) -> None:
     """Run forward and backward on part of the step's data, in any number of microbatches.
 
     An exception ends the step, with gradients zeroed; abort_train_step() after that does nothing.
 
     Args:
         data: as for train(), of this data-parallel rank.
-        last: whether these are the step's last data, on all ranks alike. With overlap_grad_reduce the reduce then
-            overlaps with the backward passes, from the second such step on; without this it waits for
-            finish_train_step(). NeMo-RL's own methods do not have it. No effect on DTensor workers.
 
     Raises:
-        MisuseError: (a RuntimeError) no step is open, its last data came, or the data does not fit the step.
+        MisuseError: (a RuntimeError) no step is open, or the data does not fit the step.
     """
     split = open_split_of(self)
     with _aborting(self):
-        split.train(self, data, last)
+        split.train(self, data)
 
 
 def finish_train_step(self: Any) -> dict[str, Any]:
@@ -87,12 +82,6 @@ class SplitStep:
     expected_count: float
     sequences: float = 0.0
     tokens: float = 0.0
-
-    def train(self, worker: Any, data: Any, last: bool) -> None:
-        raise NotImplementedError
-
-    def finish(self, worker: Any) -> dict[str, Any]:
-        raise NotImplementedError
 
     def abort(self, worker: Any) -> None:
         self.step.abort()
@@ -165,29 +154,24 @@ def _aborting(worker: Any) -> Iterator[None]:
 def normalized(
     loss_fn: Any, metrics: Mapping[str, Any], *, expected_count: float, tokens: float, sequences: float
 ) -> dict[str, Any]:
-    """Return a microbatch's metrics as train() has them.
+    """Return a microbatch's metrics as train() has them, but for OUT_OF_BOUNDS.
 
     Args:
         expected_count: divisor of losses and metrics until now, in place of tokens and of sequences.
         tokens: those of the step that count, over all data-parallel ranks.
         sequences: those of the step that count, over all data-parallel ranks.
     """
-    divided = functools.partial(
-        normalize_metrics,
+    return normalize_metrics(
+        {name: value for name, value in metrics.items() if is_reported(loss_fn, name)},
         tokens=(tokens or 1.0) / expected_count,
         sequences=(sequences or 1.0) / expected_count,
         loss="tokens" if by_tokens(loss_fn) else "sequences",
         kinds=kinds_of(loss_fn),
     )
-    found = divided(metrics)
-    kind: type = type(loss_fn)
-    if OUT_OF_BOUNDS in metrics and _is_one_minus_mean(kind):
-        # 1 for each sequence whose metric was computed separately (without packing, 1 for all), minus a mean that
-        # is below 1 as long as `expected_count` is more than all tokens.
-        value = metrics[OUT_OF_BOUNDS]
-        ones = math.ceil(value)
-        found[OUT_OF_BOUNDS] = ones - divided({OUT_OF_BOUNDS: ones - value})[OUT_OF_BOUNDS]
-    return found
+
+
+def is_reported(loss_fn: Any, name: str) -> bool:
+    return name != OUT_OF_BOUNDS or name in kinds_of(loss_fn)
 
 
 def by_tokens(loss_fn: Any) -> bool:
@@ -201,21 +185,10 @@ def kinds_of(loss_fn: Any) -> dict[str, str]:
     if isinstance(declared, dict):
         return {name: kind.name.lower() for name, kind in declared.items()}
     kinds = {**NLL, **POLICY_GRADIENT}
+    del kinds[OUT_OF_BOUNDS]
     if getattr(loss_fn, "sequence_level_importance_ratios", False):
         kinds["sampling_importance_ratio"] = "sequences"
-    if getattr(loss_fn, "truncated_importance_sampling_type", None) == "seq-mask-tis":
-        kinds[OUT_OF_BOUNDS] = "sequences"
     return kinds
-
-
-@functools.cache  # called for each microbatch
-def _is_one_minus_mean(kind: type) -> bool:
-    """Return whether is_oob_ratio is 1 minus a mean of those in bounds, as in v0.6.0; later it is a mean."""
-    try:
-        source = inspect.getsource(kind.__call__)
-    except (OSError, TypeError, AttributeError):
-        return False
-    return re.search(rf'"{OUT_OF_BOUNDS}":\s*1(\.0)?\s*-', source) is not None
 
 
 # ---------------------------------------------------------------------------- workers of the data plane
@@ -224,10 +197,9 @@ def begin_train_step_presharded(self: Any, loss_fn: Any, gbs: int | None = None,
     self.begin_train_step(loss_fn=loss_fn, gbs=gbs, mbs=mbs)
 
 
-def train_microbatch_presharded(self: Any, meta: Any, last: bool = False) -> None:
+def train_microbatch_presharded(self: Any, meta: Any) -> None:
     """Fetch this data-parallel rank's samples and train on them."""
-    data = self._attach_or_repack_pack_metadata(self._fetch(meta), meta)
-    self.train_microbatch(data=data, **({"last": True} if last else {}))  # NeMo-RL's own does not take it
+    self.train_microbatch(data=self._attach_or_repack_pack_metadata(self._fetch(meta), meta))
 
 
 def finish_train_step_presharded(self: Any) -> dict[str, Any]:

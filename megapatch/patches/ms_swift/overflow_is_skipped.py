@@ -23,11 +23,11 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import AnswersNone, cannot_run, lacking, missing_names, missing_parameters
+from .._diagnosis import StandIn, cannot_run, lacking, missing_names, missing_parameters, with_globals
 from .._overflow import count_overflow, leave_overflows_to_optimizer, overflow_answered
 
 WRAP_MODULE = "swift.megatron.utils.megatron_lm_utils"
@@ -72,8 +72,14 @@ def diagnose_step(module: ModuleType) -> Verdict:
     path = f"{module.__name__}:{STEP}"
     if missing := missing_names(path, "optimizer", "step", REDUCE):
         return lacking(missing)
+    torch = StandIn(
+        tensor=lambda values, **ignored: SimpleNamespace(item=functools.partial(float, values[0])),
+        cuda=StandIn(current_device=_nothing),
+        distributed=StandIn(all_reduce=_nothing, ReduceOp=StandIn()),
+    )
+    mpu = StandIn(get_model_parallel_group=_nothing)
     try:
-        _without_torch(unpatched(getattr(module, REDUCE)))(None)
+        with_globals(getattr(module, REDUCE), torch=torch, mpu=mpu, get_current_device=_nothing)(None)
     except TypeError:
         return Verdict(NEEDED, "an fp16 overflow, whose gradient norm is None, ends the job")
     except Exception as error:
@@ -81,32 +87,7 @@ def diagnose_step(module: ModuleType) -> Verdict:
     return Verdict(FIXED, f"{REDUCE}() accepts None")
 
 
-class _Torch(AnswersNone):
-    """Just enough of torch to make a tensor of numbers, and of Megatron's parallel state."""
-
-    def __init__(self) -> None:
-        self.float32 = self.float = self.int = None
-        self.cuda = self.distributed = self.ReduceOp = self
-
-    def tensor(self, values: list[Any], **ignored: Any) -> Any:
-        return _Tensor(float(values[0]))
-
-    def __call__(self, *ignored: Any, **also_ignored: Any) -> None: ...
-
-    current_device = all_reduce = get_model_parallel_group = __call__
-
-
-class _Tensor:
-    def __init__(self, value: float) -> None:
-        self.value = value
-
-    def item(self) -> float:
-        return self.value
-
-
-def _without_torch(function: Any) -> Callable[..., Any]:
-    names = {**function.__globals__, "torch": _Torch(), "mpu": _Torch(), "get_current_device": _Torch()}
-    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+def _nothing(*ignored: Any, **also_ignored: Any) -> None: ...
 
 
 def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:

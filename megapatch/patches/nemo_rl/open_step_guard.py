@@ -7,9 +7,8 @@ Upstream  NVIDIA-NeMo/RL#3660 added keep_train_buffers to prepare_for_lp_inferen
           from leaving it out, and the other methods have nothing like it.
 Seam      the methods of the Megatron worker and of DTensor's: a MisuseError (a RuntimeError) that says what to do.
           prepare_for_lp_inference takes keep_train_buffers in releases that lack it, too.
-Limits    use_reference_model, which main's own controller needs in an open step, is refused only where weights and
-          gradients share a buffer (MXFP8 with overlap_param_gather), and by nemo_rl.reference-model-rollback,
-          which replaces it; elsewhere gradients stay, as the tests show.
+Limits    use_reference_model, which main's own controller needs in an open step, is not refused: gradients stay,
+          unless they share a buffer with the weights (MXFP8 with overlap_param_gather).
           DTensor's workers lose none when they offload, so only train() and save_checkpoint() are refused there.
 Cost      one look at an attribute a call.
 """
@@ -85,12 +84,9 @@ def keeping_gradients(prepare_for_lp_inference: Callable[..., Any], frees: bool 
             return prepare_for_lp_inference(self, *args, **kwargs)
 
     # Without __wrapped__, and without Ray's notes in __dict__: with them it would take the original's parameters.
-    patched_prepare_for_lp_inference.__module__, patched_prepare_for_lp_inference.__doc__ = (
-        prepare_for_lp_inference.__module__,
-        prepare_for_lp_inference.__doc__,
-    )
-    patched_prepare_for_lp_inference.__name__ = prepare_for_lp_inference.__name__
-    patched_prepare_for_lp_inference.__qualname__ = prepare_for_lp_inference.__qualname__
+    names = ("__module__", "__name__", "__qualname__", "__doc__")
+    functools.update_wrapper(patched_prepare_for_lp_inference, prepare_for_lp_inference, names, updated=())
+    del vars(patched_prepare_for_lp_inference)["__wrapped__"]
     return patched_prepare_for_lp_inference
 
 

@@ -7,11 +7,8 @@ Symptom   an exception under `with worker.use_reference_model():`, such as one i
           raise.
 Upstream  v0.6.0, v0.7.0 and main at 7ea279abf, on the Megatron worker and both DTensor workers. Up to v0.5.0
           Megatron's had a `finally`; a reviewer asked for one in NVIDIA-NeMo/RL#2053.
-          In an open train step, where weights and gradients share a buffer (MXFP8 with overlap_param_gather), the
-          swap overwrites the gradients.
 Seam      the context manager: after an exception the original resumes behind its `yield`, as if there had been
           none, and swaps back itself everything that it swapped. The caller still gets the exception.
-          A swap that would overwrite an open step's gradients is a MisuseError: see nemo_rl.open-step-guard.
 Limits    an exception while the reference's weights are being copied in, before the body has begun, is not rolled
           back. If the weights cannot be copied back, that error is raised, with the body's as its context.
 Cost      none.
@@ -25,14 +22,12 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ...errors import MisuseError
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import cannot_run, lacking, missing_attributes
 from .._ray_actors import actors_of, class_of
-from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, STATE, is_open, names_in, no_worker
-from .open_step_guard import FIRST
+from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, no_worker
 
-SWAP, SHARES = "use_reference_model", "_uses_mxfp8_overlap_shared_param_buffer"
+SWAP = "use_reference_model"
 ACTORS = {MODULE: ACTOR, **DTENSOR_WORKERS}
 
 
@@ -52,8 +47,6 @@ def diagnose(module: ModuleType) -> Verdict:
         restores = _restores_after_exception(cls, generator)
     except Exception as error:
         return cannot_run(f"{SWAP}()", error)
-    if restores and getattr(worker, SHARES, None) and STATE not in names_in(cls, SWAP):
-        return Verdict(NEEDED, f"{SWAP}() overwrites the gradients of an open train step with MXFP8")
     if restores:
         return Verdict(FIXED, f"{SWAP}() restores the policy's weights after an exception")
     if worker is None:
@@ -101,8 +94,6 @@ def _restores_after_exception(cls: type, generator: FunctionType) -> bool:
 def with_rollback(use_reference_model: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(use_reference_model)
     def patched_use_reference_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_open(self) and getattr(self, SHARES, bool)():
-            raise MisuseError(f"{SWAP}() would overwrite the gradients of the open train step: {FIRST}")
         return _always_left(use_reference_model(self, *args, **kwargs))
 
     return patched_use_reference_model

@@ -6,11 +6,11 @@ Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 and in no release up to 
 Seam      adds the four to MegatronPolicyWorkerImpl, built from `TrainStep` and the worker module's own functions,
           with main's signatures and the keys that main returns. train() is untouched. Then the actor class is
           rebuilt: Ray has captured the class, and does not see methods that came later.
-Limits    v0.6.0 and v0.7.0; before, NeMo-RL trains with a fork of Megatron. Refused: router replay, and a loss by
-          sequences in a model with a router's or multi-token prediction's losses, which are divided by tokens (a
-          router's too, which v0.6.0's train() does not divide). No mtp grad_norm. A step in which nothing
-          counts on any rank leaves parameters as they are. After an exception the step is over:
-          abort_train_step() does nothing then.
+Limits    v0.6.0 and v0.7.0; before, NeMo-RL trains with a fork of Megatron. Refused: router replay, multi-token
+          prediction, and a loss by sequences in a model with a router's losses, which are divided by tokens (in
+          v0.6.0's train() by nothing). The metric is_oob_ratio is left out. A step in which nothing counts on any
+          rank leaves parameters as they are. After an exception the step is over: abort_train_step() does nothing
+          then.
 Cost      one all-reduce of two counts and one of a number a step, at its end.
 """
 

@@ -8,8 +8,9 @@ Seam      adds the four to DTensorPolicyWorkerImpl and DTensorPolicyWorkerV2Impl
           is untouched, does each call and the end of the step, and the gradients are summed. Ranks with
           fewer microbatches make passes that do not count. Then Ray's actor classes are rebuilt.
 Limits    v0.6.0, v0.7.0 and main, with data, context and tensor parallelism: begin_train_step() refuses expert
-          parallel models. No cross-tokenizer distillation. A step in which nothing counts on any rank
-          leaves parameters as they are. After an exception the step is over: abort_train_step() does nothing then.
+          parallel models. No cross-tokenizer distillation, and no metric is_oob_ratio in releases. A step in
+          which nothing counts on any rank leaves parameters as they are. After an exception the step is over:
+          abort_train_step() does nothing then.
 Cost      of train() itself: none. Each call computes a gradient norm that nobody reads, and empties CUDA's cache.
 """
 

@@ -3,18 +3,17 @@
 Symptom   AttributeError: an asynchronous controller drives a Policy (a TQPolicy where there is a data plane), and
           these have only train(); nobody calls the methods that `nemo_rl.split-train-step` gives their workers.
 Upstream  NVIDIA-NeMo/RL#2683, on main since 2026-07-07 for TQPolicy, never for Policy, and in no release up to
-          v0.7.0; prepare_logprobs_from_meta is of a draft of #2700, prepare_for_lp_inference(keep_train_buffers)
-          of #3660.
+          v0.7.0; prepare_for_lp_inference(keep_train_buffers) is of #3660.
 Seam      adds to both classes begin_train_step, finish_train_step and abort_train_step, and a method to train on
           part of the batch: train_microbatches(data) to Policy, which is to train_microbatches_from_meta(meta) as
           train() is to train_from_meta(); the data plane's workers get the entry points that main's TQPolicy
           calls. Metrics are of one worker for each data-parallel rank, by the worker group's own
           output_is_replicated, as in train(). prepare_for_lp_inference() passes keep_train_buffers on if it is
           true, where main does so itself.
-Limits    v0.6.0, v0.7.0 and main, whose own workers do not take train_microbatches(last=True). Unless sequences
-          are packed or batched dynamically, the data of a call must have the same number of whole microbatches
-          for each data-parallel rank. As on main, finish_train_step() returns no theoretical_tflops, and an
-          exception closes only the step of the worker that raised it: call abort_train_step().
+Limits    v0.6.0, v0.7.0 and main. Unless sequences are packed or batched dynamically, the data of a call must have
+          the same number of whole microbatches for each data-parallel rank. As on main, finish_train_step()
+          returns no theoretical_tflops, and an exception closes only the step of the worker that raised it: call
+          abort_train_step().
 Cost      none where nobody calls these.
 """
 
@@ -77,8 +76,6 @@ def diagnose_tq_policy(module: ModuleType) -> Verdict:
     path = f"{module.__name__}:{TQ_POLICY}"
     missing = missing_names(f"{path}.__init__", "dp_client", "_router_replay_enabled")
     missing += missing_attributes(path, "_stamp_pad_seqlen", "_packing_args")
-    for name in ("get_logprobs_from_meta", "get_reference_policy_logprobs_from_meta"):
-        missing += missing_parameters(f"{path}.{name}", "micro_batch_size", "timer")
     names = ("DP_TRAIN_FIELDS", "fields_with_optional_routed_experts")
     missing += missing_attributes(f"{module.__name__}:", *names)
     missing += missing_parameters(
@@ -149,9 +146,7 @@ PATCH = Patch(
         Site(
             module=TQ_MODULE,
             diagnose=diagnose_tq_policy,
-            add=methods_of(
-                TQ_POLICY, "policy", *STEP, "train_microbatches_from_meta", "prepare_logprobs_from_meta"
-            ),
+            add=methods_of(TQ_POLICY, "policy", *STEP, "train_microbatches_from_meta"),
         ),
         Site(
             module=MIXIN_MODULE,

@@ -6,17 +6,13 @@ Upstream  NVIDIA-NeMo/RL#3266 has changed the controller. On main from 2026-07-1
           synchronizers; no release has it. v0.7.0 and main have the same synchronizers, for controllers that
           were written like it.
 Seam      adds __getattribute__ to WeightSynchronizer: every transport has a sync_weights() of its own, and users
-          may have more. The method that an object has by that name takes a version, too, by position or as
-          `version`. After a sync that succeeded, set_weight_version() of the synchronizer's generation is called
-          with it, if there is one: a plain method, a coroutine function, or that of a Ray actor. In an event loop
-          the result is a coroutine, and the sync runs in a thread, as main's controller has it now; elsewhere it
-          is the original's result. Calls without a version, and synchronizers that take one themselves, are left
-          as they are.
-Limits    in an event loop nothing is synced before the coroutine is awaited. An exception of set_weight_version()
-          is raised, as on main: the samples that follow would bear an old version.
-          No generation of NeMo-RL's has that method. Its RolloutManager has, but the synchronizer does not know
-          it: a WARNING says once that the version goes nowhere. The controller can pass it on with
-          `generation.set_weight_version = rollout_manager.set_weight_version`.
+          may have more. The method that an object has by that name takes a version, too, as its one argument
+          by position. In an event loop the result is a coroutine, and the sync runs in a thread, as main's
+          controller has it now; elsewhere it is the original's result. Calls without a version, and synchronizers
+          that take one themselves, are left as they are.
+Limits    in an event loop nothing is synced before the coroutine is awaited. The version goes nowhere, as no
+          generation of NeMo-RL's takes one, and a WARNING says so once: call rollout_manager.set_weight_version()
+          after a sync, as main's controller does.
 Numbers   stay: with a version there was a TypeError.
 Cost      a microsecond for each attribute of a synchronizer.
 """
@@ -26,23 +22,18 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
-from ..._pausing.blocking import finish, running_loop
+from ..._pausing.blocking import running_loop
 from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_parameters
 
-log = logging.getLogger("megapatch")
-
 MODULE = "nemo_rl.weight_sync.interfaces"
-SYNCHRONIZER, SYNC, SETTER = "WeightSynchronizer", "sync_weights", "set_weight_version"
+SYNCHRONIZER, SYNC = "WeightSynchronizer", "sync_weights"
 LOOKUP = "__getattribute__"
-
-_warned: set[type] = set()
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -73,27 +64,16 @@ def looked_up(self: Any, name: str) -> Any:
 def accepting_version(sync: MethodType) -> Callable[..., Any]:
     @functools.wraps(sync)
     def patched_sync(*args: Any, **kwargs: Any) -> Any:
-        version, others = _version_in(args, kwargs)
-        if version is None or _accepts(sync, args, kwargs):
+        if len(args) != 1 or not isinstance(args[0], int) or _accepts(sync, args, kwargs):
             return sync(*args, **kwargs)
-        call = functools.partial(_sync_and_set_version, sync, version, others)
+        _warn_once()
+        call = functools.partial(sync, **kwargs)
         return _in_thread(call) if running_loop() == "asyncio" else call()
 
     return patched_sync
 
 
-def _version_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the version, or None if no argument can be one, and the keywords without it."""
-    import numbers
-
-    others = dict(kwargs)
-    given = [*args, *([others.pop("version")] if "version" in others else [])]
-    if len(given) == 1 and isinstance(given[0], numbers.Integral):
-        return given[0], others
-    return None, others
-
-
-def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
@@ -101,29 +81,13 @@ def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
     return True
 
 
-def _sync_and_set_version(sync: MethodType, version: Any, kwargs: Mapping[str, Any]) -> Any:
-    result = sync(**kwargs)
-    generation = getattr(sync.__self__, "_generation", sync.__self__)
-    set_version = getattr(generation, SETTER, None)
-    if set_version is None:
-        _warn(type(generation))
-    elif hasattr(set_version, "remote"):
-        sys.modules["ray"].get(set_version.remote(version))
-    else:
-        finish(set_version(version), f"{SETTER}()")
-    return result
-
-
-def _warn(kind: type) -> None:
-    if kind not in _warned:
-        _warned.add(kind)
-        log.warning(
-            "%s() was given a version, and %s has no %s(): samples bear the new version only if the controller "
-            "passes it on to what makes them, such as NeMo-RL's RolloutManager" + see("sync-version"),
-            SYNC,
-            kind.__name__,
-            SETTER,
-        )
+@functools.cache
+def _warn_once() -> None:
+    logging.getLogger("megapatch").warning(
+        "%s() was given a version, which goes nowhere: samples bear it only if the controller passes it on to "
+        "NeMo-RL's RolloutManager" + see("sync-version"),
+        SYNC,
+    )
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:

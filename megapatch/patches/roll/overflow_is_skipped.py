@@ -6,13 +6,12 @@ Symptom   with fp16, "NotImplementedError: megatron optimizer step failed!" ends
 Upstream  not reported for ROLL; in 0.3.0 and on main at 8eb27cc2. verl-project/verl#5369 is verl's.
 Seam      the class attribute MegatronTrainStrategy.train_step(). It runs with an optimizer that answers an
           overflow with success and an infinite gradient norm, and with a scheduler that stays where it is after
-          one. With fp16 gradients are not checked for NaN before the optimizer does. The metric "skipped_steps"
-          of the worker is 1 or 0; a WARNING on rank 0 has the new loss scale, `strategy.megapatch_skipped_steps`
-          the count.
+          one. With fp16 gradients are not checked for NaN before the optimizer does. A WARNING on rank 0 has the
+          new loss scale, `strategy.megapatch_skipped_steps` the count.
 Limits    steps whose gradients overflow at every loss scale are skipped forever, as in Megatron's own train(): an
           ERROR says so at the smallest. bf16 and fp32 are checked as before, and another failure of the optimizer
           fails as before.
-Cost      in a step of fp16, one more metric; otherwise a comparison.
+Cost      a comparison in a step.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from .._temporarily import temporarily_set
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
 STRATEGY = "MegatronTrainStrategy"
-METRIC = "skipped_steps"
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -68,11 +66,10 @@ def accept_overflow(train_step: Callable[..., Any]) -> Callable[..., Any]:
                 return None if skipped else step(*args, **kwargs)
 
             with temporarily_set(self.scheduler, step=stay_if_skipped):
-                metrics = train_step(self, *args, **kwargs)
-        metrics[f"{self.worker_config.name}/{METRIC}"] = float(bool(skipped))
+                result = train_step(self, *args, **kwargs)
         if skipped:
             count_overflow(self)
-        return metrics
+        return result
 
     return patched_train_step
 

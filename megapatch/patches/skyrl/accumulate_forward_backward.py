@@ -11,8 +11,8 @@ Limits    from 0.2.0 on SkyRL divides the policy's and cross-entropy losses by t
           add up, as in 0.4.0; KL, entropy, router and draft losses are means over each call, added up all the
           same. In 0.1.0 all losses are means over microbatches; with the patch, over those of the whole step.
           A call that raises drops the gradients of the calls before it; optim_step then raises. So does an
-          optim_step that raises before the optimizer has stepped. While a step is open, offloading gradients
-          (which loses them, in 0.4.0 too) and saving a checkpoint (which lacks them) are refused.
+          optim_step that raises before the optimizer has stepped. While a step is open, offloading gradients is
+          refused: it would lose them, as in 0.4.0.
 Numbers   change where a step has several calls; those of a step of one call stay.
 Cost      as upstream's: gradients are reduced in optim_step, after the backward pass and not during it.
 """
@@ -67,7 +67,6 @@ def diagnose(module: ModuleType) -> Verdict:
             f"{module.__name__}:MegatronModelWrapper.forward_backward_mini_batch", "micro_batches"
         ),
         *missing_parameters(f"{path}.offload_to_cpu", "offload_optimizer"),
-        *missing_parameters(f"{path}.save_checkpoint", "ckpt_dir"),
     ]
     return (
         lacking(missing)
@@ -184,26 +183,14 @@ def refuse_offload_in_open_step(offload_to_cpu: Callable[..., Any]) -> Callable[
     def patched_offload_to_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         bound.apply_defaults()
-        if bound.arguments["offload_optimizer"]:
-            _refuse_while_open(self, "offload_to_cpu() would lose the gradients of forward_backward")
+        step = _step_of(self)
+        if bound.arguments["offload_optimizer"] and step is not None and step.is_open:
+            raise MisuseError(
+                "offload_to_cpu() would lose the gradients of forward_backward: call optim_step() first"
+            )
         return offload_to_cpu(self, *args, **kwargs)
 
     return patched_offload_to_cpu
-
-
-def refuse_checkpoint_in_open_step(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save_checkpoint)
-    def patched_save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_while_open(self, "save_checkpoint() would leave out the gradients of forward_backward")
-        return save_checkpoint(self, *args, **kwargs)
-
-    return patched_save_checkpoint
-
-
-def _refuse_while_open(worker: Any, what: str) -> None:
-    step = _step_of(worker)
-    if step is not None and step.is_open:
-        raise MisuseError(f"{what}: call optim_step() first")
 
 
 PATCH = Patch(
@@ -218,7 +205,6 @@ PATCH = Patch(
                 f"{WORKER}.forward_backward": accumulate_until_optim_step,
                 f"{WORKER}.optim_step": reduce_before_optim_step,
                 f"{WORKER}.offload_to_cpu": refuse_offload_in_open_step,
-                f"{WORKER}.save_checkpoint": refuse_checkpoint_in_open_step,
             },
         )
         for module in MODULES

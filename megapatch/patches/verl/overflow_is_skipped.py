@@ -7,13 +7,11 @@ Upstream  verl-project/verl#5369 (open); in 0.6.1 to 0.9.1 and on main. verl's F
 Seam      class attributes of MegatronEngine. optimizer_step() is the original, to which an optimizer that answers
           so says that it has stepped, with a gradient norm of infinity; verl's FSDP engine reports the same.
           lr_scheduler_step() leaves the learning rate where it is if all steps since the last call were skipped.
-          train_batch() adds the metric "skipped_steps", 1 or 0: over the mini-batches of an update its mean says
-          how many of them were skipped. MegatronEngine inherits train_batch(); it gets one of its own.
           A WARNING on rank 0 has the new loss scale, `engine.megapatch_skipped_steps` the count.
 Limits    steps whose gradients overflow at every loss scale are skipped forever, as in Megatron's own train(): an
           ERROR says so at the smallest. Another answer of the optimizer than (False, None, None) fails
           as before. Not the older MegatronPPOActor and MegatronPPOCritic of 0.6.1 and 0.7.1.
-Cost      in a step of fp16, one more metric; otherwise a comparison.
+Cost      a comparison in a step.
 """
 
 from __future__ import annotations
@@ -26,12 +24,11 @@ from typing import Any
 
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
-from .._overflow import COUNT, OVERFLOW, count_overflow, overflow_answered, standing_still
+from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names
+from .._overflow import OVERFLOW, count_overflow, overflow_answered, standing_still
 
 MODULE = "verl.workers.engine.megatron.transformer_impl"
 ENGINE = "MegatronEngine"
-METRIC = "skipped_steps"
 _TAKEN, _SKIPPED = SideTable(), SideTable()
 """Of an engine, how many steps since the last call of its scheduler."""
 
@@ -41,8 +38,6 @@ def diagnose(module: ModuleType) -> Verdict:
     path = f"{module.__name__}:{ENGINE}"
     missing = [
         *missing_attributes(path, "optimizer_step"),
-        *missing_parameters(f"{path}.train_batch", "data"),
-        *missing_names(f"{path}.train_batch", "optimizer_step", "metrics", "is_mp_src_rank_with_outputs"),
         *missing_names(f"{path}.lr_scheduler_step", "lr_scheduler", "step"),
     ]
     if missing:
@@ -85,19 +80,6 @@ def stay_without_steps(lr_scheduler_step: Callable[..., Any]) -> Callable[..., A
     return patched_lr_scheduler_step
 
 
-def add_metric(train_batch: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(train_batch)
-    def patched_train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = getattr(self, COUNT, 0)
-        output = train_batch(self, *args, **kwargs)
-        if self.optimizer.config.fp16 and self.is_mp_src_rank_with_outputs():
-            # A list, as of what a loss function returns for each microbatch.
-            output["metrics"][METRIC] = [float(getattr(self, COUNT, 0) - before)]
-        return output
-
-    return patched_train_batch
-
-
 PATCH = Patch(
     name="verl.overflow-is-skipped",
     doc=__doc__,
@@ -109,7 +91,6 @@ PATCH = Patch(
             replace={
                 f"{ENGINE}.optimizer_step": accept_overflow,
                 f"{ENGINE}.lr_scheduler_step": stay_without_steps,
-                f"{ENGINE}.train_batch": add_metric,
             },
         ),
     ),

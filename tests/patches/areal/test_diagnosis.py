@@ -1,6 +1,6 @@
 """Verdicts on code that is like AReaL's and yet another."""
 
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import assert_verdict_of_source, each_source
 
 from megapatch.patches.areal import (
     aux_loss_scale,
@@ -75,61 +75,33 @@ BY_STAGE = "self.seed + mpu.get_pipeline_model_parallel_rank()"
 
 SOURCES = {
     aux_loss_scale.diagnose: {
-        "scale: none": (NOTHING, "unknown", "MegatronEngine"),
         "scale: by hand": (engine(), "needed", "only AReaL's own loss"),
         "scale: set": (engine(hook="config.grad_scale_func = 1"), "fixed", "sets"),
-        "scale: other": ("class MegatronEngine: ...", "unknown", "train_batch"),
     },
     load_optimizer_state.diagnose: {
-        "loads: none": (NOTHING, "unknown", "load_checkpoint"),
         "loads: as it saves": (LOADS.format(loading="", given="", says=""), "needed", "as a save does"),
         "loads: says so": (
             LOADS.format(loading=", loading=False", given=", is_loading=loading", says=", loading=True"),
             "fixed",
             "says so",
         ),
-        "loads: not asked": (
-            LOADS.format(loading="", given="", says="").replace("return self", "return lambda: self"),
-            "unknown",
-            "0 times",
-        ),
-        "loads: renamed": (
-            LOADS.format(loading="", given="", says="").replace("sharded_state_dict", "state_of_shards"),
-            "unknown",
-            "sharded_state_dict in",
-        ),
-        "loads: cannot run": (
-            LOADS.format(loading="", given=", **self.something_new", says=""),
-            "unknown",
-            "TypeError",
-        ),
     },
     pipeline_seed.diagnose: {
-        "seed: none": (NOTHING, "unknown", "MegatronEngine"),
         "seed: one": (engine(), "needed", "the same seed"),
         "seed: by stage": (engine(seed=BY_STAGE), "fixed", "depends"),
-        "seed: other": (engine(seed="1"), "unknown", "seed"),
     },
     weight_sync_resume.diagnose: {
-        "sync: none": (NOTHING, "unknown", "MegatronEngine"),
         "sync: at the end": (engine(), "needed", "does not continue"),
         "sync: finally": (engine(last=FINALLY), "fixed", "even after"),
         "sync: never": (engine(last="pass"), "unknown", "then continue_generation"),
-        "sync: other": ("class MegatronEngine: ...", "unknown", "update_weights"),
     },
     gathered_when_read.PATCH.sites[0].diagnose: {
-        "reads: none": (NOTHING, "unknown", "_update_weights_from_distributed"),
         "reads: shards": (engine(), "needed", "are not gathered"),
         "reads: one gathers": (engine(first=GATHERS), "needed", "_save_model_to_hf() reads"),
         "reads: both gather": (
             engine(first=GATHERS, export="self.model[0].start_param_sync()"),
             "fixed",
             "gathers",
-        ),
-        "reads: renamed": (
-            engine().replace("_update_weights_from_distributed", "_update_weights_by_nccl"),
-            "unknown",
-            "_update_weights_from_distributed",
         ),
         "reads: a log that mentions a gather": (
             engine(first="print('call start_param_sync() before'); "),

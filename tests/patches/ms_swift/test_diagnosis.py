@@ -1,6 +1,6 @@
 """Verdicts on code that is like ms-swift's and yet another."""
 
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import assert_verdict_of_source, each_source
 from rigs.needs import needs_torch
 
 from megapatch.patches.ms_swift import overflow_is_skipped, train_reentry
@@ -42,25 +42,20 @@ CHECK = "kwargs['check_for_nan_in_grad']"
 ANOTHER = f"{CHECK} = not fp16"
 ACCEPTS = "stat = -1.0 if stat is None else stat"
 ASSERTS = "assert config.no_sync_func is None"
-ELSEWHERE = "class BaseMegatronTrainer:\n    def train(self): ..."
 IN_TRAIN = "class BaseMegatronTrainer:\n    def train(self): self.config.no_sync_func = None"
 SOURCES = {
     overflow_is_skipped.diagnose_check: {
-        "check: none": (NOTHING, "unknown", "wrap_model"),
         "check: always": (WRAP.format(body=f"{CHECK} = True"), "needed", "whatever the loss scale is"),
         "check: no longer": (WRAP.format(body="pass"), "fixed", "leaves"),
         "check: another": (WRAP.format(body=ANOTHER), "unknown", "to set check_for_nan_in_grad to True"),
     },
     overflow_is_skipped.diagnose_step: {
-        "step: none": (NOTHING, "unknown", "train_step"),
         "step: makes a tensor of it": (STEP.format(body=TENSOR), "needed", "ends the job"),
         "step: accepts it": (STEP.format(body=f"{ACCEPTS}; {TENSOR}"), "fixed", "accepts None"),
         "step: another": (STEP.format(body="raise ValueError('no')"), "unknown", "ValueError: no"),
     },
     train_reentry.diagnose: {
-        "setup: none": (NOTHING, "unknown", "BaseMegatronTrainer"),
         "setup: in train()": (IN_TRAIN, "unsupported", "train() sets the hooks itself"),
-        "setup: elsewhere": (ELSEWHERE, "unknown", "no_sync_func"),
         "setup: once": (SETUP.format(body=f"{ASSERTS}; {SETS}"), "needed", "fails at its second call"),
         "setup: again": (SETUP.format(body=SETS), "fixed", "can be called again"),
         "setup: sets nothing": (SETUP.format(body="config.no_sync_func"), "unknown", "to set no_sync_func"),

@@ -1,14 +1,13 @@
 """nemo_rl.open-step-guard: what would lose the gradients of an open step is refused, and nothing else."""
 
 import contextlib
-from unittest import mock
 
 import pytest
 from rigs.imported import run_with_megatron
-from rigs.nemo_rl.steps import LOSSES, SIZE, assert_no_difference, differences, in_slices, set_up, trained_gpt
-from rigs.nemo_rl.worker import GPT, LENGTH, SHAPES, batch, find_nemo_rl, worker_for
+from rigs.nemo_rl.steps import SIZE, assert_no_difference, differences, in_slices, set_up, trained_gpt
+from rigs.nemo_rl.worker import LENGTH, SHAPES, batch, find_nemo_rl
 
-from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.thorough
 
@@ -49,17 +48,6 @@ def refused(worker, data):
             RuntimeError, match=rf"{name}\(\) would .* the open train step: .*abort_train_step\(\)"
         ):
             getattr(worker, name)(*arguments)
-    with (
-        sharing_buffers(worker),
-        pytest.raises(RuntimeError, match=r"use_reference_model\(\) would overwrite"),
-        worker.use_reference_model(),
-    ):
-        raise AssertionError("not refused")
-
-
-def sharing_buffers(worker):
-    """Let weights and gradients share a buffer, in NeMo-RL's eyes."""
-    return mock.patch.object(worker, "_uses_mxfp8_overlap_shared_param_buffer", create=True)
 
 
 def freeing(worker, data):
@@ -99,30 +87,23 @@ def test_without_the_patch_gradients_of_earlier_slices_are_lost_silently(shape):
 
 def between_steps(rank, world_size):
     """Calls that an open step refuses work without one, gradients being freed, and the next step is right."""
-    with contextlib.redirect_stdout(None):
-        init_parallel()
-        model = tiny_gpt(**GPT)
-        worker = worker_for(model)
+    seen = []
+
+    def prepare(worker):
         (buffer,) = worker.model.buffers
-        seen = []
         for keep in (True, False):
             worker.prepare_for_lp_inference(keep_train_buffers=keep)
             seen.append(buffer.grad_data.storage().size() > 0)
         worker.offload_before_refit()
         worker.offload_after_refit()
         worker.prepare_for_training()
-        with sharing_buffers(worker), worker.use_reference_model():
-            pass
-        before = [in_slices((8,))(worker, 0, LOSSES["nll"]())]
-        model.gather_parameters()
-        return seen, differences((before, model.parameters()), trained_once())["parameters"]
 
-
-def trained_once():
-    model = tiny_gpt(**GPT)
-    told = [in_slices((8,))(worker_for(model), 0, LOSSES["nll"]())]
-    model.gather_parameters()
-    return told, model.parameters()
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        got, expected = (
+            trained_gpt({}, "nll", in_slices((8,)), **options) for options in ({"before": prepare}, {})
+        )
+        return seen, differences(got, expected)["parameters"]
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage:UserWarning")

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib
+import os
 from unittest import mock
 
 import pytest
@@ -102,6 +103,11 @@ def begins_and_ends(rank, world_size):
         for call in (worker.finish_train_step, lambda: worker.train_microbatch(batch(0, 4))):
             with pytest.raises(RuntimeError, match="no train step open; begin_train_step must be called first"):
                 call()
+        if not has_own_split_step(os.environ["NEMO_RL_SHAPE"]):
+            positive = nll_loss()
+            positive.positive_example_nll_weight = 0.1
+            with pytest.raises(RuntimeError, match="positive_example_nll_weight"):
+                worker.begin_train_step(positive)
         worker.begin_train_step(nll_loss())
         with pytest.raises(RuntimeError, match="already open"):
             worker.begin_train_step(nll_loss())

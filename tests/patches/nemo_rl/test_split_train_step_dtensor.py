@@ -5,31 +5,30 @@ Without a checkout it is our imitation of the first worker.
 """
 
 import contextlib
-import functools
 from functools import partial
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
+import torch
 from rigs.cells import once, run_cells
 from rigs.nemo_rl.dtensor import (
     CLASSES,
     SLICES,
     WORKERS,
+    Interrupted,
     assert_close,
     differences,
     find_workers,
     in_bins,
     module_of,
+    parameters,
     trained,
     worker_for,
 )
-from rigs.nemo_rl.steps import in_slices, whole
-from rigs.nemo_rl.worker import CHECKOUT, batch
+from rigs.nemo_rl.steps import SIZE, in_slices, slices, whole
+from rigs.nemo_rl.worker import CHECKOUT, batch, nll_loss
 
-from megapatch.patch import VerdictKind
+from megapatch.errors import MisuseError
 from megapatch.patches._ray_actors import class_of
-from megapatch.patches.nemo_rl.split_train_step_dtensor import diagnose
 from megapatch.testing import run_ranks
 
 pytestmark = pytest.mark.thorough
@@ -47,9 +46,9 @@ BIN_SLICES = {"two": (4, 4), "ranks apart": ((2, 7), (6, 1))}
 TOKENS = 24  # in a bin
 # The imitation's losses cannot have a microbatch in which nothing counts, and ranks are given such to be alike.
 CELLS = [(case, cut) for case in CASES for cut in SLICES if CHECKOUT or case == "nll" or cut == "uneven"]
-# These depend on which samples share a microbatch: the first is one minus a mean in v0.6.0, the second, by
-# sequences, the sum of all products of one sample's ratio and another one's mask.
-BY_MICROBATCH = ("is_oob_ratio", "sampling_importance_ratio")
+# By sequences it depends on which samples share a microbatch: the sum of all products of one sample's ratio and
+# another one's mask.
+BY_MICROBATCH = ("sampling_importance_ratio",)
 
 
 def logprobs(worker):
@@ -91,6 +90,11 @@ def compared(rank, world_size):
                 for cut, sizes in BIN_SLICES.items():  # train() not in bins: the result is the same
                     take_step = in_slices(sizes, bins)
                     yield (name, kind, cut), partial(cell, expected, name, "nll", take_step, settings=settings)
+            for fault in FAULTS:
+                for how, take_step in {"in slices": in_slices(SLICES["two"]), "train()": whole}.items():
+                    yield (name, fault.__name__, how), partial(after_fault, expected, name, fault, take_step)
+            yield (name, "misuse"), partial(misuses, name)
+            yield (name, "nothing counts"), partial(nothing_counts, name)
 
 
 def run(name, loss, take_step, **options):
@@ -126,6 +130,151 @@ def test_and_one_of_samples_in_bins(ranks, worker, kind, cut):
     assert_close(ranks, worker, kind, cut)
 
 
+# ---------------------------------------------------------------- exceptions, and calls out of order
+class RaisingLoss:
+    """Raises at a microbatch; the rest is the loss's own."""
+
+    def __init__(self, loss, at):
+        self.loss, self.left = loss, at
+
+    def __getattr__(self, name):
+        return getattr(self.loss, name)
+
+    def __call__(self, *args, **kwargs):
+        self.left -= 1
+        if self.left < 0:
+            raise Interrupted
+        return self.loss(*args, **kwargs)
+
+
+def fault_in_loss(worker):
+    worker.begin_train_step(RaisingLoss(nll_loss(), 3), gbs=SIZE * RANKS)
+    for data in slices(worker, 7, SLICES["two"]):
+        worker.train_microbatch(data)
+
+
+def fault_in_layer(worker):
+    worker.begin_train_step(nll_loss(), gbs=SIZE * RANKS)
+    first, *rest = slices(worker, 7, SLICES["two"])
+    worker.train_microbatch(first)
+    layer = worker.model.model.layers[1]
+    layer.raises = True
+    try:
+        worker.train_microbatch(rest[0])
+    finally:
+        layer.raises = False
+
+
+def fault_in_optimizer(worker):
+    def raises(*ignored):
+        raise Interrupted
+
+    handle = worker.optimizer.register_step_pre_hook(raises)
+    try:
+        in_slices(SLICES["two"])(worker, 7, nll_loss())
+    finally:
+        handle.remove()
+
+
+def fault_between(worker):
+    worker.begin_train_step(nll_loss(), gbs=SIZE * RANKS)
+    worker.train_microbatch(next(slices(worker, 7, SLICES["two"])))
+    worker.abort_train_step()
+    raise Interrupted
+
+
+FAULTS = (fault_in_loss, fault_in_layer, fault_in_optimizer, fault_between)
+
+
+def after_fault(expected, name, fault, take_step):
+    reference = expected()
+    made = worker_for(name)
+    attributes = dict(vars(made))
+    with pytest.raises(Interrupted):
+        fault(made)
+    made.abort_train_step()  # does nothing any more
+    changed = {key for key, value in vars(made).items() if attributes.get(key) is not value}
+    assert changed <= {"_train_step_state"} and made._train_step_state is None
+    assert all(one.grad is None for one in made.model.parameters())
+    return differences(trained(made, "nll", take_step), reference)
+
+
+def misuses(name):
+    """Return the error message of each wrong call."""
+    found, worker = {}, worker_for(name)
+
+    def attempt(what, function, *args, **kwargs):
+        with pytest.raises(MisuseError) as raised:
+            function(*args, **kwargs)
+        found[what] = str(raised.value)
+
+    data = batch(0, 2, worker.rank)
+    worker.begin_train_step(nll_loss(), gbs=16)
+    attempt("train() within", worker.train, data, nll_loss())
+    attempt("a checkpoint within", worker.save_checkpoint, "nowhere")
+    attempt("finish of nothing", worker.finish_train_step)
+    worker.begin_train_step(nll_loss(), gbs=16)
+    attempt("an empty rank", worker.train_microbatch, data.slice(0, 2 * worker.rank))
+    packing = worker_for(name, settings={"sequence_packing": {"enabled": True, "train_mb_tokens": 24}})
+    packing.begin_train_step(nll_loss(), gbs=16)
+    attempt("no bins", packing.train_microbatch, batch(0, 2, worker.rank))
+    made = worker_for(name)
+    before, train = parameters(made), made.train
+    losing = {"gradients dropped": lambda *args, **kwargs: (made.model.zero_grad(), train(*args, **kwargs))[1]}
+    for what, other in {**losing, "no optimizer step": lambda *args, **kwargs: {}}.items():
+        made.begin_train_step(nll_loss(), gbs=16)
+        made.train_microbatch(batch(0, 2, made.rank))
+        made.train = other
+        attempt(what, made.finish_train_step)
+        del made.train
+    assert all(torch.equal(value, before[name]) for name, value in parameters(made).items())
+    return found
+
+
+def nothing_counts(name):
+    """A step in which nothing counts: what changes, and the gradient norm."""
+    made = worker_for(name)
+    before, rate = parameters(made), made.optimizer.param_groups[0]["lr"]
+    data = batch(0, SIZE, made.rank)
+    data["sample_mask"] = torch.zeros_like(data["sample_mask"])
+    made.begin_train_step(nll_loss(), gbs=SIZE * RANKS)
+    made.train_microbatch(data)
+    told = made.finish_train_step()
+    same = all(torch.equal(value, before[name]) for name, value in parameters(made).items())
+    return same, made.optimizer.param_groups[0]["lr"] / rate, float(told["grad_norm"]), told["all_mb_metrics"]
+
+
+@pytest.mark.parametrize("how", ["in slices", "train()"])
+@pytest.mark.parametrize("fault", [fault.__name__ for fault in FAULTS])
+@pytest.mark.parametrize("worker", WORKERS)
+def test_after_an_exception_the_next_step_is_a_fresh_one(ranks, worker, fault, how):
+    assert_close(ranks, worker, fault, how)
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_says_what_is_called_wrongly(ranks, worker):
+    expected = {
+        "train() within": "train() would zero the gradients of the open train step",
+        "a checkpoint within": "save_checkpoint() would leave out the gradients",
+        "finish of nothing": "the step had no train_microbatch()",
+        "an empty rank": "a rank has no samples in this call",
+        "no bins": "expected what shard_by_batch_size() makes",
+        "gradients dropped": "train() dropped the gradients before the optimizer's step",
+        "no optimizer step": "train() without data did not step the optimizer",
+    }
+    for found in ranks:
+        said = found[worker, "misuse"]
+        assert said.keys() == expected.keys()
+        assert [what for what, text in expected.items() if text not in said[what]] == []
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_step_in_which_nothing_counts_leaves_parameters(ranks, worker):
+    for found in ranks:
+        assert found[worker, "nothing counts"] == (True, 0.5, 0.0, {})
+
+
+# ---------------------------------------------------------------- the classes
 METHODS = ("begin_train_step", "train_microbatch", "finish_train_step", "abort_train_step")
 
 
@@ -145,63 +294,11 @@ def methods(rank, world_size):
     return found
 
 
-class Strange:
-    """Not like the worker."""
-
-    def train(self, data):
-        return data
-
-
-def verdicts():
-    """Of each worker's module as it is, and of modules that are not like it."""
-    found = {}
-    for name in WORKERS:
-        module, worker = module_of(name), CLASSES[name]
-        actor = worker.removesuffix("Impl")
-        named = functools.partial(SimpleNamespace, __name__=module.__name__)
-        own = type(worker, (Strange,), dict.fromkeys(METHODS, Strange.train))
-        others = {
-            "it": module,
-            "with its own": named(**{worker: own}),
-            "strange": named(**{worker: Strange}),
-            "the actor alone": named(**{actor: Strange}),
-            "nothing": named(),
-        }
-        found[name] = {what: diagnose(one) for what, one in others.items()}
-        with mock.patch.object(module, "BatchedDataDict", Strange):
-            found[name]["strange data"] = diagnose(module)
-    return found
-
-
-def describe(rank, world_size):
-    return {"methods": methods(rank, world_size), "verdicts": verdicts()}
-
-
-@pytest.fixture(scope="module")
-def described():
-    (found,) = run_ranks(describe, 1, setup=find_workers)
-    return found
-
-
 def test_without_the_patch_there_is_train_alone():
     (found,) = run_ranks(methods, 1, setup=find_workers, env={"MEGAPATCH_DISABLE": "*"})
     assert found == {name: [[], []] for name in WORKERS}
 
 
-def test_the_actor_class_has_them_too(described):
-    assert described["methods"] == {name: [list(METHODS), list(METHODS)] for name in WORKERS}
-
-
-def test_says_what_it_found(described):
-    found = described["verdicts"]
-    expected = {
-        "it": VerdictKind.NEEDED,
-        "with its own": VerdictKind.FIXED,
-        "strange": VerdictKind.UNKNOWN,
-        "the actor alone": VerdictKind.UNSUPPORTED,
-        "nothing": VerdictKind.UNKNOWN,
-        "strange data": VerdictKind.UNKNOWN,
-    }
-    for name in WORKERS:
-        assert {what: verdict.kind for what, verdict in found[name].items()} == expected
-        assert "zero_grad in Strange.train" in found[name]["strange"].reason
+def test_the_actor_class_has_them_too():
+    (found,) = run_ranks(methods, 1, setup=find_workers)
+    assert found == {name: [list(METHODS), list(METHODS)] for name in WORKERS}

@@ -1,17 +1,30 @@
 """nemo_rl.split-train-step-policy: NeMo-RL's own policies in slices against their train(), at 2 ranks.
 
-Without a checkout it is our imitation of Policy.
+And which workers are called, with what, and whose answer counts. Without a checkout it is our imitation of Policy.
 """
 
 import contextlib
-import sys
-import types
 from functools import partial
 
 import pytest
+import torch
 from rigs.cells import cells_of, once
+from rigs.diagnosed_sources import assert_verdict_of_source
 from rigs.imported import run_with_megatron
-from rigs.nemo_rl.policy import OF_MAIN, POLICIES, find_policies, in_slices, not_main, policy_for, samples, whole
+from rigs.megatron.options import attempt
+from rigs.nemo_rl.policy import (
+    OF_MAIN,
+    POLICIES,
+    find_policies,
+    in_slices,
+    loss,
+    not_main,
+    policy_for,
+    samples,
+    sliced,
+    train_slice,
+    whole,
+)
 from rigs.nemo_rl.steps import SIZE, SLICES, STEPS, differences
 from rigs.nemo_rl.worker import CHECKOUT, GPT, needs_nemo_rl
 
@@ -23,7 +36,11 @@ pytestmark = pytest.mark.thorough
 
 LAYOUTS = {"dp2": {}, "pp2": {"pp": 2}}
 CUTS = SLICES if CHECKOUT else {"uneven": SLICES["uneven"]}
-DYNAMIC = {"dynamic_batching": {"enabled": True, "train_mb_tokens": 24, "sequence_length_round": 4}}
+MICROBATCHES = {
+    "sequence_packing": {"enabled": True, "train_mb_tokens": 24, "algorithm": "concatenative"},
+    "dynamic_batching": {"enabled": True, "train_mb_tokens": 24, "sequence_length_round": 4},
+}
+DYNAMIC = {"dynamic_batching": MICROBATCHES["dynamic_batching"]}
 
 
 def trained(name, take_step, settings=None):
@@ -34,7 +51,8 @@ def trained(name, take_step, settings=None):
 
 
 def lengths(told):
-    return {name: len(values) for name, values in told["all_mb_metrics"].items()}
+    """Return the number of each metric's values; releases leave is_oob_ratio out."""
+    return {name: len(values) for name, values in told["all_mb_metrics"].items() if name != "is_oob_ratio"}
 
 
 # ---------------------------------------------------------------- slices, and the whole
@@ -46,6 +64,7 @@ def compared(rank, world_size):
                 expected = once(trained, name, whole)
                 for cut, slices in CUTS.items():
                     yield (name, layout, cut), partial(cell, expected, name, in_slices(slices))
+                yield (name, layout, "answers"), lambda name=name: all_answers(new_policy(name))
         init_parallel()
         for name in POLICIES:
             if CHECKOUT:  # the imitation's worker has no dynamic batching
@@ -54,6 +73,17 @@ def compared(rank, world_size):
             if not OF_MAIN:
                 expected, take_step = once(trained, name, whole), in_slices((4, 4), between=logprobs)
                 yield (name, "logprobs between"), partial(cell, expected, name, take_step)
+            new = partial(new_policy, name)
+            for section, settings in MICROBATCHES.items():
+                yield (name, section), lambda new=new, which={section: settings}: given(new(which))
+            yield (name, "error"), lambda new=new: after_an_error(new(), rank)
+            yield (name, "default sizes"), lambda new=new: sizes_of(new())
+        if not OF_MAIN:
+            yield "buffers", lambda: told_to_keep(new_policy())
+
+
+def new_policy(name="Policy", settings=None):
+    return policy_for(tiny_gpt(**GPT), name, settings)
 
 
 def cell(expected, name, take_step, settings=None):
@@ -79,6 +109,86 @@ def logprobs(policy):
     policy.prepare_for_lp_inference(keep_train_buffers=True)
     policy.get_logprobs(samples(policy, 7, 2))
     policy.prepare_for_training()
+
+
+# ---------------------------------------------------------------- calls of workers
+def all_answers(policy):
+    """The step's end as every worker tells it: how many losses, and whether it is a leader (the data plane's)."""
+    data = samples(policy, 0, SIZE)
+    policy.begin_train_step(loss(), gbs=data.size)
+    for one in sliced(policy, data, (8,)):
+        train_slice(policy)(one)
+    finish = "finish_train_step_presharded" if hasattr(policy, "dp_client") else "finish_train_step"
+    answers = policy.run_all_workers_single_data(finish)
+    return [(len(one["all_mb_metrics"]["loss"]), one.get("is_replica_leader")) for one in answers]
+
+
+def given(policy):
+    """Return the workers' parts of a batch, whole and as one slice. (No CPU can train on packed sequences.)"""
+    data, worker = samples(policy, 0, SIZE), policy.worker_group.mine
+    told = {"global_loss": 0.0, "grad_norm": 0.0, "all_mb_metrics": {}, "gpu_name": "", "model_dtype": ""}
+    worker.train = worker.train_presharded = lambda **ignored: told
+    worker.train_microbatch = worker.train_microbatch_presharded = lambda **ignored: None
+    whole(policy, data)
+    for one in sliced(policy, data, (8,)):
+        train_slice(policy)(one)
+    return [[_content(call) for _, call in handle.calls] for handle in policy.worker_group._workers]
+
+
+def _content(call):
+    if "meta" in call:
+        extra = dict(call["meta"].extra_info)
+        indices = [extra.pop(name) for name in ("micro_batch_indices", "micro_batch_lengths")]
+        return (call["meta"].sample_ids, call["meta"].fields, extra), *indices
+    data = call["data"]
+    return {key: data[key].tolist() for key in data}, data.micro_batch_indices, data.micro_batch_lengths
+
+
+def after_an_error(policy, rank):
+    """One of the workers fails in the second slice: what is raised, which steps are open, and the next step."""
+    data, worker = samples(policy, 0, SIZE), policy.worker_group.mine
+    policy.begin_train_step(loss(), gbs=data.size)
+    first, second = sliced(policy, data, (4, 4))
+    train_slice(policy)(first)
+    seen = [attempt(policy.begin_train_step, loss())[0]]
+    if rank == 1:
+        worker.train_microbatch = _fail
+    seen.append(attempt(train_slice(policy), second)[1])
+    if rank == 1:
+        del worker.train_microbatch
+    seen.append(_open(policy))
+    policy.abort_train_step()
+    seen += [_open(policy), policy.flops_tracker.total_flops]
+    policy.abort_train_step()  # nothing is open: nothing happens
+    seen.append(attempt(policy.finish_train_step)[0])
+    return seen, float(in_slices((4, 4))(policy, data)["grad_norm"])
+
+
+def _fail(data):
+    raise ArithmeticError("of one worker")
+
+
+def _open(policy):
+    """Of every worker, whether it has an open step."""
+    found = [None] * 2
+    torch.distributed.all_gather_object(found, policy.worker_group.mine._train_step_state is not None)
+    return found
+
+
+def sizes_of(policy):
+    policy.worker_group.mine.begin_train_step = lambda **ignored: None
+    policy.begin_train_step(None)
+    (_, call) = policy.worker_group._workers[1].calls[-1]
+    return call["gbs"], call["mbs"]
+
+
+def told_to_keep(policy):
+    policy.worker_group.mine.prepare_for_lp_inference = lambda **ignored: None
+    policy.prepare_for_lp_inference()
+    policy.prepare_for_lp_inference(False, ignored="by the original")
+    policy.prepare_for_lp_inference(True)
+    policy.prepare_for_lp_inference(keep_train_buffers=True)
+    return [[call for _, call in handle.calls] for handle in policy.worker_group._workers]
 
 
 ranks = cells_of(compared, 2, setup=find_policies, timeout=580)
@@ -119,6 +229,47 @@ def test_log_probabilities_between_slices_leave_the_gradient(ranks, name):
         check(found[name, "logprobs between"], microbatches=8)
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_twins_would_count_twice(ranks, name):
+    tq = name == "TQPolicy"
+    for found in ranks:
+        assert found[name, "dp2", "answers"] == [(4, True if tq else None)] * 2
+        assert found[name, "pp2", "answers"] == [(4, True if tq else None), (4, False if tq else None)]
+
+
+@pytest.mark.parametrize("section", MICROBATCHES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_slices_are_cut_into_microbatches_as_a_batch_is(ranks, name, section):
+    for found in ranks:
+        for whole_batch, slice_of_all in found[name, section]:
+            assert slice_of_all == whole_batch
+            (microbatches,), (tokens,) = whole_batch[1:]
+            assert len(microbatches) == len(tokens) > 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_error_of_one_worker_is_raised_and_abort_reaches_all(ranks, name):
+    for found in ranks:
+        seen, grad_norm = found[name, "error"]
+        second_begin, raised, open_then, open_in_the_end, flops, finish = seen
+        assert (raised, open_then, open_in_the_end) == ("of one worker", [True, True], [False, False])
+        assert flops == 0
+        if not OF_MAIN:
+            assert (second_begin, finish) == ("MisuseError", "MisuseError")
+        assert grad_norm == pytest.approx(ranks[0][name, "error"][1])
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_sizes_are_the_settings(ranks, name):
+    assert [found[name, "default sizes"] for found in ranks] == [(8, 2)] * 2
+
+
+@not_main
+def test_workers_are_told_to_keep_their_buffers(ranks):
+    for found in ranks:
+        assert found["buffers"] == [[{}, {}, {"keep_train_buffers": True}, {"keep_train_buffers": True}]] * 2
+
+
 # ---------------------------------------------------------------- without the patch
 def lacked(rank, world_size):
     init_parallel()
@@ -149,71 +300,32 @@ def test_without_the_patch_mains_policy_trains_whole_batches():
 
 
 # ---------------------------------------------------------------- code that is like NeMo-RL's and yet another
-TWINS = '["context_parallel", "tensor_parallel", "pipeline_parallel"]'
-INIT = """
+LIKE = """
+class Policy:
     def __init__(self):
         self.cfg = self.worker_group = self.sharding_annotations = self.flops_tracker = None
         self.use_dynamic_batches = self.dynamic_batching_args = None
         self.use_sequence_packing = self.sequence_packing_args = None
-"""
-TRAIN = f"def train(self, data, loss_fn, eval_mode=False, gbs=None, mbs=None, timer=None): return {TWINS}"
-BEFORE = "    def prepare_for_lp_inference(self, *args, **kwargs): pass"
-SINGLE = "    def run_all_workers_single_data(self, method): pass"
-GROUP = """
+    def train(self, data, loss_fn, gbs=None, mbs=None{timer}):
+        return ["context_parallel", "tensor_parallel", "pipeline_parallel"{axes}]
+    def prepare_for_lp_inference(self, *args, **kwargs): ...
+    def run_all_workers_single_data(self, method): ...
+    {more}
 class RayWorkerGroup:
     def run_all_workers_sharded_data(
         self, in_sharded_axes, replicate_on_axes, output_is_replicated, common_kwargs
-    ): pass
+    ): ...
 """
-
-
-def policy(train=TRAIN, before=BEFORE, init=INIT, group=GROUP):
-    return "\n".join(("class Policy:", init, before, SINGLE, f"    {train}", group))
-
-
 CASES = {
-    "none": ("policy", "there = 'nothing'", "unknown", "Policy"),
-    "as known": ("policy", policy(), "needed", "only train()"),
-    "to 0.5": ("policy", policy(TRAIN.replace(", timer=None", "")), "unsupported", "a fork"),
-    "own": ("policy", f"{policy()}\nPolicy.begin_train_step = lambda self: 0", "fixed", "has begin_train_step"),
-    "main": (
-        "policy",
-        policy(before=BEFORE.replace("*args", "keep_train_buffers=False")),
-        "needed",
-        "only train()",
-    ),
-    "an axis more": ("policy", policy(TRAIN.replace("[", '["expert_parallel", ')), "unknown", "context_parallel"),
-    "other train": (
-        "policy",
-        policy("def train(self, data, timer=None): pass"),
-        "unknown",
-        "parameter loss_fn of",
-    ),
-    "no tracker": ("policy", policy(init=INIT.replace("flops_tracker", "flops")), "unknown", "flops_tracker in"),
-    "other group": (
-        "policy",
-        policy(group=GROUP.replace("replicated", "same")),
-        "unknown",
-        "output_is_replicated",
-    ),
-    "tq: none": ("tq_policy", "there = 'nothing'", "unknown", "TQPolicy"),
-    "tq: other": ("tq_policy", "class TQPolicy: pass", "unknown", "_stamp_pad_seqlen"),
-    "mixin: none": ("mixin", "there = 'nothing'", "unknown", "TQWorkerMixin"),
-    "mixin: other": ("mixin", "class TQWorkerMixin: pass", "unknown", "_fetch"),
-    "mixin: own": (
-        "mixin",
-        "class TQWorkerMixin:\n    def begin_train_step_presharded(self): pass",
-        "fixed",
-        "has begin_train_step_presharded",
-    ),
+    "as known": ({}, "needed", "only train()"),
+    "to 0.5": ({"timer": ""}, "unsupported", "a fork"),
+    "own": ({"more": "def begin_train_step(self): ..."}, "fixed", "has begin_train_step"),
+    "an axis more": ({"axes": ', "expert_parallel"'}, "unknown", "context_parallel"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_diagnosis(case, monkeypatch):
-    of, source, kind, reason = CASES[case]
-    module = types.ModuleType("imitation")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(source, vars(module))
-    verdict = getattr(split_train_step_policy, f"diagnose_{of}")(module)
-    assert (verdict.kind.value, reason in verdict.reason) == (kind, True), verdict
+def test_diagnosis(case, modules):
+    changed, kind, reason = CASES[case]
+    source = LIKE.format(**{"timer": ", timer=None", "axes": "", "more": "", **changed})
+    assert_verdict_of_source((split_train_step_policy.diagnose_policy, source, kind, reason), modules)

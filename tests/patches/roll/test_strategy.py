@@ -40,15 +40,10 @@ def test_steps_are_skipped_until_one_can_be_taken(ranks):
         steps, texts, off = found["overflow"]
         *skips, first, last = steps
         assert len(skips) > 5
-        assert all(step[1:] == (0, 1.0) for step in skips)
-        assert [first[1:], last[1:]] == [(1, 0.0), (2, 0.0)]
+        assert all(step[1:] == (0, True) for step in skips)
+        assert [first[1:], last[1:]] == [(1, False), (2, False)]
         assert off == 0.0
         assert len([text for text in texts if "the loss scale is now" in text]) == (0 if rank else len(skips))
-
-
-def test_after_an_exception_the_steps_are_their_own(ranks):
-    for found in ranks:
-        assert found["a step that raises"] == (("Interrupted", True), False)
 
 
 def test_bf16_trains_as_before(ranks):
@@ -62,11 +57,6 @@ def test_bf16_trains_as_before(ranks):
 def test_rolls_own_way_around_parameters_without_gradients_still_works(ranks):
     for found in ranks:
         assert found["unused"] == ([None] * 3, 3)
-
-
-def test_another_hook_is_left_alone(ranks):
-    for found in ranks:
-        assert found["own hook"] is True
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="ROLL_CHECKOUT is not set")

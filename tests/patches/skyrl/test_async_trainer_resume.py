@@ -7,13 +7,12 @@ import functools
 from unittest import mock
 
 import pytest
-from rigs.cells import AUDITED
 from rigs.diagnosed_sources import words
-from rigs.skyrl.engines import STEPS, Engines, audited, each_way, logged, outcome, trainer_for
+from rigs.skyrl.engines import STEPS, Engines, logged, outcome, trainer_for, without_and_with
 from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl
 
-from megapatch.patches.skyrl.async_trainer_resume import MODULES, SYNC, TRAINER, diagnose
+from megapatch.patches.skyrl.async_trainer_resume import MODULES, SYNC, diagnose
 
 pytestmark = needs_skyrl
 
@@ -83,13 +82,7 @@ def scenarios(release, module):
 def found_by(release, module):
     verdict = diagnose(module)
     run = functools.partial(scenarios, release, module) if verdict.kind.value == "needed" else dict
-    names = ["train", SYNC] if hasattr(getattr(module, TRAINER), SYNC) else ["train"]
-    found = each_way("skyrl.async-trainer-resume", module, TRAINER, names, run)
-    return {**found, "verdict": words(verdict)}
-
-
-def audited_by(rank, world_size, release):
-    return audited("skyrl.async-trainer-resume", functools.partial(scenarios, release, release.module_of(MODULES)))
+    return {"verdict": words(verdict), **without_and_with("skyrl.async-trainer-resume", run)}
 
 
 found_for = found_once(found_by, MODULES)
@@ -104,17 +97,10 @@ def test_the_verdict(release):
         assert "No module named" in found
     elif release.name != "checkout":  # one of the user's may be of any state
         assert found["verdict"] == ("fixed", "train() leaves pausing to WorkerDispatch")
-        assert found["early"]["status"] == found["late"]["status"] == "not-needed"
-        assert not any(found["early"]["replaced"] + found["late"]["replaced"] + found["late, held"])
+        assert found["status"] == "not-needed"
 
 
-release_of_needed, needed = of_those_that_need(NEEDED, found_for)
-
-
-def test_it_comes_and_goes(needed):
-    assert needed["early"]["replaced"] == needed["late"]["replaced"] == needed["late, held"] == [True, True]
-    assert needed["without"]["replaced"] == [False, False]
-    assert needed["restored"]
+needed = of_those_that_need(NEEDED, found_for)
 
 
 def test_without_it_generation_stays_paused(needed):
@@ -128,8 +114,8 @@ def test_without_it_generation_stays_paused(needed):
 
 
 @pytest.mark.parametrize("name", ["second", "last", "cancelled"])
-def test_with_it_one_resume_follows(patched, name):
-    found = patched[name]
+def test_with_it_one_resume_follows(needed, name):
+    found = needed["with"][name]
     assert found["error"] == ("CancelledError" if name == "cancelled" else "BroadcastFailed")
     syncs = {"second": 1, "last": STEPS, "cancelled": 1}[name]
     assert found["calls"] == ["broadcast"] + ["pause", "broadcast", "resume"] * syncs
@@ -141,24 +127,25 @@ def test_with_it_one_resume_follows(patched, name):
     assert "mixture of old and new weights" in text
 
 
-def test_the_first_sync_and_those_that_are_good_stay_as_they_are(needed, patched):
+def test_the_first_sync_and_those_that_are_good_stay_as_they_are(needed):
     for name in ("good", "first", "sync alone", "sync alone, after train()"):
-        assert patched[name] == needed["without"][name], name
+        assert needed["with"][name] == needed["without"][name], name
+    patched = needed["with"]
     assert patched["good"]["error"] is None
     assert patched["good"]["calls"] == ["broadcast"] + ["pause", "broadcast", "resume"] * STEPS
     assert patched["first"]["calls"] == ["broadcast"]
 
 
-def test_the_audit_finds_generation_that_stays_paused(needed, release_of_needed):
-    (found,) = release_of_needed.ranks(audited_by, 1, release_of_needed, env=AUDITED)
+def test_the_audit_finds_generation_that_stays_paused(needed):
+    found = {way: needed[way] for way in ("without", "with")}
     broken = {way: {name for name, one in found[way].items() if set(one["rules"]) == {"resumed"}} for way in found}
     assert all(set(one["rules"]) <= {"resumed"} for way in found for one in found[way].values())
     still = {"both fail", "sync alone, after train()"}  # a resume that fails, and a pause of the caller's own
     assert broken == {"without": {"second", "last", "cancelled", *still}, "with": still}
 
 
-def test_a_resume_that_fails_hides_nothing(patched):
-    found = patched["both fail"]
+def test_a_resume_that_fails_hides_nothing(needed):
+    found = needed["with"]["both fail"]
     assert found["error"] == "BroadcastFailed"
     assert found["resumes"] == 1
     assert any("no resume" in text for level, text in found["log"] if level == "ERROR")

@@ -1,6 +1,6 @@
 """Verdicts of the patches around weight syncs on code that is like SkyRL's and yet another."""
 
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import assert_verdict_of_source, each_source
 
 from megapatch.patches.skyrl import async_trainer_resume, pause_rollback, weight_sync_pause
 
@@ -51,7 +51,6 @@ BY_DISPATCH = "await self.dispatch.save_weights_for_sampler()"
 ITS_SYNCS = "expected train() to use"
 SOURCES = {
     weight_sync_pause.diagnose: {
-        "dispatch: none": (NOTHING, "unknown", "WorkerDispatch"),
         "dispatch: no pause": (code(DISPATCH, BROADCAST), "needed", "while engines serve"),
         "dispatch: fixed": (
             code(DISPATCH, PAUSE, *in_finally(BROADCAST, last=RESUME)),
@@ -61,26 +60,16 @@ SOURCES = {
         # as in PR 1212 before its review
         "dispatch: no finally": (code(DISPATCH, PAUSE, BROADCAST, RESUME), "unknown", "even after a failure"),
         "dispatch: no resume": (code(DISPATCH, PAUSE, BROADCAST), "unknown", "even after a failure"),
-        "dispatch: another": (code(DISPATCH, "self.sync()"), "unknown", "_inference_engine_client"),
     },
     async_trainer_resume.diagnose: {
-        "trainer: none": (NOTHING, "unknown", "FullyAsyncRayPPOTrainer"),
         "trainer: no finally": (trainer(SYNC, PAUSE, SYNC, RESUME), "needed", "does not resume"),
         "trainer: finally": (trainer(SYNC, PAUSE, *in_finally(SYNC, last=RESUME)), "unknown", ITS_SYNCS),
         "trainer: no first sync": (trainer(PAUSE, SYNC, RESUME), "unknown", ITS_SYNCS),
-        "trainer: no such client": (
-            trainer(SYNC, PAUSE, SYNC, RESUME, client="engines"),
-            "unknown",
-            "inference_engine_client",
-        ),
         "trainer: by the dispatch": (trainer(BY_DISPATCH, client="engines"), "fixed", "WorkerDispatch"),
-        "trainer: by something else": (trainer("await self.sync()", client="engines"), "unknown", "found none"),
     },
     pause_rollback.diagnose: {
-        "client: none": (NOTHING, "unknown", "InferenceEngineClient.pause_generation"),
         "client: set for good": (code(CLIENT, LOOK, SET, "await abort()"), "needed", "leaves"),
         "client: taken back": (code(CLIENT, LOOK, SET, *TAKEN_BACK), "fixed", "clears its own mark"),
-        "client: another": (code(CLIENT, "await self.lock()"), "unknown", "found none"),
         "client: no mark": (
             code(CLIENT, "await abort()").replace("self.generation_paused_event = Event()", "pass"),
             "absent",

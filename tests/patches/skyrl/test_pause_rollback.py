@@ -3,13 +3,12 @@
 import functools
 
 import pytest
-from rigs.cells import AUDITED
 from rigs.diagnosed_sources import words
-from rigs.skyrl.engines import Engines, audited, cancelled_when, each_way, outcome
+from rigs.skyrl.engines import Engines, cancelled_when, outcome, without_and_with
 from rigs.skyrl.findings import found_once, of_those_that_need
 from rigs.skyrl.releases import RELEASES, needs_skyrl
 
-from megapatch.patches.skyrl.pause_rollback import CLIENT, MODULES, diagnose
+from megapatch.patches.skyrl.pause_rollback import MODULES, diagnose
 
 pytestmark = needs_skyrl
 
@@ -58,25 +57,12 @@ async def pause_and_resume(engines):
 
 def found_by(release, module):
     marked = hasattr(Engines(release).client, "generation_paused_event")
-    found = each_way(
-        "skyrl.pause-rollback",
-        module,
-        CLIENT,
-        ["pause_generation"] if hasattr(module.InferenceEngineClient, "pause_generation") else [],
-        lambda: scenarios(release) if marked else {},
-    )
-    return {**found, "verdict": words(diagnose(module))}
-
-
-def audited_by(rank, world_size, release):
-    release.module_of(MODULES)
-    return audited("skyrl.pause-rollback", functools.partial(scenarios, release))
+    run = functools.partial(scenarios, release) if marked else dict
+    return {"verdict": words(diagnose(module)), **without_and_with("skyrl.pause-rollback", run)}
 
 
 found_for = found_once(found_by, MODULES)
-
-
-release_of_needed, needed = of_those_that_need(NEEDED, found_for)
+needed = of_those_that_need(NEEDED, found_for)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda one: one.name)
@@ -86,16 +72,9 @@ def test_the_verdict(release):
         assert found["verdict"] == ("needed", "a pause_generation() that fails leaves generation_paused_event set")
     elif release.name in NO_MARK:
         assert found["verdict"][0] == "absent"
-        assert found["early"]["status"] == found["late"]["status"] == "not-needed"
-        assert not any(found["early"]["replaced"] + found["late"]["replaced"] + found["late, held"])
+        assert found["status"] == "not-needed"
     elif not release.name.startswith("checkout"):  # one of the user's may be of any state
         assert "No module named" in found
-
-
-def test_it_comes_and_goes(needed):
-    assert needed["early"]["replaced"] == needed["late"]["replaced"] == needed["late, held"] == [True]
-    assert needed["without"]["replaced"] == [False]
-    assert needed["restored"]
 
 
 def test_without_it_a_failed_pause_marks_the_client_for_good(needed):
@@ -109,36 +88,33 @@ def test_without_it_a_failed_pause_marks_the_client_for_good(needed):
         assert found[name][1]["marked"]
 
 
-def test_the_audit_finds_a_client_that_is_marked_for_good(needed, release_of_needed):
-    (found,) = release_of_needed.ranks(audited_by, 1, release_of_needed, env=AUDITED)
+def test_the_audit_finds_a_client_that_is_marked_for_good(needed):
     for way, rules in {"without": ["resumed"], "with": []}.items():
         for name in FAILURES:
-            assert found[way][name]["first"][1]["rules"] == rules
+            assert needed[way][name]["first"][1]["rules"] == rules
         for name in ("cancelled in its grace", "cancelled in abort"):
-            assert found[way][name][1]["rules"] == rules
+            assert needed[way][name][1]["rules"] == rules
 
 
-@pytest.mark.parametrize("activated", ["early", "late"])
-def test_with_it_the_client_is_not_marked_and_the_next_pause_works(needed, activated):
+def test_with_it_the_client_is_not_marked_and_the_next_pause_works(needed):
     for name in FAILURES:
-        found = needed[activated][name]
+        found = needed["with"][name]
         assert found["first"][0] == needed["without"][name]["first"][0]
         assert not found["first"][1]["marked"]
         assert found["first"][1]["serving"] == [True, True]
         assert found["again"] is None
         assert found["then"]["marked"]
     for name in ("cancelled in its grace", "cancelled in abort"):
-        error, told = needed[activated][name]
+        error, told = needed["with"][name]
         assert error == "CancelledError"
         assert not told["marked"]
         assert any(told["engine calls"]) == (name == "cancelled in abort")
 
 
-@pytest.mark.parametrize("activated", ["early", "late"])
-def test_all_else_is_as_it_was(needed, activated):
+def test_all_else_is_as_it_was(needed):
     for name in ("paused before", "good", "pickled"):
-        assert needed[activated][name] == needed["without"][name]
-    error, marked = needed[activated]["paused before"]
+        assert needed["with"][name] == needed["without"][name]
+    error, marked = needed["with"]["paused before"]
     assert "already paused" in error
     assert marked
-    assert needed[activated]["good"] is None
+    assert needed["with"]["good"] is None

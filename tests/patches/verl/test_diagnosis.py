@@ -1,6 +1,6 @@
 """Verdicts on code that is like verl's and yet another."""
 
-from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
+from rigs.diagnosed_sources import assert_verdict_of_source, each_source
 
 from megapatch.patches.verl import (
     gathered_when_read,
@@ -11,17 +11,13 @@ from megapatch.patches.verl import (
 )
 
 ENGINE = """
-class BaseEngine:
-    def train_batch(self, data, loss_function):
-        outputs = {{"metrics": self.optimizer_step()}}
-        if self.is_mp_src_rank_with_outputs(): return outputs
-class MegatronEngine(BaseEngine):
+class MegatronEngine:
     def optimizer_step(self):
         successful, norm, _ = self.optimizer.step()
 {body}
         return norm
     def lr_scheduler_step(self):
-        self.{scheduler}.step(1)
+        self.lr_scheduler.step(1)
 """
 RAISE = "        if not successful: raise NotImplementedError"
 SEED = """
@@ -61,38 +57,30 @@ COMPREHENSION = "        await gather(*[one.resume_generation() for one in self.
 FINALLY = f"        try: await self.transfer()\n        finally:\n    {RESUME}"
 
 
-def manager(option=OPTION, condition=f"self.{OPTION}", body=LOADS):
-    return LOAD.format(option=option, condition=condition, body=body)
+def manager(condition=f"self.{OPTION}"):
+    return LOAD.format(option=OPTION, condition=condition, body=LOADS)
 
 
-def engine(body, scheduler="lr_scheduler"):
-    return ENGINE.format(body=body, scheduler=scheduler)
+def engine(body):
+    return ENGINE.format(body=body)
 
 
 SOURCES = {
     overflow_is_skipped.diagnose: {
-        "engine: none": (NOTHING, "unknown", "MegatronEngine"),
         "engine: raises": (engine(RAISE), "needed", "ends the job"),
         "engine: skips": (engine("        pass"), "fixed", "took no step"),
         "engine: raises another": (engine("        assert successful"), "unknown", "AssertionError"),
         "engine: asks for more": (engine("        self.more()"), "unknown", "on a stand-in"),
-        "engine: another scheduler": (engine(RAISE, scheduler="rates"), "unknown", "lr_scheduler"),
     },
     pipeline_seed.diagnose: {
-        "seed: none": (NOTHING, "unknown", "set_random_seed"),
         "seed: one for all": (SEED.format(body=FOR_ALL), "needed", "the same seed"),
         "seed: by stage": (SEED.format(body=BY_STAGE), "fixed", "depends"),
-        "seed: another": (SEED.format(body="pass"), "unknown", "manual_seed"),
     },
     schedule_after_load.diagnose: {
-        "load: none": (NOTHING, "unknown", "MegatronCheckpointManager"),
         "load: by option": (manager(), "needed", "begins its schedule again"),
         "load: always": (manager(condition="self.lr_scheduler"), "unknown", OPTION),
-        "load: never": (manager(body="pass"), "unknown", "load_state_dict"),
-        "load: by another option": (manager(option="another"), "unknown", OPTION),
     },
     weight_sync_resume.diagnose: {
-        "sync: none": (NOTHING, "unknown", "CheckpointEngineManager"),
         "sync: no finally": (MANAGER.format(body=RESUME), "needed", "does not resume"),
         "sync: in a comprehension": (MANAGER.format(body=COMPREHENSION), "needed", "does not resume"),
         "sync: finally": (MANAGER.format(body=FINALLY), "fixed", "even after a failure"),
@@ -100,10 +88,8 @@ SOURCES = {
         "sync: no coroutine": (NO_COROUTINE, "unknown", "a coroutine"),
     },
     gathered_when_read.PATCH.sites[0].diagnose: {
-        "save: none": (NOTHING, "unknown", "MegatronCheckpointManager"),
         "save: gathers": (SAVE.format(body=GATHERS), "fixed", "gathers"),
         "save: does not": (SAVE.format(body="self.checkpoint_config"), "needed", "not gathered"),
-        "save: another": (SAVE.format(body="pass"), "unknown", "checkpoint_config"),
     },
 }
 

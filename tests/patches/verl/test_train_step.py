@@ -1,5 +1,7 @@
-"""A TrainStep within verl's engine: however a step's samples are cut into calls, the step is the same. TrainPump
-drives it with prompt groups. See docs/verl.md."""
+"""A TrainStep within verl's engine: however a step's samples are cut into calls, the step is the same.
+
+See docs/verl.md.
+"""
 
 import pytest
 import torch
@@ -44,12 +46,3 @@ def test_without_it_two_calls_make_another_step(ranks):
 def test_a_call_that_fails_leaves_no_trace(ranks):
     for found in ranks:
         assert found["failed"] == ("AssertionError", True, 0.0)
-
-
-def test_a_pump_makes_the_same_steps(ranks):
-    for found in ranks:
-        norms, parameters, calls, not_synced = found["pump"]
-        assert norms == found["data parallel", (1, 1, 1, 1)][0]
-        assert same(parameters, found["data parallel", (1, 1, 1, 1)][1])
-        assert [call for call in calls if call not in ("pause", "resume")] == [0, 1, 2]
-        assert not_synced == 0.0

@@ -129,11 +129,10 @@ def _new_model(config):
 
 
 # ------------------------------------------------------------------------------------------ the engine
-def engine_of(overlap=None, dtype="float32", pp=1, beside=False, alone=False, lr=0.1, **config):
+def engine_of(overlap=None, dtype="float32", pp=1, beside=False, lr=0.1, **config):
     """Return AReaL's own engine, initialized by its own methods.
 
-    It sets up a layout of its own unless it is `beside` another engine. If it is `alone`, it sets up
-    torch.distributed, too.
+    It sets up a layout of its own unless it is `beside` another engine.
     """
     module = importlib.import_module(ENGINE)
     wanted.update(config=config, ddp=overlap or {})
@@ -148,7 +147,7 @@ def engine_of(overlap=None, dtype="float32", pp=1, beside=False, alone=False, lr
         **parallel,
     )
     engine._init_context_and_model_parallel_group = lambda: None
-    with contextlib.nullcontext() if beside or alone else _nothing_set_up():
+    with contextlib.nullcontext() if beside else _nothing_set_up():
         engine.create_process_group(SimpleNamespace())
     engine._prepare_mb_list = Microbatches
     engine._load_model_from_hf = lambda path: None

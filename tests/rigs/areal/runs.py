@@ -1,14 +1,12 @@
 """Runs of AReaL's engine without megapatch's patches and with them, as cells of one run of two ranks."""
 
 import importlib
-import os
 import tempfile
 from unittest import mock
 
 import torch
 
 from megapatch import apply, restore
-from megapatch._mcore.process_groups import process_groups
 from rigs.areal.engine import BOTH, CHECKPOINTER, ENGINE, GRADS, ROLLOUT, STEPS, engine_of, parameters, train
 from rigs.areal.updates import Servers, checkpoint, update
 from rigs.megatron.gathers import wrong
@@ -54,7 +52,6 @@ def cells(rank, world_size):
     yield "router", router_gradients
     yield "dense", lambda: gradients(SCALE)
     yield "own hook", own_hook
-    yield "again", initialized_again
 
 
 def read_after_steps(name):
@@ -181,31 +178,3 @@ def own_hook():
     config.grad_scale_func = hook
     train(engine, 0)
     return bool(called), config.grad_scale_func is hook
-
-
-def initialized_again():
-    """Let AReaL set up torch.distributed itself, train, and destroy all, several times.
-
-    Return the number of groups of each time, and the fraction of the parameters that differ from the first time's.
-    """
-    rank, ports = torch.distributed.get_rank(), [None] * 3
-    if rank == 0:  # as torchrun does: its stores listen before the ranks look for them, so no port can be taken
-        stores = [
-            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in ports
-        ]
-        ports = [store.port for store in stores]
-    torch.distributed.broadcast_object_list(ports, 0)
-    importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-    counts, ends, engine = [], [], None
-    for port in ports:  # torch keeps a process's store, with all keys, for as long as something refers to it
-        if engine is not None:
-            engine.destroy()
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-        with mock.patch.dict(os.environ, address, TORCHELASTIC_USE_AGENT_STORE="True"):
-            engine = engine_of(BOTH, alone=True)
-        train(engine, 0)
-        engine.model[0].start_param_sync(force_sync=True)
-        ends.append(parameters(engine))
-        counts.append(len(process_groups()))
-    return counts, [wrong(end, ends[0]) for end in ends]

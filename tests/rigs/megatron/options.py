@@ -166,16 +166,6 @@ def assert_misuse(outcome, *texts):
         assert text in found
 
 
-def step_that_raises(optimizer, function, *args):
-    """Call a function whose optimizer step raises; return the error, and whether the step is what it was."""
-
-    def step():
-        raise Interrupted
-
-    optimizer.step = step
-    return attempt(function, *args)[0], optimizer.step is step
-
-
 def linear_schedule(
     optimizer, *, steps, max_lr, init_lr=0.0, min_lr=0.0, warm_up=0, start_wd=0.0, end_wd=0.0, **flags
 ):

@@ -38,13 +38,11 @@ class Side:
         self.cfg, self._calls, self._succeeds = {}, calls, succeeds
 
     def __getattr__(self, name):
-        if name.startswith("_") or name == "set_weight_version":
+        if name.startswith("_"):
             raise AttributeError(name)
 
         def call(*args, **kwargs):
             self._calls.append((name, threading.current_thread() is threading.main_thread()))
-            if kwargs.get("kv_scales"):
-                self._calls.append(("kv_scales", kwargs["kv_scales"]))
             return [self._succeeds]
 
         return call
@@ -56,39 +54,17 @@ class Side:
         return SimpleNamespace(buffer_size_bytes=1, num_buffers=1, nccl_peer=False)
 
 
-class Told(Side):
-    """A generation that has set_weight_version()."""
-
-    def set_weight_version(self, version):
-        self._calls.append(("set_weight_version", version))
-
-
-class Broken(Side):
-    def set_weight_version(self, version):
-        raise OSError("gone")
-
-
-class Remote(Side):
-    """A generation whose method is a Ray actor's."""
-
-    def __init__(self, calls):
-        super().__init__(calls)
-        self.set_weight_version = SimpleNamespace(remote=lambda version: ("reference", version))
-
-
 TRANSPORTS = {"collective": ("vllm", False)}
 if CHECKOUT:
     TRANSPORTS |= {"ipc": ("vllm", True), "http": ("sglang", True)}
-CHECKED = TRANSPORTS.keys() - {"http"}
-"""Those that look at whether a sync has succeeded."""
 
 
-def synchronizer(transport="collective", kind=Told, **options):
+def synchronizer(transport="collective", **options):
     """Return a synchronizer from NeMo-RL's own factory, and the list of its calls."""
     calls = []
     backend, colocated = TRANSPORTS[transport]
     made = importlib.import_module(f"{PACKAGE}.factory").create_weight_synchronizer(
-        Side(calls), kind(calls, **options), backend, colocated, train_cluster=object(), inference_cluster=object()
+        Side(calls), Side(calls, **options), backend, colocated, train_cluster=object(), inference_cluster=object()
     )
     # Ray waits for what are results already.
     sys.modules[type(made).__module__].ray = SimpleNamespace(get=lambda results: results)
@@ -125,7 +101,7 @@ def controller_syncs():
             controller._master_config, controller._async_cfg = None, mock.Mock()
             controller._async_cfg.recompute_kv_cache_after_weight_updates = False
             controller._abort_stale_inflight = mock.AsyncMock(return_value=0)
-            controller._rollout_manager = Told(calls)
+            controller._rollout_manager = Side(calls)
         with mock.patch.object(sys.modules[CONTROLLER], "should_use_nemo_gym", return_value=False, create=True):
             await controller._sync_weights()
         return controller._rollout_permitted.is_set()

@@ -7,15 +7,14 @@ import asyncio
 import importlib
 import inspect
 import logging
-import operator
+import os
 from contextlib import contextmanager
 from unittest import mock
 
 import megapatch
-from megapatch._engine.engine import this_process
-from megapatch._layers import MARK
 from megapatch.weight_sync import _warned
 from rigs.cells import take_rules
+from rigs.releases import status_of
 
 OLD, MIXED, NEW = ["old", "old"], ["new", "old"], ["new", "new"]
 STEPS = 3  # of an epoch of the trainer
@@ -24,8 +23,11 @@ STEPS = 3  # of an epoch of the trainer
 class BroadcastFailed(Exception): ...
 
 
-class EngineThatCannot:
-    """An engine that cannot stop serving. Its weights come in two parts."""
+class Engine:
+    """An engine, whose weights come in two parts.
+
+    failing   raised when it is asked to stop serving
+    """
 
     def __init__(self, failing=None):
         self.failing, self.serving = failing, True
@@ -49,13 +51,6 @@ class EngineThatCannot:
         if self.serving:
             self.seen.append(list(self.weights))
 
-
-class Engine(EngineThatCannot):
-    """An engine that can stop serving.
-
-    failing   raised when it is asked to
-    """
-
     async def abort_generation(self):  # up to skyrl 0.1.0; the client itself holds requests back until it resumes
         await self._stop("abort")
 
@@ -73,8 +68,8 @@ class Engine(EngineThatCannot):
 class Engines(list):
     """Engines, the real client of a release, and broadcasts that may fail after the first part."""
 
-    def __init__(self, release, *failing, grace=0, make=Engine):
-        super().__init__(make(error) for error in (failing or (None, None)))
+    def __init__(self, release, *failing, grace=0):
+        super().__init__(Engine(error) for error in (failing or (None, None)))
         self.module = importlib.import_module(f"{release.backend}.inference_engines.inference_engine_client")
         if hasattr(self.module, "ABORT_GENERATION_GRACE_PERIOD_SECONDS"):
             self.module.ABORT_GENERATION_GRACE_PERIOD_SECONDS = grace
@@ -212,10 +207,11 @@ def trainer_for(module, engines):
 
 @contextmanager
 def logged():
-    """Collect the records of megapatch's logger, as [(level, message)]."""
+    """Collect the records of megapatch's logger but the audit's, as [(level, message)]."""
     _warned.clear()
     found = []
     handler = logging.Handler()
+    handler.addFilter(lambda record: "audit" not in record.pathname.split(os.sep))
     handler.emit = lambda record: found.append((record.levelname, record.getMessage()))
     log = logging.getLogger("megapatch")
     log.addHandler(handler)
@@ -246,41 +242,10 @@ async def cancelled_when(coroutine, ready):
     await task
 
 
-def audited(patch, scenarios):
-    """Return the results of the scenarios without the patch and with it, in a process that the audit watches."""
+def without_and_with(patch, scenarios):
+    """Return the patch's status, and the results of the scenarios without it and with it."""
+    status = status_of(patch)
     megapatch.restore(patch)
     without = scenarios()
     megapatch.apply()
-    return {"without": without, "with": scenarios()}
-
-
-def each_way(patch, module, cls, names, scenarios):
-    """Return the results of the scenarios with the patch, activated before the import and after it, and without;
-    and whether the class's functions of these names are then replaced. megapatch is active in this process."""
-
-    def functions(of):
-        return [inspect.getattr_static(of, name) for name in names]
-
-    (record,) = (
-        one for one in this_process().roster.sites if (one.patch.name, one.site.module) == (patch, module.__name__)
-    )
-
-    def look():
-        return {
-            "status": record.status.value,
-            "replaced": [MARK in vars(one) for one in functions(getattr(module, cls))],
-            **scenarios(),
-        }
-
-    found = {"early": look()}
-    megapatch.restore(patch)
-    originals = functions(getattr(module, cls))
-    holder = {}
-    exec(f"from {module.__name__} import {cls} as held", holder)
-    found["without"] = look()
-    megapatch.apply()
-    found["late"] = look()
-    found["late, held"] = [MARK in vars(one) for one in functions(holder["held"])]
-    megapatch.restore(patch)
-    found["restored"] = all(map(operator.is_, functions(getattr(module, cls)), originals))
-    return found
+    return {"status": status, "without": without, "with": scenarios()}

@@ -4,12 +4,15 @@ import functools
 
 import pytest
 
+from rigs.cells import AUDITED
 from rigs.skyrl.releases import RELEASES
 
 
 def found_once(found_by, modules):
     """Return a function of a release: what found_by(release, module) finds in a rank, or that it has no module."""
-    return functools.cache(lambda release: release.ranks(_found_in_module, 1, release, modules, found_by)[0])
+    return functools.cache(
+        lambda release: release.ranks(_found_in_module, 1, release, modules, found_by, env=AUDITED)[0]
+    )
 
 
 def _found_in_module(rank, world_size, release, modules, found_by):
@@ -21,21 +24,16 @@ def _found_in_module(rank, world_size, release, modules, found_by):
 
 
 def of_those_that_need(names, found_for):
-    """Return two fixtures: the releases with these names and the checkout, and what was found of each.
+    """Return a fixture: what was found of each release with one of these names, and of the checkout.
 
     A checkout that does not need the patch skips the test.
     """
-    those = [one for one in RELEASES if one.name in (*names, "checkout")]
 
-    @pytest.fixture(params=those, ids=lambda one: one.name)
-    def release_of_needed(request):
-        return request.param
-
-    @pytest.fixture
-    def needed(release_of_needed):
-        found = found_for(release_of_needed)
-        if release_of_needed.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
+    @pytest.fixture(params=[one for one in RELEASES if one.name in (*names, "checkout")], ids=lambda one: one.name)
+    def needed(request):
+        found = found_for(request.param)
+        if request.param.name == "checkout" and (isinstance(found, str) or found["verdict"][0] != "needed"):
             pytest.skip("this checkout does not need it")
         return found
 
-    return release_of_needed, needed
+    return needed

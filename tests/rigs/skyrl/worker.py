@@ -47,8 +47,7 @@ def policy_loss(log_probs, old_log_probs, advantages, config, loss_mask=None, ro
 
 
 def worker_for(release, model):
-    """Return a worker whose optimizer really steps; its scheduler does nothing, and checkpoints and offloads are
-    recorded in `worker.done`."""
+    """Return a worker whose optimizer really steps; its scheduler does nothing, and neither do offloads."""
     module = importlib.import_module(f"{release.backend}.workers.megatron.megatron_worker")
     worker = object.__new__(module.MegatronPolicyWorkerBase)
     worker.cfg = settings()
@@ -59,9 +58,7 @@ def worker_for(release, model):
     strategy = importlib.import_module(f"{release.backend}.distributed.megatron.megatron_strategy")
     worker.strategy = object.__new__(strategy.MegatronStrategy)
     worker.strategy.world_size = torch.distributed.get_world_size()
-    worker.done = []
-    worker.strategy.offload_to_cpu = lambda *args, **kwargs: worker.done.append("offload")
-    worker.strategy.save_checkpoint = lambda *args, **kwargs: worker.done.append("save")
+    worker.strategy.offload_to_cpu = lambda *args, **kwargs: None
     worker._set_numa_affinity = lambda rank: None
     worker.get_node_local_rank = lambda: 0
     worker._get_module_for_offload = lambda: worker.actor_module

@@ -1,12 +1,10 @@
-"""One optimizer step of verl's engine from several calls, and TrainPump in front of it."""
+"""One optimizer step of verl's engine from several calls."""
 
-import asyncio
 import importlib
 
 import torch
 
 import megapatch
-from megapatch.streaming import RolloutBuffer, StreamingConfig, TrainPump
 from rigs.megatron.gathers import wrong
 from rigs.megatron.options import attempt
 from rigs.verl.engine import GRADS, MICRO, batch_of, engine_of, loss, parameters, train
@@ -20,35 +18,6 @@ def weighted(model_output, data, dp_group=None):
     """verl's own loss, which it divides by the tokens of the call, divided by those of a step instead."""
     found, metrics = loss()(model_output=model_output, data=data, dp_group=dp_group)
     return found * data["batch_num_tokens"] / EXPECTED_TOKENS, metrics
-
-
-class EngineTrainer:
-    """A rank's trainer, as TrainPump calls it: each `train_microbatch` is a call of verl's engine."""
-
-    def __init__(self, engine):
-        self.engine = engine
-        self.step = megapatch.TrainStep(
-            engine.module, engine.optimizer, calls_add_up=True, expected_count=EXPECTED_TOKENS
-        )
-
-    def begin_train_step(self):
-        for chunk in self.engine.module:
-            chunk.train()
-        self.step.begin()
-
-    def train_microbatch(self, samples):
-        """Run forward and backward of a prompt group: a TensorDict of each sample."""
-        data = importlib.import_module("verl.utils.tensordict_utils").concat_tensordict(samples)
-        tokens = int(data["loss_mask"].values().sum())
-        with self.step.accumulate(len(data) // MICRO, count=tokens):
-            return self.engine.forward_backward_batch(data, weighted)
-
-    def finish_train_step(self):
-        self.step.reduce()
-        return {"grad_norm": float(self.engine.optimizer_step()), "lr": self.engine.lr_scheduler_step()}
-
-    def abort_train_step(self):
-        self.step.abort()
 
 
 def parts_of(step, split):
@@ -114,67 +83,21 @@ def cells(rank, world_size):
             yield (name, split), lambda layout=layout, split=split: steps(split, **layout)
     yield "without", lambda: cut_without(overlap=GRADS)
     yield "failed", failed_call
-    yield "pump", pumped
 
 
 def failed_call():
     """A call that fails leaves the next step, and the engine, as they would have been without it."""
     engine = engine_of(overlap=GRADS)
-    trainer, hooks = EngineTrainer(engine), engine.tf_config.no_sync_func
-    trainer.begin_train_step()
+    step, hooks = megapatch.TrainStep(engine.module, engine.optimizer), engine.tf_config.no_sync_func
     (part,) = parts_of(0, (4,))
     part["temperature"] = torch.full((4,), float("nan"))
-    failure = attempt(trainer.train_microbatch, [part])
+
+    def fail():
+        with engine.train_mode(), step, step.accumulate(len(part) // MICRO):
+            engine.forward_backward_batch(part, weighted)
+
+    failure = attempt(fail)
     train(engine, 0)
     expected = engine_of(overlap=GRADS)
     train(expected, 0)
     return failure[0], engine.tf_config.no_sync_func is hooks, wrong(parameters(engine), parameters(expected))
-
-
-class Generation:
-    """The generating engine, which is given the weights, and the logger. Notes its calls."""
-
-    def __init__(self, engine):
-        self.engine, self.calls, self.norms, self.weights = engine, [], [], None
-
-    async def pause_generation(self):
-        self.calls.append("pause")
-
-    async def resume_generation(self):
-        self.calls.append("resume")
-
-    def set_weight_version(self, version):
-        self.calls.append(version)
-
-    def log_metrics(self, metrics, step, prefix):
-        if prefix == "train":
-            self.norms.append(metrics["grad_norm"])
-
-    def sync_weights(self):
-        self.weights = parameters(self.engine)
-
-
-def pumped():
-    """Two steps by a TrainPump in each rank, of four prompt groups each; return what steps() does, what generation
-    was asked, and how much of its weights is not the engine's."""
-    engine = engine_of(**LAYOUTS["data parallel"])
-    config = StreamingConfig(
-        generations_per_prompt=1,
-        min_prompt_groups_per_batch=4,
-        target_prompt_groups_per_step=4,
-        max_microbatches_in_flight=1,
-        max_staleness=1,
-    )
-    buffer, generation = RolloutBuffer(max_prompt_groups=8), Generation(engine)
-    pump = TrainPump(config, EngineTrainer(engine), buffer, generation, generation, logger=generation)
-
-    async def main():
-        await pump.sync_weights()
-        for step in range(2):
-            for index, part in enumerate(parts_of(step, (1, 1, 1, 1))):
-                group = 4 * step + index
-                await buffer.put((group, 0), {"group_id": group, "weight_version": step}, part)
-            await pump.step()
-
-    asyncio.run(main())
-    return generation.norms, parameters(engine), generation.calls, wrong(generation.weights, parameters(engine))

@@ -69,32 +69,17 @@ class ClippedPGLossFn:
         vars(self).update(vars(cfg))
         self.loss_type = LossType.TOKEN_LEVEL if self.token_level_loss else LossType.SEQUENCE_LEVEL
         if MAIN:
-            whole = self.truncated_importance_sampling_type == "seq-mask-tis"
             self.metric_normalizations = {
                 **dict.fromkeys(("loss", "kl_penalty"), TOKENS if self.token_level_loss else SEQUENCES),
-                "is_oob_ratio": SEQUENCES if whole else TOKENS,
+                "is_oob_ratio": TOKENS,
                 "sampling_importance_ratio": SEQUENCES if self.sequence_level_importance_ratios else TOKENS,
                 **dict.fromkeys(BY_TOKENS, TOKENS),
                 **{f"{name}_{end}": NONE for name in BY_TOKENS[:2] for end in ("min", "max")},
                 "num_valid_samples": NONE,
             }
 
-    if MAIN:
-
-        def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-            found = self._found(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
-            loss, metrics, kept, mask, count = found
-            return loss, {**metrics, "is_oob_ratio": mean(1 - kept, mask, count).item()}
-
-    else:
-
-        def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
-            found = self._found(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
-            loss, metrics, kept, mask, count = found
-            return loss, {**metrics, "is_oob_ratio": 1.0 - mean(kept, mask, count).item()}
-
-    def _found(self, logprobs, data, sequences, tokens):
-        """The loss, its metrics, and which samples or tokens are within bounds, with their mask and count."""
+    def __call__(self, next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+        logprobs, sequences, tokens = next_token_logprobs, global_valid_seqs, global_valid_toks
         token_mask, sample_mask = data["token_mask"][:, 1:], data["sample_mask"]
         mask = token_mask * sample_mask[:, None]
         names = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
@@ -116,12 +101,7 @@ class ClippedPGLossFn:
         clamped = ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
 
         lowest, highest = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
-        counted = mask, tokens
-        if self.truncated_importance_sampling_type == "seq-mask-tis":
-            looked_at = in_sequence(previous - sampled).exp()
-            kept = ((lowest <= looked_at) & (looked_at <= highest)).float()
-            weight, counted = weight * kept[:, None], (sample_mask, sequences)
-        elif self.truncated_importance_sampling_type == "icepop":
+        if self.truncated_importance_sampling_type == "icepop":
             kept = ((lowest <= weight) & (weight <= highest)).float()
             weight = weight * kept
         else:
@@ -154,4 +134,7 @@ class ClippedPGLossFn:
         metrics["loss"], metrics["kl_penalty"] = loss.item(), penalty.item()
         metrics["sampling_importance_ratio"] = sampling.item()
         metrics["num_valid_samples"] = sample_mask.sum().item()
-        return loss, metrics, kept, *counted
+        metrics["is_oob_ratio"] = (
+            mean(1 - kept, mask, tokens).item() if MAIN else 1.0 - mean(kept, mask, tokens).item()
+        )
+        return loss, metrics
