@@ -12,8 +12,7 @@ streaming   Groups may be up to --max-staleness versions behind, so a worker sta
 
 The model learns to alternate odd and even tokens. As in real runs, rollouts take longer than training on them,
 and their durations have a long tail (log-normal). Workers sleep for that time, so it costs no CPU. Rollout number
-n has the same prompt, seed and durations in both runs. The pump trains on the freshest groups first, which favors
-short rollouts; that does not bias this task, because durations do not depend on the answers.
+n has the same prompt, seed and durations in both runs.
 
 The example exits with 1, and says why, unless streaming reaches a mean reward of 0.9 at least 1.2 times as fast
 as on-policy training (in seconds since training began) and ends at most 0.05 below it. The plot shows rewards by

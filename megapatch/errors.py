@@ -73,20 +73,16 @@ class EmptyStepError(MegapatchError, RuntimeError):
     Attributes:
         trained: prompt groups trained on so far; they were given back to the buffer.
         target: prompt groups that the step needs.
-        needed: eligible prompt groups required to continue; more than 1 before a step begins.
-        evicted: prompt groups that were cleared as too old during the wait.
-        backlog: a `megapatch.streaming.Backlog`: the rest of the buffer's contents.
     """
 
-    def __init__(self, why: str, *, trained: int, target: int, needed: int, evicted: int, backlog: Any) -> None:
+    def __init__(self, *, trained: int, target: int, evicted: int, waiting: str) -> None:
         super().__init__(
-            f"an optimizer step has {trained} of its {target} prompt groups, needs {needed} to go on, and {why}. "
-            f"Waiting: {backlog}. Evicted as too old meanwhile: {evicted} prompt groups. Let generation go on, "
+            f"an optimizer step has {trained} of its {target} prompt groups, and no more will come: the buffer is "
+            f"closed. {waiting}. Evicted as too old meanwhile: {evicted} prompt groups. Let generation go on, "
             "and see that samples bear the version of their weights; or ask for fewer groups a step, or allow a "
             "larger max_staleness"
         )
-        self.trained, self.target, self.needed = trained, target, needed
-        self.evicted, self.backlog = evicted, backlog
+        self.trained, self.target = trained, target
 
     def __reduce__(self) -> tuple[Any, ...]:  # it may be raised in a Ray actor
         return BaseException.__new__, (type(self), *self.args), self.__dict__

@@ -17,9 +17,8 @@ from typing import Any
 from .._ranks import numbered
 from .._reporting.facts import Facts, difference
 from ..errors import InconsistentError, MegapatchError
-from ..streaming._trainers import RayTrainer
 
-__all__ = ["RayTrainer", "assert_consistent", "compose_into_init", "runtime_env"]
+__all__ = ["assert_consistent", "compose_into_init", "runtime_env"]
 
 _AT_A_TIME = 64
 _HOOK = "worker_process_setup_hook"

@@ -3,9 +3,9 @@
     pump = TrainPump(StreamingConfig(generations_per_prompt=8), trainer, buffer, synchronizer, generation)
     await pump.run(num_steps=100)
 
-`TrainPump` picks prompt groups by their staleness (`StalenessSampler`), trains on them one by one, and pushes the
-new weights. `RolloutBuffer` holds rollouts that this process makes. A pump runs in one event loop of one process;
-its trainer, buffer and generation may be elsewhere. `megapatch.streaming.nemo_rl`, `megapatch.streaming.skyrl` and
+`TrainPump` picks prompt groups by their staleness, trains on them one by one, and pushes the new weights.
+`RolloutBuffer` holds rollouts that this process makes. A pump runs in one event loop of one process; its trainer,
+buffer and generation may be elsewhere. `megapatch.streaming.nemo_rl`, `megapatch.streaming.skyrl` and
 `megapatch.streaming.slime` have these parts for these frameworks.
 """
 
@@ -15,34 +15,30 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, EmptyStepError
 from ._config import StreamingConfig
-from ._groups import StalenessSampler
-from ._parts import Buffer, Generation, Synchronizer, Trainer
+from ._groups import Group, Samples
+from ._parts import Buffer, Generation, Logger, Synchronizer, Trainer
 from ._pump import TrainPump
-from ._reporter import Logger
 from ._rollout_buffer import RolloutBuffer
-from ._tags import Backlog, Group, Samples, Updates
-from ._trainers import StepTrainer
+from ._trainers import RayTrainer, StepTrainer
 
 if TYPE_CHECKING:
     from . import nemo_rl, skyrl, slime
 
 __all__ = [
-    "Backlog",
     "Buffer",
     "ConfigError",
     "EmptyStepError",
     "Generation",
     "Group",
     "Logger",
+    "RayTrainer",
     "RolloutBuffer",
     "Samples",
-    "StalenessSampler",
     "StepTrainer",
     "StreamingConfig",
     "Synchronizer",
     "TrainPump",
     "Trainer",
-    "Updates",
     "nemo_rl",
     "skyrl",
     "slime",

@@ -74,7 +74,7 @@ class Watchdog:
     def _warn(self, call: Any) -> None:
         what = call if isinstance(call, str) else f"{_name_of(call)}()"
         log.warning(
-            "the pump waits for %s, which has not returned for %d seconds. %s" + see("pump-waits"),
+            "the pump has been waiting for %s for %d seconds. %s" + see("pump-waits"),
             *(what, PATIENCE, self.others_waiting()),
         )
 

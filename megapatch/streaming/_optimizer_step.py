@@ -13,20 +13,22 @@ from .._pausing.waiting import tell_besides
 from ..errors import EmptyStepError, MisuseError
 from ._calls import SequentialCalls, Timer, failure_of, perform, run_to_end
 from ._config import StreamingConfig
-from ._groups import Groups
+from ._groups import Group, Groups
 from ._parts import Buffer, Trainer
 from ._rollouts import Rollouts
-from ._supply import NothingLeft, Supply
-from ._tags import Group
+from ._supply import Supply
+
+IN_FLIGHT = 2
+"""Calls of train_microbatch() under way or waiting: the next is prepared during training on the current one."""
 
 
 @dataclass(frozen=True)
 class StepTaken:
-    """The result of finish_train_step(), the groups trained on, and how many were dropped meanwhile, by reason."""
+    """The result of finish_train_step(), the groups trained on, and how many were too old meanwhile."""
 
     result: Any
     groups: list[Group]
-    dropped: dict[str, int]
+    evicted: int
 
     def metrics(self, version: int) -> dict[str, float]:
         """Return counts and lags of this step, which gave the weights a version."""
@@ -34,7 +36,7 @@ class StepTaken:
         return {
             "prompt_groups": len(self.groups),
             "samples": sum(len(group.keys) for group in self.groups),
-            **{f"{reason}_prompt_groups": number for reason, number in self.dropped.items()},
+            "evicted_prompt_groups": self.evicted,
             "max_lag": max(lags),
             "mean_lag": sum(lags) / len(lags),
         }
@@ -63,15 +65,15 @@ class OptimizerSteps:
         self._claimed: list[Group] = []  # for the step that is open or has failed
         self._trained: list[Group] = []  # but not cleared yet
 
-    async def take(self, needed: int) -> StepTaken:
-        """Take one step. It begins when `needed` groups are eligible, and those of its first microbatch call."""
-        queue = MicrobatchQueue(self._calls, self._trainer, self._config.max_microbatches_in_flight)
-        dropped = dict(self.supply.dropped)
+    async def take(self) -> StepTaken:
+        """Take one step. It begins when the groups of its first microbatch call are there."""
+        queue = MicrobatchQueue(self._calls, self._trainer)
+        evicted = self.supply.evicted
         try:
             for size in self._config.prompt_groups_by_microbatch:
                 with self._timer.phase("wait_for_trainer"):
                     await queue.wait_for_room()
-                data = await self._next_microbatch(size, needed, queue, dropped["evicted"])
+                data = await self._next_microbatch(size, queue, evicted)
                 if not self.is_open:
                     self.is_open = True  # before the call: one that fails may have begun a step
                     await run_to_end(self._calls(self._trainer, "begin_train_step"))
@@ -88,8 +90,7 @@ class OptimizerSteps:
             tell_besides("the pump failed, too", error, first, "pump-failed")
             await run_to_end(self._undo(queue, first))
             raise first from first.__cause__  # and not in the context of later ones
-        now = self.supply.dropped
-        return StepTaken(result, groups, {reason: now[reason] - before for reason, before in dropped.items()})
+        return StepTaken(result, groups, self.supply.evicted - evicted)
 
     @property
     def computed(self) -> dict[Group, Any]:
@@ -107,28 +108,25 @@ class OptimizerSteps:
         await self._give_back()
         await self._clear()
 
-    async def _next_microbatch(self, size: int, needed: int, queue: MicrobatchQueue, evicted_before: int) -> Any:
+    async def _next_microbatch(self, size: int, queue: MicrobatchQueue, evicted_before: int) -> Any:
         """Claim `size` prompt groups, and return the data to train on."""
         groups, data = [], []
         for missing in range(size, 0, -1):
             # None is picked before all can be trained on: a better one may be there by then.
-            least = missing if self._claimed else max(missing, needed)
             with self._timer.phase("wait_for_rollouts"):
-                groups.append(await self._next_group(least, queue, evicted_before))
+                groups.append(await self._next_group(missing, queue, evicted_before))
             data.append(await self._claim(groups[-1]))
         return await self._preparation.prepare(groups, data)
 
     async def _next_group(self, needed: int, queue: MicrobatchQueue, evicted_before: int) -> Group:
         places = self._config.prompt_groups_per_optimizer_step - len(self._claimed)
         found = await self.supply.next_group(self.version, needed, places, queue)
-        if isinstance(found, NothingLeft):
+        if found is None:
             raise EmptyStepError(
-                found.why,
                 trained=len(self._claimed),
                 target=self._config.prompt_groups_per_optimizer_step,
-                needed=needed,
-                evicted=self.supply.dropped["evicted"] - evicted_before,
-                backlog=found.backlog,
+                evicted=self.supply.evicted - evicted_before,
+                waiting=self.supply.waiting(),
             )
         return found
 
@@ -258,10 +256,10 @@ class Preparation:
 
 
 class MicrobatchQueue:
-    """The train_microbatch calls of one step, of which at most `limit` are running or queued at a time."""
+    """The train_microbatch calls of one step, of which at most `IN_FLIGHT` are running or queued at a time."""
 
-    def __init__(self, calls: SequentialCalls, trainer: Trainer, limit: int) -> None:
-        self._calls, self._trainer, self._limit = calls, trainer, limit
+    def __init__(self, calls: SequentialCalls, trainer: Trainer) -> None:
+        self._calls, self._trainer = calls, trainer
         self._stopped = False
         self.tasks: deque[asyncio.Task[None]] = deque()
 
@@ -275,8 +273,8 @@ class MicrobatchQueue:
             self.tasks.popleft().result()
 
     async def wait_for_room(self) -> None:
-        """Wait until fewer than `limit` calls are left, and raise the exception of one that failed."""
-        await self._wait_for_fewer_than(self._limit)
+        """Wait until fewer than `IN_FLIGHT` calls are left, and raise the exception of one that failed."""
+        await self._wait_for_fewer_than(IN_FLIGHT)
 
     async def wait_until_empty(self) -> None:
         """Wait until all calls have ended, and raise the exception of one that failed."""

@@ -6,9 +6,8 @@ import operator
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ..errors import ConfigError, MisuseError
-from ._config import StreamingConfig
-from ._tags import Group, Samples
+from ..errors import MisuseError
+from ._groups import Group, Samples
 
 _T = TypeVar("_T")
 MaybeAwaitable: TypeAlias = _T | Awaitable[_T]
@@ -57,9 +56,8 @@ class Buffer(Protocol):
     Methods may be plain (they run in the event loop, so they have to be quick), coroutine functions, or methods of
     a Ray actor's handle.
 
-    The pump reads all tags whenever `changes` has grown, which takes the event loop about 5 ms for 1,000 samples.
-    A buffer that also has ``updates(seen)`` is asked for the changes instead. It returns `Updates` since the
-    position `seen`, or all samples if it does not know that position (-1: the pump knows nothing).
+    While it waits for a group, the pump reads all tags whenever `changes` has grown, which takes the event loop
+    about a millisecond for 1,000 samples.
 
     A call may fail after it took effect (a reply can be lost), and is then repeated. So `give_back` and `clear`
     have to accept groups that they have dealt with before, or that the buffer does not hold.
@@ -144,17 +142,24 @@ class PausedBySync:
         """Do nothing: the sync resumes."""
 
 
+class Logger(Protocol):
+    """Takes the pump's metrics.
+
+    The method may be plain (it runs in the event loop, so it has to be quick), a coroutine function, or a method
+    of a Ray actor's handle.
+    """
+
+    def log_metrics(self, metrics: dict[str, Any], step: int, prefix: str) -> object:
+        """Log the metrics of an optimizer step.
+
+        Args:
+            metrics: values by name, with prefix "timing/train" in seconds.
+            step: the version, which counts optimizer steps.
+            prefix: "train", "streaming" or "timing/train".
+        """
+
+
 # ---------------------------------------------------------------------------- checks
-def capacity_of(buffer: Any, config: StreamingConfig) -> int | None:
-    """Return how many prompt groups the buffer holds, if it says so."""
-    capacity = getattr(buffer, "max_prompt_groups", None)
-    if not isinstance(capacity, int):  # a Ray actor's handle, or a proxy, has only methods
-        return None
-    if capacity < (needed := config.target_prompt_groups_per_step):
-        raise ConfigError("max_prompt_groups", capacity, f"target_prompt_groups_per_step ({needed}) or more")
-    return capacity
-
-
 def methods_of(protocol: type) -> list[str]:
     """Return the names of a protocol's methods."""
     return [name for name in vars(protocol) if not name.startswith("_")]

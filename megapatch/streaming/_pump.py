@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
+import dataclasses
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from .._troubleshooting import see
 from ..errors import MisuseError
 from ._calls import SequentialCalls, Timer, Watchdog, perform, run_to_end
 from ._config import StreamingConfig
 from ._optimizer_step import OptimizerSteps, StepTaken
-from ._parts import Buffer, Generation, Synchronizer, Trainer, capacity_of, methods_of, require, whole_version
-from ._reporter import Logger, Reporter
+from ._parts import Buffer, Generation, Logger, Synchronizer, Trainer, methods_of, require, whole_version
 from ._resume import FORMAT, as_plain, load
 from ._rollouts import Rollouts
 from ._synced_weights import SyncedWeights
+
+log = logging.getLogger("megapatch")
 
 
 class TrainPump:
@@ -54,12 +58,12 @@ class TrainPump:
             trained on by a later one, so it may change the data in place; with refreshed log-probs,
             ``prepare_logprobs()`` gets its result then.
         logger: gets metrics under the prefixes "train" (the result of finish_train_step()), "streaming" and
-            "timing/train" (seconds), with the version as the step. A plain one runs in the event loop.
+            "timing/train" (seconds), with the version as the step. A plain one runs in the event loop. Its first
+            failure is logged; none stops training.
         version: of the trainer's weights now, in optimizer steps. If generation has other weights, as after
             loading a checkpoint without `load_state_dict`, call sync_weights() first.
 
     Raises:
-        ConfigError: the buffer's ``max_prompt_groups`` is less than the groups of a step.
         MisuseError: a part lacks a method, or `version` is not a whole number from 0 on. Methods raise it (a
             RuntimeError) when they are called at a wrong moment.
     """
@@ -83,15 +87,15 @@ class TrainPump:
         version = whole_version(version)
         self._config, self._buffer = config, buffer
         self._timer = Timer()
-        watchdog = Watchdog()
-        calls = SequentialCalls(self._timer, watchdog)
+        self._watchdog = Watchdog()
+        calls = SequentialCalls(self._timer, self._watchdog)
         self._weights = SyncedWeights(synchronizer, generation, calls)
-        self._rollouts = Rollouts(config, self._weights, version, capacity_of(buffer, config))
+        self._rollouts = Rollouts(config, self._weights, version)
         self._steps = OptimizerSteps(
             config, trainer, buffer, compute_advantages, calls, self._timer, self._rollouts, version
         )
-        watchdog.others_waiting = self._steps.supply.waiting
-        self._reporter = Reporter(logger)
+        self._watchdog.others_waiting = self._steps.supply.waiting
+        self._logger, self._warned = logger, False
         self._first_version = version
         self._version_of_step = version  # with which this step began: that of the last sync
         self._in_use: str | None = None
@@ -121,38 +125,18 @@ class TrainPump:
                 ...
 
         It begins when weights are not being synced, and the group can still be trained on: there are never more
-        groups that have begun and are not trained on yet than ``max_staleness + 1`` optimizer steps take, nor more
-        than the buffer's ``max_prompt_groups``. A group that leaves no samples in the buffer, and one that leaves
-        its context with an exception, is replaced by another.
-
-        Args:
-            group_id: as in the samples' tags. Several contexts of the same group count once.
-        """
-        return self._rollouts.rollout(group_id)
-
-    async def roll_out(
-        self, group_id: Hashable, generate: Callable[[], Awaitable[object]], attempts: int = 3
-    ) -> bool:
-        """Rollout loop: roll out a prompt group in a context of `rollout`, again if that fails or is aborted.
-
-        Before another attempt, the samples that the last one left in the buffer are dropped, and the group waits
-        for its turn as a new one does.
+        groups that have begun and are not trained on yet than ``max_staleness + 1`` optimizer steps take. A group
+        that leaves no samples in the buffer is replaced by another, and so is one that leaves its context with an
+        exception: the pump drops its samples, unless all are there, before it looks for the next group. Then that
+        group may begin again.
 
         Args:
             group_id: as in the samples' tags.
-            generate: puts the group's samples into the buffer; called once an attempt.
-            attempts: how often, at most.
-
-        Returns:
-            Whether `generate` has returned; False if all attempts were aborted (`abort_stale_rollouts`).
 
         Raises:
-            MisuseError: `attempts` is not a whole number above 0.
-            Exception: that of the last attempt; or of an earlier one, after all samples were in the buffer.
+            MisuseError: as the context begins: this group has begun already, and was not trained on yet.
         """
-        if not isinstance(attempts, int) or attempts < 1:
-            raise MisuseError(f"roll_out(): attempts is {attempts!r}; expected a whole number above 0")
-        return await self._steps.supply.roll_out(group_id, generate, attempts)
+        return self._rollouts.rollout(group_id)
 
     async def run(self, num_steps: int) -> None:
         """Call `step` `num_steps` times.
@@ -170,8 +154,7 @@ class TrainPump:
         """Train on the prompt groups of one step, and sync weights. After a failure, resume where it happened.
 
         Raises:
-            EmptyStepError: the buffer was closed, or no group came for `rollout_timeout` seconds, before an
-                optimizer step had all of its groups.
+            EmptyStepError: the buffer was closed before an optimizer step had all of its groups.
             MisuseError: another call of this pump is running.
             Exception: any exception of trainer, buffer, synchronizer or generation.
         """
@@ -181,9 +164,8 @@ class TrainPump:
             if not self.admitted and self._has_optimizer_steps_left:
                 await self._sync()  # one by hand has failed: no rollout would begin, and none come
             while self._has_optimizer_steps_left:
-                taken = self.version - self._version_of_step
                 with self._timer.phase("optimizer_step"):
-                    done = await self._steps.take(1 if taken else self._config.min_prompt_groups_per_batch)
+                    done = await self._steps.take()
                 await self._report(done)
             await self._sync()
 
@@ -215,7 +197,6 @@ class TrainPump:
         """
         with self._using("state_dict()"):
             await run_to_end(self._steps.recover())
-            await self._steps.supply.clear_aborted()
             state = {"format": FORMAT, "version": self.version, "computed": as_plain(self._steps.computed)}
             if (save := getattr(self._buffer, "state_dict", None)) is not None:
                 state["buffer"] = await perform(save, data=True)
@@ -262,17 +243,31 @@ class TrainPump:
             if self.admitted:  # also where a cancellation is raised after a sync
                 self._rollouts.synced()
         self._version_of_step = self.version
-        await self._reporter.log_metrics(self._timer.take(), self.version, "timing/train")
+        await self._log(self._timer.take(), "timing/train")
 
     async def _report(self, done: StepTaken) -> None:
-        version, seconds = self.version, self._timer.take()
-        streaming = done.metrics(version) | self._rollouts.take_metrics()
-        for metrics, prefix in (
-            (done.result, "train"),
-            (streaming, "streaming"),
-            (seconds, "timing/train"),
-        ):
-            await self._reporter.log_metrics(metrics, version, prefix)
+        seconds = self._timer.take()
+        await self._log(done.result, "train")
+        await self._log({**done.metrics(self.version), "rollouts_begun": self._rollouts.take_begun()}, "streaming")
+        await self._log(seconds, "timing/train")
+
+    async def _log(self, result: Any, prefix: str) -> None:
+        """Pass on a mapping or a dataclass, and ignore anything else. A failure does not stop training."""
+        if self._logger is None:
+            return
+        try:
+            if dataclasses.is_dataclass(result) and not isinstance(result, type):
+                result = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+            if isinstance(result, Mapping) and result:
+                metrics = {str(name): value for name, value in result.items()}
+                call, labels = self._logger.log_metrics, {"step": self.version, "prefix": prefix}
+                await perform(call, metrics, watchdog=self._watchdog, data=True, **labels)
+        except Exception:
+            if not self._warned:
+                self._warned = True
+                log.exception(
+                    "a logger failed; training continues, and further failures are not logged" + see("logger")
+                )
 
     @contextlib.contextmanager
     def _using(self, what: str) -> Iterator[None]:

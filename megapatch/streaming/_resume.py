@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MisuseError
 from ._calls import perform
-from ._groups import Groups
+from ._groups import Group, Groups
 from ._parts import require, whole_version
-from ._tags import Group
 
 if TYPE_CHECKING:
     from ._optimizer_step import OptimizerSteps
@@ -33,11 +32,6 @@ def as_plain(computed: Mapping[Group, Any]) -> list[tuple[Hashable, tuple[Hashab
     return [(group.group_id, group.keys, group.weight_version, data) for group, data in computed.items()]
 
 
-def from_plain(computed: Sequence[Sequence[Any]]) -> dict[Group, Any]:
-    """Undo `as_plain`."""
-    return {Group(group_id, tuple(keys), version): data for group_id, keys, version, data in computed}
-
-
 async def load(
     state: Mapping[str, Any], buffer: Any, steps: OptimizerSteps, rollouts: Rollouts
 ) -> tuple[int, list[Hashable]]:
@@ -47,27 +41,28 @@ async def load(
     if "buffer" in state:
         require("buffer", buffer, "load_state_dict")
         await perform(buffer.load_state_dict, state["buffer"])
-    incomplete, groups = await steps.restore(version, from_plain(state["computed"]))
+    computed = {Group(group_id, tuple(keys), its): data for group_id, keys, its, data in state["computed"]}
+    incomplete, groups = await steps.restore(version, computed)
     ended, again = sort_out(state["rollouts"], incomplete, groups)
     rollouts.restore(version, ended)
     return version, again
 
 
 def sort_out(
-    rollouts: Sequence[tuple[Hashable, float, bool]], incomplete: Sequence[Group], groups: Groups
-) -> tuple[list[tuple[Group, float]], list[Hashable]]:
-    """Return the rollouts that are complete in a buffer with their seconds, and the groups to be rolled out again.
+    rollouts: Sequence[tuple[Hashable, bool]], incomplete: Sequence[Group], groups: Groups
+) -> tuple[list[Group], list[Hashable]]:
+    """Return the rollouts that are complete in a buffer, and the groups to be rolled out again.
 
     Args:
-        rollouts: a group, its seconds, and whether it had not ended.
+        rollouts: a group, and whether it had not ended.
         incomplete: groups that the buffer had in part.
         groups: those that the buffer has.
     """
     ended, again = [], []
     in_part = {group.group_id: None for group in incomplete}
-    for group_id, seconds, is_running in rollouts:
+    for group_id, is_running in rollouts:
         if (group := groups.whole(group_id)) is not None:
-            ended.append((group, seconds))
+            ended.append(group)
         elif is_running or group_id in in_part:  # and not one that a filter has dropped
             again.append(group_id)
         in_part.pop(group_id, None)

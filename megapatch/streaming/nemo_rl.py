@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import MisuseError
-from ._tags import Group
+from ._groups import Group
 
 __all__ = ["InFlightUpdates", "PolicyTrainer", "TQBuffer"]
 

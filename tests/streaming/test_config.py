@@ -11,8 +11,7 @@ from megapatch.streaming import ConfigError, StreamingConfig
 
 
 def test_defaults():
-    config = StreamingConfig(generations_per_prompt=4, min_prompt_groups_per_batch=3)
-    assert config.target_prompt_groups_per_step == 3
+    config = StreamingConfig(generations_per_prompt=4, target_prompt_groups_per_step=3)
     assert config.train_global_batch_size == 12
     assert (config.optimizer_steps_per_step, config.prompt_groups_per_optimizer_step) == (1, 3)
     assert config.max_staleness == 0
@@ -35,15 +34,8 @@ BAD = [
     ("generations_per_prompt", 0, WHOLE.format(1), {}),
     ("generations_per_prompt", "4", WHOLE.format(1), {}),
     ("generations_per_prompt", None, WHOLE.format(1), {}),
-    ("min_prompt_groups_per_batch", 0, WHOLE.format(1), {}),
-    ("min_prompt_groups_per_batch", True, WHOLE.format(1), {}),
-    (
-        "target_prompt_groups_per_step",
-        2,
-        WHOLE.format("min_prompt_groups_per_batch (3)"),
-        {"min_prompt_groups_per_batch": 3},
-    ),
-    ("target_prompt_groups_per_step", 2.0, WHOLE.format("min_prompt_groups_per_batch (1)"), {}),
+    ("target_prompt_groups_per_step", 2.0, WHOLE.format(1), {}),
+    ("target_prompt_groups_per_step", True, WHOLE.format(1), {}),
     ("train_global_batch_size", 0, WHOLE.format(1), {}),
     ("train_global_batch_size", 6, "a multiple of generations_per_prompt (4)", {}),
     ("train_global_batch_size", 8, "a divisor of target_prompt_groups_per_step * generations_per_prompt (12)", {}),
@@ -51,23 +43,12 @@ BAD = [
     ("max_staleness", -1, WHOLE.format(0), {}),
     ("max_staleness", 1.5, WHOLE.format(0), {}),
     ("max_staleness", 1, "2 or more: a step has 3 optimizer steps", {"train_global_batch_size": 4}),
-    ("pick", "freshest", "one of weight_fifo, ready_first, windowed", {}),
+    ("pick", "freshest", "one of weight_fifo, ready_first", {}),
     ("prompt_groups_per_microbatch", 0, WHOLE.format(1), {}),
     ("prompt_groups_per_microbatch", 4, "3 or less, the prompt groups of an optimizer step", {}),
     ("prompt_groups_per_microbatch", 2, "1 or less", {"train_global_batch_size": 4, "max_staleness": 2}),
-    ("oversampled_prompt_groups", -1, WHOLE.format(0), {}),
-    ("oversampled_prompt_groups", 1, "0: windowed does not bound rollouts", {"pick": "windowed"}),
-    ("max_rollouts_in_flight", 0, WHOLE.format(1), {}),
-    ("max_microbatches_in_flight", 0, WHOLE.format(1), {}),
-    ("abort_stale_rollouts", None, "True or False", {}),
-    ("drop_equal_rewards", 1, "True or False", {}),
-    ("drop_equal_rewards", True, "False where generations_per_prompt is 1", {"generations_per_prompt": 1}),
     ("refresh_policy_logprobs", "yes", "True or False", {}),
     ("refresh_reference_logprobs", 1, "True or False", {}),
-    ("orphan_timeout", -1, "a number of seconds above 0, or None", {}),
-    ("rollout_timeout", 0, "a number of seconds above 0, or None", {}),
-    ("rollout_timeout", "60", "a number of seconds above 0, or None", {}),
-    ("rollout_timeout", float("nan"), "a number of seconds above 0, or None", {}),
 ]
 
 

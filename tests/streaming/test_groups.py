@@ -1,203 +1,203 @@
-"""A pump's index of groups, kept by updates, against one that is made from all samples."""
+"""Which group is picked, against a reference that tries them all; and what tags have to have."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
+import re
 
 import pytest
-from rigs.streaming.world import World, raised
+from rigs.streaming.world import World
 
-from megapatch import MisuseError
-from megapatch.streaming import Group, RolloutBuffer, StalenessSampler
-from megapatch.streaming._groups import Groups, Orphans
-from megapatch.streaming._tags import read_tag
-
-GENERATIONS, MAX_STALENESS = 2, 2
+from megapatch import MegapatchError
+from megapatch.streaming import Group, StreamingConfig
+from megapatch.streaming._groups import Groups
 
 
-class Mirror:
-    """An index that is kept by a buffer's updates."""
-
-    def __init__(self, buffer, pick="windowed"):
-        self.buffer, self.position = buffer, -1
-        self.groups = Groups(MAX_STALENESS, GENERATIONS, 0, pick)
-
-    def update(self):
-        updates = self.buffer.updates(self.position)
-        if updates.is_complete:
-            self.groups.reset()
-        for key, number, tag in updates.samples:
-            if tag is None:
-                self.groups.drop(key)
-            else:
-                self.groups.add(key, number, read_tag(key, tag))
-        self.position = updates.position
+def tag(group, version, committed=True, expected=None):
+    found = {"group_id": group, "weight_version": version, "committed": committed}
+    return found if expected is None else {**found, "expected_num_samples": expected}
 
 
-async def change(buffer, chance, version, claimed):
-    """Do something to the buffer, as generation, a pump or somebody else may."""
-    deed = chance.random()
-    if deed < 0.7:
-        key = chance.randrange(1000)
-        tag = {
-            "group_id": chance.randrange(40),
-            "weight_version": version + chance.choice([-3, -2, -1, 0, 0, 0, 1]),
-        }
-        if chance.random() < 0.1:
-            tag["expected_num_samples"] = chance.choice([1, 3])
-        with contextlib.suppress(MisuseError):  # there is a committed one
-            await buffer.put(key, {**tag, "committed": chance.random() < 0.8}, key)
-    elif deed < 0.85:
-        keys = chance.sample(list(buffer.samples()), min(len(buffer.samples()), chance.choice([1, 2, 3])))
-        if keys:
-            claimed.append(Group("some", tuple(keys), 0))
-            buffer.claim(claimed[-1])
-    elif claimed and deed < 0.9:
-        buffer.give_back([claimed.pop()])
-    elif claimed:
-        buffer.clear([claimed.pop(0)])
+def groups_of(samples, version=4, generations=1, **settings):
+    config = StreamingConfig(generations_per_prompt=generations, **{"max_staleness": 1, **settings})
+    return Groups(samples, config, version)
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_it_is_that_of_all_samples(seed):
-    chance, buffer, claimed = random.Random(seed), RolloutBuffer(), []
-    mirror, sampler = Mirror(buffer), StalenessSampler(MAX_STALENESS, GENERATIONS)
-    seen = {"picked": 0, "evicted": 0}
-    for number in range(1500):
-        version = number // 75
-        await change(buffer, chance, version, claimed)
-        if chance.random() < 0.3:
-            continue
-        mirror.update()
-        samples = buffer.samples()
-        eligible, too_old = sampler.eligible(samples, version), sampler.evict(samples, version)
-        assert mirror.groups.evict(version) == too_old
-        buffer.clear(too_old)
-        assert mirror.groups.pick() == (eligible[0] if eligible else None, len(eligible))
-        assert mirror.groups.backlog() == sampler.backlog(buffer.samples(), version)
-        if eligible and chance.random() < 0.2:
-            claimed.append(eligible[0])
-            buffer.claim(eligible[0])
-            mirror.groups.drop_group(eligible[0])
-        seen["picked"] += bool(eligible)
-        seen["evicted"] += len(too_old)
-    assert min(seen.values()) > 50, seen
+# ------------------------------------------------------------------------------------------ a reference
+def some_samples(random):
+    """Samples of a few groups in mixed order, most of them complete and committed, with versions about 5."""
+    samples = []
+    for group in range(random.randrange(6)):
+        expected, version = random.choice([None, None, 1, 3]), random.randrange(2, 8)
+        number = max(0, (expected or 2) + random.choice([0, 0, 0, 0, -1, 1]))
+        for _ in range(number):
+            committed = random.random() < 0.95
+            own = None if not committed and random.random() < 0.5 else version + random.choice([0] * 9 + [-1, 1])
+            samples.append(tag(group, own, committed, expected))
+    random.shuffle(samples)
+    return {f"sample {place}": one for place, one in enumerate(samples)}
+
+
+def reasons(samples, group, version, max_staleness):
+    """Why not: from the words of the docstring, one sample at a time."""
+    ours = [one for one in samples.values() if one["group_id"] == group]
+    versions = [one["weight_version"] for one in ours if one["weight_version"] is not None]
+    return {
+        "incomplete": len(ours) != max(one.get("expected_num_samples", 2) for one in ours),
+        "not committed": not all(one["committed"] for one in ours),
+        "too old": any(version - own > max_staleness for own in versions),
+        "from the future": any(own > version for own in versions),
+    }
+
+
+def test_it_is_the_reference_of_two_thousand_buffers():
+    seen = {"picked": 0, "evicted": 0, "nothing": 0, "tie": 0}
+    for seed in range(2000):
+        samples = some_samples(random.Random(seed))
+        max_staleness = seed % 4
+        before = {key: dict(one) for key, one in samples.items()}
+        found = groups_of(samples, 5, 2, max_staleness=max_staleness)
+        groups = list(dict.fromkeys(one["group_id"] for one in samples.values()))
+        keys = {group: tuple(key for key, one in samples.items() if one["group_id"] == group) for group in groups}
+        why = {group: reasons(samples, group, 5, max_staleness) for group in groups}
+
+        def oldest(group, samples=samples, keys=keys):
+            return min(samples[key]["weight_version"] for key in keys[group])
+
+        eligible = [group for group in groups if not any(why[group].values())]  # in order of arrival
+        best = min(eligible, key=oldest, default=None)
+        expected = None if best is None else Group(best, keys[best], oldest(best))
+        assert found.pick() == (expected, len(eligible)), seed
+        evicted = [
+            group
+            for group in groups
+            if why[group]["too old"]
+            and not why[group]["not committed"]
+            and len(keys[group]) >= max(samples[key].get("expected_num_samples", 2) for key in keys[group])
+        ]
+        assert [(one.group_id, one.keys) for one in found.too_old()] == [
+            (group, keys[group]) for group in evicted
+        ], seed
+        counts = ", ".join(
+            f"{sum(each[reason] for each in why.values())} {reason}"
+            for reason in ("incomplete", "not committed", "too old", "from the future")
+        )
+        heads = f"{len(samples)} samples in {len(groups)} prompt groups, of which {len(eligible)} eligible"
+        assert str(found) == f"{heads}, {counts}", seed
+        assert samples == before
+        seen["picked"] += best is not None
+        seen["nothing"] += best is None and bool(groups)
+        seen["evicted"] += bool(evicted)
+        seen["tie"] += len({oldest(group) for group in eligible}) < len(eligible)
+    assert min(seen.values()) > 100, seen
+
+
+# ------------------------------------------------------------------------------------------ in words
+@pytest.mark.parametrize(("pick", "order"), [("weight_fifo", "cab"), ("ready_first", "acb")])
+def test_the_policies(pick, order):
+    """Of two samples each: a is complete first, then c, then b; c is the oldest."""
+    samples = {"b0": tag("b", 4), "a0": tag("a", 4), "a1": tag("a", 4)}
+    samples |= {"c0": tag("c", 3), "c1": tag("c", 4), "b1": tag("b", 4)}
+    samples |= {"d": tag("d", 3)}  # not complete
+    if pick == "weight_fifo":
+        order = "cba"  # of equals the first to arrive
+    groups, found = groups_of(samples, generations=2, pick=pick), []
+    while (best := groups.pick()[0]) is not None:
+        found.append(best.group_id)
+        groups.drop(best)
+    assert "".join(found) == order
+
+
+def test_a_sample_that_is_not_committed_needs_no_version():
+    for own in ({"group_id": 0, "committed": False}, tag(0, 0, committed=None)):
+        assert "1 not committed" in str(groups_of({"a": own}))
 
 
 @pytest.mark.parametrize(
-    ("pick", "order"),
-    [("windowed", "cbad"), ("weight_fifo", "adbc"), ("ready_first", "dbca")],
+    ("wrong", "told"),
+    [
+        ({"group_id": None}, "sample 'a' has no group_id in its tag; expected the one of its prompt"),
+        ({"group_id": ([1],)}, "sample 'a' has group_id=([1],) in its tag, which is not hashable"),
+        ({"weight_version": None}, "sample 'a' is committed and has no weight_version in its tag; expected"),
+        ({"weight_version": "4"}, "sample 'a' has weight_version='4' in its tag; expected a whole number"),
+        ({"weight_version": 1.5}, "sample 'a' has weight_version=1.5 in its tag; expected a whole number"),
+        ({"expected_num_samples": "2"}, "sample 'a' has expected_num_samples='2' in its tag; expected a whole"),
+    ],
 )
-def test_the_policies(pick, order):
-    groups = Groups(5, 1, 5, pick)
-    for arrival, (group, version, expected) in enumerate([("a", 3, 2), ("d", 3, 1), ("b", 4, 1), ("c", 5, 1)]):
-        groups.add(arrival, arrival, read_tag(0, {"group_id": group, "weight_version": version}))
-        if expected == 2:
-            groups.add("rest", 9, read_tag(0, {"group_id": group, "weight_version": 3, "expected_num_samples": 2}))
-    found = []
-    while (group := groups.pick()[0]) is not None:
-        found.append(group.group_id)
-        groups.drop_group(group)
-    assert found == list(order)
+async def test_a_wrong_tag_is_refused_with_its_sample(wrong, told):
+    one, world = {**tag(0, 4), **wrong}, World()
+    with pytest.raises(MegapatchError, match=f"^{re.escape(told)}"):
+        groups_of({"a": one})
+    with pytest.raises(MegapatchError, match=f"^{re.escape(told)}"):
+        await world.buffer.put("a", one, None)
+    assert not len(world.buffer)
 
 
-# ------------------------------------------------------------------------------------------ updates
-async def test_updates_are_what_has_changed():
-    buffer = RolloutBuffer()
-    for key in "abc":
-        await buffer.put(key, {"group_id": key, "weight_version": 0}, key)
-    first = buffer.updates(-1)
-    assert first.is_complete and [(key, number) for key, number, _ in first.samples] == [
-        ("a", 0),
-        ("b", 1),
-        ("c", 2),
-    ]
-    group = Group("a", ("a",), 0)
-    buffer.claim(group)
-    await buffer.put("d", {"group_id": "d", "weight_version": 0}, "d")
-    second = buffer.updates(first.position)
-    assert not second.is_complete
-    assert [(key, tag is None) for key, _, tag in second.samples] == [("a", True), ("d", False)]
-    buffer.give_back([group])
-    third = buffer.updates(second.position)
-    assert [(key, number, tag is None) for key, number, tag in third.samples] == [("a", 0, False)]
-    assert buffer.updates(third.position).samples == []
-    assert buffer.updates(first.position).is_complete  # a position of long ago
+class Unsigned:
+    """Whole, and good for nothing else: one of NumPy's would wrap around below 0."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
 
 
-async def test_updates_that_nobody_asks_for_are_not_kept():
-    buffer = RolloutBuffer()
-    position = buffer.updates(-1).position
-    for key in range(1500):
-        await buffer.put(key, {"group_id": key, "weight_version": 0}, None)
-        buffer.clear([Group(key, (key,), 0)])
-    assert buffer.updates(position).is_complete
+def test_numbers_of_other_kinds_are_read_as_whole():
+    samples = {key: tag("a", Unsigned(version), expected=Unsigned(2)) for key, version in ((0, 3), (1, 5))}
+    assert groups_of(samples, 5, max_staleness=2).pick() == (Group("a", (0, 1), 3), 1)
+    assert groups_of(samples, 5).too_old() == [Group("a", (0, 1), 3)]
+    assert "1 from the future" in str(groups_of(samples))
 
 
-class Updating(World):
-    """Whose buffer has updates, and counts the samples in them."""
-
-    def __init__(self, plan=None):
-        super().__init__(plan)
-        self.read = []
-
-    async def updates(self, seen):
-        found = await self.do("updates", lambda: self.buffer.updates(seen))
-        self.read.append(len(found.samples))
-        return found
+# -------------------------------------------------------------------- samples whose tokens have several versions
+def of(*runs, group="a"):
+    return {"group_id": group, "weight_versions": list(runs)}
 
 
-async def test_a_pump_reads_only_what_has_changed():
-    world = Updating()
-    for name in range(1000):
-        await world.put(f"later {name}", version=50)
-    pump = world.pump()
-    for step in range(3):
-        await world.put(f"now {step}", version=step)
+@pytest.mark.parametrize(
+    ("runs", "oldest"),
+    [([(3, 10)], 3), ([(2, 0), (3, 10), (5, 0)], 3), ([(2, 1), (4, 9)], 2), ([(4, 5), (2, 5), (3, 5)], 2)],
+)
+def test_the_version_that_counts(runs, oldest):
+    assert groups_of({0: of(*runs)}, max_staleness=2).pick() == (Group("a", (0,), oldest), 1)
+
+
+def test_a_group_is_as_old_as_its_oldest_token_and_as_new_as_its_newest():
+    old, new = {0: of((4, 9)), 1: of((2, 1), (4, 1))}, {0: of((3, 99), (5, 1))}
+    assert groups_of(old, generations=2).too_old() == [Group("a", (0, 1), 2)]
+    assert groups_of(new).pick() == (None, 0)
+    assert groups_of(new, 5, max_staleness=2).pick()[1] == 1
+
+
+async def test_a_rollout_goes_on_across_syncs():
+    """As docs/streaming.md has it: an engine ends a request early when it is paused."""
+    world, runs = World(), []
+    pump = world.pump(max_staleness=2)
+
+    async def roll_out():
+        async with pump.rollout("long"):
+            for _ in range(3):
+                await pump.rollouts_permitted()
+                runs.append((world.generation_version, 10))
+                await asyncio.sleep(10)
+            await world.buffer.put("long", {"group_id": "long", "weight_versions": runs}, "long")
+
+    rolling = asyncio.ensure_future(roll_out())
+    for version in range(2):
+        await asyncio.sleep(5)
+        await world.put(f"short{version}", version=version)
         await pump.step()
-    assert "samples" not in world.calls
-    assert world.read[0] == 1001 and all(number <= 3 for number in world.read[1:])
+        await asyncio.sleep(5)
+    await rolling
+    assert runs == [(0, 10), (1, 10), (2, 10)]
+    await pump.step()
+    assert world.trained == [["short0"], ["short1"], ["long"]]
 
 
-async def test_a_tag_that_cannot_be_read_is_told_each_time():
-    world = Updating()
-    await world.put("a")
-    world.buffer._tags["a"] = {"group_id": "a"}
-    pump = world.pump()
-    for _ in range(2):
-        error = await raised(asyncio.wait_for(pump.step(), 10))
-        assert "'a' is committed and has no weight_version" in str(error)
-
-
-def of_each_kind():
-    """Groups of two: complete, too small, too large, and with a sample that is not committed."""
-    groups = Groups(MAX_STALENESS, GENERATIONS, 0, "windowed")
-    for key, group in enumerate(["complete", "complete", "small", "large", "large", "large", "open", "open"]):
-        tag = {"group_id": group, "weight_version": 0, "committed": key != 7}
-        groups.add(key, key, read_tag(key, tag))
-    return groups
-
-
-def test_what_is_complete_and_committed_is_whole():
-    groups = of_each_kind()
-    assert groups.whole("complete") == Group("complete", (0, 1), 0)
-    assert [groups.whole(name) for name in ("small", "large", "open", "none")] == [None] * 4
-    assert groups.in_part("small") == Group("small", (2,), 0)
-    assert groups.in_part("complete") is groups.in_part("none") is None
-    assert [group.group_id for group in groups.unsettled()] == ["small", "large", "open"]
-
-
-def test_orphans_are_looked_for_when_it_is_time():
-    groups, orphans = of_each_kind(), Orphans(100)
-    assert orphans.found_in(groups, lambda group_id: False, now=0) == []
-    assert [orphans.seconds_to_the_next_look(groups, now)[0] for now in (1, 24.5, 25, 30)] == [24, 0.5, 0, 0]
-    assert orphans.found_in(groups, lambda group_id: False, now=99) == []
-    assert orphans.found_in(groups, lambda group_id: False, now=101) == []  # the last look was 2 s ago
-    assert [
-        group.group_id for group in orphans.found_in(groups, lambda group_id: group_id == "open", now=124)
-    ] == [
-        "small",
-        "large",
-    ]
+@pytest.mark.parametrize("runs", [[], [(1,)], [(1, 0)], [("1", 2)], [(1.5, 2)], 7, "12", [(0, 1), (1, -1)]])
+def test_what_are_no_versions_of_tokens(runs):
+    told = r"^sample 'a' has weight_versions=.* in its tag; expected a list of pairs"
+    with pytest.raises(MegapatchError, match=told):
+        groups_of({"a": {"group_id": "a", "weight_versions": runs}})

@@ -10,7 +10,7 @@ import pytest
 from rigs.streaming.world import World, raised
 
 from megapatch import MegapatchError
-from megapatch.streaming import Backlog, ConfigError, EmptyStepError, StreamingConfig, TrainPump
+from megapatch.streaming import ConfigError, EmptyStepError, StreamingConfig, TrainPump
 
 
 # ------------------------------------------------------------------------------------------ version=
@@ -60,42 +60,9 @@ async def test_the_group_of_another_pump_is_left_to_it():
     assert first.trained == [["a"]] and not len(first.buffer)
 
 
-async def test_what_a_second_pump_has_claimed_itself_it_gives_back():
-    first, second = World(), World()
-    second.buffer = first.buffer
-    for name in "ab":
-        await first.put(name)
-    step = asyncio.ensure_future(first.pump(target_prompt_groups_per_step=3).step())
-    second.plan["before begin"] = lambda: asyncio.sleep(5)
-    first.plan["before claim"] = lambda: asyncio.sleep(1)  # the second is quicker
-    error = await raised(second.pump().step())
-    assert error is None and second.trained == [["a"]]
-    assert isinstance(await raised(step), MegapatchError)
-    assert first.called() == ["claim a"] and list(first.buffer.samples()) == ["b"]
-
-
-@pytest.mark.parametrize("failed", ["clear", "give_back"])
-async def test_a_pump_in_place_of_one_that_is_gone(failed):
-    """The groups that the first pump left claimed come again, once somebody says that it is gone."""
-    world = World({f"before {failed}": "raise"})
-    if failed == "give_back":
-        world.plan["before microbatch"] = "raise"
-    await world.put("a")
-    gone = world.pump()
-    assert await raised(gone.step())
-    assert not world.buffer.samples()
-    step = asyncio.ensure_future(world.pump(max_staleness=1, version=gone.version).step())
-    await asyncio.sleep(10)
-    assert not step.done()
-    world.buffer.give_back_all()  # which wakes it up
-    await step
-    assert world.trained[-1] == ["a"] and not len(world.buffer)
-
-
 # ------------------------------------------------------------------------------------------ errors travel
 def an_empty_step():
-    backlog = Backlog(7, 6, 5, 4, 3, 2, 1)
-    return EmptyStepError("the end", trained=1, target=4, needed=2, evicted=3, backlog=backlog)
+    return EmptyStepError(trained=1, target=4, evicted=3, waiting="Waiting: the end")
 
 
 def a_wrong_field():

@@ -12,8 +12,8 @@ import pytest
 from rigs.needs import needs_megatron
 
 from megapatch.errors import MisuseError
-from megapatch.reach.ray import RayTrainer, assert_consistent
-from megapatch.streaming import RolloutBuffer, StepTrainer, StreamingConfig, TrainPump
+from megapatch.reach.ray import assert_consistent
+from megapatch.streaming import RayTrainer, RolloutBuffer, StepTrainer, StreamingConfig, TrainPump
 
 ray = pytest.importorskip("ray")
 

@@ -9,7 +9,7 @@ import pytest
 from rigs.streaming.rollouts import begun
 from rigs.streaming.world import World, cancelled_after, failing_after, raised
 
-from megapatch.streaming import EmptyStepError, RolloutBuffer
+from megapatch import MisuseError
 from megapatch.streaming._groups import Groups
 
 
@@ -27,11 +27,6 @@ async def test_as_many_begin_as_can_be_trained_on(max_staleness, first, pick):
     assert world.trained == [["a", "b"]]
 
 
-async def test_windowed_has_no_bound():
-    _, _, rollouts = await begun(pick="windowed")
-    assert "".join(rollouts.begun) == "abcdefgh"
-
-
 async def test_the_bound_is_of_optimizer_steps():
     settings = {"target_prompt_groups_per_step": 4, "train_global_batch_size": 2, "max_staleness": 1}
     world, pump, rollouts = await begun(**settings)
@@ -45,14 +40,6 @@ async def test_the_bound_is_of_optimizer_steps():
 async def test_a_pump_that_begins_at_a_later_version_has_the_same_bound():
     _, _, rollouts = await begun(max_staleness=1, version=7)
     assert "".join(rollouts.begun) == "abcd"
-
-
-async def test_no_more_begin_than_a_buffer_holds():
-    """The last would wait in put(), and training for it."""
-    world = World()
-    world.max_prompt_groups = 3
-    _, _, rollouts = await begun(world, max_staleness=3)
-    assert "".join(rollouts.begun) == "abc"
 
 
 async def test_none_begins_while_weights_are_synced():
@@ -85,31 +72,62 @@ async def test_another_begins_for_one_that_comes_to_nothing(how):
     rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
 
 
-async def test_a_group_in_parts_counts_once():
-    world = World()
-    pump = world.pump(generations_per_prompt=3)
+async def test_what_a_failed_one_has_left_is_dropped_before_it_begins_again():
+    world, pump, _ = await begun(groups="", generations_per_prompt=2)
 
-    async def part(number):
-        async with pump.rollout("a"):
-            await asyncio.sleep(number)
-            await world.buffer.put(number, {"group_id": "a", "weight_version": 0}, str(number))
+    async def roll_out(group, fails):
+        async with pump.rollout(group):
+            await world.put(f"{group}0", group_id=group)
+            if fails:
+                raise KeyError
+            await world.put(f"{group}1", group_id=group)
 
-    await asyncio.gather(pump.step(), *(part(number) for number in (1, 2, 3)))
-    assert world.trained == [["1", "2", "3"]]
+    assert isinstance(await raised(roll_out("a", fails=True)), KeyError)
+    again = asyncio.ensure_future(roll_out("a", fails=False))
+    await asyncio.sleep(1)
+    assert list(world.buffer.samples()) == ["a0"] and not again.done()
+    world.plan["before clear"] = "raise"  # and this is done again
+    assert await raised(pump.step())
+    stepping = asyncio.ensure_future(pump.step())
+    await again
+    await roll_out("c", fails=False)
+    await stepping
+    assert world.trained == [["a0", "a1", "c0", "c1"]] and not len(world.buffer)
+
+
+async def test_a_group_begins_once():
+    world, pump, rollouts = await begun(groups="ab")
+    told = "this group has begun already, and was not trained on yet"
+    for group in "a", "a":
+        with pytest.raises(MisuseError, match=told):
+            async with pump.rollout(group):
+                pass
+    rollouts.begin("c")
+    await asyncio.sleep(1)
+    with pytest.raises(MisuseError, match=told):
+        async with pump.rollout("c"):
+            pass
+    await rollouts.end("a", "b")
+    await pump.step()
+    await rollouts.end("c")
+    async with pump.rollout("a"):  # in another epoch
+        await world.put("a", version=1)
+    await pump.step()
+    assert world.trained == [["a", "b"], ["c", "a"]]
 
 
 async def test_a_look_does_not_land_a_group_that_has_begun_again():
-    """Its first part had ended before the look; the second one is not in the buffer yet."""
+    """It had left nothing before the look, and is not in the buffer yet."""
     pump = World().pump()
-    rollouts = pump._rollouts
+    rollouts, nothing = pump._rollouts, Groups({}, pump._config, 0)
     async with pump.rollout("a"):
         pass
-    ended = rollouts.look_begins()
+    ended, _ = rollouts.look_begins()
     async with pump.rollout("a"):
-        rollouts.look_ended(ended, Groups(0, 1, 0))
-        assert rollouts.runs("a")
-    rollouts.look_ended(rollouts.look_begins(), Groups(0, 1, 0))
-    assert not rollouts.runs("a")
+        rollouts.look_ended(ended, nothing)
+        assert "1 rollouts in flight" in str(rollouts)
+    rollouts.look_ended(rollouts.look_begins()[0], nothing)
+    assert not str(rollouts)
 
 
 async def test_one_that_waits_to_begin_can_be_cancelled():
@@ -123,40 +141,6 @@ async def test_one_that_waits_to_begin_can_be_cancelled():
 
 
 # ------------------------------------------------------------------------------------------ what is reported
-class Logger:
-    def __init__(self):
-        self.logged = []
-
-    def log_metrics(self, metrics, step, prefix):
-        if prefix == "streaming":
-            self.logged.append(metrics)
-
-
-async def test_durations_are_logged():
-    logger = Logger()
-    _, pump, rollouts = await begun(
-        groups="abcde", max_staleness=1, pick="ready_first", logger=logger, target_prompt_groups_per_step=1
-    )
-    await rollouts.end("b")
-    await pump.step()  # b: 1 s
-    await asyncio.sleep(7)
-    await rollouts.end("c")
-    await pump.step()
-    await rollouts.end("a")  # is too old now
-    await rollouts.end("d")
-    await pump.step()
-    first, second, third = ({key: m[key] for key in m if "rollout" in key} for m in logger.logged)
-    assert first == {
-        "rollouts_begun": 2,
-        "rollout_seconds": 1,
-        "rollout_seconds_p90": 1,
-        "trained_rollout_seconds": 1,
-        "trained_rollout_seconds_p90": 1,
-    }
-    assert second["rollouts_begun"] == 1 and second["rollout_seconds"] == second["trained_rollout_seconds"]
-    assert third["evicted_rollout_seconds"] > third["trained_rollout_seconds"]
-
-
 async def test_the_first_eviction_is_a_warning(caplog):
     world = World()
     pump = world.pump(version=3)
@@ -169,24 +153,12 @@ async def test_the_first_eviction_is_a_warning(caplog):
     assert "pump.rollout(group_id)" in record.getMessage()
 
 
-async def test_a_capacity_that_is_no_number_is_none():
-    world = World()
-    world.max_prompt_groups = world.changes  # as a Ray actor's handle has
-    _, _, rollouts = await begun(world)
-    assert "".join(rollouts.begun) == "ab"
-
-
-def test_a_buffer_of_this_process_shows_its_capacity():
-    assert RolloutBuffer(7).max_prompt_groups == 7
-
-
 # ------------------------------------------------------------------------------------------ whose place is kept
 @pytest.mark.parametrize(
     ("pick", "trained"),
     [
         ("weight_fifo", ["db", "ac", "fe"]),  # a and c have to be in the second step, or never
         ("ready_first", ["db", "fe"]),
-        ("windowed", ["db", "fe"]),
     ],
 )
 async def test_what_is_slow(pick, trained):
@@ -197,7 +169,7 @@ async def test_what_is_slow(pick, trained):
     rollouts.begin("e", "f")
     await asyncio.sleep(1)
     await rollouts.end("f")
-    for slow in "eac" if pick == "ready_first" or pick == "windowed" else "ace":
+    for slow in "eac" if pick == "ready_first" else "ace":
         await rollouts.end(slow)
     world.buffer.close()
     await training
@@ -253,13 +225,6 @@ async def test_a_closed_buffer_keeps_no_place():
     world.buffer.close()
     await stepping
     assert world.trained == [["b", "c"], ["d", "e"]]
-
-
-async def test_a_wait_for_one_in_flight_is_told(caplog):
-    _, pump, _ = await begun(groups="a", rollout_timeout=700)
-    error = await raised(pump.step())
-    assert isinstance(error, EmptyStepError)
-    assert "1 rollouts in flight, the oldest for 601 s" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["before microbatch", "after claim", "before finish"])

@@ -54,21 +54,6 @@ async def test_none_is_claimed_before_a_call_has_all_of_its_groups():
     assert world.trained == [["old", "new"]]
 
 
-async def test_more_than_a_call_takes_may_be_needed_to_begin():
-    world = World()
-    settings = {"min_prompt_groups_per_batch": 3, "target_prompt_groups_per_step": 4}
-    stepping = asyncio.ensure_future(world.pump(prompt_groups_per_microbatch=2, **settings).step())
-    await world.put_each("ab")
-    await asyncio.sleep(1)
-    assert not world.called()
-    await world.put("c")
-    await asyncio.sleep(1)
-    assert world.called() == ["claim a", "claim b", "begin", "microbatch a b"]
-    await world.put("d")
-    await stepping
-    assert world.trained == [["a", "b", "c", "d"]]
-
-
 async def test_logprobs_take_a_calls_groups_together_and_advantages_one_by_one():
     world, seen = World(), []
     await world.put_each("abcd")

@@ -8,8 +8,7 @@ from unittest import mock
 
 from rigs.streaming.world import raised
 
-from megapatch.reach.ray import RayTrainer
-from megapatch.streaming import StepTrainer
+from megapatch.streaming import RayTrainer, StepTrainer
 
 
 def test_the_four_calls_are_those_of_its_step():

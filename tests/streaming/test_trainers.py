@@ -97,7 +97,6 @@ async def trained(trainer, groups="abcd", **settings):
     config = StreamingConfig(
         generations_per_prompt=1,
         target_prompt_groups_per_step=len(groups),
-        max_microbatches_in_flight=3,
         **settings,
     )
     error = await raised(TrainPump(config, trainer, buffer, generation, generation).step())

@@ -44,7 +44,7 @@ class Life:
 
     def __init__(self, folder, killer, seed):
         self.folder, self.killer, self.random = folder, killer, random.Random(seed)
-        self.buffer = RolloutBuffer(max_prompt_groups=8)
+        self.buffer = RolloutBuffer()
         config = StreamingConfig(
             generations_per_prompt=SAMPLES, target_prompt_groups_per_step=GROUPS, max_staleness=STALENESS
         )
