@@ -16,7 +16,7 @@ from typing import Any
 
 from ._mcore.main_params import lent_weights
 from ._mcore.param_gathers import ddps_of, gather_params
-from ._pausing.blocking import Blocking, running_loop, without_loop
+from ._pausing.blocking import Blocking, is_in_loop, without_loop
 from ._pausing.generation import EVENT, PAUSE, RESUME, is_paused, log_failed_sync, resume_once
 from ._pausing.waiting import Call, Outcome, attempt
 from ._troubleshooting import see
@@ -27,9 +27,9 @@ __all__ = ["gathered_parameters", "lent_weights", "paused_generation"]
 log = logging.getLogger("megapatch")
 
 _WAYS_TO_PAUSE = (PAUSE, "abort_generation")
-_OTHER_LOOP = "paused_generation() waits with asyncio, and this code runs in {}: use `with` in a thread of its own"
+_NO_LOOP = "paused_generation() waits with asyncio, which is not running here: use `with` in a thread of its own"
 _IN_LOOP = (
-    "an event loop is running here ({}), and `with` would block it: use `async with paused_generation(...)`, or "
+    "an event loop is running here, and `with` would block it: use `async with paused_generation(...)`, or "
     "`with` in a thread of its own, as by asyncio.to_thread()"
 )
 
@@ -138,8 +138,8 @@ class paused_generation:
         self._used = self._to_resume = False
 
     async def __aenter__(self) -> bool:
-        if (library := running_loop()) != "asyncio":
-            raise MisuseError(_OTHER_LOOP.format(library or "another event loop"))
+        if not is_in_loop():
+            raise MisuseError(_NO_LOOP)
         try:
             return await self._enter(attempt)
         except BaseException as error:
@@ -152,8 +152,8 @@ class paused_generation:
         await self._exit(error, attempt)
 
     def __enter__(self) -> bool:
-        if library := running_loop():
-            raise MisuseError(_IN_LOOP.format(library))  # before a pause that could not be undone
+        if is_in_loop():
+            raise MisuseError(_IN_LOOP)  # before a pause that could not be undone
         self._blocking = Blocking()
         try:
             return without_loop(self._enter(self._blocking.attempt))

@@ -64,51 +64,6 @@ def test_plain_functions(how, raising, caplog):
     assert len([text for text in messages if "could not be resumed" in text]) == bool(resume and (pause or sync))
 
 
-def test_coroutine_functions_without_a_loop():
-    world = World()
-    with paused_generation(world):
-        assert world.calls == ["pause"]
-        assert world.generation_paused_event.is_set()
-    assert world.calls == ["pause", "resume"]
-    assert not world.generation_paused_event.is_set()
-
-
-@pytest.mark.parametrize("hidden", [False, True], ids=["coroutine function", "function that returns a coroutine"])
-async def test_with_cannot_wait_for_coroutines_in_a_loop(hidden):
-    world = World()
-    coroutine = world.pause_generation
-    pause = (lambda: coroutine()) if hidden else coroutine
-    with (
-        pytest.raises(MegapatchError, match="async with"),
-        paused_generation(world, pause=pause, resume=lambda: world.calls.append("resume")),
-    ):
-        raise AssertionError
-    assert world.calls == []
-
-
-async def test_with_in_a_loop_where_only_resuming_would_have_to_wait():
-    world = World(event=False)
-    with (
-        pytest.raises(MegapatchError, match="async with"),
-        paused_generation(world, pause=lambda: world.calls.append("pause")),
-    ):
-        raise AssertionError
-    assert world.calls == []
-
-
-async def test_a_pause_that_returns_a_future():
-    done = []
-
-    def later(name):
-        future = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_later(1, lambda: (done.append(name), future.set_result(None)))
-        return future
-
-    async with paused_generation(None, pause=lambda: later("pause"), resume=lambda: later("resume")):
-        assert done == ["pause"]
-    assert done == ["pause", "resume"]
-
-
 def test_methods_of_an_actor():
     """As Ray has them, without Ray: not to be called, with a remote() whose reference can be awaited."""
     calls = []

@@ -13,26 +13,15 @@ from .waiting import Call, Outcome, as_failure, begin, finished, ordinary
 _T = TypeVar("_T")
 
 
-def running_loop() -> str | None:
-    """Return the name of the library whose event loop this code runs in: asyncio, or one that sniffio knows.
-
-    None where there is no loop.
-    """
+def is_in_loop() -> bool:
+    """Return whether this code runs in an event loop of asyncio."""
     import asyncio
 
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        pass
-    else:
-        return "asyncio"
-    sniffio: Any = sys.modules.get("sniffio")  # trio imports it
-    if sniffio is None:
-        return None
-    try:
-        return str(sniffio.current_async_library())
-    except sniffio.AsyncLibraryNotFoundError:
-        return None
+        return False
+    return True
 
 
 class Blocking:

@@ -199,8 +199,8 @@ class Groups:
         incomplete = sum(len(record.keys) != record.expected for record in records)
         uncommitted = sum(not record.committed for record in records)
         return (
-            f"{samples} samples in {len(records)} prompt groups, of which {ready} eligible, {incomplete} incomplete, "
-            f"{uncommitted} not committed, {sum(map(self._is_old, records))} too old, "
+            f"{samples} samples in {len(records)} prompt groups, of which {ready} eligible, "
+            f"{incomplete} incomplete, {uncommitted} not committed, {sum(map(self._is_old, records))} too old, "
             f"{sum(map(self._is_future, records))} from the future"
         )
 

@@ -260,8 +260,8 @@ class TrainPump:
                 result = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
             if isinstance(result, Mapping) and result:
                 metrics = {str(name): value for name, value in result.items()}
-                call, labels = self._logger.log_metrics, {"step": self.version, "prefix": prefix}
-                await perform(call, metrics, watchdog=self._watchdog, data=True, **labels)
+                labels: dict[str, Any] = {"step": self.version, "prefix": prefix}
+                await perform(self._logger.log_metrics, metrics, watchdog=self._watchdog, data=True, **labels)
         except Exception:
             if not self._warned:
                 self._warned = True

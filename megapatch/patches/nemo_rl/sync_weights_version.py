@@ -26,7 +26,7 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
-from ..._pausing.blocking import running_loop
+from ..._pausing.blocking import is_in_loop
 from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_parameters
@@ -68,7 +68,7 @@ def accepting_version(sync: MethodType) -> Callable[..., Any]:
             return sync(*args, **kwargs)
         _warn_once()
         call = functools.partial(sync, **kwargs)
-        return _in_thread(call) if running_loop() == "asyncio" else call()
+        return _in_thread(call) if is_in_loop() else call()
 
     return patched_sync
 
