@@ -57,33 +57,6 @@ async def test_the_sync_of_a_group_whose_method_is_a_coroutine_function_is_waite
 
 
 # ------------------------------------------------------------------------------------------ patches
-@pytest.mark.parametrize("in_loop", [True, False])
-def test_nemo_rls_generation_may_take_a_version_in_a_coroutine(in_loop):
-    """It was dropped: samples bore the old version."""
-    from megapatch.patches.nemo_rl.sync_weights_version import accepting_version
-
-    versions = []
-
-    class Generation:
-        async def set_weight_version(self, version):
-            await asyncio.sleep(0)
-            versions.append(version)
-
-    class Synchronizer:
-        _generation = Generation()
-
-        def sync_weights(self, *, timer=None):
-            return "synced"
-
-    sync = accepting_version(Synchronizer().sync_weights)
-
-    async def main():
-        return await sync(3)
-
-    assert (asyncio.run(main()) if in_loop else sync(3)) == "synced"
-    assert versions == [3]
-
-
 async def test_verls_replicas_are_all_resumed_where_one_was_cancelled(caplog):
     from megapatch._pausing.generation import resumed_on_failure
     from megapatch.patches.verl.weight_sync_resume import ReplicaCalls

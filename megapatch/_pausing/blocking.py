@@ -146,17 +146,6 @@ def without_loop(coroutine: Coroutine[Any, Any, _T]) -> _T:
     raise AssertionError("the coroutine waits for an event loop")
 
 
-def finish(result: object, what: str) -> None:
-    """Block until nothing in the result of a call is under way. Call it where no event loop is running."""
-    if result is None:
-        return
-    blocking = Blocking()
-    try:
-        blocking.run(finished(result, what))
-    finally:
-        blocking.close()
-
-
 def attempt_and_block(call: Call, what: str) -> Exception | None:
     """Make a call, block until it is done, and return its failure. Raise what has interrupted it."""
     blocking = Blocking()
