@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import cells_of, run_cells
-from rigs.fake_gpu.collectives import make_collectives_late
+from rigs.late_collectives import make_collectives_late
 from rigs.megatron.gathers import pair, unwrapped, wrong
 from rigs.megatron.main_params import (
     children,
