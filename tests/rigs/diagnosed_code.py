@@ -5,10 +5,6 @@ from unittest import mock
 
 from rigs.diagnosed_sources import words
 from rigs.imported import run_with_megatron
-from rigs.megatron.options import UNPATCHED
-
-GONE = object()
-"""The value of a name that is not there."""
 
 
 def made_up(holder, name, *functions):
@@ -19,21 +15,18 @@ def made_up(holder, name, *functions):
 def verdicts_of(diagnose, module, changes):
     """Return {case: (verdict, reason)} of the module as it is, and with the changes.
 
-    changes   by case, (holder, name, value), or a list of these, which are made together; GONE is a value
+    changes   by case, (holder, name, value), or a list of these, which are made together
     """
     found = {"as it is": words(diagnose(module))}
     for case, change in changes.items():
         with contextlib.ExitStack() as stack:
             for holder, name, value in change if isinstance(change, list) else [change]:
                 stack.enter_context(mock.patch.object(holder, name, value))
-                if value is GONE:
-                    delattr(holder, name)
             found[case] = words(diagnose(module))
     return found
 
 
 def of_a_rank(verdicts, **options):
-    """Return what a rank finds. A second look, through megapatch's patches, gives the same answers."""
-    (unpatched,), (patched,) = (run_with_megatron(verdicts, 1, env=env, **options) for env in (UNPATCHED, {}))
-    assert patched == unpatched
-    return patched
+    """Return what a rank finds. That a second look gives the same answers is part of the contract."""
+    (found,) = run_with_megatron(verdicts, 1, **options)
+    return found

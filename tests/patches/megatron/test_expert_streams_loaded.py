@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnosed_code import made_up, verdicts_of
-from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, Log, needs_training
 
 from megapatch.testing import init_parallel
@@ -120,31 +118,6 @@ def never_seeded():
     return log.texts
 
 
-# ------------------------------------------------------------------------------------------ the diagnosis
-def alike(seed, *args, **kwargs):
-    """Seed all expert ranks alike."""
-    _CUDA_RNG_STATE_TRACKER.add("model-parallel-rng", seed + 2718)  # noqa: F821
-    _CUDA_RNG_STATE_TRACKER.add("expert-parallel-rng", seed + 1024)  # noqa: F821
-
-
-def unrelated(seed, *args, **kwargs):
-    """Seed experts with no regard to the seed."""
-    _CUDA_RNG_STATE_TRACKER.add("model-parallel-rng", seed + 2718)  # noqa: F821
-    _CUDA_RNG_STATE_TRACKER.add("expert-parallel-rng", 100 * get_expert_model_parallel_rank())  # noqa: F821
-
-
-def diagnoses():
-    from megapatch.patches.megatron.expert_streams_loaded import diagnose
-
-    module = random_module()
-    return verdicts_of(diagnose, module, made_up(module, "model_parallel_cuda_manual_seed", alike, unrelated))
-
-
-DIAGNOSES = {
-    "as it is": ("needed", "without a word"),
-    "alike": ("unknown", "expected expert ranks to differ"),
-    "unrelated": ("unknown", "expected expert ranks to differ"),
-}
 OTHERS = {
     "generators": {name: torch.Generator() for name in (EXPERTS, "model-parallel-rng")},
     "empty": {},
@@ -165,7 +138,6 @@ def job(rank, world_size):
     for name, states in OTHERS.items():
         yield name, lambda states=states: not_looked_at(states)
     yield "never seeded", never_seeded
-    yield "diagnoses", diagnoses
     init_parallel()
     yield "no expert parallelism", lambda: load(of_the_first)
 
@@ -215,11 +187,6 @@ def test_a_tracker_that_was_never_seeded_has_no_streams_of_its_own(patched):
 
 def test_without_expert_parallelism_ranks_share_their_streams(patched):
     assert [found["no expert parallelism"] for found in patched] == [([], True)] * 2
-
-
-def test_diagnosis(unpatched, patched):
-    assert unpatched[0]["diagnoses"] == patched[0]["diagnoses"]
-    assert_verdicts(patched[0]["diagnoses"], DIAGNOSES)
 
 
 def by_megatron(folder, each_its_own):

@@ -196,21 +196,16 @@ def own_queue(self, plan, planner):
     self.results_queue = mp.get_context("spawn").Manager().Queue()  # noqa: F821 (of the module it is put in)
 
 
-def no_queue(self, plan, planner):
-    self.results_queue = None
-
-
 def diagnoses(module):
     writer = module.FileSystemWriterAsync
     # With the module's globals, as upstream's own function would have.
-    functions = [FunctionType(each.__code__, vars(module), each.__name__) for each in (own_queue, no_queue)]
-    return verdicts_of(diagnose, module, made_up(writer, "prepare_write_data", *functions))
+    function = FunctionType(own_queue.__code__, vars(module), own_queue.__name__)
+    return verdicts_of(diagnose, module, made_up(writer, "prepare_write_data", function))
 
 
 DIAGNOSES = {
     "as it is": ("needed", "share one queue"),
     "own_queue": ("fixed", "a queue of its own"),
-    "no_queue": ("unknown", "it does not"),
 }
 
 
@@ -283,7 +278,5 @@ def test_a_queue_without_a_manager_is_used_and_named_once(patched, strategy):
 
 
 @each_writer
-def test_diagnosis(unpatched, patched, strategy):
-    found = patched[0][strategy, "diagnoses"]
-    assert unpatched[strategy, "diagnoses"] == found  # a second look, through the patch, gives the same answers
-    assert_verdicts(found, DIAGNOSES)
+def test_diagnosis(patched, strategy):
+    assert_verdicts(patched[0][strategy, "diagnoses"], DIAGNOSES)
