@@ -101,31 +101,6 @@ def recompute():
     return log.texts, found[0] == found[1]
 
 
-def not_looked_at(states):
-    """Load states of other kinds, which Megatron itself takes."""
-    seed(1)
-    log = Log()
-    tracker().set_states(states)
-    return log.texts, tracker().get_states() == states
-
-
-def never_seeded():
-    seed(1)
-    saved = of_the_first()
-    new_tracker()
-    log = Log()
-    tracker().set_states(saved)
-    return log.texts
-
-
-OTHERS = {
-    "generators": {name: torch.Generator() for name in (EXPERTS, "model-parallel-rng")},
-    "empty": {},
-    "of another kind": {EXPERTS: 1},
-    "float": {EXPERTS: torch.ones(9)},
-}
-
-
 def job(rank, world_size):
     init_parallel(ep=2)
     yield "first", lambda: load(of_the_first)
@@ -135,9 +110,6 @@ def job(rank, world_size):
     yield "own, at once", lambda: load(of_its_own, draws=0)
     yield "again", load_again
     yield "recompute", recompute
-    for name, states in OTHERS.items():
-        yield name, lambda states=states: not_looked_at(states)
-    yield "never seeded", never_seeded
     init_parallel()
     yield "no expert parallelism", lambda: load(of_the_first)
 
@@ -174,15 +146,6 @@ def test_it_is_said_once(patched):
 
 def test_recomputation_says_nothing_and_draws_the_same(patched):
     assert [found["recompute"] for found in patched] == [([], True)] * 2
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_states_of_other_kinds_are_loaded_as_before(patched, kind):
-    assert [found[kind] for found in patched] == [([], True)] * 2
-
-
-def test_a_tracker_that_was_never_seeded_has_no_streams_of_its_own(patched):
-    assert [found["never seeded"] for found in patched] == [[], []]
 
 
 def test_without_expert_parallelism_ranks_share_their_streams(patched):

@@ -3,18 +3,16 @@
 import functools
 import gc
 import importlib
-import multiprocessing
 import os
 import shutil
 from types import FunctionType, SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
-from rigs.megatron.options import UNPATCHED, Log, attempt, quick_writer
+from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import ALONE, Saves, has_working_writer, minor
 
 from megapatch._versions import find_module
@@ -154,17 +152,6 @@ class GivenUp:
             kept.append(len(own_save_results._unread) - begun)
         return kept
 
-    def without_manager(self):
-        """The common queue has no manager: it is used, and a warning says so, once."""
-        log, module = Log(), importlib.import_module(MODULES[self.strategy])
-        own_save_results._warn_once.cache_clear()
-        common = multiprocessing.get_context("fork").Manager().Queue()
-        manager, common._manager = common._manager, None
-        with mock.patch.object(module, "_results_queue", common):
-            saved = [self.saved(FIRST), self.saved(WIDER)]
-        manager.shutdown()
-        return saved, [text for text in log.texts if "manager" in text]
-
 
 CELLS = ("abandoned", "abandoned_alike", "abandoned_by_one_rank", "failed", "finalized_later")
 OVERLAPS = {
@@ -187,7 +174,6 @@ def job(rank, world_size, folder):
             yield (strategy, name), functools.partial(saves.overlapping, *orders)
             quick_writer(MODULES[strategy])
         yield (strategy, "queues"), saves.queues
-        yield (strategy, "without manager"), saves.without_manager
         yield (strategy, "diagnoses"), functools.partial(diagnoses, importlib.import_module(MODULES[strategy]))
 
 
@@ -267,14 +253,6 @@ def test_saves_at_the_same_time_are_complete(patched, strategy, name):
 def test_only_queues_of_saves_that_were_given_up_are_kept(patched, strategy):
     for found in patched:
         assert found[strategy, "queues"] == [0, 1, 1, 2]
-
-
-@each_writer
-def test_a_queue_without_a_manager_is_used_and_named_once(patched, strategy):
-    for found in patched:
-        saved, (text,) = found[strategy, "without manager"]
-        assert saved == [True, True]
-        assert "found one of type AutoProxy" in text
 
 
 @each_writer
