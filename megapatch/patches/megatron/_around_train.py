@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ..._mcore import bucket_groups
 from ..._mcore.known import OPTIMIZER, arguments_of, is_a, is_model
 from ..._mcore.param_gathers import has_stepped
@@ -21,7 +22,6 @@ from ..._mcore.rerun_machine import rewind_interrupted_step
 from ..._mcore.step_state import StepState, running_timers
 from ...errors import MegapatchError
 from ...patch import unpatched
-from .._temporarily import temporarily_set
 
 NO_SYNC_ASSERTION = "config.no_sync_func must be None"
 """Part of the text of the assertion that a second call meets where overlap_grad_reduce is on."""

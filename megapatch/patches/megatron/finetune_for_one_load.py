@@ -24,11 +24,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
+from ..._dotted import find, temporarily_set
 from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import Idle, StandIn, cannot_run, gone, with_globals
-from .._temporarily import temporarily_set
 
 FLAG = "finetune"
 LOAD, HOOK, LOAD_FROM = "load_checkpoint", "_create_peft_pre_wrap_hook", "_load_checkpoint_from_path"

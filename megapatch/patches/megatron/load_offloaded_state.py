@@ -33,6 +33,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -43,7 +44,6 @@ from .._diagnosis import (
     missing_names,
     missing_parameters,
 )
-from .._temporarily import temporarily_set
 from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"

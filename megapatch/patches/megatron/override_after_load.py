@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ..._mcore.known import OPTIMIZER, is_a
 from ..._mcore.main_params import children_of
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
-from .._temporarily import temporarily_set
 
 SCHEDULERS = "megatron.core.optimizer_param_scheduler"
 OPTIMIZERS = "megatron.core.optimizer"

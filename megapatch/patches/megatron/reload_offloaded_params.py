@@ -26,9 +26,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_names
-from .._temporarily import temporarily_set
 from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
