@@ -6,6 +6,9 @@ from unittest import mock
 from rigs.diagnosed_sources import words
 from rigs.imported import run_with_megatron
 
+GONE = object()
+"""The value of a name that is not there."""
+
 
 def made_up(holder, name, *functions):
     """Return the changes that put each of the functions in the place of `name`, by the functions' own names."""
@@ -15,13 +18,15 @@ def made_up(holder, name, *functions):
 def verdicts_of(diagnose, module, changes):
     """Return {case: (verdict, reason)} of the module as it is, and with the changes.
 
-    changes   by case, (holder, name, value), or a list of these, which are made together
+    changes   by case, (holder, name, value), or a list of these, which are made together; GONE is a value
     """
     found = {"as it is": words(diagnose(module))}
     for case, change in changes.items():
         with contextlib.ExitStack() as stack:
             for holder, name, value in change if isinstance(change, list) else [change]:
                 stack.enter_context(mock.patch.object(holder, name, value))
+                if value is GONE:
+                    delattr(holder, name)
             found[case] = words(diagnose(module))
     return found
 
