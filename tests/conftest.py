@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import pytest
 from rigs.needs import TESTS, missing, reason_to_skip, uses_torch
-from rigs.not_on_fake_gpu import NOT_ON_FAKE_GPU
 from rigs.quick import is_quick
 from rigs.turns import has_its_turn, with_other_releases
 
@@ -164,9 +163,6 @@ def pytest_collection_modifyitems(items, config):
     for item in items:
         if is_quick(item.nodeid):  # with those of TrainStep, which are chosen by their parameters
             item.add_marker("quick")
-        reason = NOT_ON_FAKE_GPU.get(item.nodeid.removeprefix("tests/"))
-        if reason and os.environ.get("CELLS_DEVICE") == "fake":
-            item.add_marker(pytest.mark.skip(reason=reason))
     if config.getoption("ci"):
         left_out = with_other_releases(items)
         left_out |= {item for item in items if item.get_closest_marker("nightly")}

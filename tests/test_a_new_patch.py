@@ -25,9 +25,7 @@ TESTS = (
     "test_verdicts.py",
     "verify/test_command.py",
 )
-NAMES = (
-    "divide or arrows or catalog or generated or quick or file_is_whole or every_patch or harmless or another_body"
-)
+NAMES = "divide or arrows or catalog or generated or quick or file_is_whole or every_patch or another_body"
 
 
 @needs_megatron

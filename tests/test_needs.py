@@ -32,7 +32,7 @@ _finding.find_module = lambda name: None if name.partition(".")[0] in {hidden} e
         ("testing/test_ranks.py", None, TORCH),
         ("gpu/conftest.py", None, TORCH),
         ("patches/megatron/conftest.py", None, TORCH),
-        ("patches/megatron/test_diagnoses_of_checkpoints.py", None, TORCH),  # marks its tests
+        ("patches/megatron/test_diagnoses.py", None, TORCH),  # marks its tests
         ("streaming/test_slime.py", MEGATRON, TORCH),  # by megapatch.testing
         ("train_step/test_last_call.py", MEGATRON, TORCH),  # by a rig
         ("patches/megatron/test_nested_no_sync.py", MEGATRON, TORCH),

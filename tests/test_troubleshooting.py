@@ -40,7 +40,6 @@ MADE_ELSEWHERE = {
     ],
     "audit: %s": ["audit: FINDING"],
     "%s (after %s)": [],
-    "megatron.train-reentry: %s": [],
 }
 
 

@@ -9,19 +9,31 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
+from .known import OPTIMIZER, is_a
+
 GROUPS = ("float16_groups", "fp32_from_float16_groups")
 """Lists of Float16OptimizerWithFloat16Params."""
 SHARDS = ("model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups")
 """Lists of DistributedOptimizer."""
 
+CHILDREN = "chained_optimizers"
+
 _loans = threading.local()
-_SAMPLES = 16
 _JUDGED_BY = {
     "tied": {"tied"},  # by the first and the last pipeline stage
     "experts": {"experts"},  # by ranks of other places in the dense layers
     "replicated": {"replicated"},  # by all tensor-parallel ranks
     "split": {"split", "replicated", "tied"},
 }
+
+
+def children_of(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers of a chain, of chains in it too; one that is not a chain is its own only child."""
+    chained = vars(optimizer).get(CHILDREN) if is_a(optimizer, OPTIMIZER) else None
+    if chained is None:
+        yield optimizer
+    for child in chained or ():
+        yield from children_of(child)
 
 
 def pairs(
@@ -94,15 +106,6 @@ def lent_weights() -> Iterator[None]:
 def are_lent() -> bool:
     """Return whether what this thread loads now is lent."""
     return getattr(_loans, "under_way", False)
-
-
-def samples(optimizer: Any) -> list[Any]:
-    """Return copies of some elements of each main parameter; None for one that is offloaded."""
-    return [
-        main.detach().reshape(-1)[:_SAMPLES].clone() if has_memory(main) else None
-        for _, _, main in pairs(optimizer)
-        if main is not None
-    ]
 
 
 def _kind(parameter: Any) -> str:

@@ -54,10 +54,6 @@ def groups_made() -> int:
     return int(distributed_c10d._world.group_count)  # private; torch 2.1 to 2.15
 
 
-GARBAGE = 64
-"""So many groups more than after the last garbage collection are referred to before there is another one."""
-
-
 class Leftovers:
     """Process groups of this rank that nobody needs any more, unless something still refers to one.
 
@@ -67,15 +63,12 @@ class Leftovers:
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
-        self._held = 0  # how many something referred to after the last garbage collection
 
     def destroy(self) -> int:
         """Destroy those that no rank refers to; return their number on this rank.
 
         A collective over the default group, which every rank has to call: none is destroyed while another rank
-        communicates in it, or has it and does not have it among its own. Garbage that refers to groups, such as a
-        model, whose hooks refer to it, is collected only when there may be much: that takes seconds in a large
-        process.
+        communicates in it, or has it and does not have it among its own.
         """
         import torch
 
@@ -83,11 +76,6 @@ class Leftovers:
         there = {id(group): group.group_name for group in process_groups()[1:]}
         groups[:] = [group for group in groups if id(group) in there]  # somebody may have destroyed some
         used = _used(groups)
-        if len(used) > self._held + GARBAGE:
-            gc.collect()
-            used = _used(groups)
-            self._held = len(used)
-        self._held = min(self._held, len(used))
         unused = {id(group) for place, group in enumerate(groups) if place not in used}
         of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(

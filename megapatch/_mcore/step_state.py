@@ -1,8 +1,8 @@
 """State that a step adds up outside of its gradients, and that a dropped step would leave to the next.
 
 A router counts tokens, and finalize_model_grads() moves its bias. Losses of the model's own add up for the log.
-With fp16 the loss scale moves before the optimizer steps. Routes to be replayed, and the largest attention logits,
-wait for a later part of the step. Megatron resets each of these where a step ends well, and nowhere else.
+With fp16 the loss scale moves before the optimizer steps. Routes to be replayed wait for a later part of the step.
+Megatron resets each of these where a step ends well, and nowhere else.
 
 Counts belong to the gradients: code that zeroes those calls `forget_counts`. `StepState` puts back the rest.
 """
@@ -22,14 +22,6 @@ COUNTS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps", "qb
 """Buffers of a router that are zero between steps: from 0.12 on, from 0.15 on (two), and two of 0.19."""
 BIASES = ("expert_bias", "qb_beta")
 """Buffers of a router that finalize_model_grads() moves from the counts."""
-LARGEST_LOGITS = "current_max_attn_logits"
-"""Attribute of Transformer Engine's attention, for qk-clip; clip_qk() resets it after the optimizer's step."""
-
-PROCESS_WIDE = (
-    ("megatron.core.tensor_parallel.random", "IS_CHECKPOINTING"),  # 0.16 on; read where a CUDA graph is captured
-)
-"""Module, and attribute: one for all models of the process, as are the trackers of losses to be logged."""
-
 _with_state = SideTable()
 """By chunk: its modules that have any of the above. Walking through all modules takes milliseconds.
 
@@ -64,8 +56,7 @@ class StepState:
         self._chunks = list(chunks)
         self._biases = [_copy_of(list(_buffers(chunk, BIASES))) for chunk in self._chunks]
         modules = [module for chunk in self._chunks for module in _modules(chunk)]
-        places = [(module, LARGEST_LOGITS) for module in modules if hasattr(module, LARGEST_LOGITS)]
-        places += [place for path in (*PROCESS_WIDE, *(TRACKERS if logged else ())) for place in _found(*path)]
+        places = [place for path in (TRACKERS if logged else ()) for place in _found(*path)]
         self._attributes = [_attribute(*place) for place in places]
         replays = [replay for module in modules if (replay := getattr(module, "router_replay", None)) is not None]
         self._contents = [_contents(thing) for thing in (*replays, *_loss_scalers(optimizer))]
@@ -110,7 +101,6 @@ def _modules(chunk: Any) -> list[Any]:
             for module in chunk.modules()
             if any(module._buffers.get(name) is not None for name in names)
             or getattr(module, "router_replay", None) is not None
-            or hasattr(module, LARGEST_LOGITS)
         ]
         _with_state.set(chunk, found)
     return [module for reference in found if (module := reference()) is not None]

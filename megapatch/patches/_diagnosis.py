@@ -38,6 +38,16 @@ class StandIn(AnswersNone, SimpleNamespace):
     """Just enough of an object for the code that a diagnosis runs."""
 
 
+class Idle:
+    """An object, a class or a function that does nothing, and has only what does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
 def torch_stand_in(**names: Any) -> StandIn:
     """Return a torch of these names, and of the real profiler, by which forks time code."""
     return StandIn(profiler=sys.modules["torch"].profiler, **names)

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .._dotted import temporarily_set
 from .._mcore.bucket_groups import finish_param_gathers
 from ..errors import MisuseError
-from ..patches._temporarily import temporarily_set
 from ._parts import PausedBySync
 
 if TYPE_CHECKING:

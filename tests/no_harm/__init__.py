@@ -12,6 +12,4 @@ saves    programs of saves
 trainer  what programs build, and what is recorded of it
 runs     the job of the ranks
 compare  where two records differ
-
-`python -m no_harm [TEXT ...]`, in tests/, prints what differs in the pairs whose names have these texts in them.
 """

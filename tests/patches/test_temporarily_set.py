@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 
+from megapatch._dotted import temporarily_set
 from megapatch.patches._overflow import OVERFLOW, overflow_answered
-from megapatch.patches._temporarily import temporarily_set
 
 
 class Optimizer:

@@ -72,14 +72,8 @@ def once(function, *args, **kwargs):
     return functools.cache(functools.partial(function, *args, **kwargs))
 
 
-def _fake_gpu():
-    from rigs.fake_gpu import install
-
-    return {"setup": install}
-
-
-DEVICES = {"cpu": dict, "cuda": lambda: {"device": "cuda"}, "fake": _fake_gpu}
-"""Options of `run_ranks`, by the environment variable CELLS_DEVICE; jobs with a setup of their own keep it."""
+DEVICES = {"cpu": {}, "cuda": {"device": "cuda"}}
+"""Options of `run_ranks`, by the environment variable CELLS_DEVICE."""
 
 AUDITED = {"MEGAPATCH_AUDIT": "1", "MEGAPATCH_AUDIT_EVERY": "1"}
 RAISING = {**AUDITED, "MEGAPATCH_AUDIT": "raise"}
@@ -103,7 +97,7 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=Fals
     options     of `run_ranks`: setup, env
     """
     error = None
-    options = {**DEVICES[os.environ.get("CELLS_DEVICE", "cpu")](), **options}
+    options = {**DEVICES[os.environ.get("CELLS_DEVICE", "cpu")], **options}
     if audited:
         options["env"] = {**options.get("env", {}), **AUDITED}
     with tempfile.TemporaryDirectory(prefix="megapatch-cells-") as folder:

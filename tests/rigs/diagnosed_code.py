@@ -5,7 +5,6 @@ from unittest import mock
 
 from rigs.diagnosed_sources import words
 from rigs.imported import run_with_megatron
-from rigs.megatron.options import UNPATCHED
 
 GONE = object()
 """The value of a name that is not there."""
@@ -33,7 +32,6 @@ def verdicts_of(diagnose, module, changes):
 
 
 def of_a_rank(verdicts, **options):
-    """Return what a rank finds. A second look, through megapatch's patches, gives the same answers."""
-    (unpatched,), (patched,) = (run_with_megatron(verdicts, 1, env=env, **options) for env in (UNPATCHED, {}))
-    assert patched == unpatched
-    return patched
+    """Return what a rank finds. That a second look gives the same answers is part of the contract."""
+    (found,) = run_with_megatron(verdicts, 1, **options)
+    return found

@@ -102,8 +102,7 @@ def assert_bad_ones_raise(found):
     """Check a rank's results of `bad_loads`: what changes nothing, and that a good load makes all right."""
     errors = {fault: (error, text) for fault, (error, text, *_) in found.items()}
     assert errors["open step"][0] == "MisuseError" and "has loaded nothing" in errors["open step"][1]
-    error, text = errors["no step of the schedule"]
-    assert error == "KeyError" and "lacks 'num_steps'. Found: max_lr, " in text
+    assert errors["no step of the schedule"] == ("KeyError", "'num_steps'")
     assert errors["more layers"][0] == errors["truncated"][0] == "CheckpointException"
     changed = {fault for fault, (*_, elements, _) in found.items() if elements}
     assert changed == {"no step of the schedule", "truncated"}

@@ -2,7 +2,12 @@
 
 A patch looks at the names in its own code, in texts and as attributes. They are looked for in the modules of its
 sites, in what these modules hold by such names, and in the code of the functions there.
+
+An edit is a function of the syntax tree of a function's definition: it changes the tree, and returns whether it
+found anything to change.
 """
+
+from __future__ import annotations  # compile() inherits it
 
 import ast
 import contextlib
@@ -10,16 +15,17 @@ import importlib
 import inspect
 import re
 import sys
+import textwrap
 import warnings
-from functools import cache, partial
+from functools import cache
 from importlib.util import resolve_name
 from types import FunctionType, ModuleType
 from unittest import mock
 
+from megapatch._dotted import find
 from megapatch.patch import ABSENT, FIXED, NEEDED
-from megapatch.patches import PATCHES, _diagnosis
+from megapatch.patches import PATCHES
 from megapatch.testing import run_ranks
-from rigs.megatron.edits import edited, with_name
 
 BESIDE = ("megapatch.patches.", "megapatch._mcore.")
 """Where the modules are that a patch is made of."""
@@ -52,28 +58,6 @@ def _unseen_renames(rank, world_size, family):
                         unseen.append(f"{patch.name}, {change}: {verdict.kind.value}, {verdict.reason}")
                 assert site.diagnose(module).kind is NEEDED, f"{patch.name}: a rename was not taken back"
     return tried, unseen
-
-
-def asked_for(site, module):
-    """Yield renames of what a diagnosis asks for: in words, a context, and a function: is the name missing?"""
-    asked, resolve = {}, _diagnosis.resolve
-
-    def noting(path):
-        caller = sys._getframe(1)
-        if caller.f_code.co_name.startswith("missing_"):
-            asked.update(dict.fromkeys((caller.f_code.co_name, path, name) for name in caller.f_locals["names"]))
-        return resolve(path)
-
-    with mock.patch.object(_diagnosis, "resolve", noting):
-        site.diagnose(module)
-    for function, path, name in asked:
-        is_missing = partial(getattr(_diagnosis, function), path, name)
-        home, _, attributes = path.partition(":")
-        if isinstance(found := resolve(path), FunctionType):
-            renamed = edited(sys.modules[home], attributes, with_name(name, f"{name}_renamed"))
-            yield f"{name} in {path}", renamed, is_missing
-        elif name in vars(found or site):
-            yield f"{path}.{name}", _under_another_name(found, name), is_missing
 
 
 def _verdict(site, module):
@@ -168,3 +152,70 @@ def _under_another_name(home, name):
     finally:
         delattr(home, f"{name}_renamed")
         setattr(home, name, value)
+
+
+# ------------------------------------------------------------------------------------------ edits
+def with_name(old, new):
+    """Return an edit that gives a name in the function's code, or a parameter, another one."""
+
+    def edit(function):
+        before = ast.dump(function)
+        for node in ast.walk(function):
+            for field in ("id", "attr", "arg"):
+                if getattr(node, field, None) == old:
+                    setattr(node, field, new)
+        return ast.dump(function) != before
+
+    edit.__name__ = f"{old} is called {new}"
+    return edit
+
+
+def empty(function):
+    function.body = [ast.Pass()]
+    return True
+
+
+def another_body(function):
+    """Do something else altogether, with what nobody knows."""
+    function.body = ast.parse(
+        "return self.added_by_fork" if _parameters(function)[:1] == ["self"] else "pass"
+    ).body
+    return True
+
+
+@contextlib.contextmanager
+def edited(module, path, edit):
+    """Put what the edit makes of the function at the path in its place; yields whether it changed anything."""
+    owners, _, name = path.rpartition(".")
+    owner = find(module, owners)
+    found = inspect.getattr_static(owner, name)
+    function = inspect.unwrap(found)
+    made = None
+    if isinstance(function, FunctionType):
+        with contextlib.suppress(OSError):  # without a source
+            made = _make(function, edit)
+    if made is None:
+        yield False
+        return
+    with mock.patch.object(owner, name, made):
+        yield True
+
+
+def _make(function, edit):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    (definition,) = tree.body
+    if not isinstance(definition, ast.FunctionDef) or not edit(definition):
+        return None
+    # What the function has from around it, __class__ of super() above all, are parameters of a function around it.
+    outer = ", ".join(function.__code__.co_freevars)
+    maker = ast.parse(f"def _make({outer}): return {definition.name}").body[0]
+    maker.body.insert(0, definition)
+    made: dict = {}
+    code = compile(ast.fix_missing_locations(ast.Module([maker], [])), f"<edited {definition.name}>", "exec")
+    exec(code, function.__globals__, made)
+    return made["_make"](*(cell.cell_contents for cell in function.__closure__ or ()))
+
+
+def _parameters(function):
+    arguments = function.args
+    return [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from rigs.cells import once, run_cells
-from rigs.fake_gpu.collectives import make_collectives_late
+from rigs.late_collectives import make_collectives_late
 from rigs.megatron.gathers import pair, wrong
 from rigs.megatron.options import UNPATCHED, Interrupted, raising_half_way
 from rigs.train_step.layouts import CASES, TOKENS, in_layouts, model_of

@@ -19,10 +19,6 @@ faults       places in a step that raise
 checkpoints  saving and loading, with state dicts or by Megatron's distributed checkpoints
 pictures     everything that a step reads, as numbers, and where two of them differ
 ranks        the job that the ranks run
-search       drawing sequences, running them, and making one that differs as short as it gets
-plain        the same sequences in a process without megapatch, where plain Megatron does them right
+search       drawing sequences, and running them
 known        what differs today, strictly
-reported     public reports, and the sequences that show them without patches
-
-`python -m way_back --minutes 60`, in tests/, searches for longer.
 """

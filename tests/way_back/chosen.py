@@ -1,7 +1,4 @@
-"""A sequence for each kind of layout, which together do every operation. Those that every test run does.
-
-Drawn ones take longer: python -m way_back.
-"""
+"""A sequence for each kind of layout, which together do every operation: every test run does them."""
 
 from __future__ import annotations
 

@@ -11,13 +11,9 @@ from typing import NamedTuple
 from rigs.megatron.save import minor
 
 from .layouts import LAYOUTS, Layout
-from .plan import ABORTS, LOADS, REPLAYED, WAYS, Sequence
+from .plan import REPLAYED, WAYS, Sequence
 from .ranks import RAISES
 
-WEIGHTS = "load of the weights"
-WITHOUT_SCHEDULE = "load without the schedule"
-WITH_SCHEDULE = tuple(load for load in LOADS if load not in (WEIGHTS, WITHOUT_SCHEDULE))
-WITH_OPTIMIZER = tuple(load for load in LOADS if load != WEIGHTS)
 PLAIN = "abort"
 UNREDUCED = ("in the forward pass", "in the backward pass", "before the reduce")
 
@@ -39,10 +35,6 @@ class Known(NamedTuple):
 
     def covers(self, operation: str, layout: str) -> bool:
         return operation in self.operations and self.layouts(LAYOUTS[layout])
-
-
-def steps_in_the_state(layout: Layout) -> bool:
-    return layout.saved == "dp_reshardable" and layout.offload is None
 
 
 KNOWN = (
@@ -87,24 +79,3 @@ KNOWN = (
 def is_free(operation: str, layout: str) -> bool:
     """Return whether no row covers the operation."""
     return not any(row.covers(operation, layout) for row in KNOWN)
-
-
-def report_of(sequence: Sequence, kind: str) -> str | None:
-    """Return the report that a difference after a shrunk sequence belongs to: the number of its row."""
-    operations, layout = set(sequence.operations), LAYOUTS[sequence.layout]
-    moved = operations & set(aborts("after the reduce", "in the optimizer"))
-    aborted = moved or operations & {*aborts(*ABORTS), "TrainStep dropped"}
-    if "abandoned async save" in operations and kind == RAISES:
-        return "11"
-    if operations & set(WITH_SCHEDULE) and kind in ("schedule", "learning rate"):
-        return "2"
-    if operations & set(WITH_OPTIMIZER) and kind == "Adam's step" and steps_in_the_state(layout):
-        return "5"
-    if WEIGHTS in operations and kind in ("weights", "main parameters") and not operations & set(WITH_OPTIMIZER):
-        return "1"
-    if layout.is_moe and aborted:
-        if kind == "logged":
-            return "10b"
-        if kind == "expert bias":
-            return "10a" if moved else "9"
-    return None

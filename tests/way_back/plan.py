@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .layouts import LAYOUTS, Layout
 
@@ -207,10 +207,3 @@ def plan(sequence: Sequence) -> Planned:
             then = following
             kept.append(operation)
     return Planned(Sequence(sequence.layout, tuple(kept)), then)
-
-
-def operation_named(name: str) -> Any:
-    """Return the name if there is such an operation; raise otherwise."""
-    if name not in OPERATIONS:
-        raise ValueError(f"no operation {name!r}; expected one of {', '.join(OPERATIONS)}")
-    return name

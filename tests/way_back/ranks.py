@@ -69,21 +69,6 @@ def reference(rank, folder, name, then):
         return trainer.last_steps()
 
 
-def twins(rank, world_size, folder, sequences):
-    """Yield, for each sequence, a cell with what the two steps after it show, to compare with another process."""
-    warnings.simplefilter("ignore", DeprecationWarning)
-    init_parallel()
-    quick_writer()
-    for sequence in sequences:
-        yield sequence, functools.partial(without_failure, rank, folder, sequence)
-
-
-def without_failure(rank, folder, sequence):
-    found = after(rank, folder, sequence)
-    assert RAISES not in found, found
-    return found
-
-
 def outcome(rank, folder, sequence, expected):
     found = after(rank, folder, sequence)
     return found if RAISES in found else differences(found, expected)

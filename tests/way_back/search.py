@@ -1,4 +1,4 @@
-"""Drawing sequences, running them, and making one that differs as short as it gets."""
+"""Drawing sequences, and running them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def drawn(
     return list(found)
 
 
-def run(chosen: Iterable[Sequence], env: dict[str, str] | None = None) -> dict[Sequence, Differences]:
+def run(chosen: Iterable[Sequence]) -> dict[Sequence, Differences]:
     """Run sequences in two ranks, and return what differs after each.
 
     A sequence that leaves its ranks in different places ends their processes. Those after it run in new ones.
@@ -61,7 +61,7 @@ def run(chosen: Iterable[Sequence], env: dict[str, str] | None = None) -> dict[S
     left, found = list(dict.fromkeys(chosen)), {}
     while left:
         with tempfile.TemporaryDirectory(prefix="megapatch-way-back-") as folder:
-            ranks = run_cells(job, 2, folder, left, timeout=60 + 10 * len(left), env=env or {})
+            ranks = run_cells(job, 2, folder, left, timeout=60 + 10 * len(left))
         for sequence in left:
             failed = next((one.failures[sequence] for one in ranks if sequence in one.failures), None)
             if failed is not None:
@@ -71,21 +71,3 @@ def run(chosen: Iterable[Sequence], env: dict[str, str] | None = None) -> dict[S
         before, left = left, [sequence for sequence in left if sequence not in found]
         assert len(left) < len(before), "no sequence was run"
     return {sequence: found[sequence] for sequence in found}
-
-
-def shrunk(sequence: Sequence, kind: str, env: dict[str, str] | None = None) -> tuple[Sequence, str]:
-    """Leave out operations as long as this kind of value still differs, each try in new processes.
-
-    Returns the shortest sequence found, and the difference after it, in words.
-    """
-    sequence, words = plan(sequence).sequence, ""
-    at = len(sequence.operations) - 1
-    while at >= 0:
-        operations = sequence.operations
-        shorter = plan(Sequence(sequence.layout, operations[:at] + operations[at + 1 :])).sequence
-        differs = run([shorter], env)[shorter] if shorter.operations else {}
-        if kind in differs:
-            sequence, words = shorter, differs[kind]
-            at = min(at, len(sequence.operations))
-        at -= 1
-    return sequence, words or run([sequence], env)[sequence].get(kind, "nothing, alone in new processes")

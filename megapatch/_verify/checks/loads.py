@@ -139,7 +139,7 @@ def counters_of_bridge(layout: Layout = DP) -> None:
 
 def start_from_pretrained(layout: Layout = DP) -> None:
     """Begin a load where only the pretrained checkpoint is there, and look at the settings."""
-    from ...patches._temporarily import temporarily_set
+    from ..._dotted import temporarily_set
 
     settings = SimpleNamespace(load=None, finetune=False, ckpt_format="torch_dist")
     state = SimpleNamespace(cfg=SimpleNamespace(checkpoint=settings))

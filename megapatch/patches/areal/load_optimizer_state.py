@@ -25,6 +25,7 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
     StandIn,
@@ -35,7 +36,6 @@ from .._diagnosis import (
     torch_stand_in,
     with_globals,
 )
-from .._temporarily import temporarily_set
 
 MODULE = "areal.engine.megatron_utils.checkpointer"
 MANAGER = "MegatronCheckpointManager"

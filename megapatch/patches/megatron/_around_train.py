@@ -10,22 +10,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ..._mcore import bucket_groups
 from ..._mcore.known import OPTIMIZER, arguments_of, is_a, is_model
 from ..._mcore.param_gathers import has_stepped
 from ..._mcore.rerun_machine import rewind_interrupted_step
 from ..._mcore.step_state import StepState, running_timers
-from ..._troubleshooting import see
 from ...errors import MegapatchError
 from ...patch import unpatched
-from .._temporarily import temporarily_set
-
-log = logging.getLogger("megapatch")
 
 NO_SYNC_ASSERTION = "config.no_sync_func must be None"
 """Part of the text of the assertion that a second call meets where overlap_grad_reduce is on."""
@@ -158,18 +154,6 @@ def leaving_nothing_if_dropped(train_step: Callable[..., Any]) -> Callable[..., 
             raise
 
     return patched_train_step
-
-
-def make_warn_once() -> Callable[[str, str], None]:
-    """Return a function that logs each kind of warning once, however often train() is called."""
-    warned: set[str] = set()
-
-    def warn(kind: str, message: str) -> None:
-        if kind not in warned:
-            warned.add(kind)
-            log.warning("megatron.train-reentry: %s" + see(f"train-{kind}"), message)
-
-    return warn
 
 
 def is_own_no_sync(hook: Any, model: Sequence[Any]) -> bool:

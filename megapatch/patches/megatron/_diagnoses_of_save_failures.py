@@ -5,6 +5,7 @@ Copies of the real functions run on one rank, with stand-ins for what is collect
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, ModuleType
@@ -29,6 +30,7 @@ from .._diagnosis import (
 FINALIZE = "save_state_dict_async_finalize"
 MANIFEST = "save_integrity_manifest"
 QUEUE = "AsyncCallsQueue"
+COLLECTIVES = ("barrier", "broadcast", "all_reduce", "broadcast_object_list", "all_gather_object")
 
 
 class _Failed(Exception):
@@ -71,28 +73,13 @@ class _Distributed(AnswersNone):
     def __init__(self, rank: _Rank) -> None:
         self._rank = rank
         self.ReduceOp = StandIn()
+        self.get_rank = lambda *args: 0
+        for name in COLLECTIVES:
+            setattr(self, name, functools.partial(self._note, name))
 
-    def _note(self, name: str) -> None:
+    def _note(self, name: str, *args: Any, **kwargs: Any) -> None:
         if self._rank.has_failed:
             self._rank.collectives.append(name)
-
-    def get_rank(self, *args: Any) -> int:
-        return 0
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        self._note("barrier")
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> None:
-        self._note("broadcast")
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> None:
-        self._note("all_reduce")
-
-    def broadcast_object_list(self, *args: Any, **kwargs: Any) -> None:
-        self._note("broadcast_object_list")
-
-    def all_gather_object(self, *args: Any, **kwargs: Any) -> None:
-        self._note("all_gather_object")
 
 
 class _Tensor(AnswersNone):

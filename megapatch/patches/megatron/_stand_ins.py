@@ -11,26 +11,12 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._mcore.bucket_groups import GROUP
 from ..._mcore.main_params import GROUPS
 from ...patch import unpatched
 from .._diagnosis import ASSERTIONS, StandIn, answering_none
 
 FINISH = "finish_grad_sync()"
 MODULES = "megatron.core.transformer.module"
-LEARNED = "golden_per_param_grad_ready_counts"
-"""Attribute of a bucket group, from 0.16 on: how often each gradient became ready in its first step."""
-
-
-def _bucket_group(**more: Any) -> StandIn:
-    return StandIn(
-        ddp_config=StandIn(overlap_grad_reduce=True, num_distributed_optimizer_instances=1),
-        buckets=[],
-        params_with_grad=set(),
-        per_param_grad_ready_counts={},
-        _copy_back_extra_main_grads=lambda: None,
-        **more,
-    )
 
 
 def events_of_step(group: Any, passes: int, learned: int, unused: bool = False) -> list[str]:
@@ -51,7 +37,12 @@ def events_of_step(group: Any, passes: int, learned: int, unused: bool = False) 
         stand_in.grad_reduce_handle = SimpleNamespace(wait=lambda: None)
 
     params = ["weight", "unused"] if unused else ["weight"]
-    stand_in = _bucket_group(
+    stand_in = StandIn(
+        ddp_config=StandIn(overlap_grad_reduce=True, num_distributed_optimizer_instances=1),
+        buckets=[],
+        params_with_grad=set(),
+        per_param_grad_ready_counts={},
+        _copy_back_extra_main_grads=lambda: None,
         params=set(params),
         param_to_bucket=dict.fromkeys(params),
         golden_per_param_grad_ready_counts=dict.fromkeys(params, learned) if learned else {},
@@ -67,30 +58,12 @@ def events_of_step(group: Any, passes: int, learned: int, unused: bool = False) 
             unpatched(group.register_grad_ready)(stand_in, "weight")
         place = FINISH
         unpatched(group.finish_grad_sync)(stand_in)
-        stand_in.is_last_microbatch = False
         unpatched(group.reset)(stand_in)
-        left = stand_in.per_param_grad_ready_counts or stand_in.params_with_grad or not stand_in.is_last_microbatch
-        learns = LEARNED in unpatched(group.__init__).__code__.co_names and passes and not unused
-        if left or (learns and (stand_in.is_first_batch or not getattr(stand_in, LEARNED))):
-            seen.append("the step after it")  # for which nothing of this one may be left but what was learned
+        if stand_in.per_param_grad_ready_counts or stand_in.params_with_grad:
+            seen.append("the step after it")  # for which nothing of this one may be left
     except ASSERTIONS as error:
         seen.append(type(error).__name__)
     return seen
-
-
-def missing_in_finish() -> list[str]:
-    """Return the effects that patches of parameter gathers expect of finish_grad_sync(), and the real one lacks.
-
-    A step has new parameters to gather, so finishing its gradients ends the gathers of the old ones.
-    """
-    stand_in = _bucket_group(
-        params=(),
-        grad_reduce_handle=SimpleNamespace(wait=lambda: None),
-        param_gather_dispatched=True,
-    )
-    name, _, group = GROUP.partition(":")
-    unpatched(getattr(sys.modules[name], group).finish_grad_sync)(stand_in)
-    return ["param_gather_dispatched cleared by finish_grad_sync()"] if stand_in.param_gather_dispatched else []
 
 
 def load_one(kind: Any, parameter: Any) -> None:

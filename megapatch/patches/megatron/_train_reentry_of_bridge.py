@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +23,6 @@ from ._around_train import (
     ddp_chunks,
     finish_earlier_call,
     gather_other_steps,
-    make_warn_once,
     rerun_machine_restored,
     stop_interval_timer,
     timers_stopped,
@@ -55,7 +52,6 @@ def diagnose(module: ModuleType) -> Verdict:
 def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     module = sys.modules[train.__module__]
-    warn = make_warn_once()
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(train)
@@ -66,7 +62,6 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             return train(*args, **kwargs)
         config = module.get_model_config(model[0])
         machine = module.get_rerun_state_machine()
-        collecting = gc.isenabled()
 
         # An earlier call, patched or not, has started the timer, unless the global state is new since then.
         if INTERVAL_TIMER in timers._timers or any(chunk in trained for chunk in model):
@@ -77,16 +72,8 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             _turn_forward_pre_hooks_on(model)
         gather_other_steps(model)
         trained.update(model)
-        with (
-            timers_stopped(timers),
-            rerun_machine_restored(machine),
-            config_hooks_restored(config, model),
-            _optimizer_step_restored(call["optimizer"]),
-        ):
-            result = train(*args, **kwargs)
-        if collecting and not gc.isenabled():
-            warn("gc", "train() has left Python's garbage collector off (manual_gc); gc.enable() turns it on")
-        return result
+        with timers_stopped(timers), rerun_machine_restored(machine), config_hooks_restored(config, model):
+            return train(*args, **kwargs)
 
     return patched_train
 
@@ -109,16 +96,3 @@ def _refuse_shared_buffers(model: Sequence[Any]) -> None:
             "begins in ways that only fit one call in a process: another call would mix up parameters and "
             "gradients. Turn reuse_grad_buf_for_mxfp8_param_ag off"
         )
-
-
-@contextlib.contextmanager
-def _optimizer_step_restored(optimizer: Any) -> Iterator[None]:
-    """Restore the optimizer's step() after the call: its own, or the one a user gave it."""
-    own = vars(optimizer).get("step")
-    try:
-        yield
-    finally:
-        if own is not None:
-            optimizer.step = own
-        else:
-            vars(optimizer).pop("step", None)

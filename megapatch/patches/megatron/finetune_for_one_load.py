@@ -24,11 +24,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
+from ..._dotted import find, temporarily_set
 from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import StandIn, cannot_run, gone, with_globals
-from .._temporarily import temporarily_set
+from .._diagnosis import Idle, StandIn, cannot_run, gone, with_globals
 
 FLAG = "finetune"
 LOAD, HOOK, LOAD_FROM = "load_checkpoint", "_create_peft_pre_wrap_hook", "_load_checkpoint_from_path"
@@ -38,16 +37,6 @@ PRETRAINED = "pretrained"
 
 class _Reached(Exception):
     """The code has come to the load itself."""
-
-
-class _Idle:
-    """Timers that do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self
 
 
 def diagnose(name: str, begins: str, call: Callable[..., Any], module: ModuleType) -> Verdict:
@@ -91,7 +80,7 @@ def _call_megatron(load: Callable[..., Any], settings: Any) -> None:
 
 
 def _call_hook(create: Callable[..., Any], settings: Any) -> None:
-    create(StandIn(checkpoint=settings, peft=True), StandIn(timers=_Idle()))([])
+    create(StandIn(checkpoint=settings, peft=True), StandIn(timers=Idle()))([])
 
 
 def _keeping(settings: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

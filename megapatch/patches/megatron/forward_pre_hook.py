@@ -10,10 +10,8 @@ Seam      the two class attributes of DistributedDataParallel. Each chunk is han
           of those bucket groups that have not dispatched their gather since the last step, and waits for
           gathers under way. Enabling while they are on does nothing. In all other cases the original runs.
           Patching train() instead would not be enough: frameworks call both methods themselves.
-Limits    `remove_forward_pre_hook_handles` stays the dict that Megatron reads. Submodules added or removed
-          while the hooks are on still meet Megatron's own error. With reuse_grad_buf_for_mxfp8_param_ag,
-          disabling while the hooks are off never gathers. Without overlap_param_gather both methods raise as
-          before.
+Limits    with reuse_grad_buf_for_mxfp8_param_ag, disabling while the hooks are off never gathers. Without
+          overlap_param_gather both methods raise as before.
 Cost      none in training; a repeated call is a loop over the bucket groups.
 """
 
@@ -37,7 +35,6 @@ from .._diagnosis import (
     missing_names,
     missing_parameters,
 )
-from ._stand_ins import missing_in_finish
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -55,7 +52,6 @@ def diagnose(module: ModuleType) -> Verdict:
     ddp = module.DistributedDataParallel
     disable, enable = unpatched(ddp.disable_forward_pre_hook), unpatched(ddp.enable_forward_pre_hook)
     try:
-        missing = missing_in_finish()
         if _hooked_after(disable, _stand_in(hooked=True)):
             missing += ["handles removed by disable_forward_pre_hook"]
         if not _hooked_after(enable, _stand_in(hooked=False)):
@@ -84,11 +80,9 @@ def disable_only_when_on(disable_forward_pre_hook: Callable[..., Any]) -> Callab
     def patched_disable_forward_pre_hook(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.remove_forward_pre_hook_handles or not self.use_forward_hook:
             return disable_forward_pre_hook(self, *args, **kwargs)
-        if not arguments_of(signature, (self, *args), kwargs):
+        if not (call := arguments_of(signature, (self, *args), kwargs)):
             return disable_forward_pre_hook(self, *args, **kwargs)
-        call = signature.bind(self, *args, **kwargs)
-        call.apply_defaults()
-        if call.arguments["param_sync"]:
+        if call.get("param_sync", True):
             finish_param_gathers(self)
         return None
 

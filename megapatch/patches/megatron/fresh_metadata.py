@@ -14,11 +14,7 @@ Seam      the class attribute CachedMetadataFileSystemReader.read_metadata, in M
           With cache_metadata=False, all of Megatron's readers share the metadata that one of them has read,
           whatever its folder; these are forgotten at each read.
 Limits    a file that cannot be opened by its path (a storage that is not a file system) is read again each time.
-          With --enable-msc Megatron uses another reader, which keeps nothing.
-          Each rank looks at the file by itself. A load during which the checkpoint is overwritten fails, or mixes
-          the two, as without the flag.
-          A file rewritten in place, with the same size and within one tick of the file system's clock, goes
-          unnoticed. torch does not do that: it writes a new file, and renames it.
+          A load during which the checkpoint is overwritten fails, or mixes the two, as without the flag.
 Numbers   change where an old file would have been read: to those of the checkpoint that is there.
 Cost      with the flag an open and an fstat for each read, of which a load has two; without it none.
 """
@@ -26,14 +22,13 @@ Cost      with the flag an open and an fstat for each read, of which a load has 
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
-from types import CellType, FunctionType, ModuleType
+from types import ModuleType
 from typing import Any
 
-from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
-from .._diagnosis import AnswersNone, cannot_run, lacking, missing_attributes, missing_names
+from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
+from .._diagnosis import lacking, missing_attributes, missing_names, reads_in_order
 
 MEGATRON = "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader"
 NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.cached_metadata_filesystem_reader"
@@ -45,13 +40,12 @@ OWN = "_cached_metadata"
 """In other versions, the attribute of each reader."""
 FILE = ".metadata"
 """The name that torch gives the file (torch.distributed.checkpoint.filesystem, 2.6 to 2.15)."""
+STATUS = ("stat", "fstat", "lstat", "getmtime")
+"""Functions by which one sees that a file is another one."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
-    """Read twice from a folder that does not exist, with a stand-in that counts the reads of the file.
-
-    A reader that looks at the file before it uses kept metadata would raise, or read again.
-    """
+    """Read the real method: it keeps metadata by path, or asks for the file's status first."""
     reader = getattr(module, READER, None)
     if reader is None:
         return lacking([f"{module.__name__}.{READER}"])
@@ -61,43 +55,9 @@ def diagnose(module: ModuleType) -> Verdict:
     missing = [*missing_attributes(f"{module.__name__}:{READER}", CACHE), *missing_names(initialize, KEY)]
     if missing := [*missing, *missing_names(read, KEY, CACHE)]:
         return lacking(missing)
-    try:
-        reads = _reads_of_two(unpatched(reader.read_metadata))
-    except OSError:
+    if reads_in_order(reader.read_metadata, *STATUS):
         return Verdict(FIXED, "read_metadata() looks at the file")
-    except Exception as error:
-        return cannot_run("read_metadata()", error)
-    if reads == 1:
-        return Verdict(NEEDED, "metadata are kept by path, and the file is not looked at again")
-    if reads == 2:
-        return Verdict(FIXED, "read_metadata() looks at the file")
-    return Verdict(UNKNOWN, f"expected read_metadata() to read the file once or twice; it did so {reads} times")
-
-
-def _reads_of_two(read_metadata: Any) -> int:
-    """Return how often a copy of the function reads the file in two calls; no state of the class is touched."""
-    reads = []
-
-    class CountsReads:
-        def read_metadata(self, *args: Any, **kwargs: Any) -> object:
-            reads.append(self)
-            return object()
-
-    class StandIn(CountsReads, AnswersNone): ...
-
-    function = inspect.unwrap(read_metadata)
-    # super() takes the class from its cell. The class's name is a global, by which the cache is reached.
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    closure = tuple(CellType(StandIn) if name == "__class__" else cell for name, cell in cells)
-    namespace = {**function.__globals__, READER: StandIn}
-    copy = FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, closure)
-    reader: Any = StandIn()
-    setattr(StandIn, CACHE, {})
-    reader.path = "/megapatch/asks/with/a/folder/that/is/not/there"
-    setattr(reader, KEY, reader.path)
-    copy(reader)
-    copy(reader)
-    return len(reads)
+    return Verdict(NEEDED, "metadata are kept by path, and the file is not looked at again")
 
 
 def forget_other_files(read_metadata: Callable[..., Any]) -> Callable[..., Any]:

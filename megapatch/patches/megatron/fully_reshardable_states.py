@@ -24,6 +24,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -35,7 +36,6 @@ from .._diagnosis import (
     missing_attributes,
     missing_names,
 )
-from .._temporarily import temporarily_set
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
 OPTIMIZER = "DistributedOptimizer"

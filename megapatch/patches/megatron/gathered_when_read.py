@@ -7,13 +7,12 @@ Symptom   with the distributed optimizer and overlap_param_gather, optimizer.ste
 Upstream  unfixed in 0.12 to 0.19 and on main. Megatron's own train() gathers before a save; all else is left to
           callers. NVIDIA-NeMo/RL#4086 does it there; verl, ms-swift, AReaL and SkyRL do not.
 Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoint() of Megatron and
-          Megatron-Bridge, generate_state_dict(), MegatronModule.sharded_state_dict() (of DistributedDataParallel,
-          of an unwrapped model, and of each part of one; a module's calls of its submodules belong to its own
-          call), the refit of a separate model for inference (megatron.core.resharding), and the exporters of
+          Megatron-Bridge, generate_state_dict(), MegatronModule.sharded_state_dict(), once for the module that is
+          called, the refit of a separate model for inference (megatron.core.resharding), and the exporters of
           Megatron-Bridge, mbridge and mcore-bridge.
           Exporters are generators, often made before the step and read after it, so they gather at their first
-          `next`. mcore-bridge's LoRA layers gather before they are merged: merged with old adapters and, after an
-          export that gathers, unmerged with new ones, the base weights would be changed for good.
+          `next`. mcore-bridge's LoRA layers gather before they are merged: unmerged with newer adapters, the base
+          weights would be changed for good.
           (2) DistributedDataParallel's state_dict() and state_dict_for_save_checkpoint(), and
           generate_state_dict() for the format "torch", may be called by one rank alone, where a gather would hang:
           they raise a MisuseError that names the function to call.
@@ -21,19 +20,16 @@ Seam      three kinds. (1) Calls that all ranks make gather first: save_checkpoi
           ranks make together, record whether a gather is due. A load, which one rank may make alone, does not.
           Megatron's flag is cleared before the step, not by it: a gather between a backward pass and the step
           would be the last one, and the next forward pass would run on old shards.
-          Gathering in the step itself is not an option: overlap_param_gather is there to avoid that.
 Limits    reading an unwrapped model's own state_dict() or its parameters is not seen: call
           `megapatch.weight_sync.gathered_parameters(model)` on all ranks before it. Call sharded_state_dict() on
-          all ranks of a data-parallel group, as dist_checkpointing does. A model whose DistributedDataParallel is
-          gone can no longer be gathered, and is read as it is. Models that gathered_parameters() refuses, saves
-          and exports refuse, too: with reuse_grad_buf_for_mxfp8_param_ag, from an offloaded buffer, and for a
-          layer-wise optimizer, there also before its first step. sharded_state_dict() and generate_state_dict(),
-          which a load calls, too, leave a layer-wise optimizer's parameters alone.
+          all ranks of a data-parallel group, as dist_checkpointing does. Models that gathered_parameters()
+          refuses, saves and exports refuse, too: with reuse_grad_buf_for_mxfp8_param_ag, from an offloaded buffer,
+          and for a layer-wise optimizer, whose parameters sharded_state_dict() and generate_state_dict() leave
+          alone.
 Numbers   change where something was read before it was gathered, to those of a run without overlap_param_gather,
           to the last bit. Those of training do not change.
-Cost      about 0.1 us a bucket group in a step. No gather in addition: the forward pass after a read finds nothing
-          left to gather. (With virtual pipeline stages and align_param_gather Megatron's schedule gathers at the
-          start of each call whatever came before, so there a read adds one.)
+Cost      about 0.1 us a bucket group in a step. No gather in addition, but with virtual pipeline stages and
+          align_param_gather, where Megatron gathers at the start of each call whatever came before.
 """
 
 from __future__ import annotations
@@ -69,7 +65,6 @@ from .._diagnosis import (
     reads_in_order,
 )
 from .._readers import GATHERS, Reader, reading
-from ._stand_ins import missing_in_finish
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
 CONVERSION = "megatron.bridge.models.conversion"
@@ -138,7 +133,6 @@ def diagnose_ddp(module: ModuleType) -> Verdict:
     ddp = module.distributed_data_parallel.DistributedDataParallel
     gathers: list[str] = []
     try:
-        missing = missing_in_finish()
         for reader in ("state_dict", "state_dict_for_save_checkpoint"):
             stand_in = _stand_in(lambda *args, reader=reader, **kwargs: gathers.append(reader))
             unpatched(getattr(ddp, reader))(stand_in)

@@ -18,9 +18,7 @@ Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). 
           Correcting the learned counts is not an option: how many passes a step has is known only at its end.
 Limits    if you finished gradients in every call and start deferring them mid-run, the reduce has begun before
           anyone can know: the second call of that step raises MegapatchError.
-          Finishing more than once a step is left to Megatron: with overlap it fails, or (from 0.18 on) silently
-          reduces only the gradients that the first call left. So are backward passes outside Megatron's schedules.
-          Gradients that are missing and not frozen are the business of megatron.parameters-without-gradients.
+          Finishing more than once a step, and backward passes outside Megatron's schedules, are left to Megatron.
           A held step has no overlap. To keep that of its last call, put the others in no_sync().
           A run's first step is held: with virtual stages and a config.grad_sync_func its reduces come at its end,
           and in another order than Megatron's.
@@ -172,7 +170,7 @@ class _Call:
 
     def refuse_if_reducing(self) -> None:
         """Raise MegapatchError if gradients of this call would come too late for a reduce that has begun."""
-        if any(map(_is_reducing, self.groups)):
+        if any(group.grad_reduce_handle is not None for group in self.groups):
             raise MegapatchError(
                 "a reduce of this model's gradients has begun, and this forward-backward call comes too late for "
                 "it: an earlier call in this step did not finish its gradients although calls used to, or it "
@@ -220,16 +218,6 @@ def _overlapping(model: Any) -> list[Any]:
     """Return those of the model's chunks that reduce in the backward pass."""
     chunks = ddp_chunks(model if isinstance(model, list) else [model])
     return [chunk for chunk in chunks if chunk.ddp_config.overlap_grad_reduce]
-
-
-def _is_reducing(group: Any) -> bool:
-    """Return whether a reduce has begun. Several instances of the distributed optimizer keep no handle of it."""
-    if group.grad_reduce_handle is not None:
-        return True
-    counts = group.per_param_grad_ready_counts
-    if not counts or group.is_first_batch or _finished.get(group, False):
-        return False
-    return bool(counts == group.golden_per_param_grad_ready_counts)
 
 
 def _has_learned(group: Any) -> bool:

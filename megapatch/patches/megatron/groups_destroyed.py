@@ -10,13 +10,11 @@ Seam      initialize_model_parallel() notes the groups that it creates. After de
           still refers to, such as a model that was kept, stays on all ranks, until a later one finds it unused.
           Megatron's cache of rotary tables, which keeps modules and their groups, is emptied: they are made again.
 Limits    the groups of the last layout stay until the process ends. Groups created before the patch was applied,
-          or outside of initialize_model_parallel(), are left alone. References that C++ alone holds are not seen.
-          A model that is dropped keeps its groups until Python's garbage collection frees it, and for good after
-          gc.freeze(). The patch collects when 64 groups more are referred to than after its last collection.
+          or outside of initialize_model_parallel(), are left alone.
+          A model that is dropped keeps its groups until Python's garbage collection frees it.
           Megatron itself keeps an fp32 model with the distributed optimizer for good, and its groups.
-          Groups that a rank has set up without the patch stay on all of its ranks. Groups stay for a layout more
-          if a rank had not begun to set up theirs when the first rank came to the next one. A rank must not lose
-          the patch (restore()) while others keep it.
+          Groups that a rank has set up without the patch stay on all of its ranks. A rank must not lose the patch
+          (restore()) while others keep it.
 Cost      four operations of the default group's store and a collective of some bytes in each
           initialize_model_parallel(), in the first one an operation of the store.
 """
@@ -35,6 +33,7 @@ from ..._dotted import find
 from ..._mcore.process_groups import PARALLEL_STATE, Leftovers, Noted, groups_made, process_groups
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
+    Idle,
     StandIn,
     cannot_run,
     lacking,
@@ -154,16 +153,6 @@ def diagnose(module: ModuleType) -> Verdict:
     return Verdict(NEEDED, f"{DESTROY}() forgets the process groups and leaves them in place")
 
 
-class _Idle:
-    """A class or function of the module that does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-
 def _state_after(destroy: FunctionType, destroyed: list[Any]) -> dict[str, Any]:
     """Return the globals after a call in which each group is a text, the name of its global."""
 
@@ -178,7 +167,7 @@ def _state_after(destroy: FunctionType, destroyed: list[Any]) -> dict[str, Any]:
             is_initialized=lambda: True,
         )
     )
-    names = {name: _Idle() for name in destroy.__code__.co_names if name in destroy.__globals__}
+    names = {name: Idle() for name in destroy.__code__.co_names if name in destroy.__globals__}
     groups = {name: name for name in destroy.__code__.co_names if name.isupper()}
     imports = {"__import__": real_imports_but("megatron", no_module)}
     made_up = {"torch": torch, "__builtins__": {**vars(builtins), **imports}}

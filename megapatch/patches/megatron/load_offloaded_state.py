@@ -14,12 +14,9 @@ Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_opti
           parameters in fp32 among those that it updates, and of DistributedOptimizer
           _set_main_param_and_optimizer_states, whose original gets the state that a format leaves out, and the
           right step, in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading
-          the present state, and after which each parameter has its step tensor again. Nothing that SkyRL replaces
-          is replaced here, and nothing that another patch replaces.
-Limits    Up to 0.15 buckets cannot be saved: an assertion ends that. In 0.14 and 0.16 torch may refuse to read the
-          classes of optimizers in a checkpoint: pass them to torch.serialization.add_safe_globals().
-          Megatron's load_state_dict() without parameter state, which no trainer seen calls alone, leaves torch's
-          AdamW one step tensor for all parameters, as before.
+          the present state, and after which each parameter has its step tensor again.
+Limits    in 0.14 and 0.16 torch may refuse to read the classes of optimizers in a checkpoint: pass them to
+          torch.serialization.add_safe_globals().
           Without Transformer Engine and Apex the optimizers of both devices have one class, and Megatron moves the
           loaded state of both to the CPU: the next step raises where only a part is offloaded.
           CI has parameters that say they are on a GPU; it was tried on a GPU with 0.16.1, half of them offloaded.
@@ -36,6 +33,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -46,7 +44,6 @@ from .._diagnosis import (
     missing_names,
     missing_parameters,
 )
-from .._temporarily import temporarily_set
 from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -85,12 +82,8 @@ def diagnose(module: ModuleType) -> Verdict:
     if not reached:
         return Verdict(NEEDED, "copies of parameters that are in fp32 already keep the weights from before a load")
     try:
-        synchronized = _synchronizes(module, load)
-    except Exception as error:
-        return cannot_run(f"{load}()", error)
-    if not synchronized:
-        return Verdict(NEEDED, f"{load}() does not update the copies, and takes over the step count of before")
-    try:
+        if not _synchronizes(module, load):
+            return Verdict(NEEDED, f"{load}() does not update the copies, and takes over the step count of before")
         step = _step_after(module, load)
     except Exception as error:
         return cannot_run(f"{load}()", error)

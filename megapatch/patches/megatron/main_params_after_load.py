@@ -28,18 +28,13 @@ Limits    weights that come from elsewhere are not restored, but warned of: a co
           of a checkpoint that were cast or moved. Call optimizer.reload_model_params() after such a load.
           Optimizer state that is saved between such a load and the next step is that from before the load.
           A load that changes no bf16 number looks like a swap there and back: the main parameters keep their bits.
-          Ranks do not ask each other, and look at four kinds of parameters apart, so copies of a parameter stay
-          the same: those that tensor-parallel ranks hold alike, tied embeddings, experts, and the others, which
-          are also new where one of the first two is.
-          Where the weights of a checkpoint are not those of its optimizer, as saved before a gather, training
-          continues from the weights if the optimizer is loaded first, or if its load changes no main parameter.
+          Ranks do not ask each other, and look at four kinds of parameters apart, so that copies stay the same.
           Weights that come into a model otherwise than by load_state_dict() of a MegatronModule or a data-parallel
-          wrapper are not seen, such as those of a Hugging Face model that a bridge loads, or by load_state_dict()
-          of a plain module around the model or inside it (the audit finds the step in which a reload lacks).
+          wrapper are not seen, such as those of a Hugging Face model that a bridge loads (the audit finds the step
+          in which a reload lacks).
           Adam's moments do not change. Left alone are FP8 parameters, Megatron-FSDP, a step that is replayed from
-          a CUDA graph, and, with use_precision_aware_optimizer, main parameters that are not in fp32
-          (store_param_remainders keeps less than half a bf16 step of the old ones). The parts for that optimizer,
-          and for an offloaded one, are not tested.
+          a CUDA graph, and, with use_precision_aware_optimizer, main parameters that are not in fp32. The parts
+          for that optimizer, and for an offloaded one, are not tested.
 Numbers   change after a load of weights alone from a checkpoint, to those of a new process that loads the same.
 Cost      about 0.2 us in each optimizer step. The step after a load compares the loaded parameters, for which the
           host waits once.
@@ -57,14 +52,23 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.changes import Changes, count_of
-from ..._mcore.main_params import GROUPS, SHARDS, are_lent, differing, has_memory, pairs, samples, stale_pairs
+from ..._mcore.main_params import (
+    CHILDREN,
+    GROUPS,
+    SHARDS,
+    are_lent,
+    children_of,
+    differing,
+    has_memory,
+    pairs,
+    stale_pairs,
+)
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
 from ..._mcore.side_table import SideTable
 from ..._places import user_line
 from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
-from ._chained import CHILDREN, children_of
 from ._stand_ins import MODULES, load_one, steps_around_a_load
 
 OPTIMIZERS = "megatron.core.optimizer"
@@ -85,8 +89,6 @@ _loaded = SideTable()
 """Of a parameter: the last load that changed it."""
 _seen = SideTable()
 """Of an optimizer: the number of the last load that its main parameters agree with."""
-_settling = SideTable()
-"""Of an optimizer whose state was loaded: the last load's number by then, and some of its main parameters."""
 
 _loads = 0
 """Number of the last load."""
@@ -236,32 +238,21 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
 
 
 def settle_by_state(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a load of main parameters settle the loads of the model before it."""
+    """Let a load of the optimizer settle the loads of the model before it."""
 
     @functools.wraps(init)
     def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         if hook := getattr(self.optimizer, "register_load_state_dict_post_hook", None):
-            hook(functools.partial(_begin_to_settle, weakref.ref(self)))  # torch pickles and copies no hooks
+            hook(functools.partial(_settle, weakref.ref(self)))  # torch pickles and copies no hooks
 
     return patched_init
 
 
-def _begin_to_settle(owner: weakref.ref[Any], inner: Any) -> None:
-    """Called by torch's optimizer once its state was loaded. Main parameters come afterwards, or not at all."""
-    optimizer = owner()
-    if optimizer is not None and _seen.get(optimizer, 0) != _loads:
-        _settling.set(optimizer, (_loads, samples(optimizer)))
-
-
-def _settle(optimizer: Any) -> None:
-    loads, before = _settling.pop(optimizer, (0, ()))
-    if not loads:
-        return
-    now = samples(optimizer)
-    is_known = len(before) == len(now) and all(one is not None for one in (*before, *now))
-    if not is_known or any(differing(list(zip(before, now, strict=True)))):
-        _seen.set(optimizer, loads)
+def _settle(owner: weakref.ref[Any], inner: Any) -> None:
+    """Called by torch's optimizer once its state was loaded; main parameters come with it, or right afterwards."""
+    if (optimizer := owner()) is not None:
+        _seen.set(optimizer, _loads)
 
 
 def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,8 +269,6 @@ def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _agree(optimizer: Any) -> None:
     children = list(children_of(optimizer))
-    for child in children:
-        _settle(child)
     loaded = [triple for child in children for triple in _loaded_pairs(child)]
     if not all(has_memory(tensor) for _, *tensors in loaded for tensor in tensors):
         return  # offloaded by a framework: it cannot step now either

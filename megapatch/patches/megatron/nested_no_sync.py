@@ -48,14 +48,9 @@ def diagnose(module: ModuleType) -> Verdict:
         return cannot_run("no_sync()", error)
     holding = {place: not any(may_reduce) for place, may_reduce in seen.items()}
     if not (holding["outer"] and holding["inner"] and all(seen["after"])):
-        found = ", ".join(
-            f"{place}: {' and '.join('set' if flag else 'cleared' for flag in may_reduce)}"
-            for place, may_reduce in seen.items()
-        )
         return Verdict(
             UNKNOWN,
-            "expected no_sync() to clear is_last_microbatch of dense and expert bucket groups, and to set it at "
-            f"the end; found {found}",
+            "expected no_sync() to clear is_last_microbatch of all bucket groups, and to set it at the end",
         )
     if holding["outer again"]:
         return Verdict(FIXED, "an outer no_sync() stays in force when an inner one exits")

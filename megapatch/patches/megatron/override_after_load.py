@@ -10,8 +10,7 @@ Seam      OptimizerParamScheduler.__init__() notes in its optimizer that it over
           gives each optimizer that does groups with its own rates in place of the checkpoint's. A group of the
           checkpoint is the one that agrees in all else by which Megatron tells groups apart.
 Limits    groups that differ in nothing but their rates are loaded as before. The scheduler has to be made before
-          the optimizer loads, as by all known trainers. An optimizer that is not in a chain is loaded as before:
-          get_megatron_optimizer() returns none.
+          the optimizer loads, as by all known trainers.
 Numbers   change where the flag had no effect, to those of the rate that was asked for.
 Cost      nothing in a step.
 """
@@ -23,12 +22,12 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ..._mcore.known import OPTIMIZER, is_a
+from ..._mcore.main_params import children_of
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
-from .._temporarily import temporarily_set
-from ._chained import children_of
 
 SCHEDULERS = "megatron.core.optimizer_param_scheduler"
 OPTIMIZERS = "megatron.core.optimizer"

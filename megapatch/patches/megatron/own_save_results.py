@@ -11,10 +11,7 @@ Upstream  in 0.12 to 0.19 and on main, and in nvidia-resiliency-ext 0.4 to 0.7: 
 Seam      the class attributes of FileSystemWriterAsync, in Megatron and in nvidia-resiliency-ext. After
           prepare_write_data the writer gets a queue of its own, from the manager process of the common one.
           retrieve_write_results reads the writer's queue, as before.
-          Names in the common queue are not an option: the process that writes would have to know them.
 Limits    a save that was given up stays incomplete, unless it is finalized later; then it is complete.
-          Where the common queue was replaced by one without a manager there is no other: a warning says so, once.
-          A save that is finalized before it was written fails, as before: "results_queue should not be empty".
 Numbers   change where a load would have given tensors each other's values: to those that were saved.
 Cost      a save asks the manager for one queue, below 10 ms on a busy machine. That of a save given up is kept.
 """
@@ -22,13 +19,11 @@ Cost      a save asks the manager for one queue, below 10 ms on a busy machine. 
 from __future__ import annotations
 
 import functools
-import logging
 import pathlib
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import StandIn, cannot_run, lacking, missing_names, missing_reads, with_globals
 
@@ -41,7 +36,6 @@ COMMON = "_results_queue"
 GETTERS = ("get_write_results_queue", "_get_write_results_queue")
 """The function that makes the common queue; from Megatron 0.17 and NVRx 0.6 on it is public."""
 
-_logger = logging.getLogger("megapatch")
 _unread: set[Any] = set()
 """Queues that have not been read: without this process's reference, a worker could not open one any more."""
 
@@ -50,7 +44,10 @@ def with_own_queue(prepare_write_data: Callable[..., Any]) -> Callable[..., Any]
     @functools.wraps(prepare_write_data)
     def patched_prepare_write_data(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = prepare_write_data(self, *args, **kwargs)
-        if (common := getattr(self, QUEUE)) is not None and (own := _beside(common)) is not None:
+        # A proxy's manager (multiprocessing.managers.BaseProxy, Python 3.10 to 3.14), by which Megatron's own
+        # reset_persistent_async_worker() shuts it down. A second manager would be a process more.
+        if (manager := getattr(getattr(self, QUEUE), "_manager", None)) is not None:
+            own = manager.Queue()
             setattr(self, QUEUE, own)
             _unread.add(own)
         return result
@@ -67,27 +64,6 @@ def then_let_go(retrieve_write_results: Callable[..., Any]) -> Callable[..., Any
             _unread.discard(getattr(self, QUEUE))
 
     return patched_retrieve_write_results
-
-
-def _beside(common: Any) -> Any:
-    """Return a new queue of the manager that the common one is of; None if it has none."""
-    # A proxy's manager (multiprocessing.managers.BaseProxy, Python 3.10 to 3.14), by which Megatron's own
-    # reset_persistent_async_worker() shuts it down. A second manager would be a process more.
-    manager = getattr(common, "_manager", None)
-    if manager is None:
-        _warn_once(type(common).__name__)
-        return None
-    return manager.Queue()
-
-
-@functools.cache
-def _warn_once(kind: str) -> None:
-    _logger.warning(
-        "megatron.own-save-results: expected the results of saves in a queue of a multiprocessing manager, found "
-        "one of type %s without it. Saves share it, so a save that is given up spoils the next one."
-        + see("save-results"),
-        kind,
-    )
 
 
 # ------------------------------------------------------------------------------------------ the diagnosis

@@ -13,7 +13,6 @@ Seam      start_grad_sync() of bucket groups: a group that is ready waits until 
           Megatron's own method. zero_grad_buffer() lets a group that has seen only some of its parameters learn
           again in the next step. Starting the group at the end is not enough: the groups after it would have
           started before it on this rank, and after it on a rank that had all gradients.
-          ROLL fills in the missing counts before Megatron asserts, which may stay.
           Leftovers of an abandoned step are dropped there with its gradients: a reduce under way, which the next
           step would take for its own and fail, and the tokens that routers have counted, which would silently
           go into the next step's expert bias and global auxiliary loss.
@@ -21,8 +20,7 @@ Limits    all ranks still have to call finish_grad_sync() in the same steps. A g
           overlap of those after it: set requires_grad to False, alike on all ranks, for parameters that are never
           trained.
           Chunks of virtual stages are put in order by config.no_sync_func, as Megatron's train() sets it; without
-          it, and in a first step that no zero_grad_buffer() precedes, each chunk has an order of its own. Such a
-          first step is Megatron's own where the chunk was made before the patch was applied.
+          it, and in a first step that no zero_grad_buffer() precedes, each chunk has an order of its own.
           With overlap_param_gather a module that is not called at all is left to Megatron, which asserts at its
           next gather: call it, on anything, and do not use the result.
           Of a step that was given up, losses that wait to be logged stay, and so does the expert bias if finalize

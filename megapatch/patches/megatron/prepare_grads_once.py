@@ -11,12 +11,11 @@ Seam      class attributes of the optimizers. An optimizer with a loss scale tha
           prepared. A chain asks its optimizers, which may have been prepared individually. Without a loss scale
           (bf16, fp32) preparing again does no harm and is left to Megatron.
 Limits    zero_grad_buffer() of any DistributedDataParallel ends it for all optimizers of the process: between
-          prepare_grads() and step() it makes step() prepare again, as without the patch. That of Megatron-FSDP
-          does not count: call optimizer.zero_grad(). Writes to main_grad in between may go unseen.
-          slime's `assert update_successful` is left alone. A step() after a prepare_grads() that found no overflow
-          succeeds. With the NaN check on, an overflow ends the run, in Megatron's own check or at the assertion,
-          as it should; and slime does not know the steps that Megatron 0.18 skips by grad_norm_skip_threshold.
-          slime up to 0.2.4 raises UnboundLocalError (grad_norm) after an overflow; 0.3.0 fixes it, slime#1762.
+          prepare_grads() and step() it makes step() prepare again, as without the patch. Writes to main_grad in
+          between may go unseen.
+          slime's `assert update_successful` is left alone: a step() after a prepare_grads() that found no overflow
+          succeeds. slime up to 0.2.4 raises UnboundLocalError (grad_norm) after an overflow; 0.3.0 fixes it,
+          slime#1762.
 Numbers   change where gradients were prepared twice, to those of a caller that only calls step().
 Cost      about 0.2 us in each of these calls, a few a step; nothing in a forward or backward pass.
 """

@@ -11,8 +11,6 @@ Seam      the class attribute DistributedOptimizer._copy_model_params_to_main_pa
           calls. The original runs as for any other optimizer, and updates the main parameters; from these, each of
           the HybridDeviceOptimizer's own copies is updated.
 Limits    the caller has to call optimizer.reload_model_params() after loading, as without offloading.
-          With --load-main-params-from-ckpt and use_precision_aware_optimizer the copies are those of the model's
-          parameters, as before.
           Adam's state does not change. Without the distributed optimizer nothing is repaired: with
           Float16OptimizerWithFloat16Params the first step ends with a KeyError (#4046).
           CI has parameters that say they are on a GPU; it was tried on a GPU with 0.16.1.
@@ -28,9 +26,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_names
-from .._temporarily import temporarily_set
 from ._stand_ins import hybrid_with_copy
 
 MODULE = "megatron.core.optimizer.distrib_optimizer"

@@ -15,15 +15,10 @@ Seam      the class attribute RerunStateMachine.state_dict. An enabled machine r
           The module function that raises for a strict load, looked up by name at every call. Where it would raise,
           rerun_state_machine_state is left out of the missing keys passed to it; LOG_... and RETURN_... strictness
           name the key as before. Every other key raises as before.
-Limits    load_checkpoint decides whether a rerun state is asked for. Where it ignores even a pending one
-          (changed parallel sizes, --finetune), a strict load no longer objects to that.
-          The plan is still reused: any other change of a checkpoint's structure is lost as before, and so is
-          a state that appears because the machine was DISABLED at the first save.
-          A Megatron without a rerun machine (up to 0.9), and tools without Megatron, cannot read the common state
-          of these checkpoints: it pickles RerunMode and RerunState. That is so with 0.18, too, and was known
-          when #4448 was accepted. Megatron with a machine reads them, patched or not, except with raise_all.
-          Python 3.11.0 to 3.11.3 pickle an Enum's members in a way that Megatron's loader refuses, in this state
-          as in Megatron's own arguments.
+Limits    where load_checkpoint ignores even a pending state (changed parallel sizes, --finetune), a strict load no
+          longer objects to that.
+          Tools without Megatron cannot read the common state of these checkpoints, as with 0.18: it pickles
+          RerunMode and RerunState. Megatron reads them, patched or not, except with raise_all.
           A checkpoint saved before, without the state, loads as before; a job resumed from it saves the state.
 Cost      one small object a rank in each checkpoint; nothing in training.
 """

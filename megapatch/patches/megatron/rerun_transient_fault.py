@@ -7,24 +7,19 @@ Upstream  NVIDIA/Megatron-LM#3981 (issue #3884); in 0.12.0-0.17.1, fixed in 0.18
 Seam      the class attribute. Asked whether to save and exit right after a rerun in place, the machine gives
           the same answer except for the checkpoint: exit with the same code, save nothing, as with 0.18.
 Limits    the job continues from its last checkpoint and repeats the steps since. Checkpoints already saved this
-          way stay as they are: resume from an older one. Megatron's own log line still announces a
-          checkpoint; a line of megapatch's after it corrects that.
+          way stay as they are: resume from an older one. Megatron's own log line still announces a checkpoint.
 Cost      a comparison once a step.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes
-
-log = logging.getLogger("megapatch")
 
 MODULE = "megatron.core.rerun_state_machine"
 MACHINE = f"{MODULE}:RerunStateMachine"
@@ -65,21 +60,10 @@ def exit_without_checkpoint(should_checkpoint_and_exit: Callable[..., Any]) -> C
     def patched_should_checkpoint_and_exit(self: Any, *args: Any, **kwargs: Any) -> Any:
         checkpoint, leave, code = should_checkpoint_and_exit(self, *args, **kwargs)
         if checkpoint and self.state.name == IN_PLACE:
-            _correct_the_log()
             return False, leave, code
         return checkpoint, leave, code
 
     return patched_should_checkpoint_and_exit
-
-
-def _correct_the_log() -> None:
-    import torch.distributed
-
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        log.warning(
-            "megatron.rerun-transient-fault: no checkpoint is saved, as none could be resumed in the middle of a "
-            "rerun; resume from an earlier one" + see("no-checkpoint")
-        )
 
 
 PATCH = Patch(

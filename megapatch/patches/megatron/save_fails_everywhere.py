@@ -12,16 +12,12 @@ Seam      where ranks finalize a save together: save_state_dict_async_finalize()
           function of those that a request is finalized with, and in nvidia-resiliency-ext
           AsyncRequest.execute_finalize_fns(). What rank 0 does alone keeps its error until the others come to the
           end of the collectives around it; then the ranks ask each other whether one has failed. A rank that
-          failed raises its own error. The others raise MegapatchError, or CheckpointException if that rank did;
-          the message says which rank failed, and with what.
-          AsyncRequest.freeze() is not the place: requests of other classes pass through Megatron's queue.
+          failed raises its own error. The others raise MegapatchError, which says which rank failed.
 Limits    an error before the checkpoint is finalized is not shared: in planning, and of rank 0 in writing
           common.pt. Nor is one of rank 0 after dist_checkpointing.save(), where trainers write the file that names
           the latest checkpoint after a synchronous save.
-          In a finalize function in which the other ranks wait for the one that failed, they wait, as before;
-          that rank logs its error before it waits for them. Megatron's own ones are repaired.
-          KeyboardInterrupt and SystemExit are raised at once, on their rank alone.
-          A request that nvidia-resiliency-ext finalizes with no_dist is finalized by each rank for itself.
+          In a trainer's own finalize function in which the other ranks wait for the one that failed, they wait, as
+          before. KeyboardInterrupt and SystemExit are raised at once, on their rank alone.
           The folder of a failed save stays as it is, without metadata.
 Cost      when a save is finalized: two all-reduces of 4 bytes in a synchronous one (three up to 0.14), four in an
           asynchronous one, and one more with hashes of all files. Nothing in a step.
@@ -34,14 +30,14 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..._dotted import temporarily_set
 from ..._mcore.devices import device_of
 from ..._mcore.known import is_a
 from ..._troubleshooting import see
 from ...errors import MegapatchError
 from ...patch import Patch, Site
-from .._temporarily import temporarily_set
 from ._diagnoses_of_save_failures import (
     diagnose_checkpoint,
     diagnose_finalize,
@@ -103,7 +99,8 @@ class Failure:
             finally:
                 self.error = None  # an error that is kept would keep all frames of the save
 
-    def _ranks_failed(self, group: Any) -> list[_Failed]:
+    def _ranks_failed(self, group: Any) -> list[str]:
+        """Return in words which ranks have an error, and which."""
         import torch
 
         if not torch.distributed.is_initialized():
@@ -114,39 +111,22 @@ class Failure:
             return []
         here = None
         if self.error is not None:
-            rank = torch.distributed.get_rank()
-            here = _Failed(rank, _in_words(self.error), isinstance(self.error, Exception))
-        found: list[_Failed | None] = [None] * torch.distributed.get_world_size(group)
+            here = f"rank {torch.distributed.get_rank()} raised {_in_words(self.error)}"
+        found: list[str | None] = [None] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(found, here, group=group)
         return [each for each in found if each]
-
-
-class _Failed(NamedTuple):
-    """A rank's error, as others learn of it."""
-
-    rank: int
-    text: str
-    is_exception: bool
 
 
 def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip()
 
 
-def _error_of_others(failed: list[_Failed]) -> BaseException:
-    """Return an error that an `except Exception` catches here exactly if it does on the first rank that failed."""
-    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
-
-    ranks = "; ".join(f"rank {each.rank} raised {each.text}" for each in failed)
-    error = MegapatchError(
-        f"the save failed on another rank: {ranks}. Expected every rank to finish its part. Take the checkpoint "
-        "for incomplete, repair the cause, and save again into another folder. All ranks have left the save, and "
-        "may continue to train"
+def _error_of_others(failed: list[str]) -> MegapatchError:
+    return MegapatchError(
+        f"the save failed on another rank: {'; '.join(failed)}. Expected every rank to finish its part. Take the "
+        "checkpoint for incomplete, repair the cause, and save again into another folder. All ranks have left the "
+        "save, and may continue to train"
     )
-    if failed[0].is_exception:
-        return error
-    together: BaseException = CheckpointException("write", {failed[0].rank: _wrap_exception(error)})
-    return together
 
 
 _finalizing: ContextVar[Failure | None] = ContextVar("_finalizing", default=None)
@@ -236,29 +216,18 @@ def _kept_in(failure: Failure) -> Iterator[None]:
         _finalizing.reset(token)
 
 
-def keeping_error_of_config(save_config: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save_config)
-    def patched_save_config(*args: Any, **kwargs: Any) -> Any:
-        return _write(save_config, *args, **kwargs)
+def keeping_error(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Let rank 0 keep the error of what it writes alone while ranks finalize, and write nothing more after it."""
 
-    return patched_save_config
+    @functools.wraps(write)
+    def patched_write(*args: Any, **kwargs: Any) -> Any:
+        failure = _finalizing.get()
+        if failure is None:
+            return write(*args, **kwargs)
+        with failure.kept():
+            return write(*args, **kwargs) if failure.error is None else None
 
-
-def keeping_error_of_manifest(save_integrity_manifest: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(save_integrity_manifest)
-    def patched_save_integrity_manifest(*args: Any, **kwargs: Any) -> Any:
-        return _write(save_integrity_manifest, *args, **kwargs)
-
-    return patched_save_integrity_manifest
-
-
-def _write(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Write what rank 0 writes alone. While ranks finalize, keep an error; after one, write nothing more."""
-    failure = _finalizing.get()
-    if failure is None:
-        return write(*args, **kwargs)
-    with failure.kept():
-        return write(*args, **kwargs) if failure.error is None else None
+    return patched_write
 
 
 # ------------------------------------------------------------------------------------------ the queue
@@ -313,12 +282,12 @@ PATCH = Patch(
         Site(
             module="megatron.core.dist_checkpointing.serialization",
             diagnose=diagnose_checkpoint,
-            replace={"save_config": keeping_error_of_config, "save": save_together},
+            replace={"save_config": keeping_error, "save": save_together},
         ),
         Site(
             module="megatron.core.dist_checkpointing.validation",
             diagnose=diagnose_manifest,
-            replace={"save_integrity_manifest": keeping_error_of_manifest},
+            replace={"save_integrity_manifest": keeping_error},
         ),
         Site(
             module=f"{STRATEGIES}.async_utils",

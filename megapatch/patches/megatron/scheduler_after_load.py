@@ -11,8 +11,7 @@ Upstream  NovaSky-AI/SkyRL#2214 (open), radixark/miles#2974 (open); in 0.12 to 0
           the same class.
 Seam      the class attribute load_state_dict(): num_steps is 0 before the original runs, as in a new scheduler.
           The scheduler's own step(0) after it writes the rates of its optimizer. If either raises, the scheduler
-          and the rates are put back as they were before the load. The KeyError of a state that lacks a key says
-          what was found and what to do. The original decides which older names will do.
+          and the rates are put back as they were before the load.
 Limits    a load that fails here leaves weights and optimizer state that were loaded before it.
 Numbers   change where the scheduler has stepped before the load, to those of a new scheduler that loads the same.
           The weight decay of the first step after a load changes where the checkpoint's schedule has another one
@@ -23,7 +22,7 @@ Cost      nothing in a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -65,37 +64,15 @@ def load_from_the_start(load_state_dict: Callable[..., Any]) -> Callable[..., An
             result = load_state_dict(self, *args, **kwargs)
             self.step(0)  # the original has computed weight decay before it read the settings
             return result
-        except BaseException as error:
+        except BaseException:
             vars(self).update(before)
             for (group, name, rate), value in zip(rates, values, strict=True):
                 group[name] = rate
                 if value is not None:  # from 0.17 on, step() writes into a tensor
                     rate.copy_(value)
-            if (explained := _of_a_state_that_lacks_a_key(error, self, *args, **kwargs)) is not None:
-                raise explained from error
             raise
 
     return patched_load_state_dict
-
-
-def _of_a_state_that_lacks_a_key(
-    error: BaseException, scheduler: Any, state_dict: Any = None, *_: Any, **__: Any
-) -> KeyError | None:
-    """Return an error that explains this one; None if it is another. A KeyError, too: Megatron catches it."""
-    if not (isinstance(error, KeyError) and error.args and isinstance(state_dict, Mapping)):
-        return None
-    if error.args[0] in state_dict:
-        return None
-    return KeyError(
-        f"The checkpoint's learning rate schedule lacks {error.args[0]!r}. Found: {_names(state_dict)}. Expected: "
-        f"{_names(scheduler.state_dict())}, or the names that older releases gave them. Schedule and rates are as "
-        "before this load; weights and optimizer state may be loaded already. Load a complete checkpoint before "
-        "you train on, or load this one without its schedule (in Megatron: --no-load-optim)."
-    )
-
-
-def _names(state: Mapping[Any, Any]) -> str:
-    return ", ".join(map(str, state)) or "nothing"
 
 
 def _groups(scheduler: Any) -> Any:

@@ -17,18 +17,15 @@ Seam      the module function, rebound where others hold it by name. State is co
           next forward pass gathers all parameters that are not gathered.
           train_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts and
           expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
-          All else in the first call of a process is as without megapatch.
-          Megatron-Bridge's train() has a site of its own, which differs where Bridge does: see below.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
           The promises for exceptions hold when it was raised on all ranks: if it was raised on one rank only,
           the others wait for it in a collective, as without megapatch. With pipeline parallelism a stage that
           waits for another stage's message is such a rank.
-          With reuse_grad_buf_for_mxfp8_param_ag, parameters that an exception has left stepped but not
-          gathered cannot be gathered: the next call raises MegapatchError instead of training from old ones.
+          With reuse_grad_buf_for_mxfp8_param_ag, parameters that an exception has left stepped but not gathered
+          cannot be gathered: the next call raises MegapatchError.
           Some things remain the caller's: args.iteration is read at entry and never written, so set it (and
-          args.train_iters) between calls; --manual-gc leaves Python's garbage collector off after the call;
-          a full-iteration CUDA graph captured by an earlier call is replayed. megapatch warns of each, once,
-          where it can see it. Microbatches that the interrupted step drew from the iterator are gone.
+          args.train_iters) between calls; --manual-gc leaves Python's garbage collector off after the call.
+          Microbatches that the interrupted step drew are gone.
           An exception in the optimizer that comes once it has begun to change parameters cannot be undone.
 Cost      once a call, a look at the config, the timer and the bucket groups. In a step of a dense model 10 us, and
           with a mixture of experts copies of its biases and logged losses, about 0.1 ms on a CPU; no wait for a
@@ -44,19 +41,16 @@ Symptom   a second train() dies on "timer has already been started", and with ov
 Upstream  unfixed in 0.3 to 0.6; the resume came with NVIDIA-NeMo/Megatron-Bridge#5066.
 Seam      the module function, rebound where pretrain holds it by name. As for Megatron's train(), except where
           Bridge differs: the config's hooks were set in setup, once for all calls, and stay; timers are those of
-          the global state; at entry of a repeated call the forward pre-hooks are on, as setup leaves them; and
-          optimizer.step, which each call of train() wraps again with optimizer_cuda_graph, is put back.
+          the global state; and at entry of a repeated call the forward pre-hooks are on, as setup leaves them.
 Limits    as for Megatron's, but no other patch is needed. With reuse_grad_buf_for_mxfp8_param_ag and
-          overlap_param_gather a repeated call raises MegapatchError: up to 0.5 train() ends by gathering
-          parameters from a buffer that holds gradients by then, from 0.6 on it would begin gradients from
-          parameters. Bridge counts the iteration (global_state.train_state.step), and the caller raises the limit
+          overlap_param_gather a repeated call raises MegapatchError: parameters and gradients would be mixed up.
+          Bridge counts the iteration (global_state.train_state.step), and the caller raises the limit
           (cfg.train.train_iters). Where an exit condition is met, train() still ends in sys.exit().
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import inspect
 import sys
 import weakref
@@ -64,7 +58,6 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.known import CONFIG, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
@@ -82,7 +75,6 @@ from ._around_train import (
     finish_earlier_call,
     gather_other_steps,
     leaving_nothing_if_dropped,
-    make_warn_once,
     rerun_machine_restored,
     stop_interval_timer,
     timers_stopped,
@@ -102,7 +94,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
         *missing_reads(train, "no_sync_func"),
         *missing_names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
-        *missing_attributes(f"{MODULE}:", "get_args", "get_timers", "get_rerun_state_machine"),
+        *missing_attributes(f"{MODULE}:", "get_timers", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
         *missing_names("megatron.core.timers:Timer.__init__", "_started"),
         *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
@@ -117,50 +109,27 @@ def diagnose(module: ModuleType) -> Verdict:
 def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(train)
     training = sys.modules[train.__module__]
-    warn = make_warn_once()
-    ended_at = 0
     trained: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @functools.wraps(train)
     def patched_train(*args: Any, **kwargs: Any) -> Any:
-        nonlocal ended_at
         call = arguments_of(signature, args, kwargs)
         model, config = call.get("model"), call.get("config")
         if not is_model(model) or not is_a(config, CONFIG):
             return train(*args, **kwargs)
         timers, machine = training.get_timers(), training.get_rerun_state_machine()
-        collecting = gc.isenabled()
 
         # An earlier call, patched or not, has started the timer, unless Megatron's globals are new since then.
         if INTERVAL_TIMER in timers._timers or any(chunk in trained for chunk in model):
             stop_interval_timer(timers)
             rewind_interrupted_step(machine)
             finish_earlier_call(model)
-            _warn_of_what_stays(training, ended_at, warn)
         gather_other_steps(model)
         trained.update(model)
         with timers_stopped(timers), rerun_machine_restored(machine), without_own_no_sync(config, model):
-            result = train(*args, **kwargs)
-        ended_at = result[0]
-        if collecting and not gc.isenabled():
-            warn("gc", "train() has left Python's garbage collector off (--manual-gc); gc.enable() turns it on")
-        return result
+            return train(*args, **kwargs)
 
     return patched_train
-
-
-def _warn_of_what_stays(training: ModuleType, ended_at: int, warn: Callable[[str, str], None]) -> None:
-    """Warn of leftovers of an earlier call that cannot be corrected, where they can be seen."""
-    start = training.get_args().iteration
-    if start < ended_at:
-        warn(
-            "iteration",
-            f"train() starts again at iteration {start} although the last call ended at {ended_at}: Megatron "
-            "reads args.iteration at entry and never writes it, so set it between calls",
-        )
-    graphs = find(training, "FullCudaGraphWrapper.cuda_graph") or {}
-    if graphs.get("training") is not None:
-        warn("graph", "train() replays the full-iteration CUDA graph that an earlier call has captured")
 
 
 def _of_bridge(name: str, found: Any) -> Any:

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...errors import MisuseError
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_attributes
 from .._ray_actors import actors_of
-from .._temporarily import temporarily_set
 from ._workers import ACTOR, DTENSOR_WORKERS, MODULE, STATE, WORKER, is_open, names_in, no_worker, takes
 
 LOGPROBS = "prepare_for_lp_inference"

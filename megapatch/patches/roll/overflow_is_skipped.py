@@ -24,10 +24,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import codes_of, lacking, missing_names
 from .._overflow import count_overflow, leave_overflows_to_optimizer, overflow_answered
-from .._temporarily import temporarily_set
 
 MODULE = "roll.distributed.strategy.megatron_strategy"
 STRATEGY = "MegatronTrainStrategy"

@@ -27,11 +27,10 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..._dotted import find
+from ..._dotted import find, temporarily_set
 from ...errors import MisuseError
 from ...patch import ABSENT, FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_names, missing_parameters
-from .._temporarily import temporarily_set
 
 if TYPE_CHECKING:
     from ...train_step import TrainStep  # most processes that import this have no such worker

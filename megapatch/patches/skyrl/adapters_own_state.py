@@ -20,11 +20,11 @@ from collections.abc import Callable
 from types import MethodType, ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ..._mcore.known import arguments_of
+from ..._mcore.main_params import children_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import StandIn, cannot_run, lacking, missing_parameters, with_globals
-from .._temporarily import temporarily_set
-from ..megatron._chained import children_of
 
 MODULE = "skyrl.backends.skyrl_train.workers.megatron.adapter_store"
 STORE = "AdapterStore"

@@ -22,9 +22,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_names
-from .._temporarily import temporarily_set
 
 MODULE = "verl.utils.checkpoint.megatron_checkpoint_manager"
 LOAD = "MegatronCheckpointManager.load_checkpoint"

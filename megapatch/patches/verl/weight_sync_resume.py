@@ -26,12 +26,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
+from ..._dotted import find, temporarily_set
 from ..._pausing.generation import resumed_on_failure
 from ..._pausing.waiting import attempt, tell_besides
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import gone, in_finally, missing_attributes, reads_in_order
-from .._temporarily import temporarily_set
 
 MODULE = "verl.checkpoint_engine.base"
 MANAGER = "CheckpointEngineManager"

@@ -1,19 +1,22 @@
-"""Verdicts on the real code, of repaired code, and of code that they do not know."""
+"""Diagnoses on the real code, and on the same code repaired, of patches that no release has made superfluous."""
 
 import contextlib
 import importlib
 import inspect
 
 import pytest
-from rigs.diagnosed_code import of_a_rank, verdicts_of
-from rigs.diagnosed_sources import assert_verdicts, words
+from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
+from rigs.needs import needs_megatron
 
 from megapatch.patch import unpatched
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+KEY = "rerun_state_machine_state"
 
 
-def hook_verdicts():
+def hooks():
     from megapatch.patches.megatron.forward_pre_hook import diagnose
 
     module = importlib.import_module(DDP)
@@ -37,19 +40,7 @@ def hook_verdicts():
     return verdicts_of(diagnose, module, changes)
 
 
-def test_forward_pre_hook(found):
-    expected = {
-        "as it is": (
-            "needed",
-            "disable_forward_pre_hook raises KeyError, enable_forward_pre_hook raises Assertion",
-        ),
-        "half repaired": ("needed", "disable_forward_pre_hook works, enable_forward_pre_hook raises Assertion"),
-        "repaired": ("fixed", "can be called again"),
-    }
-    assert_verdicts(found["hook"], expected)
-
-
-def no_sync_verdicts():
+def no_sync():
     from megapatch.patches.megatron.nested_no_sync import diagnose
 
     module = importlib.import_module(DDP)
@@ -72,34 +63,10 @@ def no_sync_verdicts():
         yield
         self.bucket_groups[0].is_last_microbatch = before
 
-    @contextlib.contextmanager
-    def never_ends(self):
-        for group in self.bucket_groups + self.expert_parallel_bucket_groups:
-            group.is_last_microbatch = False
-        yield
-
-    changes = {
-        "repaired": (ddp, "no_sync", keeps_what_was),
-        "no experts": (ddp, "no_sync", forgets_experts),
-        "never ends": (ddp, "no_sync", never_ends),
-    }
-    return verdicts_of(diagnose, module, changes)
+    return verdicts_of(diagnose, module, made_up(ddp, "no_sync", keeps_what_was, forgets_experts))
 
 
-def test_nested_no_sync(found):
-    assert_verdicts(
-        found["no_sync"],
-        {
-            "as it is": ("needed", "ends the outer one"),
-            "repaired": ("fixed", "stays in force"),
-            "no experts": ("unknown", "expected no_sync() to clear is_last_microbatch"),
-            "never ends": ("unknown", "after: cleared and cleared"),
-        },
-    )
-
-
-def prepare_verdicts():
-    from megapatch import restore
+def prepare():
     from megapatch.patches.megatron.prepare_grads_once import diagnose
 
     module = importlib.import_module("megatron.core.optimizer")
@@ -110,35 +77,15 @@ def prepare_verdicts():
             self.found = self._unscale_main_grads_and_check_for_nan()
         return self.found
 
-    def always_overflows(self):
-        return True
-
     changes = {
         "repaired": (mixed, "prepare_grads", unscales_once),
-        "repaired in part": (chained, "step", always_overflows),
-        "unscaled elsewhere": (mixed, "prepare_grads", always_overflows),
+        "repaired in part": (chained, "step", lambda self: True),
     }
-    found = verdicts_of(diagnose, module, changes)
-    restore("megatron.prepare-grads-once")
-    return {**found, "restored": words(diagnose(module))}
+    return verdicts_of(diagnose, module, changes)
 
 
-def test_prepare_grads_once(found):
-    methods = "MixedPrecisionOptimizer.prepare_grads, MixedPrecisionOptimizer.step, ChainedOptimizer.step"
-    assert_verdicts(
-        found["prepare"],
-        {
-            "as it is": ("needed", methods),
-            "restored": ("needed", methods),
-            "repaired": ("fixed", "not unscaled again"),
-            "repaired in part": ("unknown", "1 with ChainedOptimizer.step"),
-            "unscaled elsewhere": ("unknown", "0 with MixedPrecisionOptimizer.step"),
-        },
-    )
-
-
-def gathered_verdicts():
-    from megapatch.patches.megatron import gathered_when_read as patch
+def gathered():
+    from megapatch.patches.megatron.gathered_when_read import diagnose_ddp
 
     ddp = importlib.import_module("megatron.core.distributed")
     chunk = ddp.DistributedDataParallel
@@ -151,30 +98,16 @@ def gathered_verdicts():
         "repaired in part": (chunk, "state_dict", gathers),
         "repaired": [(chunk, "state_dict", gathers), (chunk, "state_dict_for_save_checkpoint", gathers)],
     }
-    return verdicts_of(patch.diagnose_ddp, ddp, changes)
+    return verdicts_of(diagnose_ddp, ddp, changes)
 
 
-def test_gathered_when_read(found):
-    expected = {
-        "as it is": ("needed", "read parameters that are not gathered"),
-        "repaired in part": ("needed", ""),
-        "repaired": ("fixed", "gather the parameters"),
-    }
-    assert_verdicts(found["gathered"], expected)
-
-
-def window_verdicts():
-    """By case: (verdict, reason); and whether Megatron's code speaks of what it has learned."""
+def window():
+    """By case: (verdict, reason); of a Megatron that learns nothing (to 0.15) only as it is."""
     from megapatch.patches.megatron.grad_ready_window import diagnose
 
     module = importlib.import_module("megatron.core")
     buffer = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
     group = buffer._ParamAndGradBucketGroup
-
-    def takes_nothing(self): ...
-
-    def learns_nothing(self, param):
-        self.params_with_grad.add(param)
 
     def reduces_every_pass(self, param):
         self.per_param_grad_ready_counts[param] = self.per_param_grad_ready_counts.get(param, 0) + 1
@@ -185,52 +118,118 @@ def window_verdicts():
         if self.grad_reduce_handle is None:
             self.start_grad_sync()
 
-    def never_early(self, param): ...
-
+    finishes = group, "finish_grad_sync", reduces_what_is_left
     changes = {
-        "other groups": (group, "__init__", takes_nothing),
-        "never early": (group, "register_grad_ready", never_early),
-        "half repaired": (group, "finish_grad_sync", reduces_what_is_left),
-        "learns nothing": [(group, "__init__", takes_nothing), (group, "register_grad_ready", learns_nothing)],
-        "repaired": [
-            (group, "register_grad_ready", reduces_every_pass),
-            (group, "finish_grad_sync", reduces_what_is_left),
-        ],
+        "half repaired": finishes,
+        "repaired": [(group, "register_grad_ready", reduces_every_pass), finishes],
     }
     learns = "golden_per_param_grad_ready_counts" in inspect.getsource(buffer)
-    return verdicts_of(diagnose, module, changes), learns
+    return verdicts_of(diagnose, module, changes if learns else {})
 
 
-def test_grad_ready_window(found):
-    verdicts, learns = found["window"]
-    if not learns:  # up to 0.15
-        assert verdicts["as it is"] == ("absent", "Megatron does not learn how often gradients become ready")
-        assert verdicts["never early"][0] == "unknown"
-        return
-    expected = {
+def plans():
+    from megapatch.patches.megatron.save_plan_cache import diagnose_plans
+
+    module = importlib.import_module(f"{STRATEGIES}.torch")
+
+    def looks(self, sharded_state_dict, checkpoint_dir):
+        known, self.known = vars(self).get("known"), sorted(sharded_state_dict)
+        if known != self.known:
+            self.cached_central_plan = self.cached_local_plan = None
+        cached = self.cached_central_plan, self.cached_local_plan, self.validated_cache_reuse
+        planned = save_state_dict_async_plan(sharded_state_dict, None, cached_ckpt_structure=cached)  # noqa: F821
+        _, self.cached_central_plan, self.cached_local_plan, self.validated_cache_reuse, _ = planned
+
+    return verdicts_of(diagnose_plans, module, made_up(module.TorchDistSaveShardedStrategy, "async_save", looks))
+
+
+def distributions():
+    from megapatch.patches.megatron.save_plan_cache import diagnose_distribution
+
+    module = importlib.import_module(f"{STRATEGIES}.fully_parallel")
+
+    def looks(self, sharded_state_dict):
+        if vars(self).get("known") != sorted(sharded_state_dict):
+            self.known = sorted(sharded_state_dict)
+            determine_main_replica_uniform_distribution(sharded_state_dict)  # noqa: F821
+
+    wrapper = module.FullyParallelSaveStrategyWrapper
+    changes = made_up(wrapper, "apply_saving_parallelization", looks)
+    return verdicts_of(diagnose_distribution, module, changes)
+
+
+def strict_loads():
+    from megapatch.patches.megatron.rerun_state_dict import diagnose_loading
+
+    module = importlib.import_module("megatron.core.dist_checkpointing.validation")
+
+    def forgives(missing_keys, unexpected_keys, raise_error=True):
+        if missing_keys - {KEY}:
+            raise module.CheckpointingException
+
+    changes = made_up(module, "maybe_report_missing_and_unexpected_keys", forgives)
+    return verdicts_of(diagnose_loading, module, changes)
+
+
+METHODS = "MixedPrecisionOptimizer.prepare_grads, MixedPrecisionOptimizer.step, ChainedOptimizer.step"
+WINDOWS = "reduced in pass 1; after a first step of two, a step of one fails with AssertionError"
+DIAGNOSES = {
+    hooks: {
         "as it is": (
             "needed",
-            "reduced in pass 1; after a first step of two, a step of one fails with AssertionError",
+            "disable_forward_pre_hook raises KeyError, enable_forward_pre_hook raises Assertion",
         ),
-        "learns nothing": ("absent", "does not learn"),
-        "other groups": ("unknown", "params_with_grad in megatron.core.distributed."),
-        "never early": ("unknown", "the later one fails with AssertionError"),
+        "half repaired": ("needed", "disable_forward_pre_hook works, enable_forward_pre_hook raises Assertion"),
+        "repaired": ("fixed", "can be called again"),
+    },
+    no_sync: {
+        "as it is": ("needed", "ends the outer one"),
+        "keeps_what_was": ("fixed", "stays in force"),
+        "forgets_experts": ("unknown", "expected no_sync() to clear is_last_microbatch"),
+    },
+    prepare: {
+        "as it is": ("needed", METHODS),
+        "repaired": ("fixed", "not unscaled again"),
+        "repaired in part": ("unknown", "1 with ChainedOptimizer.step"),
+    },
+    gathered: {
+        "as it is": ("needed", "read parameters that are not gathered"),
+        "repaired in part": ("needed", ""),
+        "repaired": ("fixed", "gather the parameters"),
+    },
+    window: {
+        "as it is": ("needed", WINDOWS),
         "half repaired": ("needed", "in pass 1; after a first step of two, a step of one is reduced in finish"),
         "repaired": ("fixed", "after the last"),
-    }
-    assert_verdicts(verdicts, expected)
+    },
+    plans: {
+        "as it is": ("needed", "the plan is reused although the structure has changed"),
+        "looks": ("fixed", "a changed structure is planned again"),
+    },
+    distributions: {
+        "as it is": ("needed", "the distribution is reused although the structure has changed"),
+        "looks": ("fixed", "a changed structure is distributed again"),
+    },
+    strict_loads: {
+        "as it is": ("needed", f"raises for {KEY}"),
+        "forgives": ("fixed", f"does not raise for {KEY}"),
+    },
+}
 
 
 def verdicts(rank, world_size):
-    return {
-        "hook": hook_verdicts(),
-        "no_sync": no_sync_verdicts(),
-        "gathered": gathered_verdicts(),
-        "window": window_verdicts(),
-        "prepare": prepare_verdicts(),  # the last, as it restores the patch
-    }
+    return {of.__name__: of() for of in DIAGNOSES}
 
 
 @pytest.fixture(scope="module")
 def found():
     return of_a_rank(verdicts)
+
+
+@needs_megatron
+@pytest.mark.parametrize("of", DIAGNOSES, ids=lambda of: of.__name__)
+def test_diagnosis(found, of):
+    expected = DIAGNOSES[of]
+    if of is window and len(found["window"]) == 1:
+        expected = {"as it is": ("absent", "Megatron does not learn how often gradients become ready")}
+    assert_verdicts(found[of.__name__], expected)

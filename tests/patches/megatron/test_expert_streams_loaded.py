@@ -9,8 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnosed_code import made_up, verdicts_of
-from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, Log, needs_training
 
 from megapatch.testing import init_parallel
@@ -103,56 +101,6 @@ def recompute():
     return log.texts, found[0] == found[1]
 
 
-def not_looked_at(states):
-    """Load states of other kinds, which Megatron itself takes."""
-    seed(1)
-    log = Log()
-    tracker().set_states(states)
-    return log.texts, tracker().get_states() == states
-
-
-def never_seeded():
-    seed(1)
-    saved = of_the_first()
-    new_tracker()
-    log = Log()
-    tracker().set_states(saved)
-    return log.texts
-
-
-# ------------------------------------------------------------------------------------------ the diagnosis
-def alike(seed, *args, **kwargs):
-    """Seed all expert ranks alike."""
-    _CUDA_RNG_STATE_TRACKER.add("model-parallel-rng", seed + 2718)  # noqa: F821
-    _CUDA_RNG_STATE_TRACKER.add("expert-parallel-rng", seed + 1024)  # noqa: F821
-
-
-def unrelated(seed, *args, **kwargs):
-    """Seed experts with no regard to the seed."""
-    _CUDA_RNG_STATE_TRACKER.add("model-parallel-rng", seed + 2718)  # noqa: F821
-    _CUDA_RNG_STATE_TRACKER.add("expert-parallel-rng", 100 * get_expert_model_parallel_rank())  # noqa: F821
-
-
-def diagnoses():
-    from megapatch.patches.megatron.expert_streams_loaded import diagnose
-
-    module = random_module()
-    return verdicts_of(diagnose, module, made_up(module, "model_parallel_cuda_manual_seed", alike, unrelated))
-
-
-DIAGNOSES = {
-    "as it is": ("needed", "without a word"),
-    "alike": ("unknown", "expected expert ranks to differ"),
-    "unrelated": ("unknown", "expected expert ranks to differ"),
-}
-OTHERS = {
-    "generators": {name: torch.Generator() for name in (EXPERTS, "model-parallel-rng")},
-    "empty": {},
-    "of another kind": {EXPERTS: 1},
-    "float": {EXPERTS: torch.ones(9)},
-}
-
-
 def job(rank, world_size):
     init_parallel(ep=2)
     yield "first", lambda: load(of_the_first)
@@ -162,10 +110,6 @@ def job(rank, world_size):
     yield "own, at once", lambda: load(of_its_own, draws=0)
     yield "again", load_again
     yield "recompute", recompute
-    for name, states in OTHERS.items():
-        yield name, lambda states=states: not_looked_at(states)
-    yield "never seeded", never_seeded
-    yield "diagnoses", diagnoses
     init_parallel()
     yield "no expert parallelism", lambda: load(of_the_first)
 
@@ -204,22 +148,8 @@ def test_recomputation_says_nothing_and_draws_the_same(patched):
     assert [found["recompute"] for found in patched] == [([], True)] * 2
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_states_of_other_kinds_are_loaded_as_before(patched, kind):
-    assert [found[kind] for found in patched] == [([], True)] * 2
-
-
-def test_a_tracker_that_was_never_seeded_has_no_streams_of_its_own(patched):
-    assert [found["never seeded"] for found in patched] == [[], []]
-
-
 def test_without_expert_parallelism_ranks_share_their_streams(patched):
     assert [found["no expert parallelism"] for found in patched] == [([], True)] * 2
-
-
-def test_diagnosis(unpatched, patched):
-    assert unpatched[0]["diagnoses"] == patched[0]["diagnoses"]
-    assert_verdicts(patched[0]["diagnoses"], DIAGNOSES)
 
 
 def by_megatron(folder, each_its_own):

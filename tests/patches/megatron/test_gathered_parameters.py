@@ -15,7 +15,6 @@ from megapatch.weight_sync import gathered_parameters
 STEPS = 3
 HANDLES = {
     "wrapped": lambda model: model.chunks[0],
-    "a list": lambda model: model.chunks,
     "lists of lists": lambda model: (model.chunks, [model.chunks]),
     "unwrapped": lambda model: unwrapped(model.chunks[0]),
     "a part": lambda model: unwrapped(model.chunks[0]).decoder,

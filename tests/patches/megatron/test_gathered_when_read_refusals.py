@@ -6,8 +6,8 @@ from unittest import mock
 import pytest
 from patches.megatron.test_gathered_when_read import read_state
 from rigs.cells import run_cells
-from rigs.megatron.gathers import OVERLAP, Collectives, no_collective, pair, state_of, wrong
-from rigs.megatron.options import assert_misuse, attempt, buckets, needs_training
+from rigs.megatron.gathers import OVERLAP, no_collective, pair, state_of, wrong
+from rigs.megatron.options import assert_misuse, attempt, needs_training
 
 from megapatch._mcore.param_gathers import STEPPED
 from megapatch.testing import init_parallel, megatron_training_available, tiny_gpt
@@ -88,31 +88,6 @@ def layer_wise():
         return found, [*refused, attempt(gathered_parameters, ddp)[0]]
 
 
-def another_optimizer():
-    """Make a second optimizer while the first one's step waits to be gathered, and return how much stays wrong."""
-    from megatron.core.optimizer import get_megatron_optimizer
-
-    plain, model = pair()
-    plain.train_step()
-    model.train_step()
-    get_megatron_optimizer(model.optimizer.config, model.chunks)
-    gathered_parameters(model.chunks)
-    return wrong(model.parameters(), plain.parameters())
-
-
-def replayed_graphs():
-    """Return how often a bucket is gathered at once where the steps of the optimizer run no code."""
-    from megatron.core.optimizer import OptimizerConfig
-
-    # A property, because newer Megatrons have a field of this name, whose value each configuration keeps itself.
-    graphs = property(lambda config: True, lambda config, value: None)
-    with mock.patch.object(OptimizerConfig, "optimizer_cuda_graph", graphs, create=True):
-        (ddp,) = tiny_gpt(**OVERLAP).chunks
-    with Collectives().counted() as counted:
-        gathered_parameters(ddp)
-    return counted.gathers / buckets(ddp)
-
-
 def refused_in_legacy_format(rank):
     _, model = pair()
     model.train_step()
@@ -128,8 +103,6 @@ def job(rank, world_size):
     yield "under way", partial(read_while_under_way, rank)
     yield "mxfp8", mxfp8
     yield "layer-wise", layer_wise
-    yield "another optimizer", another_optimizer
-    yield "replayed graphs", replayed_graphs
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +142,3 @@ def test_a_load_can_ask_for_a_layer_wise_optimizers_shards_before_its_first_step
         readers, gathers = found["layer-wise"]
         assert set(readers) == {None}
         assert set(gathers) == {"MisuseError"}  # so they left the parameters alone on purpose
-
-
-def test_another_optimizer_does_not_hide_a_step(ranks):
-    assert [found["another optimizer"] for found in ranks] == [0, 0]
-
-
-def test_where_steps_are_not_seen_each_read_gathers(ranks):
-    assert [found["replayed graphs"] for found in ranks] == [1, 1]

@@ -13,7 +13,7 @@ from rigs.megatron.grad_ready import assert_as_without_overlap, needs_learning, 
 from rigs.megatron.options import ADAM, GRADS, Interrupted, assert_same_parameters
 
 from megapatch import MegapatchError, apply, restore
-from megapatch.testing import destroy_parallel, init_parallel, tiny_gpt
+from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = needs_learning
 
@@ -159,7 +159,6 @@ def test_in_pipelines(pipelines, layout):
 
 
 # ------------------------------------------------------------------------------------------ changing callers
-INSTANCES = {**ADAM, "use_distributed_optimizer": True, "ddp": {"num_distributed_optimizer_instances": 2}}
 TWICE = ("each", ((2,), (2,), (1, 1), (2,)), {})  # a step whose gradients are finished twice
 
 
@@ -169,16 +168,15 @@ def found_by(rank, world_size):
     yield "twice without", partial(run_case, *TWICE)
     apply()
     yield "twice", partial(run_case, *TWICE)
-    yield "changed ways", partial(changed_ways, {})
+    yield "changed ways", changed_ways
     yield "and back", and_back
     yield "interrupted", interrupted
-    yield "instances", several_instances
 
 
-def changed_ways(options):
+def changed_ways():
     """A caller that has finished in each call leaves it to later, after two; then it begins that step again."""
     steps = [(2,), (2,), (1, 1), (1, 1)]
-    model = tiny_gpt(**options, **GRADS)
+    model = tiny_gpt(**GRADS)
     found = [one_step(model, step, "last", steps[step]) for step in range(2)]
     message = ""
     try:
@@ -188,7 +186,7 @@ def changed_ways(options):
     for chunk in model.chunks:
         chunk.finish_grad_sync()
     found += [one_step(model, step, "later", steps[step]) for step in (2, 3)]
-    return message, (found, None, model.parameters()), run_case("", steps, options, overlap=False)
+    return message, (found, None, model.parameters()), run_case("", steps, {}, overlap=False)
 
 
 def and_back():
@@ -197,15 +195,6 @@ def and_back():
     model = tiny_gpt(**GRADS)
     found = [one_step(model, step, kind, cut) for step, (kind, cut) in enumerate(kinds)]
     return (found, None, model.parameters()), run_case("", [cut for _, cut in kinds], {}, overlap=False)
-
-
-def several_instances():
-    """Of the distributed optimizer, which keep no handle."""
-    from megatron.core import parallel_state
-
-    destroy_parallel()
-    parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
-    return changed_ways(INSTANCES)
 
 
 def interrupted():
@@ -250,12 +239,11 @@ def raising(layer):
 changing = cells_of(found_by, 2)
 
 
-@pytest.mark.parametrize(("name", "options"), [("changed ways", {}), ("instances", INSTANCES)])
-def test_a_second_call_that_comes_too_late_raises_and_the_step_can_begin_anew(changing, name, options):
+def test_a_second_call_that_comes_too_late_raises_and_the_step_can_begin_anew(changing):
     for found_by_name in changing:
-        message, found, expected = found_by_name[name]
+        message, found, expected = found_by_name["changed ways"]
         assert "Put all calls of a step but the last in ddp.no_sync()" in message
-        assert_as_without_overlap(found, expected, options)
+        assert_as_without_overlap(found, expected)
 
 
 def test_what_comes_after_gradients_are_finished_is_megatrons_own(changing):

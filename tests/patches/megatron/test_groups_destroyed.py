@@ -1,7 +1,6 @@
 """megatron.groups-destroyed: the process groups of layouts that were taken down, at 2 ranks."""
 
 import functools
-import gc
 import importlib
 import os
 from pathlib import Path
@@ -10,17 +9,16 @@ import pytest
 import torch
 from rigs.cells import run_cells
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED
 
-from megapatch._mcore.process_groups import GARBAGE, process_groups
+from megapatch._mcore.process_groups import process_groups
 from megapatch.patch import unpatched
 from megapatch.patches.megatron import groups_destroyed
 from megapatch.patches.megatron.groups_destroyed import GROUPS, diagnose
-from megapatch.testing import destroy_parallel, tiny_gpt
+from megapatch.testing import destroy_parallel
 
 CYCLES = 4
-LAYOUT = 17
-"""Process groups of a layout at least."""
 WITHOUT = (1, 2, 6)
 """Numbers of layouts that rank 1 sets up before it imports megapatch, of six."""
 
@@ -44,39 +42,6 @@ def cycles():
         found.append(resources())
         destroy_parallel()
     return found
-
-
-def dropped_models():
-    """Groups after each initialization, of layouts with a model that is garbage when the next one comes."""
-    found = []
-    gc.disable()
-    try:
-        for _ in range(12):
-            initialize()
-            found.append(len(process_groups()))
-            garbage: list = [tiny_gpt()]
-            garbage.append(garbage)  # `del` does not free it
-            del garbage
-            destroy_parallel()
-    finally:
-        gc.enable()
-    gc.collect()
-    initialize()
-    destroy_parallel()
-    return found, len(process_groups())
-
-
-def collections():
-    """The number of garbage collections of a patched process in three initializations, with no model."""
-    before = gc.get_stats()[2]["collections"]
-    gc.disable()
-    try:
-        for _ in range(3):
-            initialize()
-            destroy_parallel()
-    finally:
-        gc.enable()
-    return gc.get_stats()[2]["collections"] - before
 
 
 def late(rank, without):
@@ -173,8 +138,6 @@ def job(rank, world_size):
     if not UNPATCHED.items() <= os.environ.items():
         yield "kept by one", functools.partial(kept_by_one, rank)
         yield "other calls", other_calls
-        yield "collections", collections
-        yield "dropped models", dropped_models
         yield "in vain", functools.partial(in_vain, rank)
         for without in WITHOUT:
             yield without, functools.partial(late, rank, without)
@@ -210,15 +173,6 @@ def test_groups_that_nothing_refers_to_are_destroyed(patched):
         assert found["other world"]
 
 
-def test_garbage_is_collected_only_where_there_may_be_much(patched):
-    for found in patched:
-        assert found["collections"] == 0
-        counts, last = found["dropped models"]
-        assert counts[1] > counts[0]  # the model of the first layout is garbage that is not collected yet
-        assert max(counts) <= counts[0] + GARBAGE + 2 * LAYOUT
-        assert last <= counts[0]
-
-
 @pytest.mark.parametrize("without", WITHOUT)
 def test_a_rank_that_imports_megapatch_later_is_not_waited_for(patched, without):
     """Layouts that both ranks have noted are destroyed; of the others, the groups that both are in stay."""
@@ -238,22 +192,11 @@ def test_a_call_that_a_rank_makes_alone_and_that_raises_is_not_met(patched):
 
 def verdicts(rank, world_size):
     module = importlib.import_module("megatron.core.parallel_state")
-
-    def forgets_nothing():
-        return module._TENSOR_MODEL_PARALLEL_GROUP
-
-    functions = {"forgets_nothing": forgets_nothing}
-    for name, groups in EDITED.items():
-        code = f"def {name}():\n    global {', '.join(groups)}\n    {' = '.join(groups)} = None"
-        exec(code, vars(module), functions)
+    functions = {}
     exec(REPAIRED, vars(module), functions)
     return verdicts_of(diagnose, module, made_up(module, "destroy_model_parallel", *functions.values()))
 
 
-EDITED = {
-    "forgets_all": GROUPS,
-    "forgets_no_data_parallel": [group for group in GROUPS if group != "_DATA_PARALLEL_GROUP"],
-}
 REPAIRED = f"""
 def destroys_all():
     global {", ".join(GROUPS)}
@@ -264,15 +207,5 @@ def destroys_all():
 
 
 def test_diagnosis():
-    found = of_a_rank(verdicts)
-    assert found["as it is"] == (
-        "needed",
-        "destroy_model_parallel() forgets the process groups and leaves them in place",
-    )
-    assert {case: kind for case, (kind, _) in found.items()} == {
-        "as it is": "needed",
-        "forgets_nothing": "unknown",
-        "forgets_all": "needed",
-        "forgets_no_data_parallel": "unknown",
-        "destroys_all": "fixed",
-    }
+    expected = {"as it is": ("needed", "leaves them in place"), "destroys_all": ("fixed", "destroys the process")}
+    assert_verdicts(of_a_rank(verdicts), expected)

@@ -1,7 +1,8 @@
 """megatron.main-params-after-load on the real optimizers, bf16 and fp16, 2 ranks.
 
 After a load of a checkpoint's weights alone the next steps are, bit for bit, those of new objects that have loaded
-them. What a load may have been meant for otherwise ends, bit for bit, as without the patch.
+them. A load that may have been meant otherwise is not guessed: a WARNING names the line and what to call. Such
+programs end as without megapatch, bit for bit; no_harm/loads.py has more of them.
 """
 
 import importlib
@@ -27,10 +28,11 @@ from rigs.megatron.main_params import (
     trained,
     weights,
 )
-from rigs.megatron.options import BOTH, UNPATCHED, attempt
+from rigs.megatron.options import BOTH, UNPATCHED, Log, attempt
 
 from megapatch._verify.checks.loads import read_back
 from megapatch.testing import init_parallel, tiny_gpt
+from megapatch.weight_sync import lent_weights
 
 ADAM = {"optimizer": "adam", "lr": 0.05}
 SHARDED = {**ADAM, "use_distributed_optimizer": True}
@@ -191,3 +193,108 @@ def test_only_what_was_loaded_changes(others, case):
         assert found[case, "in part"] <= 1
         assert found[case, "failed"] == ("RuntimeError", True, True)
         assert found[case, "ordinary"] == 0
+
+
+# ------------------------------------------------------------------------ what is said, in bf16
+def quantization_aware(options, load=load_weights):
+    """Load quantized weights before each forward pass; the optimizer keeps full precision."""
+    model = trained(options, 0)
+    for step in (1, 2):
+        own = weights(model)
+        quantized = [{name: _rounded(value) for name, value in chunk.items()} for chunk in own]
+        load(model, quantized)
+        model.train_step(step)
+    return followed(model)
+
+
+def _rounded(value):
+    return (value * 16).round() / 16 if torch.is_tensor(value) else value
+
+
+def lent(options):
+    with lent_weights():
+        return quantization_aware(options, restore_weights)
+
+
+def rolled_back_in_memory(options):
+    model = trained(options, 0)
+    copy = weights(model)
+    train(model, 1)
+    load_weights(model, copy)
+    return followed(model, 2)
+
+
+def evaluated_before_its_step(options):
+    """Load a checkpoint's weights between a backward pass and its step, which brings the model's own back."""
+    model = trained(options, 0)
+    model.zero_grad()
+    model.forward_backward(1)
+    restore_weights(model, halved(weights(model)))
+    model.optimizer.step()
+    return followed(model, 2)
+
+
+def saved_while_swapped(options):
+    """Save the optimizer's state while a reference is in the model."""
+    model = trained(options, 0)
+    own = weights(model)
+    for load in (load_weights, restore_weights):
+        load(model, halved(own))
+        model.optimizer.state_dict()
+        load_weights(model, own)
+    return followed(model, 1)
+
+
+def reloaded_by_hand(options):
+    """Load weights and say what they are for, with Megatron's own call."""
+    model = trained(options, 0)
+    restore_weights(model, halved(weights(model)))
+    model.optimizer.reload_model_params()
+    return followed(model, 1)
+
+
+def taken_over(options):
+    """A checkpoint's weights, loaded alone and trained on: what the patch is for."""
+    model = trained(options, 0)
+    saved = weights(model)
+    train(model, 1)
+    restore_weights(model, saved)
+    return followed(model, 2)
+
+
+SILENT = (lent, saved_while_swapped, reloaded_by_hand)
+LEFT_ALONE = (quantization_aware, rolled_back_in_memory, evaluated_before_its_step)
+PROGRAMS = (*SILENT, *LEFT_ALONE, taken_over)
+
+
+def said_by(program):
+    """Return what the program ends with, and what is said of its loads."""
+    importlib.import_module("megapatch.patches.megatron.main_params_after_load")._said.clear()
+    log = Log()
+    return program(CASES["bf16"][1]), [text for text in log.texts if "main-params-after-load" in text]
+
+
+def programs(rank, world_size):
+    init_parallel()
+    for program in PROGRAMS:
+        yield program.__name__, partial(said_by, program)
+
+
+plain = cells_of(programs, 2, env=UNPATCHED)
+said = cells_of(programs, 2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_load_that_differs_is_said_once_a_line(plain, said, program):
+    for without, found in zip(plain, said, strict=True):
+        ended, texts = found[program.__name__]
+        assert same(ended, without[program.__name__][0]) is (program is not taken_over)
+        if program in SILENT:
+            assert texts == []
+            continue
+        (text,) = texts
+        outcome = "main parameters follow" if program is taken_over else "are left alone, as without megapatch"
+        assert outcome in text
+        assert "main_params.py:" in text
+        assert "reload_model_params()" in text
+        assert "lent_weights()" in text

@@ -3,20 +3,16 @@
 Gathers end late: what nobody has waited for is written when somebody does, over whatever was loaded meanwhile.
 """
 
-import copy
 import itertools
 from functools import partial
 
 import pytest
 import torch
 from rigs.cells import cells_of, run_cells
-from rigs.fake_gpu.collectives import make_collectives_late
+from rigs.late_collectives import make_collectives_late
 from rigs.megatron.gathers import pair, unwrapped, wrong
 from rigs.megatron.main_params import (
     children,
-    equal,
-    mains,
-    new_with,
     prepare,
     restore_weights,
     train,
@@ -53,20 +49,6 @@ def one_rank_loads_others(rank, options, kind):
     ]
 
 
-def loaded_state_without_mains(options):
-    """Load weights, and then optimizer state that has no main parameters, or lacks them: the weights count."""
-    init_parallel()
-    model = trained(options, 0, 1)
-    saved = weights(model)
-    train(model, 2, 3)
-    state = copy.deepcopy(model.optimizer.state_dict())
-    state.pop("fp32_from_fp16_params", None)
-    restore_weights(model, saved)
-    error, _ = attempt(model.optimizer.load_state_dict, state)
-    prepare(model)
-    return error, equal(mains(model), mains(new_with(options, saved)))
-
-
 def waits_after_a_swap(options):
     """Load the weights that are there, and count how often the host waits before the next step."""
     init_parallel()
@@ -84,12 +66,10 @@ def job(rank, world_size):
     for case, options in CASES.items():
         for kind in CHANGED:
             yield (case, kind), partial(one_rank_loads_others, rank, options, kind)
-        yield (case, "without mains"), partial(loaded_state_without_mains, options)
         yield (case, "waits"), partial(waits_after_a_swap, options)
 
 
 found = cells_of(job, 2)
-unpatched = cells_of(job, 2, env=UNPATCHED)
 
 
 @pytest.mark.parametrize("kind", CHANGED)
@@ -125,13 +105,6 @@ def test_a_parameter_is_judged_by_those_that_all_of_its_ranks_hold(changed, stal
     triples = {kind: triple(kind) for kind in KINDS}
     found = [parameter for parameter, *_ in stale_pairs(list(triples.values()))]
     assert [kind for kind, (parameter, *_) in triples.items() if any(parameter is one for one in found)] == stale
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_optimizer_state_without_main_parameters_settles_nothing(found, unpatched, case):
-    error = None if "distributed" in case else "KeyError"
-    assert [rank[case, "without mains"] for rank in found] == [(error, True)] * 2
-    assert [rank[case, "without mains"] for rank in unpatched] == [(error, False)] * 2
 
 
 @pytest.mark.parametrize("case", CASES)

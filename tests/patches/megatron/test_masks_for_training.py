@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
-from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
-from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.megatron.save import minor
 
-from megapatch.patches.megatron.masks_for_training import MASK, MODULE, diagnose
 from megapatch.testing import init_parallel, tiny_gpt
 
 CACHES = minor() < 16
@@ -45,17 +40,3 @@ def test_training_goes_on_after_a_pass_in_inference_mode():
         assert "Inference tensors cannot be saved for backward" in broken
     else:
         assert broken == plain
-
-
-def verdicts(rank, world_size):
-    module = importlib.import_module(MODULE)
-
-    def another(sq): ...
-
-    return verdicts_of(diagnose, module, {"another": (module, MASK, another), "gone": (module, MASK, GONE)})
-
-
-def test_verdicts():
-    as_it_is = ("needed", "keeps masks") if CACHES else ("fixed", "makes each mask again")
-    expected = {"as it is": as_it_is, "another": ("unknown", "triu"), "gone": ("unknown", MASK)}
-    assert_verdicts(of_a_rank(verdicts), expected)

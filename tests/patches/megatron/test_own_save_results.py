@@ -3,18 +3,16 @@
 import functools
 import gc
 import importlib
-import multiprocessing
 import os
 import shutil
 from types import FunctionType, SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
 from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
-from rigs.megatron.options import UNPATCHED, Log, attempt, quick_writer
+from rigs.megatron.options import UNPATCHED, attempt, quick_writer
 from rigs.megatron.save import ALONE, Saves, has_working_writer, minor
 
 from megapatch._finding import find_module
@@ -154,17 +152,6 @@ class GivenUp:
             kept.append(len(own_save_results._unread) - begun)
         return kept
 
-    def without_manager(self):
-        """The common queue has no manager: it is used, and a warning says so, once."""
-        log, module = Log(), importlib.import_module(MODULES[self.strategy])
-        own_save_results._warn_once.cache_clear()
-        common = multiprocessing.get_context("fork").Manager().Queue()
-        manager, common._manager = common._manager, None
-        with mock.patch.object(module, "_results_queue", common):
-            saved = [self.saved(FIRST), self.saved(WIDER)]
-        manager.shutdown()
-        return saved, [text for text in log.texts if "manager" in text]
-
 
 CELLS = ("abandoned", "abandoned_alike", "abandoned_by_one_rank", "failed", "finalized_later")
 OVERLAPS = {
@@ -187,7 +174,6 @@ def job(rank, world_size, folder):
             yield (strategy, name), functools.partial(saves.overlapping, *orders)
             quick_writer(MODULES[strategy])
         yield (strategy, "queues"), saves.queues
-        yield (strategy, "without manager"), saves.without_manager
         yield (strategy, "diagnoses"), functools.partial(diagnoses, importlib.import_module(MODULES[strategy]))
 
 
@@ -196,21 +182,16 @@ def own_queue(self, plan, planner):
     self.results_queue = mp.get_context("spawn").Manager().Queue()  # noqa: F821 (of the module it is put in)
 
 
-def no_queue(self, plan, planner):
-    self.results_queue = None
-
-
 def diagnoses(module):
     writer = module.FileSystemWriterAsync
     # With the module's globals, as upstream's own function would have.
-    functions = [FunctionType(each.__code__, vars(module), each.__name__) for each in (own_queue, no_queue)]
-    return verdicts_of(diagnose, module, made_up(writer, "prepare_write_data", *functions))
+    function = FunctionType(own_queue.__code__, vars(module), own_queue.__name__)
+    return verdicts_of(diagnose, module, made_up(writer, "prepare_write_data", function))
 
 
 DIAGNOSES = {
     "as it is": ("needed", "share one queue"),
     "own_queue": ("fixed", "a queue of its own"),
-    "no_queue": ("unknown", "it does not"),
 }
 
 
@@ -275,15 +256,5 @@ def test_only_queues_of_saves_that_were_given_up_are_kept(patched, strategy):
 
 
 @each_writer
-def test_a_queue_without_a_manager_is_used_and_named_once(patched, strategy):
-    for found in patched:
-        saved, (text,) = found[strategy, "without manager"]
-        assert saved == [True, True]
-        assert "found one of type AutoProxy" in text
-
-
-@each_writer
-def test_diagnosis(unpatched, patched, strategy):
-    found = patched[0][strategy, "diagnoses"]
-    assert unpatched[strategy, "diagnoses"] == found  # a second look, through the patch, gives the same answers
-    assert_verdicts(found, DIAGNOSES)
+def test_diagnosis(patched, strategy):
+    assert_verdicts(patched[0][strategy, "diagnoses"], DIAGNOSES)

@@ -10,7 +10,6 @@ import torch
 from rigs.cells import cells_of, once
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted, assert_same_parameters, attempt
 
-from megapatch import apply, restore
 from megapatch.patches.megatron.prepare_grads_once import _prepared
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -109,7 +108,6 @@ def with_patch(rank, world_size):
         yield number, partial(train, *run)
     for case in ("experts", "distributed experts"):
         yield case, partial(behaviour, case)
-    yield "without scaler", without_scaler
 
 
 def without_patch(rank, world_size):
@@ -199,33 +197,17 @@ def broken(name, optimizer):
         getattr(optimizer, method)()
 
 
-def with_children_of_their_own(rig):
-    """As where the optimizer's state is on disk, and replaces the method of each optimizer."""
-    with contextlib.ExitStack() as stack:
-        for child in (rig.dense, rig.experts):
-            stack.enter_context(mock.patch.object(child, "step_with_ready_grads", return_value=True))
-        rig.chain.step_with_ready_grads()
-
-
-def install_anew(rig):
-    restore("megatron.prepare-grads-once")
-    apply()
-
-
 ENDINGS = {
     "step": lambda rig: rig.chain.step(),
     "step raises": lambda rig: broken("get_grad_norm", rig.chain),
-    "step of a chain of chains raises": lambda rig: broken("get_grad_norm", type(rig.chain)([rig.chain])),
     "step of each": of_each(lambda child: child.step()),
     "step of each raises": of_each(lambda child: broken("clip_grad_norm", child)),
     "step_with_ready_grads": lambda rig: rig.chain.step_with_ready_grads(),
-    "step_with_ready_grads with children of their own": with_children_of_their_own,
     "step_with_ready_grads of each": of_each(lambda child: child.step_with_ready_grads()),
     "step_with_ready_grads of each raises": of_each(lambda child: broken("step", child)),
     "zero_grad": lambda rig: rig.chain.zero_grad(),
     "load_state_dict": of_each(lambda child: child.load_state_dict(child.state_dict())),
     "zero_grad_buffer": lambda rig: rig.chunk.zero_grad_buffer(),
-    "installed again": install_anew,
 }
 
 
@@ -253,23 +235,7 @@ def behaviour(case):
     rig.chain.step()
     found["left"] = marked, [child in _prepared for child in (rig.dense, rig.experts)]
 
-    rig.dense.is_stub_optimizer = True
-    counts, scaler = [], rig.dense.grad_scaler
-    for method in (rig.dense.prepare_grads, rig.dense.prepare_grads, rig.dense.zero_grad, rig.dense.prepare_grads):
-        before = scaler._growth_tracker
-        method()
-        counts.append(scaler._growth_tracker - before)
-    found["stub"] = counts
     return found
-
-
-def without_scaler():
-    """How often two calls of prepare_grads() copy gradients with bf16."""
-    init_parallel()
-    (child,) = tiny_gpt(dtype="bf16").optimizer.chained_optimizers
-    with mock.patch.object(child, "_copy_model_grads_to_main_grads") as copy:
-        answers = [child.prepare_grads(), child.prepare_grads()]
-    return answers, copy.call_count, child in _prepared
 
 
 @pytest.fixture(params=["experts", "distributed experts"])
@@ -298,11 +264,3 @@ def test_after_an_exception_only_what_was_not_prepared_is_prepared(found):
 
 def test_it_keeps_nothing_about_an_optimizer_that_has_stepped(found):
     assert [rank["left"] for rank in found] == [([True, True], [False, False])] * 2
-
-
-def test_an_optimizer_without_parameters_counts_each_step_once(found):
-    assert [rank["stub"] for rank in found] == [[1, 0, 0, 1]] * 2
-
-
-def test_without_a_loss_scale_nothing_changes(patched):
-    assert [found["without scaler"] for found in patched] == [([False, False], 2, False)] * 2

@@ -6,7 +6,7 @@ import importlib
 from unittest import mock
 
 import pytest
-from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
+from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
@@ -62,11 +62,7 @@ def verdicts(rank, world_size):
     def looks_at_models(src_core, tgt_core, num_experts, group=None):
         return id(src_core), num_experts
 
-    def wants_more(src_core, tgt_core, num_experts, more, group=None): ...
-
-    functions = (looks_at_layers, looks_at_models, wants_more)
-    changes = {function.__name__: (module, KEY, function) for function in functions}
-    return verdicts_of(diagnose, module, {**changes, "gone": (module, KEY, GONE)})
+    return verdicts_of(diagnose, module, made_up(module, KEY, looks_at_layers, looks_at_models))
 
 
 def test_verdicts():
@@ -74,8 +70,6 @@ def test_verdicts():
         "as it is": ("needed", "for all models"),
         "looks_at_layers": ("fixed", "configurations"),
         "looks_at_models": ("fixed", "tells models apart"),
-        "wants_more": ("unknown", "expected _build_plan_cache_key() to run"),
-        "gone": ("unknown", KEY),
     }
     older = {"as it is": ("absent", "it came with megatron-core 0.17")}
     assert_verdicts(of_a_rank(verdicts), known if minor() > 16 else older)

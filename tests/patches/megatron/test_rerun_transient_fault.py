@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from rigs.cells import run_cells
-from rigs.diagnosed_code import verdicts_of
 from rigs.megatron.options import (
     ADAM,
     assert_same,
@@ -33,28 +32,13 @@ SAVED, INTERRUPTED = 2, 3  # steps done
 
 def found_by_rank(rank, world_size, folder):
     init_parallel()
-    yield "verdicts", verdicts
+    yield "as it is", lambda: diagnose(rerun()).kind.value
     yield "transient", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=1)
     yield "lasting", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=2)
     yield "none", partial(machine_after, rank, "VALIDATE_RESULTS", faulty_runs=0)
     yield "disabled", partial(machine_after, rank, "DISABLED", faulty_runs=0)
     if megatron_training_available():
         yield "trained", partial(trained, rank, folder)
-
-
-def verdicts():
-    """Of the machine as it is, and of changed ones; the logger, which would tell of an exit, is as before."""
-    machine = rerun().RerunStateMachine
-    answers = {
-        "saves": lambda self: (True, True, FAILED),
-        "does not save": lambda self: (False, True, FAILED),
-        "goes on": lambda self: (False, False, 0),
-        "needs more": lambda self: self.something_new,
-    }
-    changes = {case: (machine, "should_checkpoint_and_exit", answer) for case, answer in answers.items()}
-    found = verdicts_of(diagnose, rerun(), {**changes, "no states": (rerun(), "RerunState", None)})
-    assert not rerun().logger.disabled
-    return {case: kind for case, (kind, _) in found.items()}
 
 
 def machine_after(rank, mode, faulty_runs):
@@ -135,21 +119,9 @@ def runs(tmp_path_factory):
 
 @pytest.fixture
 def has_the_fault(runs):
-    (verdict,) = {found["verdicts"]["as it is"] for run in runs for found in run}
+    (verdict,) = {found["as it is"] for run in runs for found in run}
     assert verdict in ("needed", "fixed")
     return verdict == "needed"
-
-
-def test_the_verdicts(runs, has_the_fault):
-    for found in runs[0] + runs[1]:
-        assert found["verdicts"] == {
-            "as it is": "needed" if has_the_fault else "fixed",
-            "saves": "needed",
-            "does not save": "fixed",
-            "goes on": "unknown",
-            "needs more": "unknown",
-            "no states": "unknown",
-        }
 
 
 @pytest.mark.quick

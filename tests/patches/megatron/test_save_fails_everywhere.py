@@ -194,9 +194,10 @@ def test_each_rank_that_failed_raises_its_own_error(patched, writer):
 
 @each_writer
 @pytest.mark.parametrize("what", ["results", "unwritten"])
-def test_what_upstream_raises_on_rank_0_is_raised_as_the_same_error(patched, writer, what):
+def test_what_upstream_raises_on_rank_0_is_raised_on_the_other(patched, writer, what):
     (error, found, after), (of_other, _, after_others) = (ranks[writer, what] for ranks in patched)
-    assert error == of_other == "CheckpointException"
+    assert error == "CheckpointException"
+    assert of_other in ("CheckpointException", "MegapatchError")  # upstream's own, from 0.14 on, or ours
     assert ("No space left on device" if what == "results" else "Worker failure") in found
     assert_goes_on(after, after_others)
 

@@ -120,23 +120,6 @@ def rates_that_are_tensors():
     return error, all(map(torch.equal, before, after)), all(a is b for a, b in zip(tensors, after, strict=True))
 
 
-class Slots:
-    """An optimizer of one's own that has no dictionary."""
-
-    __slots__ = ("load_state_dict", "param_groups")
-
-
-def of_its_own():
-    optimizer = Slots()
-    optimizer.param_groups = [{"wd_mult": 1.0}]
-    optimizer.load_state_dict = None
-    scheduler = scheduler_of(optimizer)
-    scheduler.step(SAVED)
-    new = scheduler_of(optimizer)
-    new.load_state_dict(scheduler.state_dict())
-    return new.num_steps, rates_of(new) == rates_of(scheduler)
-
-
 def fails(lacking):
     """Load a state that lacks something: what raises, and what has changed."""
     model = tiny_gpt(lr=0.5)
@@ -172,34 +155,16 @@ def rates_of(model):
 
 
 # ------------------------------------------------------------------------------------------ the diagnosis
-def resets(self, state_dict):
+def resets_and_reads_late(self, state_dict):
     self.num_steps = 0
     self.step(increment=state_dict["num_steps"])
-
-
-def adds(self, state_dict):
-    self.step(increment=state_dict["num_steps"])
-
-
-def stays(self, state_dict): ...
-
-
-def resets_and_reads_late(self, state_dict):
-    resets(self, state_dict)
     self.end_wd = state_dict["end_wd"]
 
 
 def resets_and_reads_first(self, state_dict):
     self.end_wd = state_dict["end_wd"]
-    resets(self, state_dict)
-
-
-def adds_and_reads_first(self, state_dict):
-    self.end_wd = state_dict["end_wd"]
-    adds(self, state_dict)
-
-
-LOADS = (resets, resets_and_reads_late, resets_and_reads_first, adds, adds_and_reads_first, stays)
+    self.num_steps = 0
+    self.step(increment=state_dict["num_steps"])
 
 
 def diagnoses():
@@ -207,17 +172,15 @@ def diagnoses():
 
     module = importlib.import_module(MODULE)
     kind = module.OptimizerParamScheduler
-    return verdicts_of(diagnose, module, made_up(kind, "load_state_dict", *LOADS))
+    return verdicts_of(
+        diagnose, module, made_up(kind, "load_state_dict", resets_and_reads_late, resets_and_reads_first)
+    )
 
 
 DIAGNOSES = {
     "as it is": ("needed", "adds the steps"),
-    "resets": ("fixed", "checkpoint's step"),
     "resets_and_reads_late": ("needed", "the first step after a load"),
     "resets_and_reads_first": ("fixed", "so are its rates"),
-    "adds_and_reads_first": ("needed", "adds the steps"),
-    "adds": ("needed", "adds the steps"),
-    "stays": ("unknown", "found 0 and 3"),
 }
 LACKING = ["num_steps", "max_lr", "lr_decay_style", "end_wd", ""]
 """Keys that a state lacks; "" is one that has all, but no number of steps."""
@@ -234,7 +197,6 @@ def job(rank, world_size):
             yield (layout, case), partial(resumed, layout, settings)
     yield "overridden", overridden
     yield "tensors", rates_that_are_tensors
-    yield "own", of_its_own
     yield "diagnoses", diagnoses
 
 
@@ -302,32 +264,13 @@ def test_rates_that_are_tensors_are_put_back_in_place(patched):
         assert found["tensors"] == ("KeyError", True, True)
 
 
-def test_an_optimizer_without_a_dictionary_has_a_schedule(unpatched, patched):
-    for found in (*unpatched, *patched):
-        assert found["own"] == (SAVED, True)
-
-
 @pytest.mark.parametrize("lacking", LACKING)
 def test_a_load_that_fails_changes_nothing(unpatched, patched, lacking):
     for before, found in zip(unpatched, patched, strict=True):
-        (error, _), changed, rates_kept = found[lacking]
-        assert error == before[lacking][0][0] is not None
+        error, changed, rates_kept = found[lacking]
+        assert error == before[lacking][0] and error[0] is not None
         assert changed == [] and rates_kept
         assert before[lacking][2] == (lacking != "end_wd")  # it raises last
-
-
-@pytest.mark.parametrize("lacking", [lacking for lacking in LACKING if lacking])
-def test_a_state_that_lacks_a_key_is_explained(unpatched, patched, lacking):
-    for before, found in zip(unpatched, patched, strict=True):
-        assert before[lacking][0] == ("KeyError", f"{lacking!r}")
-        error, text = found[lacking][0]
-        assert error == "KeyError"
-        for part in (f"lacks {lacking!r}. Found: ", "Expected: ", "before this load", "Load a complete"):
-            assert part in text
-
-
-def test_another_error_stays_as_it_is(unpatched, patched):
-    assert [found[""][0] for found in patched] == [found[""][0] for found in unpatched]
 
 
 def test_older_names_are_loaded_as_before(unpatched, patched):
@@ -335,6 +278,5 @@ def test_older_names_are_loaded_as_before(unpatched, patched):
         assert found["older"] == [(True, True)] * 2
 
 
-def test_diagnosis(unpatched, patched):
-    assert unpatched[0]["diagnoses"] == patched[0]["diagnoses"]
+def test_diagnosis(patched):
     assert_verdicts(patched[0]["diagnoses"], DIAGNOSES)

@@ -7,8 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from rigs.cells import cells_of
-from rigs.diagnosed_code import verdicts_of
-from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, attempt
 from rigs.megatron.save import minor
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,58 +33,8 @@ def finalized(rank):
 def job(rank, world_size):
     init_parallel()
     yield "finalized", lambda: finalized(rank)
-    yield "diagnoses", diagnoses
 
 
-# ------------------------------------------------------------------------------------------ the diagnosis
-def finalize_with(model, force_all_reduce=False):
-    model.finish_grad_sync(force_all_reduce=force_all_reduce)
-
-
-def finalize_without(model):
-    model.finish_grad_sync()
-
-
-def finalize_nothing(model): ...
-
-
-def takes_it(self, force_all_reduce=False): ...
-
-
-def takes_nothing(self): ...
-
-
-def raises(self, force_all_reduce=False):
-    raise RuntimeError("no")
-
-
-def diagnoses():
-    from megapatch.patches.megatron.torch_fsdp2_finalize import FSDP2, diagnose
-
-    package = importlib.import_module("megatron.core.distributed")
-    finalizing = importlib.import_module("megatron.core.distributed.finalize_model_grads")
-    changes = {}
-    for finalize in (finalize_with, finalize_without, finalize_nothing):
-        for finish in (takes_it, takes_nothing, raises):
-            changes[finalize.__name__, finish.__name__] = [
-                (finalizing, "finalize_model_grads", finalize),
-                (package, FSDP2, type(FSDP2, (), {"finish_grad_sync": finish})),
-            ]
-    return verdicts_of(diagnose, package, changes)
-
-
-DIAGNOSES = {
-    ("finalize_with", "takes_it"): ("fixed", "takes force_all_reduce"),
-    ("finalize_with", "takes_nothing"): ("needed", "does not take the force_all_reduce"),
-    ("finalize_with", "raises"): ("unknown", "RuntimeError: no"),
-    ("finalize_without", "takes_nothing"): (
-        ("absent", "without force_all_reduce") if minor() < 16 else ("unknown", "not found: force_all_reduce")
-    ),
-    ("finalize_nothing", "takes_nothing"): ("unknown", "not found: finish_grad_sync"),
-}
-
-
-# ------------------------------------------------------------------------------------------ the checks
 unpatched = cells_of(job, 2, env=UNPATCHED)
 patched = cells_of(job, 2)
 
@@ -102,11 +50,3 @@ def test_without_the_patch_gradients_cannot_be_finalized(unpatched):
 def test_gradients_are_finalized(patched):
     for found in patched:
         assert found["finalized"] == (None, [[1.5] * 4] * 2)
-
-
-def test_diagnosis(unpatched, patched):
-    before, found = unpatched[0]["diagnoses"], patched[0]["diagnoses"]
-    assert before == found  # a second look, through the patch, gives the same answers
-    expected = "absent" if minor() < 16 else "needed" if minor() < 19 else "fixed"
-    assert found["as it is"][0] == expected
-    assert_verdicts({case: found[case] for case in DIAGNOSES}, DIAGNOSES)

@@ -1,8 +1,6 @@
 """megatron.train-reentry on the real train(), at 2 ranks; wheels have it from 0.17 on."""
 
 import contextlib
-import gc
-import importlib
 import sys
 from functools import partial
 
@@ -16,7 +14,6 @@ from rigs.megatron.options import (
     UNPATCHED,
     Gathers,
     Interrupted,
-    Log,
     assert_same,
     buckets,
     needs_training,
@@ -189,35 +186,3 @@ def test_no_gather_more_than_once_a_step_and_bucket():
         assert count == needed
     # The first call of a process gathers no more than it does without megapatch.
     assert run_with_megatron(gathers, 2, CALLS_AND_STEPS[:1], env=UNPATCHED) == [each[:1] for each in found]
-
-
-def what_stays_the_callers(rank, world_size):
-    init_parallel()
-    model = tiny_gpt(hooks=False)
-    log, said = Log(), []
-    loop = MegatronLoop(model, flags=["--manual-gc"])
-    graphs = importlib.import_module("megatron.core.full_cuda_graph").FullCudaGraphWrapper.cuda_graph
-    for _ in range(2):
-        log.texts.clear()
-        gc.enable()
-        loop.train(2)
-        loop.iteration = 0
-        loop.train(1)
-        graphs["training"] = object()
-        loop.train(1)
-        graphs["training"] = None
-        said.append(list(log.texts))
-    gc.enable()
-    return said
-
-
-def test_what_stays_the_callers_is_warned_of_once():
-    first, second = run_with_megatron(what_stays_the_callers, 2)[0]
-    assert second == []
-    assert len(first) == 3
-    for text in (
-        "garbage collector",
-        "starts again at iteration 0 although the last call ended at 2",
-        "CUDA graph",
-    ):
-        assert sum(text in said for said in first) == 1

@@ -1,6 +1,5 @@
 """megatron.train-reentry on Megatron-Bridge's own train(), at 2 ranks; for Bridge's wheels see tox.ini."""
 
-import gc
 import sys
 from functools import partial
 
@@ -24,7 +23,6 @@ from rigs.megatron.options import (
     GRADS,
     UNPATCHED,
     Gathers,
-    Log,
     assert_same,
     attempt,
     buckets,
@@ -201,45 +199,6 @@ def test_parameters_that_may_be_gradients_are_an_error_rather_than_other_numbers
         assert error == "MegapatchError"
         assert "reuse_grad_buf_for_mxfp8_param_ag" in text
         assert steps == 1
-
-
-def garbage_collector_off(rank, world_size):
-    loop, log = new_loop(ADAM, settings={"train.manual_gc": True}), Log()
-    for _ in range(2):
-        gc.enable()
-        loop.train(1)
-    gc.enable()
-    return log.texts
-
-
-def test_what_stays_the_callers_is_warned_of_once():
-    (text,) = ranks(garbage_collector_off)[0]
-    assert "garbage collector" in text
-
-
-def wrapped_steps(rank, world_size):
-    """How many CUDA graph wrappers are around optimizer.step() in each of three calls; none captures here."""
-    loop, found = new_loop(ADAM), []
-    loop.state.cfg.optimizer.optimizer_cuda_graph = True
-    loop.state.cfg.model.cuda_graph_warmup_steps = 1000
-    loop.state.cfg.model.cuda_graph_use_single_mempool = False
-
-    def count(context):
-        step, depth = loop.model.optimizer.step, 0
-        while hasattr(step, "optimizer_step_func"):
-            step, depth = step.optimizer_step_func, depth + 1
-        found.append(depth)
-
-    loop.callbacks.register("on_train_step_start", count)
-    for _ in range(3):
-        loop.train(1)
-    return found, "step" in vars(loop.model.optimizer)
-
-
-def test_optimizer_step_is_wrapped_once_a_call():
-    for depths, left in ranks(wrapped_steps):
-        assert depths in ([1, 1, 1], [0, 0, 0])  # 0: this Bridge has no such wrapper
-        assert not left
 
 
 # ------------------------------------------------------------------------------------------ the diagnosis

@@ -5,8 +5,6 @@ last handle of several would do. Here every result stays NaN until its own handl
 dropped instead has its result written when the next collective begins, as a reduce that nobody waits for would do.
 
     run_ranks(job, 2, setup=make_collectives_late)     # before Megatron is imported, which keeps these functions
-
-On the fake GPU a collective is in a stream of its group, for which the stream that waits for its handle waits.
 """
 
 from __future__ import annotations
@@ -14,11 +12,6 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
-
-from . import streams
-from .devices import check_collective, is_of_host
-from .memory import memory_of
 
 ASYNCHRONOUS = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
@@ -31,14 +24,11 @@ class Late:
 
     def __init__(self, work, output, result):
         self.parts = work, output, result
-        self.flight = streams.launch(output)
 
     def wait(self, *_):
         if self.parts is not None:
             _land(self.parts)
             self.parts = None
-        if self.flight is not None:
-            streams.join(*self.flight)
         return True
 
     def __del__(self):
@@ -49,7 +39,7 @@ class Late:
 def _land(parts):
     work, output, result = parts
     work.wait()
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad():
         output.copy_(result)
 
 
@@ -81,29 +71,18 @@ def _late(original):
             _land(parts)
         if not async_op and not _open:
             return original(output, *args, **kwargs)
-        tensors = [value for value in (output, *args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        _look(original.__name__, tensors, kwargs.get("group"))
-        with _disable_current_modes():
-            result = output.detach().clone()
-            inputs = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
-            if "input" in kwargs:
-                kwargs["input"] = kwargs["input"].clone()
-            work = original(result, *inputs, async_op=True, **kwargs)
-        handle = Late(work, output, result)
-        with torch.no_grad(), _disable_current_modes():
+        result = output.detach().clone()
+        inputs = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        if "input" in kwargs:
+            kwargs["input"] = kwargs["input"].clone()
+        handle = Late(original(result, *inputs, async_op=True, **kwargs), output, result)
+        with torch.no_grad():
             output.fill_(torch.nan if output.is_floating_point() else 0)
         if _open:
             _open[-1].append(handle)
         return handle
 
     return collective
-
-
-def _look(name, tensors, group):
-    on_gpu = [tensor for tensor in tensors if memory_of(tensor) is not None]
-    if streams.are_given() and not is_of_host(group):
-        check_collective(name, tensors)
-    streams.look(on_gpu, [], name)
 
 
 @contextlib.contextmanager
