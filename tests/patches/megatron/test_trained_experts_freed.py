@@ -53,8 +53,8 @@ def dropped(rank, world_size, dispatcher):
     return numbers, sum(one() is not None for one in watched), groups
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.quick
 def test_models_that_were_dropped_are_freed_and_train_as_before(dispatcher):
     plain, patched = (run_with_megatron(dropped, 2, dispatcher, env=env) for env in (WITHOUT, None))
     for (numbers, alive, groups), (numbers_now, alive_now, groups_now) in zip(plain, patched, strict=True):
