@@ -147,7 +147,7 @@ class Ledger:
                 known.count, known.last_step = known.count + 1, self.step
                 return
             where = self._where() if where is None else where
-            known_repairs = repairs(RULES[rule].patches)
+            known_repairs = repairs(RULES[rule].patches_of(kind))
             first = self.step if step is None else step
             before = self.timeline.since(first - 1)
             rank, _, is_known = place()

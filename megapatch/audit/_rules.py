@@ -2,9 +2,10 @@
 
 A rule is a paragraph of `_TEXT`, in the order of the page. Its first line has its name, and whether breaking it is
 a finding or a note; after `but`, the kinds that are notes all the same. Then come what it says; what breaking it
-means; what is judged, and counted; the patches that repair known ways of breaking it; and the likely causes, each
-by the kind of the findings that it explains, with what shows it. A cause of `any` kind may explain all of them.
-Those `after` some kind of event come first where one has happened.
+means; what is judged, and counted; the patches that repair known ways of breaking it, each with the kind that it
+repairs if that is one; and the likely causes, each by the kind of the findings that it explains, with what shows
+it. A cause of `any` kind may explain all of them. Those `after` some kind of event come first where
+one has happened.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ reduced-once: finding but unfinished
     added to it after its reduce began.
   means: Data-parallel ranks step with different gradients, or with gradients that are wrong by a factor.
   judges: steps with gradients of several ranks
-  patches: megatron.grad-ready-window megatron.nested-no-sync megatron.parameters-without-gradients
+  patches: megatron.grad-ready-window megatron.nested-no-sync(repeated)
+    megatron.parameters-without-gradients(never)
     nemo_rl.hooks-without-overlap skyrl.accumulate-forward-backward
   unfinished: config.finalize_model_grads_func is not set, or its call is left out | all parameters are named, on
     all ranks
@@ -98,7 +100,8 @@ loaded-is-there: finding but rewound
   says: After a load, moments, step counts and the schedule are what was loaded.
   means: Training continues as another run: with moments of zero, or at another learning rate.
   judges: loads of an optimizer
-  patches: areal.load-optimizer-state megatron.scheduler-after-load
+  patches: areal.load-optimizer-state(moments) megatron.load-offloaded-state(steps)
+    megatron.scheduler-after-load(schedule)
   moments: the optimizer was loaded before its state was made, which replaced it | moments are zero or missing;
     load after the first step or after Megatron's dummy step
   steps: the load leaves the counts of before, or adds to them | the numbers differ by the steps of this process
@@ -243,7 +246,8 @@ hooks-balanced: finding
     as it found them.
   means: Later calls reduce too early, twice, or not at all; or a step is skipped.
   judges: forward-backward calls
-  patches: megatron.nested-no-sync megatron.train-reentry nemo_rl.abort-resets-rerun nemo_rl.train-after-exception
+  patches: megatron.nested-no-sync(no-sync) megatron.train-reentry nemo_rl.abort-resets-rerun
+    nemo_rl.train-after-exception
     slime.train-reentry
   no-sync: no_sync() is entered in itself | no_sync() is named; no exception came before
   any after exception: a call that raised, and was survived, has left them | the timeline has an exception just
@@ -277,7 +281,7 @@ saved-what-is: finding but parameters
   says: A checkpoint that has a model has all that is trained of it, and is not saved by the plan of another.
   means: The checkpoint lacks something that the next load needs.
   judges: saves of a model
-  patches: megatron.rerun-state-dict megatron.save-plan-cache
+  patches: megatron.rerun-state-dict(structure) megatron.save-plan-cache(structure)
   parameters: a filter of the state dict leaves parameters out | those that are named have a name in common
   structure: a strategy keeps the plan of an earlier save | not found without --ckpt-assume-constant-structure and
     --ckpt-fully-parallel-save
@@ -333,7 +337,7 @@ class Rule(NamedTuple):
         says: the rule, one sentence.
         means: the damage that a step that breaks it does to training.
         judges: what is judged by it, in the plural.
-        patches: those that repair known ways of breaking it.
+        patches: those that repair known ways of breaking it, each with the kind that it repairs; "" for any.
         is_note: whether trainers may break it on purpose, so that it is no finding but a note.
         noted: kinds that are notes where the others are findings.
         causes: the usual ones, the likeliest first.
@@ -342,10 +346,14 @@ class Rule(NamedTuple):
     says: str
     means: str
     judges: str
-    patches: tuple[str, ...]
+    patches: Mapping[str, str]
     is_note: bool
     noted: tuple[str, ...]
     causes: tuple[Cause, ...]
+
+    def patches_of(self, kind: str) -> list[str]:
+        """Return the patches that may repair a finding of this kind."""
+        return [name for name, only in self.patches.items() if only in ("", kind)]
 
     def causes_of(self, kind: str, events: Container[str] = ()) -> list[Cause]:
         """Return the likely causes of a finding of this kind, in order, after events of these kinds."""
@@ -366,7 +374,8 @@ def _read(text: str) -> Iterator[tuple[str, Rule]]:
             causes.append(
                 Cause(cause, check, () if kinds == "any" else tuple(kinds.split()), tuple(after.split()))
             )
-        patches, noted = (tuple(words.split()) for words in (facts.get("patches", ""), kind.partition(" but ")[2]))
+        patches = {name: of for name, of in re.findall(r"([\w.-]+)(?:\((.+?)\))?", facts.get("patches", ""))}
+        noted = tuple(kind.partition(" but ")[2].split())
         rule = Rule(facts["says"], facts["means"], facts["judges"], patches, kind == "note", noted, tuple(causes))
         yield name, rule
 

@@ -64,6 +64,15 @@ def test_repairs_are_patches():
     assert {patch.name for patch in PATCHES} >= {name for rule in RULES.values() for name in rule.patches}
 
 
+def test_a_finding_names_the_patches_of_its_kind():
+    rule = RULES["loaded-is-there"]
+    assert rule.patches_of("schedule") == ["megatron.scheduler-after-load"]
+    assert rule.patches_of("steps") == ["megatron.load-offloaded-state"]
+    for rule in RULES.values():
+        known = {kind for cause in rule.causes for kind in cause.kinds}
+        assert {kind for kind in rule.patches.values() if kind} <= known
+
+
 def test_off_it_is_not_imported():
 
     code = "import megapatch, sys; sys.exit('megapatch.audit' in sys.modules)"
