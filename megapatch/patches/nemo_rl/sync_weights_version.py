@@ -67,10 +67,14 @@ def accepting_version(sync: MethodType) -> Callable[..., Any]:
         if len(args) != 1 or not isinstance(args[0], int) or _accepts(sync, args, kwargs):
             return sync(*args, **kwargs)
         _warn_once()
-        call = functools.partial(sync, **kwargs)
-        return _in_thread(call) if is_in_loop() else call()
+        return _without_version(sync, kwargs)
 
     return patched_sync
+
+
+def _without_version(sync: MethodType, kwargs: dict[str, Any]) -> Any:
+    call = functools.partial(sync, **kwargs)
+    return _in_thread(call) if is_in_loop() else call()
 
 
 def _accepts(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
