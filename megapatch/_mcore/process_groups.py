@@ -106,9 +106,11 @@ def _holders() -> Iterator[Any]:
     from torch.distributed import distributed_c10d
 
     world = distributed_c10d._world
-    for table in (getattr(world, name) for name in dir(world) if name.startswith(("pg_", "tags_"))):
+    for name in dir(world):
+        table = getattr(world, name) if name.startswith(("pg_", "tags_")) else None
         if isinstance(table, dict):
-            yield table
+            if not name.startswith("tags_"):  # those hold lists alone
+                yield table
             yield from (value for value in table.values() if value and isinstance(value, list))
     state = vars(sys.modules[PARALLEL_STATE])
     yield state

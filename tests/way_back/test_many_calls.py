@@ -117,5 +117,6 @@ def test_the_300th_call_finds_and_does_what_the_30th_did(tmp_path):
     for rank in run_ranks(job, 2, str(tmp_path), timeout=900):
         for operation, (early, late) in rank.items():
             assert late.pop("memory") < early.pop("memory") + GROWTH, operation
+            assert abs(late.pop("called") - (called := early.pop("called"))) <= called / 1000, operation
             early["objects"] += 1  # itself
             assert late == early, operation
