@@ -1,6 +1,6 @@
 """Functions that read a model's parameters, as data: a `Reader` says where one is, and which model it reads.
 
-`reading` makes the site that lets them gather first (see `megapatch.weight_sync.gathered_parameters`): the one
+A `ReadingSite` lets them gather first (see `megapatch.weight_sync.gathered_parameters`): the one
 answer to "does this function gather before it reads?" for every framework. The audit watches the same readers.
 """
 
@@ -105,7 +105,7 @@ class Reader(NamedTuple):
 
 
 class ReadingSite(Site):
-    """A site made by `reading`.
+    """The site of a module's readers, which are installed all or none: an optional one stands alone.
 
     Attributes:
         readers: those that gather first.
@@ -123,11 +123,6 @@ class ReadingSite(Site):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadingSite, (self.module, *self.readers)
-
-
-def reading(module: str, *readers: Reader) -> ReadingSite:
-    """Return the site of a module's readers, which are installed all or none: an optional one stands alone."""
-    return ReadingSite(module, *readers)
 
 
 def reading_sites(patches: Iterable[Patch]) -> list[ReadingSite]:

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 from megapatch.patches._diagnosis import before_release
-from megapatch.patches._readers import Reader, reading, reading_sites
+from megapatch.patches._readers import Reader, ReadingSite, reading_sites
 from megapatch.patches.verl.gathered_when_read import PATCH as OF_VERL
 
 
@@ -138,7 +138,7 @@ def test_methods(made, engine, kind, words):
 def test_of_several_readers_the_one_that_needs_most_decides(made):
     module = made(one=gathered_export, two=export, three=export_of)
     kinds = [
-        reading("made_up", *(Reader(name, "models") for name in names)).diagnose(module).kind.value
+        ReadingSite("made_up", *(Reader(name, "models") for name in names)).diagnose(module).kind.value
         for names in (["one"], ["one", "two"], ["two", "three"], ["one", "none"])
     ]
     assert kinds == ["fixed", "needed", "unknown", "unknown"]
@@ -148,7 +148,7 @@ def test_a_site_of_readers_can_be_pickled_and_shows_them():
     assert reading_sites([OF_VERL]) == [*OF_VERL.sites]
     assert [len(site.readers) for site in reading_sites([OF_VERL])] == [1, 1, 1]
     assert len(pickle.loads(pickle.dumps(OF_VERL)).sites) == 3
-    copy = pickle.loads(pickle.dumps(reading("made_up", EXPORT)))
+    copy = pickle.loads(pickle.dumps(ReadingSite("made_up", EXPORT)))
     assert (copy.module, copy.readers, [*copy.replace]) == ("made_up", (EXPORT,), ["export"])
 
 

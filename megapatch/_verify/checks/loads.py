@@ -16,7 +16,6 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
 from ..check import DP, Check, Layout, expect, same, the_defect
 from ._steps import ADAM, SHARDED
 
@@ -103,11 +102,13 @@ def rates_of_its_own(layout: Layout = DP) -> None:
 
 def streams_of_another(layout: Layout = DP) -> None:
     """Load the random streams of the first expert rank on the second one."""
+    from ...patches.megatron import expert_streams_loaded as streams
+
     kind = import_module("megatron.core.tensor_parallel.random").CudaRNGStatesTracker
     first, second = kind(), kind()
     for rank, tracker in enumerate((first, second)):
-        tracker.add(MODEL_PARALLEL, 2718)
-        tracker.add(EXPERTS, 1024 + 100 * rank)
+        tracker.add(streams.MODEL_PARALLEL, 2718)
+        tracker.add(streams.EXPERTS, 1024 + 100 * rank)
     said = _Said()
     logger = logging.getLogger("megapatch")
     logger.addHandler(said)

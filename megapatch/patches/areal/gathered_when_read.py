@@ -17,19 +17,19 @@ Cost      no gather in addition: the forward pass after a read finds nothing lef
 from __future__ import annotations
 
 from ...patch import Patch
-from .._readers import Reader, reading
+from .._readers import Reader, ReadingSite
 
 PATCH = Patch(
     name="areal.gathered-when-read",
     doc=__doc__,
     upstream=None,
     sites=(
-        reading(
+        ReadingSite(
             "areal.engine.megatron_engine",
             Reader("MegatronEngine._update_weights_from_distributed", "self.model", reads=("pause_generation",)),
             Reader("MegatronEngine._save_model_to_hf", "self.model", reads=("model",)),
         ),
-        reading(
+        ReadingSite(
             "areal.engine.megatron_utils.checkpointer",
             Reader("MegatronCheckpointManager.save_checkpoint", "self.model", reads=("generate_state_dict",)),
         ),

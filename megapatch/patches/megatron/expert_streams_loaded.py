@@ -23,12 +23,13 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..._mcore.random_streams import EXPERTS, MODEL_PARALLEL
 from ..._mcore.side_table import SideTable
 from ..._troubleshooting import see
 from ...patch import NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import answering_none, cannot_run, lacking, missing_attributes, missing_reads
 
+# Names of the streams that Megatron's tracker holds.
+MODEL_PARALLEL, EXPERTS = "model-parallel-rng", "expert-parallel-rng"
 MODULE = "megatron.core.tensor_parallel.random"
 TRACKER = "CudaRNGStatesTracker"
 SEEDING = "model_parallel_cuda_manual_seed"

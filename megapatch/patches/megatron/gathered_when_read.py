@@ -64,7 +64,7 @@ from .._diagnosis import (
     missing_parameters,
     reads_in_order,
 )
-from .._readers import GATHERS, Reader, reading
+from .._readers import GATHERS, Reader, ReadingSite
 
 OPTIMIZER = f"{OPTIMIZER_MODULE}:DistributedOptimizer"
 CONVERSION = "megatron.bridge.models.conversion"
@@ -276,20 +276,20 @@ PATCH = Patch(
             diagnose=SHARDED.diagnose,
             replace={SHARDED.path: gather_for_shards},
         ),
-        reading("megatron.bridge.training.checkpointing", SAVE),
-        reading("megatron.core.resharding.refit", Reader("reshard_model_weights", "src_model")),
-        reading(f"{CONVERSION}.model_bridge", _exporter("MegatronModelBridge.stream_weights_megatron_to_hf")),
-        reading(
+        ReadingSite("megatron.bridge.training.checkpointing", SAVE),
+        ReadingSite("megatron.core.resharding.refit", Reader("reshard_model_weights", "src_model")),
+        ReadingSite(f"{CONVERSION}.model_bridge", _exporter("MegatronModelBridge.stream_weights_megatron_to_hf")),
+        ReadingSite(
             f"{CONVERSION}.peft_bridge", _exporter("MegatronPeftBridge.stream_adapter_weights_megatron_to_hf")
         ),
-        reading(
+        ReadingSite(
             f"{CONVERSION}.quant_bridge",
             _exporter("MegatronQuantizationBridge.stream_weights_megatron_to_hf_quant"),
         ),
-        reading("mbridge.core.bridge", _exporter("Bridge.export_weights", "models")),
-        reading("mcore_bridge.bridge.gpt_bridge", _exporter("GPTBridge.export_weights", "mg_models")),
+        ReadingSite("mbridge.core.bridge", _exporter("Bridge.export_weights", "models")),
+        ReadingSite("mcore_bridge.bridge.gpt_bridge", _exporter("GPTBridge.export_weights", "mg_models")),
         # It adds a layer's adapters to its base weights, for an export; unmerge() subtracts them again.
-        reading(
+        ReadingSite(
             "mcore_bridge.tuners.lora", Reader("LoraParallelLinear.merge", "self", reads=("get_delta_weights",))
         ),
     ),

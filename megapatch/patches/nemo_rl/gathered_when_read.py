@@ -15,7 +15,7 @@ Cost      the gather that the next forward pass would make, which then makes non
 from __future__ import annotations
 
 from ...patch import Patch
-from .._readers import Reader, reading
+from .._readers import Reader, ReadingSite
 from ._workers import MODULE, WORKER, before_split_step
 
 REFIT = Reader(
@@ -27,5 +27,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/4086",
     changes_numbers=True,
-    sites=(reading(MODULE, REFIT),),
+    sites=(ReadingSite(MODULE, REFIT),),
 )

@@ -19,7 +19,7 @@ Cost      no gather in addition with megatron.gathered-when-read: the forward pa
 from __future__ import annotations
 
 from ...patch import Patch
-from .._readers import Reader, reading
+from .._readers import Reader, ReadingSite
 from .pipeline_seed import MODULES, STRATEGY
 
 SAVE = Reader(f"{STRATEGY}.save_checkpoint", "model.actor_module", reads=("sharded_state_dict",))
@@ -28,6 +28,6 @@ PATCH = Patch(
     name="skyrl.gathered-when-read",
     doc=__doc__,
     upstream=None,
-    sites=tuple(reading(module, SAVE) for module in MODULES),
+    sites=tuple(ReadingSite(module, SAVE) for module in MODULES),
     changes_numbers=True,
 )

@@ -22,18 +22,18 @@ from __future__ import annotations
 
 from ...patch import Patch
 from .._diagnosis import before_release
-from .._readers import Reader, reading
+from .._readers import Reader, ReadingSite
 
 PATCH = Patch(
     name="verl.gathered-when-read",
     doc=__doc__,
     upstream=None,
     sites=(
-        reading(
+        ReadingSite(
             "verl.utils.checkpoint.megatron_checkpoint_manager",
             Reader("MegatronCheckpointManager.save_checkpoint", "self.model", reads=("checkpoint_config",)),
         ),
-        reading(
+        ReadingSite(
             "verl.workers.engine.megatron.transformer_impl",
             Reader(
                 "MegatronEngine.get_per_tensor_param_shard",
@@ -43,7 +43,7 @@ PATCH = Patch(
                 optional=before_release("verl", "0.9"),
             ),
         ),
-        reading(
+        ReadingSite(
             "verl.utils.megatron_utils",
             Reader(
                 "copy_megatron_model_to_cpu", "models", reads=("buffers",), optional=before_release("verl", "0.7")

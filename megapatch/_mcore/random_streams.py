@@ -1,4 +1,0 @@
-"""Megatron's names of the random streams that its tracker holds."""
-
-MODEL_PARALLEL = "model-parallel-rng"
-EXPERTS = "expert-parallel-rng"
