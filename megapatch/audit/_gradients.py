@@ -238,15 +238,16 @@ class Gradients(Part):
             state.note_had()
         stopped = [parameter for parameter, had in lacking if had]
         never = [parameter for parameter, had in lacking if not had] if self.audit.is_due() else []
-        for kind, parameters, what in (
-            ("stopped", stopped, "had gradients in earlier steps, and none"),
-            ("never", never, "has never had a gradient, nor one"),
-        ):
-            if parameters:
-                frozen = "" if any(each.requires_grad for each in parameters) else " (requires_grad is False now)"
-                named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
-                text = f"{describe(parameters, named)}{frozen} {what} in this step, in which others have"
-                self.ledger.report("gradients-arrive", kind, text)
+        self._report_arrivals(step, "stopped", stopped, "had gradients in earlier steps, and none")
+        self._report_arrivals(step, "never", never, "has never had a gradient, nor one")
+
+    def _report_arrivals(self, step: Step, kind: str, parameters: list[Any], what: str) -> None:
+        if not parameters:
+            return
+        frozen = "" if any(each.requires_grad for each in parameters) else " (requires_grad is False now)"
+        named = [pair for chunk in step.chunks for pair in chunk.module.named_parameters()]
+        text = f"{describe(parameters, named)}{frozen} {what} in this step, in which others have"
+        self.ledger.report("gradients-arrive", kind, text)
 
     @observes
     def end_step(self, step: Step) -> None:
