@@ -120,7 +120,6 @@ def _timeline(summary: Summary) -> str:
 
 def _row(name: str, kind: str, ranks: list[int], marks: Iterable[tuple[int, int]], steps: int) -> str:
     """Return a row of the timeline: of each mark, from one step to another, the place is a part of the width."""
-
     most, label = max(steps, 1), _shown(f"{name}, {numbered('rank', ranks)}")
     drawn = "".join(
         f'<i class="{kind}" style="left:{first / most:.1%};width:{(last - first) / most:.1%}"></i>'

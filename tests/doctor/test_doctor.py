@@ -67,7 +67,7 @@ def test_on_a_terminal_no_line_is_longer_than_it_is_wide(fake_megatron):
     lines = read.decode().splitlines()
     assert "refused      megatron.forward-pre-hook" in lines
     assert b"\x1b" not in read  # no colours, whatever NO_COLOR says
-    # What is to be copied stays whole.
+    # A path is not wrapped, so that it can be copied.
     assert not [line for line in lines if len(line) > 80 and " " in line.strip() and os.sep not in line]
 
 

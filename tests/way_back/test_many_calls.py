@@ -8,14 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import sys
-import threading
 
 import pytest
 import torch
 from rigs.megatron.options import quick_writer
+from rigs.megatron.process_groups import resources
 from rigs.weight_sync import bracket
 
-from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import run_ranks
 from megapatch.weight_sync import gathered_parameters
 
@@ -73,9 +72,7 @@ def left(trainer):
     hooks = [hook for module in modules for name, hook in vars(module).items() if name.endswith("_hooks")]
     return {
         "hooks": sum(len(hook) for hook in hooks if hook),
-        "groups": len(process_groups()),
-        "threads": threading.active_count(),
-        "files": len(os.listdir("/proc/self/fd")),
+        "groups, threads and files": resources(),
         "tensors": sum(issubclass(type(one), torch.Tensor) for one in objects),
         "objects": len(objects),
         "memory": resident(),

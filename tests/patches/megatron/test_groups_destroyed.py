@@ -11,6 +11,7 @@ from rigs.cells import run_cells
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED
+from rigs.megatron.process_groups import initialize, resources
 
 from megapatch._mcore.process_groups import process_groups
 from megapatch.patch import unpatched
@@ -21,16 +22,6 @@ from megapatch.testing import destroy_parallel
 CYCLES = 4
 WITHOUT = (1, 2, 6)
 """Numbers of layouts that rank 1 sets up before it imports megapatch, of six."""
-
-
-def initialize(**sizes):
-    state = importlib.import_module("megatron.core.parallel_state")
-    state.initialize_model_parallel(**sizes)
-    return state
-
-
-def resources():
-    return len(process_groups()), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
 def cycles():

@@ -11,9 +11,9 @@ import torch
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
+from rigs.megatron.process_groups import initialize, resources
 from rigs.megatron.save import minor
 
-from megapatch._mcore.process_groups import process_groups
 from megapatch.patches.megatron.trained_experts_freed import ALL_TO_ALL, END, MODULE, diagnose
 from megapatch.testing import destroy_parallel, tiny_gpt
 
@@ -24,18 +24,12 @@ CYCLES = 4
 WITHOUT = {"MEGAPATCH_DISABLE": "megatron.trained-experts-freed"}  # groups of models that are gone are destroyed
 
 
-def initialize():
-    """Set up a layout as a trainer does, which leaves the last one's groups to megatron.groups-destroyed."""
-    parallel_state = importlib.import_module("megatron.core.parallel_state")
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
-    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
-
-
 def dropped(rank, world_size, dispatcher):
     """Losses, norms and weights of models of four layouts, how many of their objects live on, and the groups."""
     numbers, watched, groups = [], [], []
     for _ in range(CYCLES):
-        initialize()
+        initialize(expert_model_parallel_size=2)
+        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
         model = tiny_gpt(
             experts=2,
             dtype="bf16",
@@ -48,7 +42,7 @@ def dropped(rank, world_size, dispatcher):
         watched += map(weakref.ref, (*model.chunks, model.optimizer, *model.chunks[0].parameters()))
         del model
         gc.collect()
-        groups.append(len(process_groups()))
+        groups.append(resources()[0])
         destroy_parallel()
     return numbers, sum(one() is not None for one in watched), groups
 
