@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_WIDTHS = (1024, 1021)
+WIDTHS = (1024, 1021)
+"""Of columns in which bytes are added up: hardly any two places share a column of both."""
 _SMALL = 2**16
 """Bytes: a tensor of at most this size is hashed together with others."""
 _ODD = 0x1E3779B97F4A7C15
@@ -32,12 +33,15 @@ def stored(tensor: Any) -> list[Any]:
     return found or [tensor]
 
 
-def hash_of(parameters: Iterable[Any]) -> Any:
-    """Return two numbers, of 16 bytes together, that depend on every bit and its place, and on all shapes."""
+def hash_of(parameters: Iterable[Any], widths: tuple[int, ...] = WIDTHS) -> Any:
+    """Return two numbers, of 16 bytes together, that depend on every bit and its place, and on all shapes.
+
+    Parameters are read once for each width. By a single one, words that change places in a column are not seen.
+    """
     import torch
 
     listed = [part.detach() for parameter in parameters for part in stored(parameter)]
-    sums = torch.cat([part for memory in _joined(listed) for part in _sums(memory)])
+    sums = torch.cat([part for memory in _joined(listed) for part in _sums(memory, widths)])
     places = torch.arange(1, 2 * len(sums), 2, device=sums.device).mul_(_ODD)  # odd, with little in common
     mixed = _mix(sums.add_(places))
     numbers = torch.stack([mixed.sum(), mixed.mul_(places).sum()])
@@ -71,15 +75,15 @@ def _mix(numbers: Any) -> Any:
     return numbers
 
 
-def _sums(memory: Any) -> Iterator[Any]:
-    """Add up bytes in columns: twice, by two widths, so that hardly any two places share both."""
+def _sums(memory: Any, widths: tuple[int, ...]) -> Iterator[Any]:
+    """Add up bytes in columns, once by each width."""
     import torch
 
     if memory.data_ptr() % 8:
         memory = memory.clone()
     whole = memory.numel() // 8 * 8
     words = memory[:whole].view(torch.int64)  # added up many times faster than any others
-    for width in _WIDTHS:
+    for width in widths:
         rows = words.numel() // width * width
         yield words[:rows].view(-1, width).sum(0)
         yield words[rows:]

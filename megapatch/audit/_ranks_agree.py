@@ -8,9 +8,11 @@ Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (5
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
-          blocks; GTP's, by the ranks that have the same part. Nothing is compared while a CUDA graph is
-          captured, nor as the process ends: a rank that ends early would be waited for. Where a rank has freed a
-          model whose optimizer still steps, and others have not, they wait for it once, and compare no more.
+          blocks; GTP's, by the ranks that have the same part. Words that only change places may be found a
+          comparison later: bytes are added up in columns, of two widths in turn. Nothing is compared while a CUDA
+          graph is captured, nor as the process ends: a rank that ends early would be waited for. Where a rank
+          has freed a model whose optimizer still steps, and others have not, they wait for it once, and compare
+          no more.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.
@@ -31,7 +33,7 @@ from ..patch import Site
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes, user_code
 from ._gradients import Gradients
-from ._hashes import hash_of, stored
+from ._hashes import WIDTHS, hash_of, stored
 from ._microbatches import Microbatches
 from ._participants import Participants
 from ._watching import before, site
@@ -54,6 +56,7 @@ class _Compared(NamedTuple):
 
     replicas: Replicas
     hashes: Any
+    widths: tuple[int, ...]
     is_reported: bool = False
 
 
@@ -63,8 +66,8 @@ class RanksAgree(Part):
         self._participants = Participants()
         self._compared = SideTable()
         """About a model's first chunk: the comparisons in its last step. Nothing else keeps their groups alive."""
-        self._compare_together = SideTable()
-        """About a model's first chunk: whether all ranks of a kind of group compare it."""
+        self._counts = SideTable()
+        """About a model's first chunk: how often a kind of group has compared it; None if not all ranks do."""
         self._seed: tuple[int, tuple[str, ...]] | None = None
         """The seed that this rank was given last, and where, until it has been compared."""
         self._own = SideTable()
@@ -115,20 +118,28 @@ class RanksAgree(Part):
         """Send hashes of a model's parameters on their way, to be judged in its next step."""
         compared: list[_Compared] = []
         for replicas in found:
-            if self._all_compare(replicas, chunks[0]):
-                hashes = self._hashes([replicas.parameters])
+            count = self._count(replicas, chunks[0])
+            if count is not None:
+                widths = (WIDTHS[count % len(WIDTHS)],)  # of all ranks alike: each comparison reads memory once
+                hashes = self._hashes([replicas.parameters], widths)
                 if replicas.what == DATA:
                     hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
-                compared.append(_Compared(replicas, _highest(hashes, replicas.group)))
+                compared.append(_Compared(replicas, _highest(hashes, replicas.group), widths))
                 self.ledger.judged["ranks-agree"] += 1
         self._compared.set(chunks[0], compared)
 
-    def _all_compare(self, replicas: Replicas, chunk: Any) -> bool:
-        """Return whether all ranks of a group compare these parameters of a model; they meet for it once."""
-        known: dict[str, bool] = self._compare_together.get_or_make(chunk, dict)
-        if replicas.what not in known:
-            known[replicas.what] = self._participants.all_have_come(replicas.group)
-        return known[replicas.what]
+    def _count(self, replicas: Replicas, chunk: Any) -> int | None:
+        """Count comparisons of a model's parameters, from 0 on; None if not all ranks of the group compare them.
+
+        The ranks meet once to find out.
+        """
+        counts: dict[str, int | None] = self._counts.get_or_make(chunk, dict)
+        count = counts.get(replicas.what)
+        if replicas.what not in counts:
+            counts[replicas.what] = 0 if self._participants.all_have_come(replicas.group) else None
+        elif count is not None:
+            counts[replicas.what] = count + 1
+        return counts[replicas.what]
 
     @observes
     def judge(self) -> None:
@@ -174,7 +185,7 @@ class RanksAgree(Part):
             return
         wrong = parameters
         if self._participants.all_have_come(group, for_names=True):
-            hashes = self._hashes([[parameter] for parameter in parameters])
+            hashes = self._hashes([[parameter] for parameter in parameters], earlier.widths)
             differing = _differ(_highest(hashes, group).tolist())
             wrong = [each for each, differs in zip(parameters, differing, strict=True) if differs] or parameters
         few = len(_matrices(wrong)) <= len(_matrices(parameters)) / 4
@@ -191,7 +202,7 @@ class RanksAgree(Part):
         is_apart = is_own or any(chunk in self.audit.part(Gradients).apart for chunk in chunks)
         return "apart" if is_apart else replicas.what
 
-    def _hashes(self, parts: list[list[Any]]) -> Any:
+    def _hashes(self, parts: list[list[Any]], widths: tuple[int, ...]) -> Any:
         """Return two numbers for each list of parameters, and a third: 1 where this rank could not hash them.
 
         A rank that fails here, for want of memory perhaps, still has to make the collective that others wait in.
@@ -199,7 +210,7 @@ class RanksAgree(Part):
         import torch
 
         try:
-            numbers = torch.stack([hash_of(part) for part in parts])
+            numbers = torch.stack([hash_of(part, widths) for part in parts])
             failed = 0
         except Exception:
             self.ledger.note_bug(hash_of)

@@ -9,7 +9,7 @@ import torch
 from rigs.audit import idle_audit, part_of
 
 from megapatch.audit._gathered_when_read import _memory_of
-from megapatch.audit._hashes import hash_of
+from megapatch.audit._hashes import WIDTHS, hash_of
 from megapatch.audit._ranks_agree import RanksAgree
 
 
@@ -27,6 +27,15 @@ def test_every_element_counts_at_its_place(dtype, size):
     if size > 1:
         assert hash_of([plain.flip(0)]).tolist() != known
         assert hash_of([plain[:-1], plain[-1:]]).tolist() != known
+
+
+@pytest.mark.parametrize(("width", "other"), [WIDTHS, WIDTHS[::-1]])
+def test_words_that_change_places_in_a_column_of_one_width_do_not_in_the_other(width, other):
+    plain = torch.arange(4 * width)
+    swapped = plain.clone()
+    swapped[0], swapped[width] = plain[width], plain[0]
+    assert hash_of([swapped], (width,)).tolist() == hash_of([plain], (width,)).tolist()
+    assert hash_of([swapped], (other,)).tolist() != hash_of([plain], (other,)).tolist()
 
 
 class Quantized(torch.Tensor):
