@@ -29,7 +29,7 @@ NAMES = "divide or arrows or catalog or generated or quick or file_is_whole or e
 
 
 @needs_megatron
-@pytest.mark.thorough
+@pytest.mark.nightly
 def test_the_three_files_are_enough(tmp_path):
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "__pycache__"))

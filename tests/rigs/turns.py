@@ -21,7 +21,7 @@ from rigs.needs import TESTS, runs_without_megatron
 from rigs.quick import QUICK, is_quick
 
 MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
-PYTHONS = ((3, 10), (3, 12), (3, 13))  # besides the README's
+README, OTHERS = (3, 11), ((3, 10), (3, 13))  # Pythons; 3.12 has the newest Megatrons
 # With these, and the newest, tox.ini also tests what depends little on Megatron's version.
 MOST = ("0.12", "0.16")
 DEPENDS_LITTLE = ("testing/", "verify/", "test_agreement.py", "test_demo.py")
@@ -49,8 +49,8 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
     module, _, test = place.removeprefix("tests/").partition("::")
     if module.startswith(ALWAYS):
         return True
-    if python in PYTHONS and (not megatron or (minor not in MEGATRONS and runs_without_megatron(TESTS / module))):
-        return python == PYTHONS[_turn(module, len(PYTHONS))]
+    if python != README and (not megatron or (minor not in MEGATRONS and runs_without_megatron(TESTS / module))):
+        return python == OTHERS[_turn(module, len(OTHERS))]
     if minor not in MEGATRONS:
         return True
     if module.startswith(OF_FRAMEWORKS):
