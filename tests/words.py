@@ -1,6 +1,7 @@
 """Print the words of the hand-written pages: `python tests/words.py`. The goal is 38,000.
 
-Not counted is what is generated: docs/api.md, docs/limits.md, docs/patches.md, and a table of docs/audit.md.
+Not counted is what is generated: docs/api.md, docs/limits.md, docs/patches.md, and tables of docs/audit.md and
+docs/process-state.md.
 """
 
 from __future__ import annotations

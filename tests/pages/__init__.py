@@ -1,6 +1,6 @@
 """The generated files: the catalogue of patches and pages of docs/, from the patches and from the promised names.
 
-Of audit.md one table is generated. One page is made with the site only (`site.py`).
+Of audit.md and process-state.md a part is generated. One page is made with the site only (`site.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megapatch._version import REPOSITORY
 
-from . import api, audit, catalogue, limits, patches, verdicts
+from . import api, audit, catalogue, limits, patches, process_state, verdicts
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
@@ -21,6 +21,7 @@ GENERATED = {
     "docs/audit.md": audit.page,
     "docs/limits.md": limits.page,
     "docs/patches.md": patches.page,
+    "docs/process-state.md": process_state.page,
 }
 OF_THE_SITE = {"verdicts.md": verdicts.page}
 SUFFIXES = (".md", ".py", ".cfg", ".toml", ".yml", ".ini", ".html")

@@ -7,8 +7,9 @@ Wheels are downloaded into a folder, where they stay, unless their folder is giv
 PYTHONPATH. A release of which there is no folder keeps the verdicts that it has.
 
 --new asks the package index for releases that the file lacks, looks at them, and prints the lines that
-releases.txt would need and where verdicts differ from the release before. It writes nothing. It exits with 0 if
-none differs, with 1 if one does, and with 2 if it could not ask or look.
+releases.txt would need, where verdicts differ from the release before, and the state of the process that
+docs/process-state.csv lacks. It writes nothing. It exits with 0 if there is none of these, with 1 if there is one,
+and with 2 if it could not ask or look.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from process_state import table as process_state
 
 from megapatch.patches import PATCHES
 from megapatch.testing import megatron_core_available
@@ -82,12 +85,16 @@ def _look_at_new(known: list[releases.Release], options: argparse.Namespace) -> 
         for release in found:
             print(" ".join([release.project, release.name, *release.beside]))
             try:
-                told = _look(release, {**folders, **_download([release], wheels, {})})
+                here = _download([release], wheels, {})
+                told = _look(release, {**folders, **here})
             except (CouldNotLook, subprocess.CalledProcessError) as error:
                 print(f"  could not look: {error}")
                 failed = True
                 continue
             lines = new.differences(release, told, known, table.read(options.file.read_text()))
+            if release.project in process_state.PACKAGES:
+                rows = process_state.read(process_state.FILE.read_text())
+                lines += process_state.news(release.project, [here[str(release)]], rows)
             print("\n".join(f"  {line}" for line in lines or ["no verdict differs"]))
             differs = differs or bool(lines)
     print(f"{len(found)} releases that the file lacks" if found else "the file has all releases")

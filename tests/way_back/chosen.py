@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .known import is_free
 from .layouts import layouts_here
-from .plan import ASIDE, LAST, REDUCED, REFUSED, REPLAYED, TRAIN, Sequence, plan
+from .plan import ASIDE, COMPANION, INFERENCE, LAST, REDUCED, REFUSED, REPLAYED, TRAIN, Sequence, plan
 
 CHOSEN = (
     Sequence(
@@ -35,7 +35,20 @@ CHOSEN = (
         ),
     ),
     Sequence("bf16, sharded, overlaps", ("step", TRAIN)),
-    Sequence("pp", ("step", "save", "step", "load of the weights", "swap of a reference", "new model", "load")),
+    Sequence(
+        "pp",
+        (
+            INFERENCE,
+            "step",
+            "save",
+            "step",
+            COMPANION[0],
+            "load of the weights",
+            "swap of a reference",
+            "new model",
+            "load",
+        ),
+    ),
     Sequence(
         "tp",
         (
@@ -64,7 +77,9 @@ CHOSEN = (
     Sequence(
         "moe",
         (
+            INFERENCE,
             "split step",
+            COMPANION[0],
             "save",
             "TrainStep aborted after the reduce",
             REDUCED,
@@ -106,7 +121,11 @@ CHOSEN = (
         "bf16, fully_reshardable",
         ("step", "save", "step", "save that raises", "offload and onload", "load without the schedule"),
     ),
-    Sequence("fp32, sharded", ("step", "save", "TrainStep dropped", "step", "load")),
+    Sequence("fp32, sharded", ("log probabilities", "step", "save", "TrainStep dropped", "step", "load")),
+    Sequence(
+        "bf16, sharded, overlaps",
+        (INFERENCE, COMPANION[0], "step", COMPANION[1], "save", COMPANION[2], "step", COMPANION[3], "load"),
+    ),
     Sequence("pp, vpp", ("abort in the optimizer", "abort after the reduce", "step", "save", "step", "load")),
     Sequence(
         "ep",

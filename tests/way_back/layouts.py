@@ -97,6 +97,11 @@ class Layout(NamedTuple):
         """
         return not self.is_on_disk or minor() >= 16
 
+    def of_another_size(self) -> Layout:
+        """Return this layout with a larger model, whose sequences are longer, and which cannot replay routes."""
+        config = {name: value for name, value in self.options.get("config", {}).items() if "replay" not in name}
+        return self._replace(options={**self.options, "hidden": 32, "heads": 4, "seq": 16, "config": config})
+
     def set_up(self):
         init_parallel(**self.parallel)
 

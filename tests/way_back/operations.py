@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from megapatch.testing import init_parallel, tiny_gpt
 
-from .plan import ABORTS, ASIDE, LAST, REDUCED, REFUSED, TRAIN
+from .plan import ABORTS, ASIDE, COMPANION, INFERENCE, LAST, REDUCED, REFUSED, TRAIN
 from .trainer import Trainer
 
 
@@ -48,6 +50,14 @@ def _another_layout(trainer, data):
     _new_model(trainer, data)
 
 
+def _companion_loads(trainer, data):
+    other = trainer.companion()
+    other.step(data)
+    _save(other, data)
+    other.step(data)
+    other.load(other.slots.pop())
+
+
 SIMPLE = {
     "step": Trainer.step,
     "split step": lambda trainer, data: trainer.step(data, "split step"),
@@ -57,6 +67,11 @@ SIMPLE = {
     "evaluation": Trainer.evaluate,
     "evaluation that raises": lambda trainer, data: trainer.evaluate(data, "in the forward pass"),
     "log probabilities": Trainer.log_probabilities,
+    INFERENCE: lambda trainer, data: trainer.log_probabilities(data, torch.inference_mode),
+    COMPANION[0]: lambda trainer, data: trainer.companion().step(data),
+    COMPANION[1]: lambda trainer, data: trainer.companion().evaluate(data),
+    COMPANION[2]: _companion_loads,
+    COMPANION[3]: lambda trainer, data: trainer.let_companion_go(),
     "swap of a reference": Trainer.swap,
     "offload and onload": lambda trainer, data: trainer.offload(),
     "second model": Trainer.another_model,

@@ -81,12 +81,23 @@ ASIDE = "TrainStep set aside and dropped"
 LAST = "TrainStep dropped after its last call"
 REFUSED = "load in an open TrainStep"
 
+INFERENCE = "log probabilities in inference mode"
+COMPANION = (
+    "another model steps",
+    "another model evaluates",
+    "another model saves and loads",
+    "another model goes",
+)
+"""Operations of a model of another size, with its own optimizer, which stays until it goes."""
+
 TRAIN = "train()"
 STEPS = ("step", "split step", "step that overflows", TRAIN)
 NEUTRAL = (
     "evaluation",
     "evaluation that raises",
     "log probabilities",
+    INFERENCE,
+    *COMPANION,
     "swap of a reference",
     "offload and onload",
     "second model",
@@ -98,7 +109,7 @@ NEUTRAL = (
     f"{TRAIN} that raises",
     *(f"{way} {place}" for way in WAYS for place in ABORTS),
 )
-UNRANDOM = ("evaluation", "evaluation that raises", "offload and onload")
+UNRANDOM = ("evaluation", "evaluation that raises", "offload and onload", COMPANION[1], COMPANION[3])
 """Of the neutral operations, those that draw no random numbers: they run nothing in training mode."""
 ASYNCHRONOUS = ("async save", "finish the async save", "abandoned async save")
 SAVES = ("save", "save that raises", *ASYNCHRONOUS)
@@ -158,7 +169,7 @@ def _possible(layout: Layout, then: Then, operation: str) -> bool:
         return layout.has_train
     if operation == "offload and onload":
         return layout.offload is None
-    if operation in SAVES and not layout.can_save:
+    if operation in (*SAVES, COMPANION[2]) and not layout.can_save:
         return False
     if operation in ("save", "async save") and _is_half_loaded(layout, then):
         return False

@@ -9,14 +9,16 @@ from random import Random
 from rigs.cells import run_cells
 
 from .layouts import LAYOUTS
-from .plan import ASYNCHRONOUS, LOADS, MODELS, NEUTRAL, SAVES, STEPS, Sequence, after, plan
+from .plan import ASYNCHRONOUS, COMPANION, INFERENCE, LOADS, MODELS, NEUTRAL, SAVES, STEPS, Sequence, after, plan
 from .ranks import RAISES, job
 
 LONGEST = 7
 # By kind, so that the many places of aborts do not crowd out loads, which need a step and a save.
-KINDS = (STEPS, STEPS, SAVES, ASYNCHRONOUS, LOADS, LOADS, NEUTRAL, NEUTRAL, MODELS, MODELS)
+KINDS = (STEPS, STEPS, SAVES, ASYNCHRONOUS, LOADS, LOADS, NEUTRAL, NEUTRAL, COMPANION, MODELS, MODELS)
 BEGINNINGS = (
     (),
+    ("log probabilities",),
+    (INFERENCE,),
     ("step",),
     ("step", "save"),
     ("step", "save", "step"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 from unittest import mock
 
@@ -48,6 +49,7 @@ class Trainer:
         self.build()
 
     def build(self):
+        self._companion = None
         self.model = self.layout.build()
         rate = self.layout.options["lr"]
         self.schedule = linear_schedule(self.model.optimizer, steps=40, max_lr=rate, start_wd=0.01, end_wd=0.1)
@@ -218,10 +220,10 @@ class Trainer:
                 return
         raise AssertionError("nothing was raised")
 
-    def log_probabilities(self, data):
+    def log_probabilities(self, data, mode=torch.no_grad):
         """With dropout, as the slips of some trainers have it: it draws random numbers."""
         self.train_mode()
-        with torch.no_grad():
+        with mode():
             self.forward_backward(data, forward_only=True)
 
     def swap(self, data):
@@ -251,6 +253,18 @@ class Trainer:
         other = self.layout.build()
         other.train_step(data, two_tuple=True)
         take_logged()
+
+    def companion(self):
+        """Return a trainer of a model of another size, with its own optimizer, that is in the process as well."""
+        if self._companion is None:
+            before = streams.take()
+            self._companion = Trainer(self.layout.of_another_size(), self.rank, self.folder)
+            streams.put(before)
+        return self._companion
+
+    def let_companion_go(self):
+        self._companion = None
+        gc.collect()
 
     # ------------------------------------------------------------------------ loads
     def load(self, slot, parts=COMPLETE):

@@ -1,0 +1,104 @@
+"""Ten cycles of setting up a layout, building a model, training and dropping it: what is left after each."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import weakref
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from rigs.cells import run_cells
+from rigs.megatron.options import UNPATCHED
+from rigs.megatron.process_groups import initialize, resources
+from rigs.megatron.save import minor
+
+from megapatch.testing import destroy_parallel, tiny_gpt
+
+CYCLES = 10
+SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
+BF16 = {**SHARDED, "dtype": "bf16"}
+
+
+def experts(dispatcher):
+    return {**BF16, "experts": 2, "config": {"moe_token_dispatcher_type": dispatcher}}
+
+
+class Models(NamedTuple):
+    """A row of MODELS."""
+
+    options: dict[str, Any]  # of tiny_gpt
+    sizes: Mapping[str, int] = MappingProxyType({})  # of the layout
+    freed_unpatched: bool = False  # its objects; groups of its layouts never are
+    freed: bool = True
+
+
+MODELS = {
+    "dense, fp32": Models({"optimizer": "adam"}, freed_unpatched=True),
+    "dense, bf16, sharded": Models(BF16, freed_unpatched=True),
+    "dense, tensor-parallel": Models(BF16, {"tensor_model_parallel_size": 2}, freed_unpatched=True),
+    "dense, pipeline": Models({**BF16, "overlap_grad_reduce": True}, {"pipeline_model_parallel_size": 2}, True),
+    "experts, all-to-all": Models(experts("alltoall"), {"expert_model_parallel_size": 2}, freed=minor() > 12),
+    "experts, all-gather": Models(experts("allgather"), {"expert_model_parallel_size": 2}, freed=minor() > 12),
+    "dense, fp32, sharded": Models(SHARDED, freed=False),
+}
+"""Of float32 shards of the distributed optimizer the graph stays, with megapatch, too: a limit."""
+
+
+def left(models):
+    """Return what is left after each cycle: objects of its model, bytes of tensors, and process groups."""
+    found = []
+    for cycle in range(CYCLES):
+        initialize(**models.sizes)
+        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
+        model = tiny_gpt(**models.options)
+        model.train_step(cycle)
+        parts = (*model.chunks, model.optimizer, *(each for chunk in model.chunks for each in chunk.parameters()))
+        watched = [weakref.ref(part) for part in parts]
+        watched += [weakref.ref(buffer) for chunk in model.chunks for buffer in chunk.buffers]
+        del model, parts
+        gc.collect()
+        alive = sum(one() is not None for one in watched)
+        found.append((alive, bytes_of_tensors(), resources()[0]))
+        destroy_parallel()
+    return found
+
+
+def bytes_of_tensors():
+    storages = (
+        one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)
+    )
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def job(rank, world_size):
+    for name, models in MODELS.items():
+        yield name, functools.partial(left, models)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "patched"])
+def found(request):
+    return request.param, run_cells(job, 2, env={} if request.param else UNPATCHED, timeout=300)
+
+
+@pytest.mark.nightly
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_left_after_a_cycle_does_not_grow(found, name):
+    """Without the patches groups do, of each layout, and experts that have trained."""
+    patched, ranks = found
+    models = MODELS[name]
+    for rank in ranks:
+        alive, sizes, groups = zip(*rank[name], strict=True)
+        if models.freed if patched else models.freed_unpatched:
+            assert set(alive) == {0}
+        else:
+            assert min(alive) > 0 and sizes[-1] > 2 * sizes[0]
+        if patched and models.freed:
+            assert len(set(sizes[1:])) == 1 and len(set(groups)) == 1
+        else:
+            assert groups[-1] >= groups[0] + 14 * (CYCLES - 1)
