@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-DECORATORS = {"cache": {"alru_cache", "cache", "lru_cache"}, "compiled": {"compile", "jit", "jit_fuser", "script"}}
+CACHES = {"alru_cache", "cache", "lru_cache"}
 DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 CONTAINERS = {"ContextVar", "Counter", "OrderedDict", "Queue", "SimpleQueue", "WeakKeyDictionary", "WeakSet"}
 CONTAINERS |= {"WeakValueDictionary", "defaultdict", "deque", "dict", "list", "local", "set"}
@@ -131,15 +131,10 @@ def _writes_self(node: ast.AST) -> bool:
 def _made_on_import(source: Source, stateful: set[str]) -> Iterator[Entry]:
     """Yield functions that keep answers, and instances of classes that change themselves."""
     for name, node in _functions(source.tree):
-        for one in node.decorator_list:
-            names = {
-                _called(one),
-                *map(_called, one.args if isinstance(one, ast.Call) else ()),
-            }  # partial(jit, ...)
-            kinds = [kind for kind, decorators in DECORATORS.items() if names & decorators]
-            yield from (Entry(source.module, name, kind, node.lineno) for kind in kinds[:1])
+        if CACHES & set(map(_called, node.decorator_list)):
+            yield Entry(source.module, name, "cache", node.lineno)
     for name, value in source.values.items():
-        if isinstance(value, ast.Call) and _called(value) in DECORATORS["cache"] | stateful:
+        if isinstance(value, ast.Call) and _called(value) in CACHES | stateful:
             kind = "object" if _called(value) in stateful else "cache"
             yield Entry(source.module, name, kind, value.lineno)
 

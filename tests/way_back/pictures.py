@@ -41,6 +41,8 @@ def _of_optimizer(found, number, part):
         for place, parameter in enumerate(group["params"]):
             found["main parameters", f"{where}.{place}"] = parameter.detach().float().clone()
             for name, value in part.optimizer.state.get(parameter, {}).items():
+                if name == "padding":  # with which a load of 0.16 leaves the offloaded optimizer: nothing reads it
+                    continue
                 kind = {"step": "Adam's step", "master_param": "main parameters"}.get(name, "moments")
                 found[kind, f"{where}.{place}.{name}"] = torch.as_tensor(value).detach().float().clone()
     if getattr(part, "grad_scaler", None):
