@@ -97,8 +97,8 @@ def test_what_is_left_after_a_cycle_does_not_grow(found, name):
         if models.freed if patched else models.freed_unpatched:
             assert set(alive) == {0}
         else:
-            assert min(alive) > 0 and sizes[-1] > 2 * sizes[0]
+            assert min(alive) > 0 and sizes[-1] - sizes[0] > (CYCLES - 1) * 50_000
         if patched and models.freed:
-            assert len(set(sizes[1:])) == 1 and len(set(groups)) == 1
+            assert max(sizes) - sizes[1] < 100 and len(set(groups)) == 1  # a number may be under way in a thread
         else:
             assert groups[-1] >= groups[0] + 14 * (CYCLES - 1)
