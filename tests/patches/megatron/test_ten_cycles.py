@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import functools
-import gc
-import importlib
-import weakref
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from rigs.cells import run_cells
 from rigs.megatron.options import UNPATCHED
-from rigs.megatron.process_groups import initialize, resources
+from rigs.megatron.process_groups import cycles
 from rigs.megatron.save import minor
-
-from megapatch.testing import destroy_parallel, tiny_gpt
 
 CYCLES = 10
 SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
@@ -49,35 +43,9 @@ MODELS = {
 """Of float32 shards of the distributed optimizer the graph stays, with megapatch, too: a limit."""
 
 
-def left(models):
-    """Return what is left after each cycle: objects of its model, bytes of tensors, and process groups."""
-    found = []
-    for cycle in range(CYCLES):
-        initialize(**models.sizes)
-        importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
-        model = tiny_gpt(**models.options)
-        model.train_step(cycle)
-        parts = (*model.chunks, model.optimizer, *(each for chunk in model.chunks for each in chunk.parameters()))
-        watched = [weakref.ref(part) for part in parts]
-        watched += [weakref.ref(buffer) for chunk in model.chunks for buffer in chunk.buffers]
-        del model, parts
-        gc.collect()
-        alive = sum(one() is not None for one in watched)
-        found.append((alive, bytes_of_tensors(), resources()[0]))
-        destroy_parallel()
-    return found
-
-
-def bytes_of_tensors():
-    storages = (
-        one.untyped_storage() for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)
-    )
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def job(rank, world_size):
     for name, models in MODELS.items():
-        yield name, functools.partial(left, models)
+        yield name, functools.partial(cycles, CYCLES, models.options, **models.sizes)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "patched"])
@@ -93,7 +61,7 @@ def test_what_is_left_after_a_cycle_does_not_grow(found, name):
     patched, ranks = found
     models = MODELS[name]
     for rank in ranks:
-        alive, sizes, groups = zip(*rank[name], strict=True)
+        alive, sizes, groups, *_ = zip(*rank[name], strict=True)
         if models.freed if patched else models.freed_unpatched:
             assert set(alive) == {0}
         else:
