@@ -1,4 +1,4 @@
-"""megapatch's own patches: loaded with a target of their family, or not to be loaded, or imitated by others."""
+"""megapatch's own patches: loaded with one of their targets, or not to be loaded, or imitated by others."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ def family(modules, monkeypatch):
     """Makes a catalogue of one family, with two patches, each of one module."""
     first, second = modules.write(TARGET), modules.write(TARGET, stem="second")
     named = {"test.first": (first,), "test.second": (second,)}
-    patches = tuple(make_patch(*watched, name=name) for name, watched in named.items())
+    patches = {name: make_patch(*watched, name=name) for name, watched in named.items()}
     monkeypatch.setattr(_catalogue, "CATALOGUE", {"test": named})
 
-    def load(family):
-        assert family == "test"
-        loads.append(family)
-        return patches
+    def load(name):
+        loads.append(name)
+        return patches[name]
 
     loads = []
-    monkeypatch.setattr(_catalogue, "of_family", load)
+    monkeypatch.setattr(_catalogue, "of_name", load)
     return types.SimpleNamespace(first=first, second=second, loads=loads)
 
 
@@ -49,23 +48,24 @@ def shown(engine):
     }
 
 
-def test_it_is_loaded_with_the_first_of_its_targets_and_watches_the_others(family):
+def test_each_is_loaded_with_the_first_of_its_targets(family):
     engine = make_engine()
     engine.activate()
     assert not family.loads and not engine.patches
     assert shown(engine)["test.first", family.first] == ("pending", "not imported yet")
     assert importlib.import_module(family.second).greet("you") == "hello you!"
+    assert family.loads == ["test.second"]
     assert importlib.import_module(family.first).greet("you") == "hello you!"
-    assert family.loads == ["test"]
+    assert family.loads == ["test.second", "test.first"]
     assert [patch.name for patch in engine.patches] == ["test.first", "test.second"]
 
 
-def test_one_that_cannot_be_loaded_is_said_once_and_breaks_nothing(family, monkeypatch, caplog):
+def test_each_that_cannot_be_loaded_is_said_once_and_breaks_nothing(family, monkeypatch, caplog):
 
     def broken(name):
         raise SyntaxError("in a patch")
 
-    monkeypatch.setattr(_catalogue, "of_family", broken)
+    monkeypatch.setattr(_catalogue, "of_name", broken)
     engine = make_engine()
     engine.activate()
     assert importlib.import_module(family.first).greet("you") == "hello you"
@@ -74,14 +74,17 @@ def test_one_that_cannot_be_loaded_is_said_once_and_breaks_nothing(family, monke
     engine.apply()
     failed = ("failed", "SyntaxError: in a patch")
     assert shown(engine) == {("test.first", family.first): failed, ("test.second", family.second): failed}
-    (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.startswith("test.*: megapatch.patches.test is failed: SyntaxError: in a patch (see https://")
-    assert "troubleshooting.md#failed)\n  Traceback" in warning
+    warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    for name, warning in zip(("test.first", "test.second"), warnings, strict=True):
+        assert warning.startswith(
+            f"{name}: megapatch.patches.test is failed: SyntaxError: in a patch (see https://"
+        )
+        assert "troubleshooting.md#failed)\n  Traceback" in warning
 
 
 def test_strict_keeps_out_the_targets_of_one_that_cannot_be_loaded(family, monkeypatch):
     monkeypatch.setattr(strict, "_finder", strict._KeepsOut())
-    monkeypatch.setattr(_catalogue, "of_family", lambda name: 1 / 0)
+    monkeypatch.setattr(_catalogue, "of_name", lambda name: 1 / 0)
     engine = make_engine(strict_value="1")
     engine.activate()
     for name in (family.first, family.first, family.second):

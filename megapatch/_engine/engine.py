@@ -293,18 +293,20 @@ def _note_looked_for(records: Iterable[Record]) -> None:
 
 
 def families() -> Iterator[Unloaded]:
-    """Yield a record of each family of megapatch's own patches, in the catalogue's order.
+    """Yield a record of each of megapatch's own patches, in the catalogue's order.
 
-    A family is imported when one of its targets' modules is. So `import megapatch` costs the same whatever the
-    number of families, and a process pays for those that it uses.
+    A patch's file is imported when one of its targets' modules is. So `import megapatch` costs the same whatever
+    the patches do, and a process pays for those that it uses.
     """
     for family, modules_by_name in _catalogue.CATALOGUE.items():
-        patches = tuple(
-            PatchInfo(name, f"{name} is not loaded.", None, tuple(modules))
-            for name, modules in modules_by_name.items()
-        )
-        load = functools.partial(_catalogue.of_family, family)
-        yield Unloaded(f"{family}.*", f"megapatch.patches.{family}", patches, load, names_are_known=True)
+        for name, modules in modules_by_name.items():
+            info = PatchInfo(name, f"{name} is not loaded.", None, modules)
+            load = functools.partial(_load, name)
+            yield Unloaded(name, f"megapatch.patches.{family}", (info,), load, names_are_known=True)
+
+
+def _load(name: str) -> tuple[Patch]:
+    return (_catalogue.of_name(name),)
 
 
 @functools.cache

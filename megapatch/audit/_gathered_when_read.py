@@ -22,7 +22,7 @@ from .._mcore.bucket_groups import bucket_groups, groups_within
 from .._mcore.changes import Changes
 from .._mcore.sharded_leaves import leaves
 from ..patch import ABSENT, NEEDED, UNKNOWN, Patch, PatchInfo, Site, Verdict
-from ..patches._catalogue import CATALOGUE, of_family
+from ..patches._catalogue import CATALOGUE, of_name
 from ..patches._readers import Reader, reading_sites
 from ._audit import Audit, Part, Step
 from ._findings import describe, observes
@@ -75,20 +75,20 @@ class GatheredWhenRead(Part):
     def patches(self) -> Iterator[Patch | Unloaded]:
         yield from super().patches()
         for family, by_name in CATALOGUE.items():
-            if modules := by_name.get(f"{family}.gathered-when-read"):
+            if modules := by_name.get(name := f"{family}.gathered-when-read"):
                 known = PatchInfo(self.name, self.doc or "", None, modules)
-                load = functools.partial(self._readers_of, family)
+                load = functools.partial(self._readers_of, name)
                 yield Unloaded(self.name, f"megapatch.patches.{family}", (known,), load, names_are_known=True)
 
-    def _readers_of(self, family: str) -> list[Patch]:
-        """Return a patch for the readers of a family, which this imports."""
+    def _readers_of(self, name: str) -> list[Patch]:
+        """Return a patch for the readers of this one, which this imports."""
         sites = (
             Site(
                 module=found.module,
                 diagnose=functools.partial(_diagnose_known, found.diagnose),
                 replace={reader.path: functools.partial(self.watch_reader, reader) for reader in found.readers},
             )
-            for found in reading_sites(of_family(family))
+            for found in reading_sites([of_name(name)])
         )
         return [self.patch(tuple(sites))]
 

@@ -1,6 +1,6 @@
 """All patches: a package for each family, a file for each patch.
 
-A family's package is imported when one of the modules that its patches watch is; `_catalogue` names both.
+A patch's file is imported when one of the modules that it watches is; `_catalogue` names both.
 A module whose name begins with an underscore is shared by patches.
 """
 

@@ -184,13 +184,12 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def of_family(family: str) -> tuple[Patch, ...]:
-    """Import a family's package, and return its patches in order."""
-    found: tuple[Patch, ...] = importlib.import_module(f"{__package__}.{family}").PATCHES
-    return found
+    """Import a family's files, of one patch each, and return the patches in order."""
+    return tuple(map(of_name, CATALOGUE[family]))
 
 
-def patches_of(package: str) -> tuple[Patch, ...]:
-    """Import a family's files, of one patch each, and return the patches in the catalogue's order."""
-    names = CATALOGUE[package.rpartition(".")[2]]
-    files = [name.partition(".")[2].replace("-", "_") for name in names]
-    return tuple(importlib.import_module(f"{package}.{file}").PATCH for file in files)
+def of_name(name: str) -> Patch:
+    """Import a patch's file, and return the patch."""
+    family, _, file = name.replace("-", "_").partition(".")
+    patch: Patch = importlib.import_module(f"{__package__}.{family}.{file}").PATCH
+    return patch

@@ -27,7 +27,7 @@ def found() -> dict[str, dict[str, tuple[str, ...]]]:
     for path in sorted(FOLDER.glob("*/[!_]*.py")):
         by_family.setdefault(path.parent.name, {})[f"{path.parent.name}.{path.stem.replace('_', '-')}"] = ()
     for family, names in by_family.items():
-        named = CATALOGUE.setdefault(family, {})  # by it the family's package is imported
+        named = CATALOGUE.setdefault(family, {})  # of_family() goes by it
         for gone in named.keys() - names:
             del named[gone]
         for name in names:

@@ -20,8 +20,8 @@ from rigs.contract import check_family
 from rigs.megatron.gathers import Collectives
 from rigs.megatron.options import attempt
 
+from megapatch.patches._catalogue import of_family
 from megapatch.patches.areal import (
-    PATCHES,
     aux_loss_scale,
     gathered_when_read,
     load_optimizer_state,
@@ -93,4 +93,4 @@ SCENARIOS = {
 
 
 def test_the_contract_is_kept(monkeypatch):
-    check_family(PATCHES, SCENARIOS, find_areal, monkeypatch, AREAL_RELEASE=RELEASES[-1].folder)
+    check_family(of_family("areal"), SCENARIOS, find_areal, monkeypatch, AREAL_RELEASE=RELEASES[-1].folder)

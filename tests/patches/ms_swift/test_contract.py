@@ -5,7 +5,8 @@ import math
 from rigs.contract import check_family
 from rigs.ms_swift.trainer import GRADS, RELEASES, find_swift, needs_swift, train, trainer_of
 
-from megapatch.patches.ms_swift import PATCHES, overflow_is_skipped, train_reentry
+from megapatch.patches._catalogue import of_family
+from megapatch.patches.ms_swift import overflow_is_skipped, train_reentry
 
 pytestmark = needs_swift
 
@@ -28,4 +29,4 @@ SCENARIOS = {overflow_is_skipped.PATCH: skipped_step, train_reentry.PATCH: secon
 
 
 def test_the_contract_is_kept(monkeypatch):
-    check_family(PATCHES, SCENARIOS, find_swift, monkeypatch, SWIFT_RELEASE=RELEASES[-1].folder)
+    check_family(of_family("ms_swift"), SCENARIOS, find_swift, monkeypatch, SWIFT_RELEASE=RELEASES[-1].folder)

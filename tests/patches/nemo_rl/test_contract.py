@@ -15,8 +15,8 @@ from rigs.nemo_rl.worker import GPT, SHAPES, batch, nll_loss, worker_for
 from rigs.renames import assert_renames_are_seen
 
 from megapatch import Patch, _finding
+from megapatch.patches._catalogue import of_family
 from megapatch.patches.nemo_rl import (
-    PATCHES,
     abort_resets_rerun,
     forward_pre_hook_after_split,
     gathered_when_read,
@@ -194,6 +194,6 @@ def test_a_renamed_name_is_not_taken_for_a_repair(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_contract_is_kept(shape, monkeypatch):
     monkeypatch.setenv("NEMO_RL_SHAPE", shape)
-    assert SCENARIOS.keys() == set(PATCHES)
+    assert SCENARIOS.keys() == set(of_family("nemo_rl"))
     chosen = {"main": OF_MAIN, "release": SCENARIOS.keys() - OF_MAIN}.get(shape, SCENARIOS.keys())
     check_contract({loadable(patch): SCENARIOS[patch] for patch in chosen}, find_workers)

@@ -7,7 +7,8 @@ from rigs.contract import check_family
 from rigs.roll.runs import set_scale
 from rigs.roll.strategy import find_roll, strategy_of, train
 
-from megapatch.patches.roll import PATCHES, grad_scale, overflow_is_skipped
+from megapatch.patches._catalogue import of_family
+from megapatch.patches.roll import grad_scale, overflow_is_skipped
 from megapatch.testing import init_parallel
 
 pytestmark = pytest.mark.thorough
@@ -32,4 +33,4 @@ SCENARIOS = {grad_scale.PATCH: hook, overflow_is_skipped.PATCH: skipped_step}
 
 
 def test_the_contract_is_kept(monkeypatch):
-    check_family(PATCHES, SCENARIOS, find_roll, monkeypatch)
+    check_family(of_family("roll"), SCENARIOS, find_roll, monkeypatch)

@@ -17,9 +17,11 @@ from rigs.skyrl.save import Saves
 from rigs.skyrl.worker import GPT, samples, worker_for
 
 from megapatch.patches import skyrl
+from megapatch.patches._catalogue import of_family
 from megapatch.testing import init_parallel, tiny_gpt
 
 pytestmark = needs_skyrl
+PATCHES = of_family("skyrl")  # which imports the modules that `skyrl` has below
 
 
 def here():
@@ -148,7 +150,7 @@ CHOSEN = [
 
 @pytest.mark.parametrize("release", CHOSEN, ids=lambda one: one.name)
 def test_the_contract_is_kept(release, monkeypatch):
-    check_family(skyrl.PATCHES, SCENARIOS, find_skyrl, monkeypatch, SKYRL_RELEASE=release.folder)
+    check_family(PATCHES, SCENARIOS, find_skyrl, monkeypatch, SKYRL_RELEASE=release.folder)
 
 
 WITH_ADAPTERS = [one for one in RELEASES if one.has("workers/megatron/adapter_store")][-1:]

@@ -22,8 +22,8 @@ from rigs.verl.reads import copy, load_schedule, save, shards
 from rigs.verl.runs import register
 from rigs.verl.sync import Plan, blocking, sync
 
+from megapatch.patches._catalogue import of_family
 from megapatch.patches.verl import (
-    PATCHES,
     gathered_when_read,
     overflow_is_skipped,
     pipeline_seed,
@@ -91,4 +91,4 @@ SCENARIOS = {
 
 
 def test_the_contract_is_kept(monkeypatch):
-    check_family(PATCHES, SCENARIOS, find_verl, monkeypatch, VERL_RELEASE=ENGINES[-1].folder)
+    check_family(of_family("verl"), SCENARIOS, find_verl, monkeypatch, VERL_RELEASE=ENGINES[-1].folder)
