@@ -62,6 +62,10 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "megatron.parameters-without-gradients": ("megatron.core.distributed",),
         "megatron.prepare-grads-once": ("megatron.core.optimizer",),
+        "megatron.rates-of-each-group": (
+            "megatron.core.optimizer.optimizer",
+            "megatron.core.optimizer.distrib_optimizer",
+        ),
         "megatron.refit-plan-of-its-model": ("megatron.core.resharding.refit",),
         "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.rerun-state-dict": (
@@ -165,6 +169,10 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "slime.first-sync-pushes-actor": (
             "slime.backends.megatron_utils.actor",
             "miles.backends.megatron_utils.actor",
+        ),
+        "slime.schedule-after-load": (
+            "slime.backends.megatron_utils.model",
+            "miles.backends.megatron_utils.model",
         ),
         "slime.train-reentry": ("slime.backends.megatron_utils.model", "miles.backends.megatron_utils.model"),
     },

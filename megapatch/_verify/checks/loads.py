@@ -100,6 +100,19 @@ def rates_of_its_own(layout: Layout = DP) -> None:
     expect(rates == {0.5}, f"the learning rate is 0.5, and after a load {rates}")
 
 
+def rates_of_each_group(layout: Layout = DP) -> None:
+    """Load the state of groups that differ in nothing but their learning rates."""
+    layout.set_up()
+    saved, optimizer = (layout.model().optimizer for _ in range(2))
+    for each in (saved, optimizer):
+        for rate, group in enumerate(each.param_groups):
+            group.update(wd_mult=1.0, max_lr=rate)
+    with the_defect(ValueError, says="match the size"):
+        optimizer.load_state_dict(saved.state_dict())
+    rates = [group["max_lr"] for group in optimizer.param_groups]
+    expect(rates == [*range(len(rates))], f"the groups' learning rates are {rates} after a load")
+
+
 def streams_of_another(layout: Layout = DP) -> None:
     """Load the random streams of the first expert rank on the second one."""
     from ...patches.megatron import expert_streams_loaded as streams
@@ -276,6 +289,7 @@ def loaded_state_of_an_offloaded_parameter(layout: Layout = DP) -> None:
 
 CHECKS = (
     Check("megatron.override-after-load", rates_of_its_own),
+    Check("megatron.rates-of-each-group", rates_of_each_group),
     Check(
         "megatron.main-params-after-load",
         weights_alone,

@@ -1,7 +1,7 @@
 """An imitation of slime's module of this name: the same functions around the same pieces of the real Megatron.
 
-The test rig puts in here, as into the real module: get_args, get_batch, loss_function,
-save_checkpoint and logging_utils.log.
+The test rig puts in here, as into the real module: get_args, get_batch, loss_function, clear_memory,
+save_checkpoint, load_checkpoint, setup_model_and_optimizer and logging_utils.log.
 """
 
 import functools
@@ -15,8 +15,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-get_args = get_batch = loss_function = save_checkpoint = None
+get_args = get_batch = loss_function = save_checkpoint = load_checkpoint = setup_model_and_optimizer = None
 logging_utils = SimpleNamespace(log=None)
+
+
+def clear_memory():
+    pass
 
 
 def enable_forward_pre_hook(model_chunks):
@@ -158,3 +162,14 @@ def save(iteration, model, optimizer, opt_param_scheduler):
     )
     if should_disable_forward_pre_hook(args):
         enable_forward_pre_hook(model)
+
+
+def initialize_model_and_optimizer(args, role="actor"):
+    """As in v0.2.2 and v0.2.3."""
+    model, optimizer, opt_param_scheduler = setup_model_and_optimizer(args, role)
+    model[0].role = role
+    clear_memory()
+    iteration, _ = load_checkpoint(model, optimizer, opt_param_scheduler, checkpointing_context={})
+    clear_memory()
+    opt_param_scheduler.step(increment=iteration * args.global_batch_size)
+    return model, optimizer, opt_param_scheduler, iteration
