@@ -17,15 +17,15 @@ def _write(folder, rank, *lines):
 
 
 def test_a_test_ends_as_on_its_worst_rank(tmp_path):
-    well = {"outcome": "passed", "calls": {"zero_tokens": 2}, "why": ""}
+    well = {"outcome": "passed", "calls": {"zero_tokens": 2}, "why": "", "findings": ["scaled twice"]}
     begins = [{"test": name} for name in ("well", "failed", "hangs", "late")]
     _write(tmp_path, 0, *begins, {"test": "well", **well}, {"test": "failed", **well}, {"test": "hangs", **well})
     _write(tmp_path, 1, *begins[:3], {"test": "well", **well}, {"test": "failed", "outcome": "failed", "why": "7"})
 
     results = tests_of_upstream._results(tmp_path, 2)
 
-    assert results["well"] == ("passed", {"zero_tokens": 4}, "")
-    assert {name: (end[0], end[2]) for name, end in results.items() if name != "well"} == {
+    assert results["well"] == ("passed", {"zero_tokens": 4}, "", ("scaled twice",))
+    assert {name: (end.outcome, end.why) for name, end in results.items() if name != "well"} == {
         "failed": ("failed", "7"),
         "hangs": ("failed", "did not end"),
         "late": ("failed", "did not end"),
@@ -33,10 +33,29 @@ def test_a_test_ends_as_on_its_worst_rank(tmp_path):
 
 
 def test_a_test_differs_that_ends_otherwise_or_in_one_way_only():
-    passed, failed = ("passed", {}, ""), ("failed", {}, "")
+    passed, failed = map(tests_of_upstream.Ended, ("passed", "failed"))
     without = {"same": passed, "worse": passed, "better": failed, "gone": passed}
     with_megapatch = {"same": passed, "worse": failed, "better": passed, "new": passed}
     assert tests_of_upstream.different(without, with_megapatch) == ["better", "gone", "new", "worse"]
+
+
+def test_it_counts_the_tests_that_reached_a_patch():
+    by_test = {"a": {"zero_tokens": 3, "rerun_state_dict": 1}, "b": {"zero_tokens": 1}, "c": {}}
+    ends = {test: tests_of_upstream.Ended("passed", calls) for test, calls in by_test.items()}
+    said = tests_of_upstream.reached([ends, ends])
+    assert "patch: zero_tokens 4, rerun_state_dict 2." in said
+    assert "Not reached: aux_loss" in said
+
+
+def test_a_test_that_differs_once_of_three_times_does_not_count(tmp_path):
+    passed, failed = map(tests_of_upstream.Ended, ("passed", "failed"))
+
+    def run_suite(files, folder, patched):
+        once = patched and folder.parent == tmp_path
+        return {"f.py::once": failed if once else passed, "f.py::always": failed if patched else passed}
+
+    _, differ = tests_of_upstream.compare(run_suite, ["f.py", "g.py"], tmp_path)
+    assert differ == ["f.py::always"]
 
 
 def test_known_differences_have_a_reason():

@@ -1,16 +1,19 @@
 """Run upstream's own tests of a checkout, without and with megapatch, and compare how each of them ends.
 
-    python -m upstream FOLDER [SUITE ...] [--out FOLDER] [--ranks N]
+    python -m upstream FOLDER [SUITE ...] [--out FOLDER] [--ranks N] [--audit]
 
-FOLDER is a checkout of Megatron-LM or Megatron-Bridge. Prints a table with a row for each of `SUITES`. Files with
-tests that end otherwise with megapatch are run twice more in both ways. The exit code is 1 if a test differs each
-time, and differences.txt does not name it.
+FOLDER is a checkout of Megatron-LM, or of Megatron-Bridge with Megatron on PYTHONPATH. Prints a table with a row
+for each of `SUITES`, and how many tests reached each patch. Files with tests that end otherwise with megapatch are
+run twice more in both ways. --audit runs those that passed once more, with the audit, and prints what it finds.
+The exit code is 1 if a test differs each time, and differences.txt does not name it. Tests that have a result in
+--out are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import json
 import os
 import socket
@@ -41,29 +44,32 @@ SUITES = {
         f"{UNIT}/**/test_rerun_state_machine*.py",
     ],
     "peft": [f"{UNIT}/peft/**/test_*.py"],
+    "verl": ["tests/**/test_*_on_cpu.py"],
+    "skyrl": ["tests/backends/skyrl_train/[!g]*/**/test_*.py", "tests/train/test_*.py"],
+    "slime": [f"tests/{folder}test_*.py" for folder in ("", "utils/", "plugin_contracts/")],
 }
 """Files by suite. A pattern without files, and a suite without any, is not of that release."""
 
+
+Ended = collections.namedtuple("Ended", "outcome calls why findings", defaults=({}, "", ()))
+"""How a test ended: its outcome, the calls of patched functions by file, its error, and findings of the audit."""
 PATIENCE = 150
 """Seconds without a line of results after which a test hangs: longer than some timeouts of collectives (30 s)."""
-NOT_COLLECTED = ("not collected", {}, "")
 WAYS = {"without": "", "with": "1"}
-HEAD = "| suite | tests | passed / failed / skipped without | with | different | call patches | by patch | time |"
+AUDIT = "audit"
+HEAD = "| suite | tests | passed / failed / skipped without | with | different | call patches | audit | time |"
 DIFFERENCES = Path(__file__).with_name("differences.txt")
 
 
 # ------------------------------------------------------------------------------------------ one run
-def run(checkout, files, folder, patched, ranks):
-    """Run test files or tests in one way, and return by test its outcome and the calls of patched functions."""
+def run(checkout, files, folder, patched, ranks, but=()):
+    """Run test files in one way, but not some tests, and return how each test ended."""
     folder.mkdir(parents=True, exist_ok=True)
-    results = {}
     while True:
-        processes = _start(checkout, files, folder, patched, ranks)
-        ended = _wait(processes, folder)
-        before, results = len(results), _results(folder, ranks)
-        (folder / "done.json").write_text(json.dumps(list(results)))
-        if ended or len(results) == before:
-            return results
+        results = _results(folder, ranks)
+        (folder / "done.json").write_text(json.dumps([*results, *but]))
+        if _wait(_start(checkout, files, folder, patched, ranks), folder) or results == _results(folder, ranks):
+            return _results(folder, ranks)
 
 
 def _start(checkout, files, folder, patched, ranks):
@@ -71,7 +77,8 @@ def _start(checkout, files, folder, patched, ranks):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")}
-    path = os.pathsep.join([str(checkout), str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
+    folders = (checkout, checkout / "src", Path(__file__).parents[1], environment.get("PYTHONPATH", ""))
+    path = os.pathsep.join(map(str, folders))
     environment.update(
         PYTHONPATH=path, UPSTREAM_FOLDER=str(folder), UPSTREAM_PORT=str(port), UPSTREAM_PATCHED=patched,
         WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1", MKL_NUM_THREADS="1",
@@ -109,27 +116,39 @@ def _wait(processes, folder):
 
 
 def _results(folder, ranks):
-    """Return by test ``(outcome, calls, why)``: an outcome is the worst of any rank, and failed without an end."""
+    """Return how each test ended: with the worst outcome of any rank; one without an end has failed."""
     found = {}
     for rank in range(ranks):
         path = folder / f"{rank}.jsonl"
         for line in path.read_text().splitlines() if path.exists() else ():
             told = json.loads(line)
-            by_rank = found.setdefault(told["test"], {})
-            by_rank[rank] = (told.get("outcome", "failed"), told.get("calls", {}), told.get("why", "did not end"))
+            by_rank = found.setdefault(told.pop("test"), {})
+            by_rank[rank] = Ended(**{"outcome": "failed", "why": "did not end", **told})
     results = {}
     for test, by_rank in found.items():
-        ends = [by_rank.get(rank, ("failed", {}, "did not begin")) for rank in range(ranks)]
-        outcome = next(name for name in ("failed", "skipped", "passed") if name in {end[0] for end in ends})
-        calls = sum((collections.Counter(end[1]) for end in ends), collections.Counter())
-        results[test] = (outcome, calls, next(end[2] for end in ends if end[0] == outcome))
+        ends = [by_rank.get(rank, Ended("failed", why="did not begin")) for rank in range(ranks)]
+        worst = min(ends, key=lambda end: ("failed", "skipped", "passed").index(end.outcome))
+        calls = sum((collections.Counter(end.calls) for end in ends), collections.Counter())
+        findings = dict.fromkeys(finding for end in ends for finding in end.findings)
+        results[test] = worst._replace(calls=calls, findings=tuple(findings))
     return results
 
 
 # ------------------------------------------------------------------------------------------ the verdict
+def compare(run_suite, files, folder):
+    """Run files without and with megapatch; return how their tests ended, and which differ each of three times."""
+    ends = [run_suite(files, folder / way, patched) for way, patched in WAYS.items()]
+    differ = different(*ends)
+    for again in ("again", "a third time"):
+        if files := sorted({test.partition("::")[0] for test in differ}):
+            found = different(*(run_suite(files, folder / again / way, patched) for way, patched in WAYS.items()))
+            differ = [test for test in differ if test in found]
+    return ends, differ
+
+
 def different(without, with_megapatch):
     """Return the tests that end otherwise with megapatch; one that was not collected has no end."""
-    one, other = ({(test, end[0]) for test, end in results.items()} for results in (without, with_megapatch))
+    one, other = ({(test, end.outcome) for test, end in results.items()} for results in (without, with_megapatch))
     return sorted({test for test, _ in one ^ other})
 
 
@@ -139,15 +158,22 @@ def expected(text):
     return {test: reason.strip() for test, reason in lines}
 
 
-def row(suite, without, with_megapatch, differ, seconds):
+def row(suite, without, with_megapatch, differ, audited, seconds):
     """Return the suite's row of the table."""
-    counts = [collections.Counter(outcome for outcome, *_ in ends.values()) for ends in (without, with_megapatch)]
+    counts = [collections.Counter(end.outcome for end in ends.values()) for ends in (without, with_megapatch)]
     ends = [" / ".join(str(count[name]) for name in ("passed", "failed", "skipped")) for count in counts]
-    calls = [told for _, told, _ in with_megapatch.values() if told]
-    reached = collections.Counter(patch for told in calls for patch in told)
-    patches = ", ".join(f"{patch} {count}" for patch, count in reached.most_common()) or "none: it proves nothing"
-    cells = (suite, len(without), *ends, len(differ), len(calls), patches, f"{seconds:.0f} s")
+    calls = sum(bool(end.calls) for end in with_megapatch.values()) or "none: it proves nothing"
+    found = f"{sum(bool(end.findings) for end in audited.values())} of {len(audited)}" if audited else ""
+    cells = (suite, len(without), *ends, len(differ), calls, found, f"{seconds:.0f} s")
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def reached(results):
+    """Return in words how many tests of all suites reached each file of patches, and which files none did."""
+    counts = collections.Counter(name for ends in results for end in ends.values() for name in end.calls)
+    patches = {path.stem for path in (Path(__file__).parents[2] / "megapatch/patches/megatron").glob("[a-z]*.py")}
+    by_patch = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    return f"Tests that reached a patch: {by_patch}.\nNot reached: {', '.join(sorted(patches - counts.keys()))}."
 
 
 def main():
@@ -156,36 +182,38 @@ def main():
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     parser.add_argument("--out", type=Path, help="where results and logs are kept")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--audit", action="store_true")
     options = parser.parse_args()
     checkout = options.checkout.resolve()
-    if not (checkout / UNIT).is_dir():
-        parser.error(f"{options.checkout}: expected a checkout that has {UNIT}")
+    if not (checkout / "tests").is_dir():
+        parser.error(f"{options.checkout}: expected a checkout that has tests")
     out = (options.out or Path(tempfile.mkdtemp())).resolve()
     print(f"{HEAD}\n{'| --- ' * (HEAD.count('|') - 1)}|", flush=True)
-    reasons, unexpected = expected(DIFFERENCES.read_text()), []
+    reasons, unexpected, results = expected(DIFFERENCES.read_text()), [], []
     for suite in options.suites or SUITES:
         files = sorted({str(f.relative_to(checkout)) for pattern in SUITES[suite] for f in checkout.glob(pattern)})
         if not files:
             continue
-        begin = time.monotonic()
-        without, with_megapatch = _both(checkout, files, out / suite, options.ranks)
-        differ = different(without, with_megapatch)
-        for again in ("again", "a third time") if differ else ():
-            files = sorted({test.partition("::")[0] for test in differ})
-            found = different(*_both(checkout, files, out / suite / again, options.ranks)) if files else []
-            differ = [test for test in differ if test in found]
-        print(row(suite, without, with_megapatch, differ, time.monotonic() - begin), flush=True)
-        unexpected += [(test, without, with_megapatch) for test in differ if test not in reasons]
-    for test, *results in unexpected:
+        begin, run_suite = time.monotonic(), functools.partial(run, checkout, ranks=options.ranks)
+        ends, differ = compare(run_suite, files, out / suite)
+        seconds, audited = time.monotonic() - begin, {}
+        if options.audit:
+            passed = {test: end for test, end in ends[-1].items() if end.outcome == "passed"}
+            audited = run_suite(files, out / suite / AUDIT, AUDIT, but=ends[-1].keys() - passed.keys())
+            differ += different(passed, audited)
+        print(row(suite, *ends, differ, audited, seconds), flush=True)
+        results.append((*ends, audited))
+        unexpected += [(test, *results[-1]) for test in differ if test not in reasons]
+    print(f"\n{reached([with_megapatch for _, with_megapatch, _ in results])}")
+    for test, end in (item for *_, audited in results for item in audited.items()):
+        if end.findings:
+            print("\n  ".join([f"\n{test}", *end.findings]))
+    for test, *ends in unexpected:
         print(f"\n{test}")
-        for way, ends in zip(WAYS, results, strict=True):
-            outcome, _, why = ends.get(test, NOT_COLLECTED)
-            print(f"  {way} megapatch: {outcome}\n{why}")
+        for way, by_test in zip((*WAYS, AUDIT), ends, strict=True):
+            if test in by_test:
+                print(f"  {way}: {by_test[test].outcome}\n{by_test[test].why}")
     return 1 if unexpected else 0
-
-
-def _both(checkout, files, folder, ranks):
-    return [run(checkout, files, folder / way, patched, ranks) for way, patched in WAYS.items()]
 
 
 if __name__ == "__main__":

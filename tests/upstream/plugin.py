@@ -5,8 +5,8 @@ what is divided. Ranks meet after each test. Where it failed on one of them, tha
 that the others do not wait for it, and all of them drop their groups.
 
 Environment: RANK and WORLD_SIZE; UPSTREAM_PORT of the store in which ranks meet; UPSTREAM_FOLDER for a file of
-results a rank, which has a line when a test begins and one when it ends; UPSTREAM_PATCHED=1 for megapatch. Without
-it nothing of megapatch stays imported.
+results a rank, which has a line when a test begins and one when it ends; UPSTREAM_PATCHED=1 for megapatch, =audit
+for its audit as well. Without it nothing of megapatch stays imported.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
+from rigs.stand_ins import Anything, StandIns
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(os.environ["UPSTREAM_FOLDER"])
@@ -160,8 +161,11 @@ def _count(code, offset):
     return None
 
 
-if os.environ.get("UPSTREAM_PATCHED"):
-    import megapatch  # noqa: F401 (it activates itself)
+MODE = os.environ.get("UPSTREAM_PATCHED")
+if MODE:
+    if MODE == "audit":
+        os.environ.update(MEGAPATCH_AUDIT="1", MEGAPATCH_AUDIT_EVERY="1")
+    import megapatch  # (it activates itself)
 
     if monitoring := getattr(sys, "monitoring", None):
         monitoring.use_tool_id(monitoring.PROFILER_ID, "upstream.plugin")
@@ -182,8 +186,9 @@ def _do_without_transformer_engine():
     utilities = importlib.import_module("megatron.core.utils")
     try:
         utilities.is_te_min_version("1.3")
-    except TypeError:  # 0.16 compares None with it, in a fixture of all tests
+    except TypeError:  # 0.16 compares None with it, in a fixture, and asks for a name of it
         utilities.get_te_version = lambda: Version("0")
+        vars(importlib.import_module("megatron.core.transformer.moe.moe_utils")).setdefault("te_general_gemm")
 
 
 def _call_known(function, *args, **kwargs):
@@ -193,6 +198,21 @@ def _call_known(function, *args, **kwargs):
 
 if importlib.util.find_spec("transformer_engine") is None:
     _do_without_transformer_engine()
+
+
+class _StandInsOfBridge(StandIns):
+    """For packages that Bridge and its tests import and a CPU cannot have; Megatron knows how to do without."""
+
+    def find_spec(self, name, path=None, target=None):
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        importer = frame.f_globals.get("__name__", "")
+        return super().find_spec(name) if importer.startswith(("megatron.bridge", "tests.")) else None
+
+
+_of_gpus = ("transformer_engine", "modelopt", "megatron.energon", "causal_conv1d", "mamba_ssm", "fla")
+sys.meta_path.append(_StandInsOfBridge(_of_gpus, lambda module, name: Anything(name, (), {})))
 
 
 # ------------------------------------------------------------------------------------------ hooks
@@ -221,10 +241,19 @@ def pytest_runtest_protocol(item, nextitem):
     outcomes = {report.outcome for report in _reports}
     outcome = next((name for name in ("failed", "skipped") if name in outcomes), "passed")
     why = next((str(report.longrepr)[-400:] for report in _reports if report.outcome == outcome != "passed"), "")
-    line = {"test": item.nodeid, "outcome": outcome, "calls": dict(calls), "why": why}
+    line = {"test": item.nodeid, "outcome": outcome, "calls": dict(calls), "why": why, "findings": _findings()}
     _results.write(json.dumps(line) + "\n")
     _meet(item.nodeid, outcome == "failed")
     return result
+
+
+def _findings():
+    """Return the audit's findings in this test, which it forgets."""
+    if MODE != "audit":
+        return []
+    found = [str(finding) for finding in megapatch.audit.findings()]
+    megapatch.audit.clear()
+    return found
 
 
 def pytest_runtest_logreport(report):
