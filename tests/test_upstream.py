@@ -17,14 +17,14 @@ def _write(folder, rank, *lines):
 
 
 def test_a_test_ends_as_on_its_worst_rank(tmp_path):
-    well = {"outcome": "passed", "calls": {"zero_tokens": 2}, "why": "", "findings": ["scaled twice"]}
+    well = {"outcome": "passed", "calls": {"zero_tokens": 2}, "why": ""}
     begins = [{"test": name} for name in ("well", "failed", "hangs", "late")]
     _write(tmp_path, 0, *begins, {"test": "well", **well}, {"test": "failed", **well}, {"test": "hangs", **well})
     _write(tmp_path, 1, *begins[:3], {"test": "well", **well}, {"test": "failed", "outcome": "failed", "why": "7"})
 
     results = tests_of_upstream._results(tmp_path, 2)
 
-    assert results["well"] == ("passed", {"zero_tokens": 4}, "", ("scaled twice",))
+    assert results["well"] == ("passed", {"zero_tokens": 4}, "")
     assert {name: (end.outcome, end.why) for name, end in results.items() if name != "well"} == {
         "failed": ("failed", "7"),
         "hangs": ("failed", "did not end"),

@@ -2,11 +2,11 @@
 
     python -m upstream FOLDER [SUITE ...] [--out FOLDER] [--ranks N] [--audit]
 
-FOLDER is a checkout of Megatron-LM, or of Megatron-Bridge with Megatron on PYTHONPATH. Prints a table with a row
-for each of `SUITES`, and how many tests reached each patch. Files with tests that end otherwise with megapatch are
-run twice more in both ways. --audit runs those that passed once more, with the audit, and prints what it finds.
-The exit code is 1 if a test differs each time, and differences.txt does not name it. Tests that have a result in
---out are not run again.
+FOLDER is a checkout of Megatron-LM; with Megatron on PYTHONPATH also of Megatron-Bridge, or of a trainer. Prints a
+table with a row for each of `SUITES`, and how many tests reached each patch. Files with tests that end otherwise with
+megapatch are run twice more in both ways. --audit runs those that passed once more, with the audit, whose findings
+fail a test. The exit code is 1 if a test differs each time, or fails with the audit, and differences.txt does not
+name it. Tests that have a result in --out are not run again.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ SUITES = {
 """Files by suite. A pattern without files, and a suite without any, is not of that release."""
 
 
-Ended = collections.namedtuple("Ended", "outcome calls why findings", defaults=({}, "", ()))
-"""How a test ended: its outcome, the calls of patched functions by file, its error, and findings of the audit."""
+Ended = collections.namedtuple("Ended", "outcome calls why", defaults=({}, ""))
+"""How a test ended: its outcome, the calls of patched functions by file, and its error."""
 PATIENCE = 150
 """Seconds without a line of results after which a test hangs: longer than some timeouts of collectives (30 s)."""
 WAYS = {"without": "", "with": "1"}
@@ -129,8 +129,7 @@ def _results(folder, ranks):
         ends = [by_rank.get(rank, Ended("failed", why="did not begin")) for rank in range(ranks)]
         worst = min(ends, key=lambda end: ("failed", "skipped", "passed").index(end.outcome))
         calls = sum((collections.Counter(end.calls) for end in ends), collections.Counter())
-        findings = dict.fromkeys(finding for end in ends for finding in end.findings)
-        results[test] = worst._replace(calls=calls, findings=tuple(findings))
+        results[test] = worst._replace(calls=calls)
     return results
 
 
@@ -163,8 +162,9 @@ def row(suite, without, with_megapatch, differ, audited, seconds):
     counts = [collections.Counter(end.outcome for end in ends.values()) for ends in (without, with_megapatch)]
     ends = [" / ".join(str(count[name]) for name in ("passed", "failed", "skipped")) for count in counts]
     calls = sum(bool(end.calls) for end in with_megapatch.values()) or "none: it proves nothing"
-    found = f"{sum(bool(end.findings) for end in audited.values())} of {len(audited)}" if audited else ""
-    cells = (suite, len(without), *ends, len(differ), calls, found, f"{seconds:.0f} s")
+    failed = sum(end.outcome == "failed" for end in audited.values())
+    audit = f"{failed} of {len(audited)}" if audited else ""
+    cells = (suite, len(without), *ends, len(differ), calls, audit, f"{seconds:.0f} s")
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -205,9 +205,6 @@ def main():
         results.append((*ends, audited))
         unexpected += [(test, *results[-1]) for test in differ if test not in reasons]
     print(f"\n{reached([with_megapatch for _, with_megapatch, _ in results])}")
-    for test, end in (item for *_, audited in results for item in audited.items()):
-        if end.findings:
-            print("\n  ".join([f"\n{test}", *end.findings]))
     for test, *ends in unexpected:
         print(f"\n{test}")
         for way, by_test in zip((*WAYS, AUDIT), ends, strict=True):

@@ -6,7 +6,7 @@ that the others do not wait for it, and all of them drop their groups.
 
 Environment: RANK and WORLD_SIZE; UPSTREAM_PORT of the store in which ranks meet; UPSTREAM_FOLDER for a file of
 results a rank, which has a line when a test begins and one when it ends; UPSTREAM_PATCHED=1 for megapatch, =audit
-for its audit as well. Without it nothing of megapatch stays imported.
+for its audit as well, whose findings fail a test. Without it nothing of megapatch stays imported.
 """
 
 from __future__ import annotations
@@ -241,19 +241,14 @@ def pytest_runtest_protocol(item, nextitem):
     outcomes = {report.outcome for report in _reports}
     outcome = next((name for name in ("failed", "skipped") if name in outcomes), "passed")
     why = next((str(report.longrepr)[-400:] for report in _reports if report.outcome == outcome != "passed"), "")
-    line = {"test": item.nodeid, "outcome": outcome, "calls": dict(calls), "why": why, "findings": _findings()}
+    if MODE == "audit":
+        found = "\n".join(map(str, megapatch.audit.findings()))
+        megapatch.audit.clear()
+        outcome, why = ("failed", found) if found else (outcome, why)
+    line = {"test": item.nodeid, "outcome": outcome, "calls": dict(calls), "why": why}
     _results.write(json.dumps(line) + "\n")
     _meet(item.nodeid, outcome == "failed")
     return result
-
-
-def _findings():
-    """Return the audit's findings in this test, which it forgets."""
-    if MODE != "audit":
-        return []
-    found = [str(finding) for finding in megapatch.audit.findings()]
-    megapatch.audit.clear()
-    return found
 
 
 def pytest_runtest_logreport(report):
