@@ -3,10 +3,10 @@
     python -m upstream FOLDER [SUITE ...] [--out FOLDER] [--ranks N] [--audit]
 
 FOLDER is a checkout of Megatron-LM; with Megatron on PYTHONPATH also of Megatron-Bridge, or of a trainer. Prints a
-table with a row for each of `SUITES`, and how many tests reached each patch. Files with tests that end otherwise with
-megapatch are run twice more in both ways. --audit runs those that passed once more, with the audit, whose findings
-fail a test. The exit code is 1 if a test differs each time, or fails with the audit, and differences.txt does not
-name it. Tests that have a result in --out are not run again.
+table with a row for each of `SUITES`, and how many tests reached each patch. Files with tests that end otherwise
+with megapatch are run twice more in both ways. --audit runs those that passed once more, with the audit, whose
+findings fail a test. The exit code is 1 if a test differs each time, or fails with the audit, and differences.txt
+does not name it. Tests that have a result in --out are not run again.
 """
 
 from __future__ import annotations
