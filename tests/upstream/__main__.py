@@ -30,8 +30,11 @@ SUITES = {
     "optimizer": [f"{UNIT}/optimizer/test_*.py", f"{UNIT}/test_*optimizer*.py"],
     "pipeline_parallel": [f"{UNIT}/pipeline_parallel/test_*.py"],
     "moe": [
-        f"{UNIT}/transformer/moe/test_{name}*.py" for name in ("aux_loss", "routers", "qb_routing", "moe_layer")
+        f"{UNIT}/transformer/moe/test_{name}*.py"
+        for name in ("aux_loss", "routers", "qb_routing", "moe_layer", "token_d")
     ],
+    "attention": [f"{UNIT}/transformer/test_attention.py"],
+    "resharding": [f"{UNIT}/resharding/test_*.py"],
     "parallel_state": [f"{UNIT}/test_parallel_state.py", f"{UNIT}/test_process_groups_config.py"],
     "training": [
         f"{UNIT}/test_training.py",
