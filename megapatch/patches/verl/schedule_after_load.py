@@ -47,7 +47,7 @@ def diagnose(module: ModuleType) -> Verdict:
 def load_with_schedule(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load_checkpoint)
     def patched_load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(self.lr_scheduler, OVERRIDES, False):
+        if getattr(self.lr_scheduler, OVERRIDES, False) is not True:  # a mock of verl's own tests says yes to all
             return load_checkpoint(self, *args, **kwargs)
         with temporarily_set(self, **{OPTION: True}):
             return load_checkpoint(self, *args, **kwargs)

@@ -1,5 +1,9 @@
-"""Verdicts on code that is like verl's and yet another."""
+"""Verdicts on code that is like verl's and yet another; and a mock in the place of a schedule."""
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
 from rigs.diagnosed_sources import assert_verdict_of_source, each_source
 
 from megapatch.patches.verl import (
@@ -97,3 +101,10 @@ SOURCES = {
 @each_source(SOURCES)
 def test_the_verdict(source_case, modules):
     assert_verdict_of_source(source_case, modules)
+
+
+@pytest.mark.parametrize(("overrides", "loads"), [(Mock(), False), (False, False), (True, True)])
+def test_a_schedule_is_loaded_if_it_overrides_and_a_mock_does_not(overrides, loads):
+    manager = SimpleNamespace(lr_scheduler=Mock(override_opt_param_scheduler=overrides), **{OPTION: False})
+    load_checkpoint = schedule_after_load.load_with_schedule(lambda self: getattr(self, OPTION))
+    assert load_checkpoint(manager) is loads
