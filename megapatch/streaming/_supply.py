@@ -92,7 +92,6 @@ class Supply:
         # Before samples(): a change in between is not missed.
         seen: int = await perform(self._buffer.changes, watchdog=self._watchdog)
         if self._looked_at != (seen, version):
-            self._looked_at = None
             await self._read(version)
             if too_old := self._groups.too_old():
                 await self._drop(too_old)

@@ -7,10 +7,10 @@ import logging
 
 import pytest
 from rigs.streaming.rollouts import begun
-from rigs.streaming.world import World, cancelled_after, failing_after, raised
+from rigs.streaming.world import Fault, World, cancelled_after, failing_after, raised
 
 from megapatch import MisuseError
-from megapatch.streaming._groups import Groups
+from megapatch.streaming._groups import Group, Groups
 
 
 # ------------------------------------------------------------------------------------------ how many
@@ -70,6 +70,19 @@ async def test_another_begins_for_one_that_comes_to_nothing(how):
     await rollouts.end("b", "c")
     await stepping
     rollouts.tasks["a"].cancelled() or rollouts.tasks["a"].exception()
+
+
+async def test_another_begins_for_one_that_was_given_back_and_is_gone():
+    world, pump, rollouts = await begun(World({"before microbatch": "raise"}))
+    await rollouts.end("a", "b")
+    assert isinstance(await raised(pump.step()), Fault)
+    world.buffer.clear([Group("a", ("a",), 0)])  # as a filter does
+    stepping = asyncio.ensure_future(pump.step())
+    await asyncio.sleep(1)
+    assert "".join(rollouts.begun) == "abc"
+    await rollouts.end("c")
+    await stepping
+    assert world.trained == [["b", "c"]]
 
 
 async def test_what_a_failed_one_has_left_is_dropped_before_it_begins_again():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rigs.streaming.world import Fault, World, raised
 
-from megapatch import MegapatchError
+from megapatch import MegapatchError, MisuseError
 from megapatch.streaming import EmptyStepError, RolloutBuffer
 
 
@@ -43,6 +43,34 @@ async def test_the_buffer_is_looked_at_again_after_a_claim_that_failed(when):
     assert isinstance(await raised(pump.step()), Fault)
     await pump.step()
     assert world.trained == [["a"]]
+
+
+async def test_the_buffer_is_looked_at_again_after_a_claim_that_it_refused():
+    """Nothing is given back then."""
+
+    async def refuse():
+        del world.plan["before claim"]
+        raise MisuseError("somebody else has it")
+
+    world = World({"before claim": refuse})
+    await world.put("a")
+    pump = world.pump()
+    assert isinstance(await raised(pump.step()), MisuseError)
+    await pump.step()
+    assert world.trained == [["a"]]
+
+
+async def test_groups_that_are_too_old_are_cleared_again_after_a_clear_that_failed():
+    world = World()
+    await world.put("a")
+    pump = world.pump()
+    await pump.step()
+    await world.put("old")
+    await world.put("new", version=1)
+    world.plan["before clear"] = "raise"
+    assert isinstance(await raised(pump.step()), Fault)
+    await pump.step()
+    assert (world.trained, len(world.buffer)) == ([["a"], ["new"]], 0)
 
 
 # ------------------------------------------------------------------------------------------ empty steps
