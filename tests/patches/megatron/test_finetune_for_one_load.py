@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
-from rigs.megatron.options import UNPATCHED, needs_training
+from rigs.megatron.options import UNPATCHED, Interrupted, needs_training
 
 from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_pretrained
-from megapatch.patches.megatron.finetune_for_one_load import PATCH
+from megapatch.patches.megatron.finetune_for_one_load import PATCH, _keeping
 
 pytestmark = needs_training
 MEGATRON = PATCH.sites[0]
@@ -30,6 +31,20 @@ def started(rank, world_size):
 def test_a_start_from_a_pretrained_checkpoint_leaves_the_setting():
     assert "for all later loads" in run_with_megatron(started, 1, env=UNPATCHED)[0]
     assert run_with_megatron(started, 1)[0] is None
+
+
+def test_a_setting_of_the_users_holds_in_each_load_and_after_it():
+    found = []
+
+    def load_checkpoint():
+        found.append(settings.finetune)
+        settings.finetune = "changed"
+        raise Interrupted
+
+    settings = SimpleNamespace(finetune=True)
+    with pytest.raises(Interrupted):
+        _keeping(settings, load_checkpoint)
+    assert [*found, settings.finetune] == [True, True]
 
 
 def verdicts(rank, world_size):

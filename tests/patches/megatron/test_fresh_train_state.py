@@ -62,3 +62,6 @@ def test_each_load_reads_again(modules):
         module.found[:] = [2]
         expected = ([2], [2]) if patched else ([1, "counted up"], [1])
         assert read("a folder") == expected
+        assert module.read_train_state("a folder") == expected[0]
+        module.found[:] = [3]  # what was read outside of a load is read again in it, too
+        assert read("a folder") == (([3], [3]) if patched else expected)

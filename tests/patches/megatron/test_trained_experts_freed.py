@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
+import torch
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
 from rigs.megatron.process_groups import cycles
 from rigs.megatron.save import minor
 
-from megapatch.patches.megatron.trained_experts_freed import ALL_TO_ALL, END, MODULE, diagnose
+from megapatch.patches.megatron.trained_experts_freed import (
+    ALL_TO_ALL,
+    END,
+    MANAGER,
+    MODULE,
+    diagnose,
+    let_the_graph_go,
+)
 
 if minor() < 13:
     pytest.skip("left as it is in 0.12: unsupported", allow_module_level=True)
@@ -40,6 +49,20 @@ def test_models_that_were_dropped_are_freed_and_train_as_before(dispatcher):
         groups = [one.groups for one in before]
         assert groups == sorted({*groups})  # those of each layout stay
         assert len({one.groups for one in now}) == 1
+
+
+def test_what_a_dispatcher_keeps_has_the_same_values_without_their_graph():
+    """Its own, and those of the flexible dispatcher's manager."""
+    probabilities = torch.ones(3, requires_grad=True) * 2
+    manager = SimpleNamespace(token_probs=probabilities, name="manager")
+    dispatcher = SimpleNamespace(
+        probs=probabilities, parameter=torch.ones(1, requires_grad=True), **{MANAGER: manager}
+    )
+    before = dict(vars(dispatcher))
+    assert let_the_graph_go(lambda self: self.probs)(dispatcher) is probabilities  # what is returned has its graph
+    for kept in (dispatcher.probs, manager.token_probs):
+        assert kept.equal(probabilities) and kept.grad_fn is None
+    assert {name for name, value in vars(dispatcher).items() if value is not before[name]} == {"probs"}
 
 
 def verdicts(rank, world_size):
