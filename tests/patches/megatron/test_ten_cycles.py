@@ -67,6 +67,8 @@ def test_what_is_left_after_a_cycle_does_not_grow(found, name):
         else:
             assert min(alive) > 0 and sizes[-1] - sizes[0] > (CYCLES - 1) * 50_000
         if patched and models.freed:
-            assert max(sizes) - sizes[1] < 100 and len(set(groups)) == 1  # a number may be under way in a thread
+            # The least of each half: a thread may hold a tensor of a collective for a moment more.
+            assert min(sizes[CYCLES // 2 :]) <= min(sizes[: CYCLES // 2])
+            assert len(set(groups)) == 1
         else:
             assert groups[-1] >= groups[0] + 14 * (CYCLES - 1)
