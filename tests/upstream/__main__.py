@@ -2,7 +2,7 @@
 
     python -m upstream FOLDER [SUITE ...] [--out FOLDER] [--ranks N] [--audit]
 
-FOLDER is a checkout of Megatron-LM; with Megatron on PYTHONPATH also of Megatron-Bridge, or of a trainer. Prints a
+FOLDER is a checkout of Megatron-LM; with Megatron on PYTHONPATH also of Megatron-Bridge, or of verl. Prints a
 table with a row for each of `SUITES`, and how many tests reached each patch. Files with tests that end otherwise
 with megapatch are run twice more in both ways. --audit runs those that passed once more, with the audit, whose
 findings fail a test. The exit code is 1 if a test differs each time, or fails with the audit, and differences.txt
@@ -48,8 +48,6 @@ SUITES = {
     ],
     "peft": [f"{UNIT}/peft/**/test_*.py"],
     "verl": ["tests/**/test_*_on_cpu.py"],
-    "skyrl": ["tests/backends/skyrl_train/[!g]*/**/test_*.py", "tests/train/test_*.py"],
-    "slime": [f"tests/{folder}test_*.py" for folder in ("", "utils/", "plugin_contracts/")],
 }
 """Files by suite. A pattern without files, and a suite without any, is not of that release."""
 
