@@ -46,6 +46,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "megatron.grad-ready-window": ("megatron.core",),
         "megatron.groups-destroyed": ("megatron.core.parallel_state",),
+        "megatron.layer-wise-gathers": ("megatron.core.distributed.param_and_grad_buffer",),
         "megatron.load-offloaded-state": ("megatron.core.optimizer.distrib_optimizer",),
         "megatron.main-params-after-load": (
             "megatron.core.optimizer",

@@ -173,6 +173,38 @@ def hooks_switched_twice(layout: Layout = DP) -> float:
     return same(model.parameters(), plain.parameters(), "parameters")
 
 
+def gathers_of_whole_parameters(layout: Layout = DP) -> float | None:
+    """Force gathers as a layer-wise optimizer has them: while another one is under way, and after a pass."""
+    import torch
+
+    layout.set_up()
+    model = layout.model(**OVERLAP, overlap_param_gather=True)
+    (chunk,) = model.chunks
+    ranks, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    gathered = []
+    for bucket in (bucket for group in chunk.bucket_groups for bucket in group.buckets):
+        if not hasattr(bucket, "set_layerwise_params_list"):
+            return None  # up to 0.16
+        smallest = min(bucket.params_list, key=lambda parameter: parameter.numel())
+        # gloo, unlike NCCL, gathers as much from each rank: the same parameter, with other values
+        whole = [smallest] if smallest.numel() * ranks <= bucket.grad_data.numel() else []
+        bucket.set_layerwise_params_list([whole] * ranks)
+        gathered += whole
+    for parameter in gathered:
+        parameter.data.fill_(rank)
+    chunk.start_param_sync()
+    chunk.start_param_sync(force_sync=True)
+    from_others = max({*range(ranks)} - {rank}, default=rank)
+    arrived = all(bool((parameter == from_others).all()) for parameter in gathered)
+    expect(arrived, "a forced gather has lost what another one brought")
+    model.config.finalize_model_grads_func = None
+    with chunk.no_sync():
+        model.forward_backward()
+    gradients = model.gradients()
+    chunk.start_param_sync(force_sync=True)
+    return same(model.gradients(), gradients, "gradients after a forced gather")
+
+
 CHECKS = (
     Check(
         "megatron.grad-ready-window",
@@ -208,6 +240,11 @@ CHECKS = (
         read_after_a_step,
         "sharded_state_dict() after steps, with a run without overlap_param_gather",
         layouts=True,
+    ),
+    Check(
+        "megatron.layer-wise-gathers",
+        gathers_of_whole_parameters,
+        "gradients after a forced gather, with those before it",
     ),
     Check(
         "megatron.forward-pre-hook",
