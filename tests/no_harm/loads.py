@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from rigs.megatron.save import minor
 
 from .layouts import DENSE, EVERY, HALF, OVERLAPPED
 from .steps import WRONG
@@ -348,6 +349,19 @@ def a_schedule_without_one_of_its_keys(run):
     saved = trainer.schedule.state_dict()
     del saved["end_wd"]
     run.raising(trainer.schedule.load_state_dict, saved)
+
+
+if minor() < 19:  # from then on a load tells such groups apart
+
+    @program("bf16, sharded", changed={"megatron.rates-of-each-group": (*TAKEN_OVER, SCHEDULE[0])})
+    def resumed_with_a_rate_of_its_own_for_the_embedding(run):
+        options = {"optim": {"weight_decay": 0.01, "min_lr": 0.0, "decoupled_lr": 0.5}}
+        first = run.trainer(**options)
+        first.train(0)
+        second = run.trainer(**options)
+        second.load_as_read(first.weights())
+        second.load_optimizer(first.optimizer_state())
+        second.train(1)
 
 
 def _a_new_model_loads_trained_weights_alone(run, load):
