@@ -104,9 +104,14 @@ def test_without_ranks_it_says_so(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def write(folder, rank, size, patches=(), **facts):
-    data = {"rank": rank, "size": size, "facts": {name: [value, ""] for name, value in facts.items()}}
-    (folder / f"rank-{rank:05}.json").write_text(
+def write(folder, rank, size, patches=(), attempt=0, **facts):
+    data = {
+        "rank": rank,
+        "size": size,
+        "began": attempt,
+        "facts": {name: [value, ""] for name, value in facts.items()},
+    }
+    (folder / f"rank-{rank:05}{f'-{attempt}' * (attempt > 0)}.json").write_text(
         json.dumps({**data, "report": {"digest": "d", "patches": patches}})
     )
 
@@ -139,6 +144,33 @@ def test_what_is_missing_or_cannot_be_read_is_not_alike(tmp_path):
     assert (shown.returncode, shown.stderr.count("holds no rank-*.json")) == (2, 1)
 
 
+def test_an_earlier_run_does_not_speak_for_a_rank_that_died(tmp_path):
+    for rank in range(2):
+        write(tmp_path, rank, 2)
+    write(tmp_path, 1, 2, attempt=1)
+    shown = run("doctor", str(tmp_path))
+    assert shown.returncode == 2 and "alike" not in shown.stdout
+    assert (
+        f"attempt 2 of 2, 1970-01-01 00:00:01 UTC: rank 0 left no file in {tmp_path}" in shown.stderr
+        and "attempt 1" not in shown.stderr
+    )
+    write(tmp_path, 0, 2, attempt=1, torch="2.6.0")
+    shown = run("doctor", "--json", str(tmp_path))
+    found = json.loads(shown.stdout)
+    assert shown.returncode == 0 and found["differing"] == found["unreadable"] == []
+    assert f"attempt 2 of 2, 1970-01-01 00:00:01 UTC: 2 ranks in {tmp_path}" in found["common"]
+
+
+def test_a_process_writes_over_its_own_file_alone(tmp_path, monkeypatch):
+    for pid in (7, 7, 8):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(pid))
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        module.write_file(tmp_path, make_report([]), 0, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000-1.json", "rank-00000.json"]
+    attempts = [sentence[:14] for sentence in compare_files(tmp_path).common[::2]]
+    assert attempts == ["attempt 1 of 2", "attempt 2 of 2"]
+
+
 PATCH = {"name": "a.patch", "status": "failed", "reason": "so"}
 REPORT = {"digest": "d", "patches": []}
 
@@ -153,6 +185,7 @@ REPORT = {"digest": "d", "patches": []}
         ({"rank": {"x": 1}}, "expected a rank"),
         ({"facts": {"torch": [{"x": 1}, ""]}}, "expected text, found dict"),
         ({"facts": []}, "AttributeError"),
+        ({"began": 1e300}, "OverflowError"),
         ({"report": REPORT | {"digest": ["d"]}}, "expected text, found list"),
         ({"report": REPORT | {"patches": [PATCH | {"status": {}}]}}, "{} is not a valid Status"),
         ({"report": REPORT | {"patches": [PATCH | {"name": None}]}}, "expected text, found NoneType"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +76,10 @@ def _line(report: Report) -> str:
 # -------------------------------------------------------------------------------------- a file a rank
 def write_file(folder: Path, report: Report, rank: int, size: int) -> None:
     """Write a rank's findings; if that fails, note it and let training continue."""
-    place_of_it = {"rank": rank, "size": size, "host": platform.node(), "pid": os.getpid()}
+    place_of_it = {"rank": rank, "size": size, "began": round(time.time(), 3), **files.process()}
     try:
         data = terminal.document(**place_of_it, facts=look(), report=report.to_dict())
-        files.write(files.path_of(folder, _KIND, rank), data)
+        files.write_own(folder, _KIND, rank, data)
     except OSError as error:
         terminal.note(f"megapatch: {REPORT}={folder}: rank {rank} cannot write there: {error.strerror}")
 
@@ -101,35 +101,48 @@ class Compared(NamedTuple):
 
 
 def compare_files(folder: Path) -> Compared:
-    """Read and compare the files of all ranks."""
-    ranks: dict[int, Facts] = {}
-    digests: dict[str, list[int]] = {}
-    bad: dict[str, list[int]] = {}
+    """Read and compare the files of all ranks: of each attempt by itself, if a job was restarted."""
+    read: list[dict[str, Any]] = []
     unreadable: list[str] = []
-    largest = 0
     for path, data in files.read(folder, _KIND, unreadable):
         try:
             found, digest, lacking = _read(data)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            began = float(data.get("began", 0))
+            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
             unreadable.append(files.cannot_be_read(path, error))
-            continue
-        rank, largest = data["rank"], max(largest, data["size"])
-        ranks[rank] = found
-        digests.setdefault(digest, []).append(rank)
-        for what in lacking:
+        else:
+            more = {"began": began, "when": when, "facts": found, "digest": digest, "lacking": lacking}
+            read.append({**data, **more})
+    attempts = files.attempts(read)
+    compared = Compared([], [], [], unreadable)
+    for number, attempt in enumerate(attempts, 1):
+        said = f"attempt {number} of {len(attempts)}, {attempt[0]['when']}: " if attempts[1:] else ""
+        for sentences, those in zip(compared, _compare(folder, attempt), strict=True):
+            sentences += [f"{said}{sentence}" for sentence in those]
+    return compared
+
+
+def _compare(folder: Path, reports: list[dict[str, Any]]) -> Compared:
+    ranks = {report["rank"]: report for report in reports}
+    digests: dict[str, list[int]] = {}
+    bad: dict[str, list[int]] = {}
+    for rank, report in sorted(ranks.items()):
+        digests.setdefault(report["digest"], []).append(rank)
+        for what in report["lacking"]:
             bad.setdefault(what, []).append(rank)
     numbers = sorted(ranks)
-    unreadable += files.without_a_file(folder, numbers, largest)
-    common = [f"digest {digest} on {numbered('rank', members)}" for digest, members in digests.items()]
-    differing = differences(
-        [ranks[number] for number in numbers],
-        lambda members: numbered("rank", [numbers[member] for member in members]),
-    )
     return Compared(
-        common=[f"{terminal.counted(len(ranks), 'rank')} in {folder}", *common],
-        differing=differing,
+        common=[
+            f"{terminal.counted(len(ranks), 'rank')} in {folder}",
+            *(f"digest {digest} on {numbered('rank', members)}" for digest, members in digests.items()),
+        ],
+        differing=differences(
+            [ranks[number]["facts"] for number in numbers],
+            lambda members: numbered("rank", [numbers[member] for member in members]),
+        ),
         not_in_place=[f"{what} on {numbered('rank', members)}" for what, members in bad.items()],
-        unreadable=unreadable,
+        unreadable=files.without_a_file(folder, numbers, max((report["size"] for report in reports), default=0)),
     )
 
 

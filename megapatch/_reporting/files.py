@@ -7,16 +7,27 @@ import errno
 import itertools
 import json
 import os
+import platform
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .._printable import cut
 from .._ranks import numbered
 from .terminal import as_json
 
 _MOST_RANKS = 2**20
+_WORLD = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
+"""Variables that are the same on all ranks of an attempt, and often others on those of another one."""
+_own: dict[tuple[int, Path], Path] = {}
+"""By process and the first name that its file could have, the file that it writes."""
+
+
+def process() -> dict[str, Any]:
+    """Return the keys of a file that show which process has written it."""
+    world = " ".join(filter(None, map(os.environ.get, _WORLD)))
+    return {"host": platform.node(), "pid": os.getpid(), "world": world}
 
 
 def path_of(folder: Path, kind: str, rank: int) -> Path:
@@ -28,14 +39,23 @@ def path_of(folder: Path, kind: str, rank: int) -> Path:
     return folder / f"{kind}-{rank:05}.json"
 
 
-def new_path(folder: Path, kind: str, rank: int) -> Path:
-    """Return a path of a rank's file that nothing has, and take it: from the second on it has a number.
+def write_own(folder: Path, kind: str, rank: int, data: dict[str, Any]) -> None:
+    """Write this process's file, over its own from before, and not over another process's.
+
+    Another attempt, or another model's job, may use the same folder.
 
     Raises:
         OSError: where that is not possible.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     first = path_of(folder, kind, rank)
+    if (place := (os.getpid(), first)) not in _own:
+        _own[place] = _new_path(first)
+    write(_own[place], data)
+
+
+def _new_path(first: Path) -> Path:
+    """Return a path of a rank's file that nothing has, and take it: from the second on it has a number."""
+    first.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count():
         path = first.with_stem(f"{first.stem}-{number}") if number else first
         with contextlib.suppress(FileExistsError):
@@ -94,6 +114,22 @@ def read(folder: Path, kind: str, unreadable: list[str]) -> Iterator[tuple[Path,
             unreadable.append(cannot_be_read(path, error))
         else:
             yield path, data
+
+
+_Read = TypeVar("_Read", bound=Mapping[str, Any])
+
+
+def attempts(reports: Sequence[_Read]) -> list[list[_Read]]:
+    """Return the contents of files that belong together, oldest first: of one world, and one of each rank."""
+    found: list[dict[int, _Read]] = []
+    latest: dict[str, dict[int, _Read]] = {}
+    for report in sorted(reports, key=lambda report: float(report.get("began", 0))):
+        world = str(report.get("world", ""))
+        if world not in latest or report["rank"] in latest[world]:
+            latest[world] = {}
+            found.append(latest[world])
+        latest[world][report["rank"]] = report
+    return [list(by_rank.values()) for by_rank in found] or [[]]
 
 
 def cannot_be_read(path: Path, error: Exception) -> str:

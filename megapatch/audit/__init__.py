@@ -15,7 +15,6 @@ import atexit
 import logging
 import os
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._engine.engine import this_process
@@ -69,8 +68,6 @@ class _Process:
         self.statuses: tuple[RuleStatus, ...] = ()  # of the rules, when it ended
         self._pid = os.getpid()
         self._has_failed = False
-        self._files: dict[int, Path] = {}
-        """By rank, the file that this process writes."""
 
     def report(self, ended: bool = False) -> AuditReport:
         """Return the report as it is now, without judging what waits for it."""
@@ -89,7 +86,7 @@ class _Process:
         try:
             from ._report import write
 
-            write(folder, self.report(ended), self._files)
+            write(folder, self.report(ended))
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True

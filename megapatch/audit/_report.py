@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +23,6 @@ from ._settings import Settings
 
 KIND = "audit"
 """The beginning of the names of the ranks' files."""
-_WORLD = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
-"""Variables that are the same on all ranks of an attempt, and often others on those of another one."""
 
 
 class RuleStatus(NamedTuple):
@@ -87,9 +83,7 @@ class AuditReport(NamedTuple):
             "findings": [_described(finding) for finding in self.findings],
             "notes": [_described(note) for note in self.notes],
         }
-        world = " ".join(filter(None, map(os.environ.get, _WORLD)))
-        process = {"host": platform.node(), "pid": os.getpid(), "world": world}
-        return document(**{**self._asdict(), **process, **changed})
+        return document(**{**self._asdict(), **files.process(), **changed})
 
     def __str__(self) -> str:
         from ._summary import summarize  # a process that leaves its report prints none
@@ -122,15 +116,9 @@ def make(ledger: Ledger, settings: Settings | None, rules: tuple[RuleStatus, ...
     )
 
 
-def write(folder: str, report: AuditReport, known: dict[int, Path]) -> None:
-    """Write a report for `megapatch audit`, over the one before of this process, not over another's.
-
-    Args:
-        known: by rank the file of this process: another attempt, or another model's job, may use the same folder.
-    """
-    path = known.get(report.rank) or files.new_path(Path(folder), KIND, report.rank)
-    known[report.rank] = path
-    files.write(path, report.to_dict())
+def write(folder: str, report: AuditReport) -> None:
+    """Write a report for `megapatch audit`, over the one before of this process, not over another's."""
+    files.write_own(Path(folder), KIND, report.rank, report.to_dict())
 
 
 def _described(finding: Finding) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .._reporting.files import attempts
 from .._reporting.terminal import SCHEMA, document
 
 _MOST = 8
@@ -116,22 +117,8 @@ def summarize(reports: Sequence[Mapping[str, Any]]) -> Summary:
     """
     if wrong := [report["schema"] for report in reports if report["schema"] != SCHEMA]:
         raise ValueError(f"its layout is {wrong[0]}, and this megapatch reads {SCHEMA}")
-    *earlier, latest = map(_summary_of, _attempts(reports))
+    *earlier, latest = map(_summary_of, attempts(reports))
     return dataclasses.replace(latest, earlier=tuple(earlier))
-
-
-def _attempts(reports: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the reports that belong together: of one world, and one of each rank."""
-    found: list[list[Mapping[str, Any]]] = []
-    latest: dict[str, list[Mapping[str, Any]]] = {}
-    for report in sorted(reports, key=lambda report: float(report["began"])):
-        world = str(report.get("world", ""))
-        if any(report["rank"] == other["rank"] for other in latest.setdefault(world, [])):
-            latest[world] = []
-        if not latest[world]:
-            found.append(latest[world])
-        latest[world].append(report)
-    return found or [[]]
 
 
 def _summary_of(reports: Sequence[Mapping[str, Any]]) -> Summary:
