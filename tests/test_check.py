@@ -82,13 +82,16 @@ def test_a_rank_that_does_not_call_it_is_named_and_the_others_leave_their_files(
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00000.json"]
 
 
+def checking_strictly(rank, world_size):
+    with pytest.raises(megapatch.InconsistentError, match="megapatch is not the same on all ranks"):
+        checking(rank, world_size, 1)
+
+
 @needs_megatron
-def test_strict_is_an_error():
-    from megapatch.errors import RanksFailed
+def test_strict_is_an_error_on_each_rank():
     from megapatch.testing import run_ranks
 
-    with pytest.raises(RanksFailed, match="InconsistentError: megapatch is not the same on all ranks"):
-        run_ranks(checking, 2, 1, env={"MEGAPATCH_STRICT": "1"})
+    run_ranks(checking_strictly, 2, env={"MEGAPATCH_STRICT": "1"})
 
 
 def test_without_ranks_it_says_so(monkeypatch, capsys):
@@ -129,6 +132,12 @@ def test_a_thousand_ranks(tmp_path):
         "p7 at m is applied on ranks 0-2, 6-8, 10-699, 701-999; refused on rank 9",
         "torch is 2.13.0 on ranks 0-2, 6-699, 701-999; 2.6.0 on ranks 3-5, 700",
     ]
+
+
+def test_the_files_of_an_earlier_run_are_not_taken_for_this_ones(tmp_path):
+    for rank, size in ((0, 2), (1, 2), (2, 4), (3, 4)):
+        write(tmp_path, rank, size, torch="2.13.0")
+    assert compare_files(tmp_path).differing == ["number of ranks is 2 on ranks 0-1; 4 on ranks 2-3"]
 
 
 def test_what_is_missing_or_cannot_be_read_is_not_alike(tmp_path):

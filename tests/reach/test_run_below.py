@@ -12,6 +12,7 @@ from rigs.run import PROGRAM, below, environment, start
 from megapatch.reach._run.site.sitecustomize import HERE, TARGETS
 from megapatch.reach._run.site.sitecustomize import __file__ as FILE
 
+# The pauses below are for a wrong program, to go wrong in: a right one passes however long they are.
 THREADS = """
 import importlib, sys, threading, time
 class Slow:  # while one thread looks for megapatch, the other has time to import without it

@@ -1,5 +1,6 @@
 """Gloo groups with one worker thread: all that a rank makes, and why."""
 
+import contextlib
 import os
 import re
 import signal
@@ -23,10 +24,17 @@ DEADLY = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS}
 ATTEMPTS, SECONDS = 12, 5  # one attempt in three survived, when two processors had twenty processes to run
 
 
-def gloo_threads():
-    time.sleep(0.2)  # a thread gives itself its name
-    tasks = Path("/proc/self/task").iterdir()
-    return sum((task / "comm").read_text().strip() == "pt_gloo_runloop" for task in tasks)
+def gloo_threads(expected):
+    """Count the groups' worker threads, each of which gives itself its name; wait until there are as many."""
+    deadline = time.monotonic() + 10
+    while True:
+        names = []
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended
+                names.append((task / "comm").read_text().strip())
+        if (found := names.count("pt_gloo_runloop")) == expected or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
 
 
 def groups(rank, world_size):
@@ -42,7 +50,7 @@ def groups(rank, world_size):
     dist.all_reduce(total, group=made[2])
     options = [group._get_backend(torch.device("cpu")).options for group in made] + [own.options]
     seconds = [option._timeout.total_seconds() for option in options]
-    return gloo_threads(), [option._threads for option in options], seconds, total.tolist()
+    return gloo_threads(5), [option._threads for option in options], seconds, total.tolist()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
@@ -61,14 +69,14 @@ def world_made_twice(rank, world_size):
     """Take the world down and make it again, as a trainer does that starts over."""
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
-    left = gloo_threads()
+    left = gloo_threads(0)
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world_size)
-    return left, gloo_threads()
+    return left, gloo_threads(1), dist.group.WORLD._get_backend(torch.device("cpu")).options._threads
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads in /proc")
 def test_a_world_that_is_made_again_has_one_thread_too():
-    assert run_ranks(world_made_twice, 2) == [(0, 1)] * 2
+    assert run_ranks(world_made_twice, 2) == [(0, 1, 1)] * 2
 
 
 def test_worlds_that_are_made_by_hand_ask_for_one_thread():
