@@ -35,6 +35,7 @@ def test_each_module_has_one_turn_and_the_quick_tests_have_every_third():
         turns = [number for number, one in enumerate(MEGATRONS) if has_its_turn(node, f"{one}.2")]
         assert any(set(range(first, len(MEGATRONS), 3)) <= set(turns) for first in range(3))
         assert has_its_turn(node, "0.19.2", (3, 11))
+    assert all(has_its_turn(node, f"{one}.2") for node in OF_TRAIN_STEP for one in MEGATRONS)
 
 
 def test_a_module_of_the_engine_runs_with_the_readmes_python_and_with_one_other():
