@@ -29,6 +29,7 @@ def scheduler_for(model):
 def told():
     """Three steps of 4 microbatches in pieces, each of 10 samples to the scheduler."""
     model = tiny_gpt(optim={"log_num_zeros_in_grad": True, "min_lr": 0.0}, per_token_loss=True)
+    model.optimizer.param_groups[0]["max_lr"] = 0.25  # the result has the largest rate
     step = TrainStep(model.chunks[0], model.optimizer, scheduler_for(model))
     found = []
     for index in range(3):
