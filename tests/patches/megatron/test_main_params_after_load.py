@@ -29,6 +29,7 @@ from rigs.megatron.main_params import (
     weights,
 )
 from rigs.megatron.options import BOTH, UNPATCHED, Log, attempt
+from rigs.megatron.shapes import shaped
 
 from megapatch._verify.checks.loads import read_back
 from megapatch.testing import init_parallel, tiny_gpt
@@ -37,11 +38,11 @@ from megapatch.weight_sync import lent_weights
 ADAM = {"optimizer": "adam", "lr": 0.05}
 SHARDED = {**ADAM, "use_distributed_optimizer": True}
 CASES = {  # a case with experts has a chain of two optimizers
-    "bf16": ({}, {"dtype": "bf16", "lr": 0.05}),
-    "bf16 distributed": ({}, {**SHARDED, "dtype": "bf16"}),
-    "bf16 overlapped": ({}, {**BOTH, **SHARDED, "dtype": "bf16"}),
-    "fp16": ({}, {"dtype": "fp16", "lr": 0.05}),
-    "fp16 distributed experts": ({"ep": 2}, {**SHARDED, "dtype": "fp16", "experts": 4}),
+    "bf16": shaped("stages, tied", dtype="bf16", lr=0.05),
+    "bf16 distributed": shaped("dense", **SHARDED, dtype="bf16"),
+    "bf16 overlapped": shaped("two chunks", **{**BOTH, **SHARDED}, dtype="bf16"),
+    "fp16": shaped("dense", dtype="fp16", lr=0.05),
+    "fp16 distributed experts": shaped("experts, tied", **SHARDED, dtype="fp16"),
 }
 
 

@@ -7,24 +7,23 @@ import pytest
 from rigs.cells import cells_of
 from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
 from rigs.megatron.save import minor
+from rigs.megatron.shapes import set_two_rates
 
 from megapatch.patches.megatron.override_after_load import GROUPS, _group, _with_rates_of_groups
 from megapatch.testing import init_parallel, tiny_gpt
 
 CASES = {
     "fp32": {},
-    "bf16": {"dtype": "bf16"},
+    "bf16": {"dtype": "bf16", "tied_embeddings": True},
     "distributed": {"dtype": "bf16", "use_distributed_optimizer": True},
-    "experts": {"dtype": "bf16", "use_distributed_optimizer": True, "experts": 2},
+    "experts": {"dtype": "bf16", "use_distributed_optimizer": True, "experts": 2, "tied_embeddings": True},
 }
 OLD, NEW = 0.1, 0.01
 
 
 def made(case, rate, **flags):
     model = tiny_gpt(optimizer="adam", lr=rate, optim={"min_lr": rate / 10}, **CASES[case])
-    for group in model.optimizer.param_groups:
-        if not group["wd_mult"]:
-            group |= {"max_lr": 2 * rate, "min_lr": 2 * rate / 10}
+    set_two_rates(model.optimizer, rate)
     scheduler = linear_schedule(model.optimizer, steps=10, max_lr=rate, min_lr=rate / 10, **flags)
     return model, scheduler
 

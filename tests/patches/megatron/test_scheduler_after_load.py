@@ -10,6 +10,7 @@ from rigs.cells import cells_of
 from rigs.diagnosed_code import made_up, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
+from rigs.megatron.shapes import set_two_rates
 
 from megapatch.testing import init_parallel, tiny_gpt
 
@@ -81,6 +82,8 @@ def resumed(layout, settings):
     (model, scheduler), (other, its_own) = (
         (model, scheduler_of(model.optimizer)) for model in (tiny_gpt(**LAYOUTS[layout]) for _ in range(2))
     )
+    for each in (model, other):
+        set_two_rates(each.optimizer, 0.2)
     for each in ((model, scheduler), (other, its_own)):
         train(*each, range(SAVED))
     new = linear_schedule(other.optimizer, steps=20, max_lr=0.5, warm_up=2, **settings)
