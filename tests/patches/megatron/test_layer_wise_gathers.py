@@ -190,16 +190,16 @@ def cases():
     return pytest.mark.parametrize(("way", "between"), [(way, name) for way in WAYS for name in BETWEEN])
 
 
-@pytest.mark.quick
 @cases()
+@pytest.mark.quick
 def test_without_the_patch_a_forced_gather_wipes_gradients(unpatched, way, between):
     wipes = minor() >= 18 and between in ("evaluate_without_hooks", "read")
     for found in unpatched:
         assert (max(found[way, between]) > 0.01) is wipes, found[way, between]
 
 
-@pytest.mark.quick
 @cases()
+@pytest.mark.quick
 def test_steps_in_calls_are_those_of_one_call(patched, way, between):
     for found in patched:
         assert max(found[way, between]) < 1e-5, found[way, between]

@@ -112,15 +112,15 @@ def is_wrong(layout, rates):
     return first <= minor() < 19
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
+@pytest.mark.quick
 def test_without_the_patch_groups_that_differ_in_rates_become_one(unpatched, case):
     for found in unpatched:
         assert (found[case] == (True, 0.0)) is not is_wrong(*case[:2]), found[case]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES, ids=", ".join)
+@pytest.mark.quick
 def test_a_load_continues_as_the_run_would_have(patched, case):
     for found in patched:
         assert found[case] == (True, 0.0)
