@@ -71,4 +71,4 @@ def test_what_is_left_after_a_cycle_does_not_grow(found, name):
             assert min(sizes[CYCLES // 2 :]) <= min(sizes[: CYCLES // 2])
             assert len(set(groups)) == 1
         else:
-            assert groups[-1] >= groups[0] + 14 * (CYCLES - 1)
+            assert groups[-1] >= groups[0] + (1 if patched else 14) * (CYCLES - 1)  # 0.12's are held once
