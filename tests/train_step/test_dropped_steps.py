@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from rigs.cells import cells_of, once
@@ -12,10 +15,12 @@ from rigs.step_state import GLOBAL, MODELS, PLACES, SCALED, has_global_loss, hel
 from rigs.train_step.models import MEAN, in_pieces
 
 from megapatch._mcore.logged_losses import logged_losses
+from megapatch._mcore.step_state import running_timers
 from megapatch.testing import init_parallel
 from megapatch.train_step import TrainStep
 
 CUT = (2, 1)
+EXPERTS = "expert bias"
 REDUCED = ("reduced, then abort", "reduced, then in the optimizer")
 ENDS = ("in the body", "abort", "in the last call", *PLACES, *REDUCED)
 
@@ -115,6 +120,54 @@ def set_aside_and_dropped(name):
     return held(model)[1:], before
 
 
+def aborted_after_a_turn(name):
+    """Return buffers and loss scale after a step that was dropped after another's turn, and as that left them."""
+    model = new_model(name)
+    step, other = (TrainStep(model.chunks, model.optimizer) for _ in range(2))
+    step.begin()
+    in_pieces(step, model, 7, (2,), MEAN)
+    step.set_aside()
+    stepped(model, other, 0)
+    left = held(model)[:2]
+    step.take_up()
+    in_pieces(step, model, 7, (1,), MEAN)
+    step.abort()
+    return held(model)[:2], left
+
+
+def failing_after_the_optimizer(name):
+    """Return buffers and loss scale after a step whose scheduler raises, and those after a whole step."""
+    found = []
+    for scheduler in (mock.Mock(**{"step.side_effect": Interrupted}), None):
+        model = new_model(name)
+        with contextlib.suppress(Interrupted), TrainStep(model.chunks, model.optimizer, scheduler) as step:
+            in_pieces(step, model, 0, CUT, MEAN)
+            step.finish(increment=1)
+        found.append(held(model)[:2])
+    return found
+
+
+def timers_and_routes(name):
+    """Return the timers that run, and routes to be replayed, after a step that has moved both and was dropped."""
+    model = new_model(name)
+    model.config.timers = importlib.import_module("megatron.core.timers").Timers(2, "minmax")
+    model.config.timers("of the trainer").start()
+    layer = model.chunks[0].module.decoder.layers[0]
+    layer.router_replay = replay = SimpleNamespace(routes=[1], action=None)
+
+    def forward(data, model):
+        replay.routes.append(2)
+        replay.action = "backward"
+        raise Interrupted
+
+    with contextlib.suppress(Interrupted), TrainStep(model.chunks, model.optimizer) as step:
+        in_pieces(step, model, 7, CUT, MEAN, function=forward)
+    return (running_timers(model.config.timers), vars(replay)), (
+        {"of the trainer"},
+        {"routes": [1], "action": None},
+    )
+
+
 def logged_beside(name, calls, clear=False):
     """Return what waits to be logged after a step of a model, around which one of another model is dropped."""
     one, other = new_model(name), new_model(name)
@@ -145,8 +198,10 @@ def job(rank, world_size):
         if name != SCALED:
             yield (name, "abandoned"), partial(compare_abandoned, name)
             yield (name, "in turns"), partial(compare_in_turns, name)
-        yield (name, "set aside"), partial(compare_set_aside, name)
+        for program in (set_aside_and_dropped, aborted_after_a_turn, failing_after_the_optimizer):
+            yield (name, program.__name__), partial(compare_two, program, name)
         yield (name, "others' log"), partial(compare_log, name)
+    yield (EXPERTS, timers_and_routes.__name__), partial(compare_two, timers_and_routes, EXPERTS)
 
 
 def compare(never, name, end, **more):
@@ -173,9 +228,9 @@ def compare_in_turns(name):
     assert_equal(parameters, alone)
 
 
-def compare_set_aside(name):
-    found, before = set_aside_and_dropped(name)
-    assert found == before
+def compare_two(program, name):
+    found, expected = program(name)
+    assert found == expected
 
 
 def compare_log(name):
@@ -193,7 +248,10 @@ def assert_equal(parameters, expected):
 ranks = cells_of(job, 2)
 
 
-@pytest.mark.parametrize("end", [*ENDS, "overlap", "abandoned", "in turns", "set aside", "others' log"])
+OTHER_ENDS = ("set_aside_and_dropped", "aborted_after_a_turn", "failing_after_the_optimizer", "timers_and_routes")
+
+
+@pytest.mark.parametrize("end", [*ENDS, "overlap", "abandoned", "in turns", *OTHER_ENDS, "others' log"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_dropped_step_leaves_nothing(ranks, name, end):
     for found in ranks:
