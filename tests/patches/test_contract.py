@@ -8,6 +8,7 @@ import importlib
 import random
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from rigs.contract import check_contract
@@ -44,6 +45,28 @@ def sync_with_reference():
     assert not any((tensor == REFERENCE).all() for tensor in pushed)
 
 
+def resumed_at_step_3():
+    """Of the imitation of slime."""
+    module = importlib.import_module("slime.backends.megatron_utils.model")
+    schedule = SimpleNamespace(num_steps=0)
+
+    def step(increment):
+        schedule.num_steps += increment
+
+    def load(*args, **kwargs):
+        schedule.num_steps = 24
+        return 3, 0
+
+    schedule.step = step
+    made = ([SimpleNamespace()], None, schedule)
+    with (
+        mock.patch.object(module, "setup_model_and_optimizer", return_value=made),
+        mock.patch.object(module, "load_checkpoint", load),
+    ):
+        module.initialize_model_and_optimizer(SimpleNamespace(global_batch_size=8))
+    assert schedule.num_steps == 24
+
+
 def start_with_peft():
     """Of the imitation of Bridge's setup, and of Megatron's load where wheels have it."""
     loads.start_from_pretrained()
@@ -58,6 +81,7 @@ SCENARIOS = {
     "megatron.finetune-for-one-load": start_with_peft,
     "megatron.save-plan-cache": plan_twice,
     "slime.first-sync-pushes-actor": sync_with_reference,
+    "slime.schedule-after-load": resumed_at_step_3,
     "slime.train-reentry": two_rollouts,
 }
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from rigs.cells import cells_of
 from rigs.megatron import main_params
-from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
+from rigs.megatron.options import attempt, linear_schedule
 from rigs.megatron.save import minor
 
 from megapatch.testing import init_parallel, tiny_gpt
@@ -102,7 +102,7 @@ def job(rank, world_size):
         yield (layout, "other"), partial(with_other_rates, layout)
 
 
-unpatched = cells_of(job, 2, env=UNPATCHED)
+unpatched = cells_of(job, 2, env={"MEGAPATCH_DISABLE": "megatron.rates-of-each-group"})
 patched = cells_of(job, 2)
 
 
