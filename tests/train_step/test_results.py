@@ -244,8 +244,8 @@ def test_many_tokens_do_not_overflow_or_get_lost_in_fp16(ranks):
         for succeeded, norm, normalizer in halves:
             assert succeeded
             assert normalizer == count
-            assert norm == pytest.approx(expected, rel=1e-2)  # of 11 bits, in sums of many
-        assert halves[0][1] == pytest.approx(halves[1][1], rel=2e-3)
+            assert norm == pytest.approx(expected, rel=5e-3)  # of 11 bits, in sums of many: 2e-3 is seen
+        assert halves[0][1] == pytest.approx(halves[1][1], rel=1e-3)
 
 
 def test_without_a_finalize_function_it_is_megatrons(ranks):

@@ -100,7 +100,7 @@ def test_losses_weigh_as_much_as_without_context_parallel(patched, name):
 
 def test_with_a_loss_scale(patched):
     for found in patched:
-        assert_all(found["fp16"], 1.0, rel=0.05)
+        assert_all(found["fp16"], 1.0, rel=5e-3)  # of 11 bits: 1.3e-3 is seen
 
 
 @pytest.mark.skipif(minor() > 15, reason="repaired in 0.16")

@@ -26,7 +26,7 @@ def test_without_the_patch_gradients_are_divided_by_a_scale_that_they_never_got(
 def test_a_step_is_that_without_a_loss_scale(ranks):
     for found in ranks:
         assert found["gradients"] == pytest.approx(1, rel=1e-3)
-        assert found["experts"] == pytest.approx(1, rel=1e-2)  # of 11 bits, and a router's loss is a small part
+        assert found["experts"] == pytest.approx(1, rel=2e-3)  # of 11 bits: 3e-4 is seen
 
 
 def test_without_the_patch_an_overflow_ends_the_job(ranks):
