@@ -153,6 +153,8 @@ def called_with_keyword(make, path, called, reached):
 
 
 def with_parameter(signature, name):
+    if name in signature.parameters:  # of a patch below, on the same target
+        return signature
     added = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False)
     parameters = list(signature.parameters.values())
     at = len(parameters) - any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
