@@ -1,4 +1,7 @@
-"""Mistakes of trainers, on the real Megatron without patches: found where they first act, and nothing else is."""
+"""Mistakes of trainers, on the real Megatron without patches: found where they first act, and nothing else is.
+
+Correct trainers are in test_correct.py.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from audit.correct import CORRECT
 from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED
@@ -18,7 +20,6 @@ from megapatch.audit import RULES
 from megapatch.testing import init_parallel, tiny_gpt
 
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
-ALL = {**CORRECT, **MISTAKES}
 STEPS = 3
 SAMPLED = ("main-params-agree", "kept-between-steps")  # they know the step, however late they are read
 MOST_MISSED = 0.1  # of all mistakes; those that cannot be seen in Megatron's objects are among them
@@ -38,9 +39,9 @@ def found(mistake, before=None):
 
 
 def job(rank, world_size, names, before=None):
-    for name in ALL:
+    for name in MISTAKES:
         if name in names:
-            yield name, partial(found, ALL[name], before)
+            yield name, partial(found, MISTAKES[name], before)
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +49,15 @@ def ranks(request):
     return run_cells(job, 2, chosen(request, "name"), env={**UNPATCHED, **AUDITED})
 
 
-@pytest.mark.parametrize("name", with_nightly([*ALL], always=CORRECT))
+@pytest.mark.parametrize("name", with_nightly([*MISTAKES]))
 def test_it_is_found_where_it_first_acts(ranks, name):
-    expected = ALL[name].finds
+    expected = MISTAKES[name].finds
     by_rank = [{rule: step for rule, step, *_ in cells[name]} for cells in ranks]
     assert {rule: step for results in by_rank for rule, step in results.items()} == expected, by_rank
     for rank, cells in enumerate(ranks):
         assert {where for _, _, where, *_ in cells[name]} <= {rank}
         for rule, _, _, is_note, text in cells[name]:
-            assert is_note or (name in MISTAKES and not RULES[rule].is_note), text
+            assert is_note or not RULES[rule].is_note, text
             assert text.endswith(f" If that is meant: MEGAPATCH_AUDIT_ACCEPT={rule}.") == is_note
 
 

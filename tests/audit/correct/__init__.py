@@ -5,7 +5,11 @@ The grid in tests/no_harm has others, and so has tests/audit/test_quiet.py.
 
 from __future__ import annotations
 
+from .batches import BATCHES
+from .loops import LOOPS
 from .on_purpose import ON_PURPOSE
+from .optimizers import OPTIMIZERS
 from .usual import USUAL
+from .weights import WEIGHTS
 
-CORRECT = {**USUAL, **ON_PURPOSE}
+CORRECT = {**USUAL, **ON_PURPOSE, **BATCHES.rows, **WEIGHTS.rows, **OPTIMIZERS.rows, **LOOPS.rows}

@@ -6,41 +6,15 @@ import copy
 
 import torch
 from rigs.megatron.options import ADAM, BOTH
-from rigs.mistakes import Mistake, unfinished
+from rigs.mistakes import Mistake
 from rigs.mistakes.checkpoints import plan
 from rigs.mistakes.losses import FP16, losses_times
 from rigs.mistakes.schedules import new_schedule_of, schedule_of
 from rigs.mistakes.weights import BF16, SHARDED, copies_of, log_probabilities, parameters_of, parts_of, put
 
+from .table import average, backward, gradients_of, other_optimizer, own_backward
+
 CHUNKS = {"pp": 2, "vpp": 2}
-
-
-def backward(model, step, **options):
-    """Compute fresh gradients."""
-    model.zero_grad()
-    model.forward_backward(step, **options)
-
-
-def own_backward(model, step, **options):
-    """Compute fresh gradients of this rank's data alone."""
-    with unfinished(model):
-        backward(model, step, **options)
-
-
-def average(tensors):
-    for tensor in tensors:
-        torch.distributed.all_reduce(tensor)
-        tensor.div_(torch.distributed.get_world_size())
-
-
-def gradients_of(model):
-    return [buffer.grad_data for chunk in model.chunks for buffer in chunk.buffers]
-
-
-def other_optimizer(model, chunks=None, **options):
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    return get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.1, **options), chunks or model.chunks)
 
 
 # ------------------------------------------------------------------------------------------ gradients

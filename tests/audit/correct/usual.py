@@ -18,9 +18,7 @@ from rigs.train_step.models import in_pieces
 from megapatch.testing import _data
 from megapatch.train_step import TrainStep
 
-
-def as_megatron_does(model, step):
-    model.train_step(step)
+from .table import as_megatron_does
 
 
 def swapped_there_and_back(model, step):
