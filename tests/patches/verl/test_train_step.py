@@ -33,7 +33,7 @@ def test_each_cut_is_the_same_step(ranks, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_verls_own_step(ranks, layout):
-    """But for the rounding of bf16: verl divides losses by something else before the backward pass; 3e-3 is seen."""
+    """But for bf16's rounding, 3e-3 here: verl divides losses by something else before the backward pass."""
     found = ranks[1]  # the last stage, where verl reports the norm
     assert found[layout, (2, 2)][0] == pytest.approx(found[layout, "whole"][0], rel=5e-3)
 
