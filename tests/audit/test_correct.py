@@ -108,7 +108,7 @@ def test_another_way_to_the_same_step_gives_the_same_weights(alone, expected, pl
 
 
 REFUSED = "names are read after a step"
-"""megatron.gathered-when-read raises at a state_dict() before the gather: it cannot know that only names are read."""
+"""The patch megatron.gathered-when-read cannot know that only names of the state_dict() are read."""
 
 
 @pytest.mark.nightly
