@@ -75,7 +75,7 @@ def arrive_beside_gradients(start_param_sync: Callable[..., Any]) -> Callable[..
     @functools.wraps(start_param_sync)
     def patched_start_param_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.ddp_config
-        is_forced = arguments_of(signature, (self, *args), kwargs).get("force_sync")
+        is_forced = arguments_of(signature, (self, *args), kwargs).get("force_sync") is True
         if not is_forced or config.use_distributed_optimizer or not config.overlap_param_gather:
             return start_param_sync(self, *args, **kwargs)
         if self.param_gather_handle is not None:

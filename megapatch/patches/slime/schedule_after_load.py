@@ -24,19 +24,19 @@ from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import lacking, missing_parameters, reads_in_order
 
 BEGIN = "initialize_model_and_optimizer"
-LOAD, BATCH = "load_checkpoint", "global_batch_size"
+LOAD, STEP, BATCH = "load_checkpoint", "step", "global_batch_size"
 
 
 def diagnose(module: ModuleType) -> Verdict:
     """Read the real function: running it needs a model, and a checkpoint of it."""
     if missing := missing_parameters(f"{module.__name__}:{BEGIN}", "args"):
         return lacking(missing)
-    found = reads_in_order(getattr(module, BEGIN), LOAD, BATCH)
+    found = reads_in_order(getattr(module, BEGIN), LOAD, STEP, BATCH)
     if found == [LOAD]:
         return Verdict(FIXED, f"{BEGIN}() leaves the schedule where {LOAD}() has put it")
-    if found == [LOAD, BATCH]:
+    if found == [LOAD, STEP, BATCH]:
         return Verdict(NEEDED, f"{BEGIN}() advances a schedule that {LOAD}() has loaded")
-    return lacking([f"{LOAD} in {module.__name__}:{BEGIN}"])
+    return lacking([f"{LOAD}, {STEP} and {BATCH} in {module.__name__}:{BEGIN}"])
 
 
 def advance_once(initialize: Callable[..., Any]) -> Callable[..., Any]:
