@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import torch
 from rigs.megatron.save import minor
@@ -17,24 +18,24 @@ TAKEN_OVER = ("main parameters", "weights", "parameters")
 SCHEDULE = ("learning rate", "weight decay", "schedule")
 
 
+def _loaded_and_trained_on(trainer, change=lambda weights: weights, load=Trainer.load, **options):
+    """Load weights of a step before, or what `change` makes of them, and train on."""
+    trainer.train(0)
+    weights = change(trainer.weights())
+    trainer.train(1)
+    load(trainer, weights, **options)
+    trainer.optimizer.reload_model_params()
+    trainer.train(2)
+
+
 @program(*(name for name in EVERY if name != "offloaded"))
 def weights_and_then_reload_model_params(run):
-    _weights_and_then_reload_model_params(run)
+    _loaded_and_trained_on(run.trainer())
 
 
 @program("offloaded", changed={"megatron.reload-offloaded-params": TAKEN_OVER})
 def weights_and_then_reload_model_params_of_an_offloaded_optimizer(run):
-    _weights_and_then_reload_model_params(run)
-
-
-def _weights_and_then_reload_model_params(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    saved = trainer.weights()
-    trainer.train(1, 2)
-    trainer.load(saved)
-    trainer.optimizer.reload_model_params()
-    trainer.train(3)
+    _loaded_and_trained_on(run.trainer())
 
 
 @program("fp32", *HALF, "bf16, overlapped reduce", "pp, vpp", "moe")
@@ -69,29 +70,25 @@ def the_optimizer_alone_is_loaded(run):
 
 @program("fp32", "bf16", "bf16, sharded, overlaps", "tp")
 def part_of_the_weights_and_then_reload_model_params(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    half = scaled(trainer.weights(), 0.5)
-    part = [{name: value for name, value in state.items() if "embedding" in name} for state in half]
-    trainer.train(1)
-    trainer.load(part, strict=False)
-    trainer.optimizer.reload_model_params()
-    trainer.train(2)
+    def half_of_the_embedding(weights):
+        half = scaled(weights, 0.5)
+        return [{name: value for name, value in state.items() if "embedding" in name} for state in half]
+
+    _loaded_and_trained_on(run.trainer(), half_of_the_embedding, strict=False)
 
 
 @program("fp32", "bf16", "bf16, sharded", "bf16, sharded, overlaps")
 def an_adapter_over_a_frozen_base(run):
     """As with LoRA: only the adapter is trained, saved and loaded. For a rollout it is merged into the base."""
     trainer = run.trainer(frozen=("embedding*", "*norm*", "*attention*", "output*"))
-    trainer.train(0)
-    adapter = [
-        {name: value for name, value in state.items() if "mlp.linear" in name and is_weight(value)}
-        for state in trainer.weights()
-    ]
-    trainer.train(1)
-    trainer.load(adapter, strict=False)
-    trainer.optimizer.reload_model_params()
-    trainer.train(2)
+
+    def adapter(weights):
+        return [
+            {name: value for name, value in state.items() if "mlp.linear" in name and is_weight(value)}
+            for state in weights
+        ]
+
+    _loaded_and_trained_on(trainer, adapter, strict=False)
     base = [each for each in trainer.parameters() if not each.requires_grad]
     kept = [each.detach().clone() for each in base]
     for parameter in base:
@@ -120,27 +117,18 @@ def an_average_of_weights_is_evaluated(run):
 
 @program("pp, tied", "tp")
 def tied_embeddings_are_loaded(run):
-    trainer = run.trainer(tied_embeddings=True)
-    trainer.train(0)
-    saved = trainer.weights()
-    trainer.train(1)
-    trainer.load(saved)
-    trainer.optimizer.reload_model_params()
-    trainer.train(2)
+    _loaded_and_trained_on(run.trainer(tied_embeddings=True))
 
 
 @program("bf16", "fp16", "bf16, sharded", "bf16, sharded, overlaps", "ep")
 def weights_of_another_dtype(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    saved = [
-        {name: value.double() if is_weight(value) else value for name, value in state.items()}
-        for state in trainer.weights()
-    ]
-    trainer.train(1)
-    trainer.load(saved)
-    trainer.optimizer.reload_model_params()
-    trainer.train(2)
+    def in_double(weights):
+        return [
+            {name: value.double() if is_weight(value) else value for name, value in state.items()}
+            for state in weights
+        ]
+
+    _loaded_and_trained_on(run.trainer(), in_double)
 
 
 @program("fp32", "bf16", "bf16, sharded, overlaps", "tp")
@@ -158,13 +146,7 @@ def loaded_between_zero_grad_and_the_forward_pass(run):
 
 @program("bf16", "bf16, sharded", "bf16, sharded, overlaps", "ep")
 def loaded_in_a_thread(run):
-    trainer = run.trainer()
-    trainer.train(0)
-    saved = trainer.weights()
-    trainer.train(1)
-    run.in_thread(trainer.load, saved)
-    trainer.optimizer.reload_model_params()
-    trainer.train(2)
+    _loaded_and_trained_on(run.trainer(), load=partial(run.in_thread, Trainer.load))
 
 
 @program("bf16", "bf16, sharded, overlaps", "tp")

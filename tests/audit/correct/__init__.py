@@ -1,6 +1,6 @@
 """Correct trainers: the usual ones, of which nothing is found, and those of which something is noted.
 
-The grid in tests/no_harm has others, and so has tests/audit/test_quiet.py.
+The grid in tests/no_harm has others, in more layouts.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@ import contextlib
 from unittest import mock
 
 import torch
-from rigs.megatron.options import GRADS, Interrupted, raising_half_way
+from rigs.megatron.options import BOTH, GRADS, Interrupted, new_machine, raising_half_way, rerun, rerun_data
 from rigs.mistakes import unfinished
 from rigs.mistakes.losses import losses_times
 from rigs.mistakes.weights import copies_of, log_probabilities, parameters_of, parts_of, put
 
 from megapatch.testing import _data
 
-from .table import Programs, backward, gradients_of, seen
+from .table import Programs, backward, gradients_of, made_once, seen
 
 BATCHES = Programs()
 TOKENS = {"per_token_loss": True}
@@ -87,12 +87,13 @@ def zeroed_by_hand(model, step):
     model.optimizer.step()
 
 
+@BATCHES.row("nothing is reduced over one rank", layout={"tp": 2})
+def not_reduced(model, step):
+    model.config.finalize_model_grads_func = None
+    model.train_step(step)
+
+
 # ------------------------------------------------------------------------------------------ cut
-@BATCHES.row("samples have other numbers of tokens", **TOKENS)
-def masked(model, step):
-    model.train_step(step, masked=True)
-
-
 @BATCHES.row("a microbatch has no tokens", **TOKENS)
 def without_tokens(model, step, ranks=(0, 1)):
     masks = iter([0.0] * (torch.distributed.get_rank() in ranks) + [1.0] * 2)
@@ -163,6 +164,13 @@ def curvature(model, step):
         backward(model, step, seed=1)
         seen(model, [float(grads.square().sum()) for grads in gradients_of(model)])
     model.train_step(step)
+
+
+@BATCHES.row("evaluated after each step, with and without no_grad()", **BOTH, **TOKENS)
+def evaluated(model, step):
+    model.train_step(step, masked=True)
+    log_probabilities(model, step)
+    model.forward_backward(step, forward_only=True, masked=True)
 
 
 # ------------------------------------------------------------------------------------------ changed
@@ -262,6 +270,25 @@ def made_again(model, step):
     smaller = [part for data in model.microbatches(step) for part in data.split(1)]
     backward(model, step, microbatches=smaller)
     model.optimizer.step()
+
+
+@BATCHES.row("a step is run again in place, as by Megatron's train_step()", **BOTH)
+def rerun_in_place(model, step):
+    """The gradients of its first run are zeroed unused. Up to Megatron 0.14 such a fault ends the job."""
+    machine, data, runs = made_once(model, "machine", new_machine), rerun_data(0), 0
+    if machine is None:
+        return
+    while machine.should_run_forward_backward(data):
+        backward(model, step)
+        loss = torch.tensor(float("nan") if (step, runs) == (1, 0) else 1.0)  # the first step validates nothing
+        machine.validate_result(loss, rejection_func=torch.isnan, message="NaN", fatal=False)
+        runs += 1
+    assert runs == (2 if step == 1 else 1)
+    ends_job = any(machine.should_checkpoint_and_exit())
+    if not ends_job:
+        model.optimizer.step()
+    if ends_job or step == 2:
+        model.machine = rerun().destroy_rerun_state_machine()
 
 
 @BATCHES.row("a step is made again from the same state, to compare its numbers")

@@ -6,14 +6,16 @@ import gc
 
 import torch
 from rigs.megatron.options import ADAM, BOTH, GRADS
-from rigs.mistakes.losses import losses_are
+from rigs.mistakes.losses import FP16, losses_are
 from rigs.mistakes.schedules import schedule_of
-from rigs.mistakes.weights import SHARDED, copies_of, parameters_of, put, reference_in
-from rigs.train_step.models import allow_sequence_parallel
+from rigs.mistakes.weights import FP32, SHARDED, copies_of, parameters_of, put, reference_in
+from rigs.train_step.models import in_pieces
+from torch.distributed.fsdp import fully_shard
 
 from megapatch.testing import mean_loss, tiny_gpt
+from megapatch.train_step import TrainStep
 
-from .table import Programs, average, backward, made_once, own_backward, seen
+from .table import Programs, as_megatron_does, average, backward, made_once, own_backward, seen
 
 LOOPS = Programs()
 DROPOUT = {"hidden_dropout": 0.1}
@@ -41,6 +43,7 @@ def ppo(model, step):
 
 
 @LOOPS.row("DPO, against a reference that is swapped in", **SHARDED)
+@LOOPS.row("DPO, against a reference that is swapped in, in fp32", **FP32)
 def dpo(model, step):
     with reference_in(model) as policy:
         reference = logged(model, step)
@@ -68,6 +71,15 @@ def actor_and_critic(model, step):
     model.train_step(step)
 
 
+@LOOPS.row("a critic's step between the last call of the actor's and its end", **GRADS, per_token_loss=True)
+def critic_in_between(model, step):
+    critic = made_once(model, "critic", lambda: tiny_gpt(**FP16))
+    with TrainStep(model=model.chunks, optimizer=model.optimizer) as train_step:
+        in_pieces(train_step, model, step, (1, 1), {"masked": True})
+        critic.train_step(step)
+        train_step.finish()
+
+
 @LOOPS.row("dropout, and log-probabilities without it", config=DROPOUT)
 def without_dropout(model, step):
     for chunk in model.chunks:
@@ -87,29 +99,6 @@ def sent_as_copies(model, step):
 
 
 # ------------------------------------------------------------------------------------------ models
-@LOOPS.row("a student learns from a teacher")
-def distilled(model, step):
-    teacher = made_once(model, "teacher", lambda: tiny_gpt(layers=2))
-    aim = logged(teacher, step)
-    with losses_are(lambda value, tokens: (value / tokens - aim).abs() * tokens):
-        model.train_step(step)
-
-
-@LOOPS.row("a GAN: two steps of one, and one of the other", is_plain=True)
-def gan(model, step):
-    critic = made_once(model, "critic", lambda: tiny_gpt(layers=2, **ADAM))
-    for part in range(2):
-        critic.train_step(2 * step + part, seed=1)
-    logged(critic, step)
-    model.train_step(step)
-
-
-@LOOPS.row("a sweep: one model after another")
-def sweep(model, step):
-    one = tiny_gpt(layers=2, lr=0.1 * (1 + step))
-    seen(model, [one.train_step(data).loss for data in range(2)])
-
-
 @LOOPS.row("a model is deleted, and built again")
 def deleted(model, step):
     model.one = None
@@ -118,14 +107,16 @@ def deleted(model, step):
     model.one.train_step(step)
 
 
-@LOOPS.row("evaluated before it is trained", is_plain=True)
-def evaluated_first(model, step):
-    if step == 0:
-        logged(model, 9)
-    model.train_step(step)
-
-
 LOOPS.row("never trained")(logged)
+
+
+@LOOPS.row("torch's FSDP2, with its own optimizer and reduces")
+def fsdp2(model, step):
+    linear = made_once(model, "linear", lambda: fully_shard(torch.nn.Linear(4, 4).cuda()))
+    optimizer = made_once(model, "sgd", lambda: torch.optim.SGD(linear.parameters(), lr=0.1))
+    linear(torch.ones(2, 4, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @LOOPS.row(
@@ -138,39 +129,21 @@ def gossip(model, step):
 
 
 # ------------------------------------------------------------------------------------------ layouts and options
-@LOOPS.row("sequence parallel", layout={"tp": 2})
-def sequence_parallel(model, step):
-    allow_sequence_parallel()
-    made_once(model, "sharded", lambda: tiny_gpt(layers=2, config={"sequence_parallel": True})).train_step(step)
-
-
-def options(name, layout=None, data=2, is_plain=False, **options):
-    """Add a trainer that does as Megatron does, on the data of two data-parallel ranks."""
-    LOOPS.row(name, layout=layout, is_plain=is_plain, **options)(
-        lambda model, step: model.train_step(step, num_microbatches=data)
-    )
-
-
-options("two stages", {"pp": 2}, 4, True)
-options("two stages of two, overlapped", {"pp": 2, "vpp": 2}, 4, True, **BOTH)
-options("two stages with tied embeddings", {"pp": 2}, 4, tied_embeddings=True)
-options("tensor parallel", {"tp": 2}, 4, True)
-options("tensor parallel, with dropout", {"tp": 2}, config=DROPOUT)
-options("context parallel", {"cp": 2}, attention=False)
-options("experts", experts=2, config={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1})
-options("experts on two ranks", {"ep": 2}, experts=4, **GRADS)
-options("multi-token prediction", config={"mtp_num_layers": 1})
-options(
+# The audit watches most layouts in tests/train_step/test_parity.py and in tests/no_harm.
+@LOOPS.row("experts", experts=2, config={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1})
+@LOOPS.row("multi-token prediction", config={"mtp_num_layers": 1})
+@LOOPS.row(
     "activations are computed again",
     is_plain=True,
     config={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 )
-options("distributed optimizer with overlaps", is_plain=True, **BOTH)
-options(
+@LOOPS.row(
     "two instances of the distributed optimizer",
-    {"optimizer_instances": 2},
+    layout={"optimizer_instances": 2},
     is_plain=True,
     **ADAM,
     use_distributed_optimizer=True,
     ddp={"num_distributed_optimizer_instances": 2},
 )
+def with_options(model, step):
+    as_megatron_does(model, step)

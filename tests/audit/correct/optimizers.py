@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 
 import torch
-from rigs.megatron.options import ADAM, linear_schedule
+from rigs.megatron.options import ADAM, BOTH, linear_schedule
+from rigs.mistakes.losses import FP16
 from rigs.mistakes.schedules import schedule_of
 from rigs.mistakes.weights import BF16, copies_of, moments_of, parts_of, put
 
 from megapatch.testing import init_parallel, tiny_gpt
 
-from .table import Programs, as_megatron_does, backward, groups_of, other_optimizer, seen
+from .table import Programs, as_megatron_does, backward, gradients_of, groups_of, other_optimizer, seen
 
 OPTIMIZERS = Programs()
 
@@ -86,6 +87,20 @@ def warm_restart(model, step):
 def schedule_before(model, step):
     schedule_of(model).step(4)
     model.train_step(step)
+
+
+@OPTIMIZERS.row("the schedule stays after an overflow", {"gradients-kept": 1}, **FP16)
+@OPTIMIZERS.row("parameters are read after an overflow", {"gradients-kept": 1}, **FP16, **BOTH)
+def overflowing(model, step):
+    """A skipped step leaves nothing to be gathered: the forward pass before it has gathered the last step's."""
+    schedule = schedule_of(model)
+    backward(model, step)
+    if step == 1:
+        gradients_of(model)[0][0] = torch.inf
+    if model.optimizer.step()[0]:
+        schedule.step(1)
+    else:
+        model.chunks[0].state_dict()
 
 
 # ------------------------------------------------------------------------------------------ other models

@@ -12,40 +12,13 @@ from rigs.mistakes.checkpoints import plan, saved_in_two
 from rigs.mistakes.gradients import COUNTING
 from rigs.mistakes.losses import FP16, losses_are, losses_times, times
 from rigs.mistakes.schedules import new_schedule_of, schedule_of
-from rigs.mistakes.weights import FP32, SHARDED, log_probabilities, parts_of, put, reference_in
+from rigs.mistakes.weights import SHARDED, log_probabilities, parts_of
 from rigs.train_step.models import in_pieces
 
 from megapatch.testing import _data
 from megapatch.train_step import TrainStep
 
 from .table import as_megatron_does
-
-
-def swapped_there_and_back(model, step):
-    with reference_in(model) as policy:
-        log_probabilities(model, step)
-    put(model, policy)
-    model.train_step(step)
-
-
-def weights_loaded(model, step):
-    """Other weights are loaded between two steps, and the main parameters after them."""
-    if step == 2:
-        model.chunks[0].load_state_dict(model.saved)
-        model.optimizer.reload_model_params()
-    model.saved = copy.deepcopy(dict(model.chunks[0].state_dict()))
-    model.train_step(step)
-
-
-def all_loaded(model, step):
-    """The state of the step before is loaded."""
-    if step == 2:
-        for part, saved in zip(parts_of(model.optimizer), model.saved, strict=True):
-            part.load_state_dict(copy.deepcopy(saved))
-    schedule = schedule_of(model)
-    model.train_step(step)
-    schedule.step(1)
-    model.saved = [copy.deepcopy(part.state_dict()) for part in parts_of(model.optimizer)]
 
 
 def resumed_schedule(model, step):
@@ -156,14 +129,8 @@ USUAL = {
     for trainer in (
         _correct("as Megatron does", as_megatron_does, **BOTH),
         _correct("one loss is NaN, and the step skipped", times(float("nan")), **FP16),
-        _correct("a reference is swapped in and out", swapped_there_and_back, **SHARDED),
-        _correct("a reference is swapped in and out, in fp32", swapped_there_and_back, **FP32),
-        _correct("weights are loaded", weights_loaded, dtype="bf16"),
-        _correct("weights are loaded, in fp32", weights_loaded, **ADAM),
-        _correct("weights are loaded, sharded", weights_loaded, **SHARDED),
-        _correct("the optimizer is loaded, in fp32", all_loaded, **ADAM),
-        _correct("the optimizer is loaded", all_loaded, dtype="bf16", **ADAM),
         _correct("the schedule is resumed", resumed_schedule, **ADAM),
+        _correct("the schedule is resumed, in bf16", resumed_schedule, dtype="bf16", **ADAM),
         _correct("the schedule advances once for many steps", schedule_of_an_iteration),
         _correct("the schedule advances once for two steps, one of them skipped", schedule_of_a_rollout, **FP16),
         _correct("checkpoints are saved", saved_in_time, **BOTH),

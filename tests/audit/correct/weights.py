@@ -6,7 +6,7 @@ import copy
 from unittest import mock
 
 import torch
-from rigs.megatron.options import ADAM
+from rigs.megatron.options import ADAM, BOTH, GRADS
 from rigs.mistakes.checkpoints import plan
 from rigs.mistakes.weights import (
     BF16,
@@ -89,24 +89,7 @@ def lookahead(model, step):
         put_for_good(model, model.slow)
 
 
-@WEIGHTS.row("a soup of two models")
-def soup(model, step):
-    other, soup = (made_once(model, name, lambda: tiny_gpt(layers=4)) for name in ("other", "soup"))
-    model.train_step(step)
-    other.train_step(step, seed=1)
-    put(soup, mean(copies_of(model), copies_of(other)))
-    log_probabilities(soup, step)
-
-
 # ------------------------------------------------------------------------------------------ other weights
-@WEIGHTS.row("noise on weights for rollouts", is_plain=True)
-def noise_for_rollouts(model, step):
-    generator = torch.Generator().manual_seed(step)
-    own = copies_of(model)
-    in_turn(model, [weight + 0.01 * torch.randn(weight.shape, generator=generator) for weight in own], step)
-    model.train_step(step)
-
-
 @WEIGHTS.row("a learning rate is looked for, from the same weights", {"kept-between-steps": 2})
 def learning_rate_looked_for(model, step):
     first = made_once(model, "first", lambda: copies_of(model))
@@ -130,6 +113,22 @@ def back_to_the_best(model, step):
         model.best = copies_of(model), states
 
 
+@WEIGHTS.row("steps are undone, and weights read at once", **BOTH)
+@WEIGHTS.row("steps are undone, and weights read at once, in bf16", **BF16)
+@WEIGHTS.row("steps are undone, and weights read at once, in fp32", **ADAM)
+def gone_back(model, step):
+    """Nothing is gathered between."""
+    (ddp,) = model.chunks
+    model.train_step(step)
+    if step == 0:
+        model.gather_parameters()
+        model.saved = copy.deepcopy(dict(ddp.state_dict()))
+        return
+    ddp.load_state_dict(model.saved)
+    model.optimizer.reload_model_params()
+    ddp.state_dict()
+
+
 # ------------------------------------------------------------------------------------------ written for good
 @WEIGHTS.row("pruned weights are zeroed after each step", **BF16)
 def pruned(model, step):
@@ -144,7 +143,9 @@ def pruned(model, step):
 
 
 # ------------------------------------------------------------------------------------------ what is trained
-WEIGHTS.row("norms alone are trained", frozen=ALL_BUT_NORMS)(as_megatron_does)
+WEIGHTS.row("a layer is frozen", frozen=("*layers.1.*",), **BOTH)(as_megatron_does)
+WEIGHTS.row("norms alone are trained", frozen=ALL_BUT_NORMS, **GRADS)(as_megatron_does)
+WEIGHTS.row("norms alone are trained, in two stages", frozen=ALL_BUT_NORMS, layout={"pp": 2})(as_megatron_does)
 
 
 def changed_before_it_is_wrapped(change):

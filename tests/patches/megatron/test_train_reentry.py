@@ -45,6 +45,7 @@ CASES = {  # ranks, layout, options, options of the run without overlap
     "dp2": (2, {}, {}, {}),
     "dp2 grads": (2, {}, GRADS, {}),
     "dp2 both": (2, {}, BOTH, ADAM),
+    "dp2 both, validated": (2, {}, BOTH, ADAM),
     "dp2 both aligned": (2, {}, ALIGNED, ADAM),
     "pp2 grads": (2, {"pp": 2}, GRADS, {}),
     "pp2 vpp2 dp2 both": (4, {"pp": 2, "vpp": 2}, BOTH, ADAM),
@@ -56,13 +57,14 @@ def called_three_times(rank, world_size):
     """Losses and parameters of each case for so many ranks, after three calls of two steps."""
     for name, (ranks, layout, options, _) in CASES.items():
         if ranks == world_size:
-            yield name, partial(three_calls, layout, options)
+            rerun_mode = "validate_results" if "validated" in name else "disabled"
+            yield name, partial(three_calls, layout, options, rerun_mode)
 
 
-def three_calls(layout, options):
+def three_calls(layout, options, rerun_mode):
     init_parallel(**layout)
     model = tiny_gpt(layers=4, hooks=False, **options)
-    loop = MegatronLoop(model)
+    loop = MegatronLoop(model, rerun_mode=rerun_mode)
     return [loss for _ in range(3) for loss in loop.train(2)], model.parameters()
 
 
@@ -76,7 +78,7 @@ def plain_runs(rank, world_size):
 def runs():
     """By number of ranks: what every rank found with train() called again, and in the run to compare with."""
     return {
-        ranks: (run_cells(called_three_times, ranks), run_cells(plain_runs, ranks, env=UNPATCHED))
+        ranks: (run_cells(called_three_times, ranks, audited=True), run_cells(plain_runs, ranks, env=UNPATCHED))
         for ranks in (2, 4)
     }
 
