@@ -10,13 +10,11 @@ from pathlib import Path
 
 import torch
 from rigs.megatron import main_params
-from rigs.megatron.offloading import OFFLOADS
-from rigs.megatron.options import linear_schedule
 from way_back import streams
 from way_back.checkpoints import Distributed
 from way_back.pictures import parts_of, picture, take_logged
 
-from megapatch.testing import mean_loss, tiny_gpt
+from megapatch.testing import mean_loss
 from megapatch.testing._model import _gpt_of
 
 
@@ -68,12 +66,9 @@ class Trainer:
 
     def __init__(self, run, options):
         self.run, self.layout, self.rank = run, run.layout, run.rank
-        options = {**({"layers": 4} if "vpp" in run.layout.parallel else {}), **run.layout.options, **options}
-        if run.layout.offload:
-            options["optim"] = {**options.get("optim", {}), **OFFLOADS[run.layout.offload]}
-        self.model = tiny_gpt(**options)
+        self.model = run.layout._replace(options={**run.layout.options, **options}).build()
         self.optimizer = self.model.optimizer
-        self.schedule = linear_schedule(self.optimizer, steps=40, max_lr=options["lr"], start_wd=0.01, end_wd=0.1)
+        self.schedule = run.layout.schedule_of(self.optimizer)
         self.disk = Distributed(self)
 
     def models(self):

@@ -108,13 +108,13 @@ def raising_after(target, name):
 PLACES = ("forward", "loss", "backward", "before finalize", "after finalize", "in the optimizer")
 
 
-def interrupted(model, place):
+def interrupted(model, place, microbatch=1):
     """Return a context in which a step raises at a place, and the forward step to use there (None: the usual)."""
     config, optimizer = model.config, model.optimizer
     if place in ("forward", "loss"):
-        return contextlib.nullcontext(), raising_forward_step(1, place)
+        return contextlib.nullcontext(), raising_forward_step(microbatch, place)
     return {
-        "backward": lambda: raising_half_way(model, 1),
+        "backward": lambda: raising_half_way(model, microbatch),
         "before finalize": lambda: mock.patch.object(config, "finalize_model_grads_func", side_effect=Interrupted),
         "after finalize": lambda: raising_after(config, "finalize_model_grads_func"),
         "in the optimizer": lambda: mock.patch.object(optimizer, "step_with_ready_grads", side_effect=Interrupted),

@@ -4,7 +4,6 @@ the model's config, its gradients and the rerun state machine as before; the nex
 from __future__ import annotations
 
 from functools import partial
-from unittest import mock
 
 import pytest
 from rigs.cells import run_cells
@@ -16,35 +15,18 @@ from rigs.megatron.options import (
     assert_same_parameters,
     attempt,
     new_machine,
-    raising_half_way,
     rerun_data,
 )
+from rigs.step_state import interrupted
 from rigs.train_step.models import MEAN, in_pieces
 
 from megapatch.testing import init_parallel, tiny_gpt
-from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
 
 pytestmark = pytest.mark.thorough
 
 CUT = (2, 1)
 OPTIONS = {"grads": GRADS, "both": BOTH}
-
-
-def raising_in(place, at):
-    """A forward step that raises at a microbatch of the step, in the forward pass or in the loss."""
-    calls = iter(range(10))
-
-    def function(data, model):
-        index = next(calls)
-        if (place, index) == ("forward", at):
-            raise Interrupted
-        output, loss_func = forward_step(data, model, **MEAN)
-        if (place, index) == ("loss", at):
-            return output, mock.Mock(side_effect=Interrupted)
-        return output, loss_func
-
-    return function
 
 
 def misuses(model, step):
@@ -86,23 +68,11 @@ def misuses(model, step):
                 buffer.grad_data.untyped_storage().resize_(0)
         step.finish()
 
-    def optimizer_fails():
-        pieces()
-        with mock.patch.object(model.optimizer, "step", side_effect=Interrupted):
+    def fails(place, microbatch=1, last=False):
+        context, function = interrupted(model, place, microbatch)
+        with context:
+            pieces(function=function, last=last)
             step.finish()
-
-    def finalize_fails():
-        pieces()
-        with mock.patch.object(model.config, "finalize_model_grads_func", side_effect=Interrupted):
-            step.finish()
-
-    def half_way(**more):
-        with raising_half_way(model, 2):
-            pieces(**more)
-
-    def finalize_fails_in_last_call():
-        with mock.patch.object(model.config, "finalize_model_grads_func", side_effect=Interrupted):
-            pieces(last=True)
 
     def call_after_the_last():
         pieces(last=True)
@@ -121,15 +91,15 @@ def misuses(model, step):
         "count": lambda: opened(lambda: step.accumulate(1, count=1).__enter__()),
         "without finish": without_finish,
         "in the body": in_the_body,
-        "optimizer": lambda: opened(optimizer_fails),
-        "finalize": lambda: opened(finalize_fails),
-        "forward 0": lambda: opened(pieces, function=raising_in("forward", 0)),
-        "forward 2": lambda: opened(pieces, function=raising_in("forward", 2)),
-        "loss 1": lambda: opened(pieces, function=raising_in("loss", 1)),
-        "half of the backward": lambda: opened(half_way),
-        "half of the last backward": lambda: opened(half_way, last=True),
-        "half of the last backward of the first step": lambda: opened(half_way, last=True),
-        "finalize in the last call": lambda: opened(finalize_fails_in_last_call),
+        "optimizer": lambda: opened(fails, "in the optimizer"),
+        "finalize": lambda: opened(fails, "before finalize"),
+        "forward 0": lambda: opened(fails, "forward", 0),
+        "forward 2": lambda: opened(fails, "forward", 2),
+        "loss 1": lambda: opened(fails, "loss", 1),
+        "half of the backward": lambda: opened(fails, "backward", 2),
+        "half of the last backward": lambda: opened(fails, "backward", 2, last=True),
+        "half of the last backward of the first step": lambda: opened(fails, "backward", 2, last=True),
+        "finalize in the last call": lambda: opened(fails, "before finalize", last=True),
         "call after the last": lambda: opened(call_after_the_last),
         "freed": lambda: opened(freed),
     }

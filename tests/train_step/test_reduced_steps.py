@@ -11,24 +11,13 @@ import torch
 from rigs.cells import run_cells
 from rigs.megatron.options import Interrupted
 from rigs.step_state import SCALED, held, new_model
-from rigs.train_step.models import MEAN, in_pieces
+from rigs.train_step.models import MEAN, in_pieces, infinite_forward_step
 
 from megapatch.testing import init_parallel
-from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
 
 CUT = (2, 1)
 BIAS = "expert bias"
-
-
-def overflowing(data, model):
-    output, usual = forward_step(data, model, **MEAN)
-
-    def loss_function(output):
-        loss, metrics = usual(output)
-        return loss * float("inf"), metrics
-
-    return output, loss_function
 
 
 def steps(model):
@@ -51,7 +40,7 @@ def loads(model):
 MOVES = {
     "steps": (BIAS, steps, None),
     "steps each part": (BIAS, steps_each_part, None),
-    "overflows": (SCALED, overflows, overflowing),
+    "overflows": (SCALED, overflows, infinite_forward_step),
     "loads": (BIAS, loads, None),
 }
 

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 from rigs.megatron.options import Interrupted
+from rigs.step_state import interrupted
 
 from .pictures import parts_of
 from .plan import REPLAYED
@@ -25,7 +26,7 @@ def raising(model, place, microbatch=1):
         return _in_a_replay(model, microbatch)
     if place == "in the optimizer":
         return _in_the_optimizer(model)
-    return _around_finalize(model, first=place == "after the reduce")
+    return interrupted(model, "after finalize" if place == "after the reduce" else "before finalize")[0]
 
 
 def raises(*args, **kwargs):
@@ -81,22 +82,6 @@ def _decoder(model):
     while not hasattr(chunk, "decoder"):  # Float16Module
         chunk = chunk.module
     return chunk.decoder
-
-
-@contextlib.contextmanager
-def _around_finalize(model, first):
-    finalize = model.config.finalize_model_grads_func
-
-    def finalize_or_raise(*args, **kwargs):
-        if first:
-            finalize(*args, **kwargs)
-        raise Interrupted
-
-    model.config.finalize_model_grads_func = finalize_or_raise
-    try:
-        yield
-    finally:
-        model.config.finalize_model_grads_func = finalize
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rigs.megatron.offloading import OFFLOADS, offloading
+from rigs.megatron.options import linear_schedule
 from rigs.megatron.save import minor
 
 from megapatch.testing import init_parallel, tiny_gpt
@@ -111,6 +112,10 @@ class Layout(NamedTuple):
         if self.offload:
             options["optim"] = {**options.get("optim", {}), **OFFLOADS[self.offload]}
         return tiny_gpt(**options)
+
+    def schedule_of(self, optimizer):
+        rate = self.options["lr"]
+        return linear_schedule(optimizer, steps=40, max_lr=rate, start_wd=0.01, end_wd=0.1)
 
     def in_use(self):
         """Return a context in which models of this layout are built, stepped, saved and loaded."""

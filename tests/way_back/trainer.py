@@ -9,7 +9,8 @@ import itertools
 from unittest import mock
 
 import torch
-from rigs.megatron.options import Interrupted, attempt, linear_schedule
+from rigs.megatron.options import Interrupted, attempt
+from rigs.train_step.models import infinite_forward_step
 
 from megapatch.testing import Fault, MegatronLoop, mean_loss
 from megapatch.testing._data import forward_step
@@ -29,17 +30,6 @@ HOOKS = ("grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_s
 _files = itertools.count()
 
 
-def overflowing(data, model):
-    """Megatron's forward step, with a loss that is infinite."""
-    output, usual = MEAN(data, model)
-
-    def loss_function(output):
-        loss, metrics = usual(output)
-        return loss * float("inf"), metrics
-
-    return output, loss_function
-
-
 class Trainer:
     """A trainer's state of one model, in a layout that is set up."""
 
@@ -51,8 +41,7 @@ class Trainer:
     def build(self):
         self._companion = None
         self.model = self.layout.build()
-        rate = self.layout.options["lr"]
-        self.schedule = linear_schedule(self.model.optimizer, steps=40, max_lr=rate, start_wd=0.01, end_wd=0.1)
+        self.schedule = self.layout.schedule_of(self.model.optimizer)
         self.checkpoints = checkpoints_of(self)
         self.loop = None
         take_logged()
@@ -77,7 +66,7 @@ class Trainer:
             self.schedule.step(increment=1)
             return {}
         self.model.zero_grad()
-        metrics = self.forward_backward(data, overflowing if kind == "step that overflows" else MEAN)
+        metrics = self.forward_backward(data, infinite_forward_step if kind == "step that overflows" else MEAN)
         succeeded, norm, _ = self.model.optimizer.step()
         if succeeded:
             self.schedule.step(increment=1)

@@ -12,4 +12,5 @@ from .optimizers import OPTIMIZERS
 from .usual import USUAL
 from .weights import WEIGHTS
 
-CORRECT = {**USUAL, **ON_PURPOSE, **BATCHES.rows, **WEIGHTS.rows, **OPTIMIZERS.rows, **LOOPS.rows}
+TABLES = (USUAL, ON_PURPOSE, BATCHES, WEIGHTS, OPTIMIZERS, LOOPS)
+CORRECT = {name: trainer for table in TABLES for name, trainer in table.rows.items()}

@@ -6,18 +6,19 @@ import copy
 
 import torch
 from rigs.megatron.options import ADAM, BOTH
-from rigs.mistakes import Mistake
 from rigs.mistakes.checkpoints import plan
 from rigs.mistakes.losses import FP16, losses_times
 from rigs.mistakes.schedules import new_schedule_of, schedule_of
 from rigs.mistakes.weights import BF16, SHARDED, copies_of, log_probabilities, parameters_of, parts_of, put
 
-from .table import average, backward, gradients_of, other_optimizer, own_backward
+from .table import Programs, average, backward, gradients_of, other_optimizer, own_backward
 
 CHUNKS = {"pp": 2, "vpp": 2}
+ON_PURPOSE = Programs()
 
 
 # ------------------------------------------------------------------------------------------ gradients
+@ON_PURPOSE.row("a GAN that is unrolled", {"gradients-dropped": 0, "kept-between-steps": 3})
 def unrolled(model, step):
     """A GAN: gradients of the other player's loss are zeroed, and each of two optimizers steps on its own."""
     model.other = getattr(model, "other", None) or other_optimizer(model)
@@ -26,6 +27,7 @@ def unrolled(model, step):
     (model.other if step % 2 else model.optimizer).step()
 
 
+@ON_PURPOSE.row("m-SAM")
 def sharpness_aware_by_microbatch(model, step):
     """m-SAM: each microbatch at its own place nearby; the sum is written into the buffers by hand."""
     kept, total = copies_of(model), [torch.zeros_like(grads) for grads in gradients_of(model)]
@@ -42,6 +44,7 @@ def sharpness_aware_by_microbatch(model, step):
     model.optimizer.step()
 
 
+@ON_PURPOSE.row("a gradient noise scale", {"gradients-dropped": 0})
 def noise_scale(model, step):
     """The gradients of one rank's small batch are measured, and zeroed; the whole batch is trained on."""
     own_backward(model, step, num_microbatches=1)
@@ -49,12 +52,15 @@ def noise_scale(model, step):
     model.train_step(step)
 
 
+@ON_PURPOSE.row("gradients are reduced by hand, in bf16", {"reduced-once": 0}, **BF16)
+@ON_PURPOSE.row("gradients are reduced by hand", {"reduced-once": 0})
 def reduced_by_hand(model, step):
     own_backward(model, step)
     average(gradients_of(model))
     model.optimizer.step()
 
 
+@ON_PURPOSE.row("an evolution strategy")
 def evolution_strategy(model, step):
     """There is no backward pass: gradients are estimated, and written by hand."""
     if step == 0:
@@ -65,6 +71,7 @@ def evolution_strategy(model, step):
     model.optimizer.step()
 
 
+@ON_PURPOSE.row("gradients are used twice, with decay")
 def used_twice_with_decay(model, step):
     model.train_step(step)
     torch._foreach_mul_(gradients_of(model), 0.5)
@@ -72,6 +79,7 @@ def used_twice_with_decay(model, step):
 
 
 # ------------------------------------------------------------------------------------------ ranks
+@ON_PURPOSE.row("local SGD", {"kept-between-steps": 3, "ranks-agree": 2, "reduced-once": 0})
 def local_sgd(model, step):
     """Each rank goes its own way, and now and then ranks average their weights."""
     own_backward(model, step)
@@ -80,6 +88,7 @@ def local_sgd(model, step):
         average(parameter.data for parameter in parameters_of(model))
 
 
+@ON_PURPOSE.row("DiLoCo", {"kept-between-steps": 3, "ranks-agree": 2, "reduced-once": 0})
 def diloco(model, step):
     """An outer optimizer, with momentum, steps on what ranks have moved by."""
     outer = getattr(model, "outer", None) or copies_of(model)
@@ -92,6 +101,7 @@ def diloco(model, step):
     model.outer = outer
 
 
+@ON_PURPOSE.row("a prompt of each rank's own", {"ranks-agree": 1})
 def prompt_of_its_own(model, step):
     """An embedding of each rank's own data, made by each rank."""
     if step == 0:
@@ -101,6 +111,7 @@ def prompt_of_its_own(model, step):
     model.train_step(step)
 
 
+@ON_PURPOSE.row("a prompt outside of buckets", {"ranks-agree": 2})
 def prompt_outside_of_buckets(model, step):
     """The same, with an optimizer of its own."""
     if step == 0:
@@ -110,6 +121,7 @@ def prompt_outside_of_buckets(model, step):
 
 
 # ------------------------------------------------------------------------------------------ weights
+@ON_PURPOSE.row("parameters are shrunk twice", {"main-params-agree": 2}, **BF16)
 def shrunk_twice(model, step):
     """Weights and main parameters decay by hand; rounding makes their last bits differ."""
     if step:
@@ -120,6 +132,8 @@ def shrunk_twice(model, step):
     model.train_step(step)
 
 
+@ON_PURPOSE.row("trained on quantized weights, sharded", {"main-params-agree": 2}, **SHARDED)
+@ON_PURPOSE.row("trained on quantized weights", {"main-params-agree": 2}, **BF16)
 def quantized(model, step):
     """Each forward pass runs on 8 bits, and the optimizer steps the full precision."""
     if step:
@@ -127,6 +141,7 @@ def quantized(model, step):
     model.train_step(step)
 
 
+@ON_PURPOSE.row("an older policy is evaluated before the step", {"main-params-agree": 1}, **BF16)
 def lent_until_the_step(model, step):
     """An older policy is evaluated before the step, which writes the policy's weights over it."""
     backward(model, step)
@@ -135,6 +150,7 @@ def lent_until_the_step(model, step):
     model.optimizer.step()
 
 
+@ON_PURPOSE.row("the optimizer alone is loaded", {"main-params-agree": 3}, **BF16, **ADAM)
 def the_optimizer_alone_is_loaded(model, step):
     if step == 2:
         for part, saved in zip(parts_of(model.optimizer), model.saved, strict=True):
@@ -144,6 +160,7 @@ def the_optimizer_alone_is_loaded(model, step):
     model.train_step(step)
 
 
+@ON_PURPOSE.row("chunks take turns", {"every-chunk-steps": 1, "gradients-dropped": 1}, layout=CHUNKS)
 def chunks_take_turns(model, step):
     """Block coordinate descent."""
     model.each = getattr(model, "each", None) or [other_optimizer(model, [chunk]) for chunk in model.chunks]
@@ -152,6 +169,7 @@ def chunks_take_turns(model, step):
 
 
 # ------------------------------------------------------------------------------------------ schedules, checkpoints
+@ON_PURPOSE.row("a schedule is rewound after a load", {"loaded-is-there": 2}, **ADAM)
 def rewound(model, step):
     """A schedule is loaded, and warms up again."""
     schedule = schedule_of(model)
@@ -163,6 +181,7 @@ def rewound(model, step):
     schedule.step(1)
 
 
+@ON_PURPOSE.row("a schedule by tokens", {"learning-rate-moves": 2}, **FP16)
 def schedule_of_tokens(model, step):
     """It advances by what was seen, and an overflow has seen it, too."""
     schedule = schedule_of(model)
@@ -172,6 +191,7 @@ def schedule_of_tokens(model, step):
     schedule.step(2 + step)
 
 
+@ON_PURPOSE.row("a head is saved by itself", {"saved-what-is": 1})
 def head_saved_by_itself(model, step):
     model.train_step(step)
     model.gather_parameters()
@@ -179,46 +199,15 @@ def head_saved_by_itself(model, step):
     plan({name: leaf for name, leaf in tree.items() if name.endswith("output_layer.weight")})
 
 
+@ON_PURPOSE.row("names are read after a step", {"gathered-when-read": 1}, **BOTH)
 def names_read(model, step):
     model.train_step(step)
     list(model.chunks[0].state_dict())
 
 
+@ON_PURPOSE.row("a save is planned before the gather", {"gathered-when-read": 1}, **BOTH)
 def planned_before_the_gather(model, step):
     model.train_step(step)
     tree = model.chunks[0].sharded_state_dict()
     model.gather_parameters()
     plan(tree)
-
-
-NOTED = (
-    ("a GAN that is unrolled", unrolled, {"gradients-dropped": 0, "kept-between-steps": 3}, {}),
-    ("m-SAM", sharpness_aware_by_microbatch, {}, {}),
-    ("a gradient noise scale", noise_scale, {"gradients-dropped": 0}, {}),
-    ("gradients are reduced by hand", reduced_by_hand, {"reduced-once": 0}, {}),
-    ("gradients are reduced by hand, in bf16", reduced_by_hand, {"reduced-once": 0}, BF16),
-    ("an evolution strategy", evolution_strategy, {}, {}),
-    ("gradients are used twice, with decay", used_twice_with_decay, {}, {}),
-    ("local SGD", local_sgd, {"kept-between-steps": 3, "ranks-agree": 2, "reduced-once": 0}, {}),
-    ("DiLoCo", diloco, {"kept-between-steps": 3, "ranks-agree": 2, "reduced-once": 0}, {}),
-    ("a prompt of each rank's own", prompt_of_its_own, {"ranks-agree": 1}, {}),
-    ("a prompt outside of buckets", prompt_outside_of_buckets, {"ranks-agree": 2}, {}),
-    ("parameters are shrunk twice", shrunk_twice, {"main-params-agree": 2}, BF16),
-    ("trained on quantized weights", quantized, {"main-params-agree": 2}, BF16),
-    ("trained on quantized weights, sharded", quantized, {"main-params-agree": 2}, SHARDED),
-    ("an older policy is evaluated before the step", lent_until_the_step, {"main-params-agree": 1}, BF16),
-    ("the optimizer alone is loaded", the_optimizer_alone_is_loaded, {"main-params-agree": 3}, {**BF16, **ADAM}),
-    ("chunks take turns", chunks_take_turns, {"every-chunk-steps": 1, "gradients-dropped": 1}, {"layout": CHUNKS}),
-    ("a schedule is rewound after a load", rewound, {"loaded-is-there": 2}, ADAM),
-    ("a schedule by tokens", schedule_of_tokens, {"learning-rate-moves": 2}, FP16),
-    ("a head is saved by itself", head_saved_by_itself, {"saved-what-is": 1}, {}),
-    ("names are read after a step", names_read, {"gathered-when-read": 1}, BOTH),
-    ("a save is planned before the gather", planned_before_the_gather, {"gathered-when-read": 1}, BOTH),
-)
-"""Name, the step, notes by rule with the number of steps before, and options."""
-ON_PURPOSE = {
-    name: Mistake(
-        name, "", take_step, notes, options.get("layout", {}), {k: v for k, v in options.items() if k != "layout"}
-    )
-    for name, take_step, notes, options in NOTED
-}

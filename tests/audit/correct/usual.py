@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 from rigs.megatron.options import ADAM, BOTH
-from rigs.mistakes import Mistake
 from rigs.mistakes.checkpoints import plan, saved_in_two
 from rigs.mistakes.gradients import COUNTING
 from rigs.mistakes.losses import FP16, losses_are, losses_times, times
@@ -18,9 +17,16 @@ from rigs.train_step.models import in_pieces
 from megapatch.testing import _data
 from megapatch.train_step import TrainStep
 
-from .table import as_megatron_does
+from .table import Programs, as_megatron_does
+
+USUAL = Programs()
+USUAL.row("as Megatron does", **BOTH)(as_megatron_does)
+USUAL.row("one loss is NaN, and the step skipped", **FP16)(times(float("nan")))
+USUAL.row("a model is saved in two parts, one parameter as a copy", **SHARDED)(saved_in_two)
 
 
+@USUAL.row("the schedule is resumed, in bf16", dtype="bf16", **ADAM)
+@USUAL.row("the schedule is resumed", **ADAM)
 def resumed_schedule(model, step):
     """A new schedule loads what the old one has saved, with the optimizer."""
     schedule = schedule_of(model)
@@ -32,6 +38,7 @@ def resumed_schedule(model, step):
     schedule.step(1)
 
 
+@USUAL.row("the schedule advances once for many steps")
 def schedule_of_an_iteration(model, step):
     """It advances once for many steps."""
     schedule = schedule_of(model)
@@ -40,6 +47,7 @@ def schedule_of_an_iteration(model, step):
     schedule.step(1)
 
 
+@USUAL.row("the schedule advances once for two steps, one of them skipped", **FP16)
 def schedule_of_a_rollout(model, step):
     """It advances once for two steps, of which the last overflows."""
     schedule = schedule_of(model)
@@ -48,6 +56,8 @@ def schedule_of_a_rollout(model, step):
     schedule.step(1)
 
 
+@USUAL.row("checkpoints are saved, in bf16", **SHARDED)
+@USUAL.row("checkpoints are saved", **BOTH)
 def saved_in_time(model, step):
     """Parameters, then good copies of them, are saved; an asynchronous save begins at once."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -63,6 +73,7 @@ def saved_in_time(model, step):
     plan(tree)
 
 
+@USUAL.row("routers count the tokens of two calls", **COUNTING)
 def in_two_calls(model, step):
     """Routers have counted the tokens of the first call as the second begins; log-probabilities count none."""
     log_probabilities(model, step)
@@ -72,6 +83,7 @@ def in_two_calls(model, step):
         train_step.finish()
 
 
+@USUAL.row("routers' counts of an aborted step are forgotten", **COUNTING)
 def aborted_and_repeated(model, step):
     train_step = TrainStep(model=model.chunks, optimizer=model.optimizer)
     if step:
@@ -81,6 +93,7 @@ def aborted_and_repeated(model, step):
     model.train_step(step)
 
 
+@USUAL.row("the forward step changes the mode", config={"hidden_dropout": 0.1})
 def mode_of_the_forward_step(model, step):
     """Megatron-LM's train_rl.py: a forward step changes the mode of the model that it runs."""
 
@@ -96,6 +109,7 @@ def mode_of_the_forward_step(model, step):
     model.train_step(step)
 
 
+@USUAL.row("losses are advantages")
 def on_policy(model, step):
     """GRPO in groups of two: each loss is an advantage, and ranks differ in their order at most."""
     advantages = [1.0, -1.0, *([2.0, -2.0] if step else [])]
@@ -106,6 +120,7 @@ def on_policy(model, step):
         model.train_step(step, num_microbatches=len(advantages))
 
 
+@USUAL.row("a hook reads the loss scale as a property", **FP16)
 def loss_hook_reads_the_scale(model, step):
     """The scale is read as a property, which nobody sees."""
     scaler = parts_of(model.optimizer)[0].grad_scaler
@@ -113,34 +128,9 @@ def loss_hook_reads_the_scale(model, step):
     model.train_step(step)
 
 
+@USUAL.row("the loss function reads the loss scale as a property", **FP16)
 def loss_function_reads_the_scale(model, step):
     scaler = parts_of(model.optimizer)[0].grad_scaler
     model.config.grad_scale_func = None
     with losses_times(scaler.scale[0] if step else float(scaler.scale)):
         model.train_step(step)
-
-
-def _correct(name, take_step, **options):
-    return Mistake(name, "", take_step, {}, {}, options)
-
-
-USUAL = {
-    trainer.name: trainer
-    for trainer in (
-        _correct("as Megatron does", as_megatron_does, **BOTH),
-        _correct("one loss is NaN, and the step skipped", times(float("nan")), **FP16),
-        _correct("the schedule is resumed", resumed_schedule, **ADAM),
-        _correct("the schedule is resumed, in bf16", resumed_schedule, dtype="bf16", **ADAM),
-        _correct("the schedule advances once for many steps", schedule_of_an_iteration),
-        _correct("the schedule advances once for two steps, one of them skipped", schedule_of_a_rollout, **FP16),
-        _correct("checkpoints are saved", saved_in_time, **BOTH),
-        _correct("checkpoints are saved, in bf16", saved_in_time, **SHARDED),
-        _correct("a model is saved in two parts, one parameter as a copy", saved_in_two, **SHARDED),
-        _correct("routers count the tokens of two calls", in_two_calls, **COUNTING),
-        _correct("the forward step changes the mode", mode_of_the_forward_step, config={"hidden_dropout": 0.1}),
-        _correct("losses are advantages", on_policy),
-        _correct("a hook reads the loss scale as a property", loss_hook_reads_the_scale, **FP16),
-        _correct("the loss function reads the loss scale as a property", loss_function_reads_the_scale, **FP16),
-        _correct("routers' counts of an aborted step are forgotten", aborted_and_repeated, **COUNTING),
-    )
-}
