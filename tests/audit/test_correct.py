@@ -20,10 +20,6 @@ PLAIN = {"sgd": {}, "adam": ADAM}
 PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
 
 
-def is_plain(program):
-    return getattr(program, "is_plain", False)
-
-
 def trained(program):
     """Return the numbers that a program leaves on this rank."""
     init_parallel(**program.layout)
@@ -97,7 +93,7 @@ def test_no_number_is_another(audited, alone, compared):
     assert different([cells[compared] for cells in alone], of(audited, compared)[0]) == {}
 
 
-@pytest.mark.parametrize("plain", with_nightly([name for name, each in CORRECT.items() if is_plain(each)]))
+@pytest.mark.parametrize("plain", with_nightly([name for name, each in CORRECT.items() if each.is_plain]))
 def test_another_way_to_the_same_step_gives_the_same_weights(alone, expected, plain):
     weights = expected[CORRECT[plain].options.get("optimizer", "sgd")]
     for cells in alone:
@@ -120,7 +116,8 @@ def test_nothing_is_found_by_default_with_all_patches(patched, alone, by_default
 
 
 def test_the_page_counts_them():
-    noted, plain = (sum(map(count, CORRECT.values())) for count in (lambda each: bool(each.finds), is_plain))
+    noted = sum(bool(each.finds) for each in CORRECT.values())
+    plain = sum(each.is_plain for each in CORRECT.values())
     assert len({each.take_step for each in CORRECT.values()}) >= 100
     said = f"it watches {len(CORRECT)} correct trainers", f"names them. {noted} of them", f"those of {plain} that"
     assert all(each in " ".join(PAGE.split()) for each in said)

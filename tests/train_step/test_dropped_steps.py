@@ -22,7 +22,9 @@ from megapatch.train_step import TrainStep
 CUT = (2, 1)
 EXPERTS = "expert bias"
 REDUCED = ("reduced, then abort", "reduced, then in the optimizer")
-ENDS = ("in the body", "abort", "in the last call", *PLACES, *REDUCED)
+LAST = ("in the body", "abort", "in the last call")
+ENDS = (*LAST, *PLACES, *REDUCED)
+RAISES_AT = {**{place: place for place in PLACES}, LAST[2]: "after finalize", REDUCED[1]: "in the optimizer"}
 
 
 def stepped(model, step, number):
@@ -32,35 +34,20 @@ def stepped(model, step, number):
 
 
 def dropped(model, step, end):
-    if end in PLACES:
-        context, function = interrupted(model, end)
-        with context, contextlib.suppress(Interrupted), step:
-            in_pieces(step, model, 7, CUT, MEAN, function=function)
-            step.finish()
-            raise AssertionError("the step was not interrupted")
-        return
-    if end == "in the last call":
-        context, _ = interrupted(model, "after finalize")
-        with context, contextlib.suppress(Interrupted), step:
-            in_pieces(step, model, 7, CUT, MEAN, last=True)
-            raise AssertionError("the step was not interrupted")
-        return
-    if end in REDUCED:
-        context, _ = interrupted(model, "in the optimizer")
-        with context, contextlib.suppress(Interrupted), step:
-            in_pieces(step, model, 7, CUT, MEAN)
-            step.reduce()
-            if end == REDUCED[0]:
-                step.abort()
-                return
-            model.optimizer.step()
-            raise AssertionError("the step was not interrupted")
-        return
-    with contextlib.suppress(Interrupted), step:
-        in_pieces(step, model, 7, CUT, MEAN, last=True)
+    context, function = (
+        interrupted(model, RAISES_AT[end]) if end in RAISES_AT else (contextlib.nullcontext(), None)
+    )
+    with context, contextlib.suppress(Interrupted), step:
+        in_pieces(step, model, 7, CUT, MEAN, function=function, last=end in LAST)
         if end == "in the body":
             raise Interrupted
-        step.abort()
+        if end in REDUCED:
+            step.reduce()
+        if end in ("abort", REDUCED[0]):
+            step.abort()
+            return
+        (model.optimizer.step if end in REDUCED else step.finish)()
+        raise AssertionError("the step was not interrupted")
 
 
 def trained(name, end=None, **more):
