@@ -4,11 +4,12 @@ from pathlib import Path
 
 from rigs.needs import runs_without_megatron
 from rigs.quick import OF_PATCHES, OF_TRAIN_STEP, QUICK
-from rigs.turns import ALWAYS, MEGATRONS, OF_FRAMEWORKS, OTHERS, README, has_its_turn
+from rigs.turns import ALWAYS, DEPENDS_LITTLE, MEGATRONS, OF_FRAMEWORKS, OTHERS, README, has_its_turn
 
 from megapatch.patches import PATCHES
 
 TESTS = Path(__file__).parent
+ONCE = (*OF_FRAMEWORKS, *DEPENDS_LITTLE)
 
 
 def test_each_of_megatrons_patches_has_its_tests():
@@ -29,7 +30,7 @@ def test_each_module_has_one_turn_and_the_quick_tests_have_every_third():
     for file in files:
         module = file.relative_to(TESTS).as_posix()
         turns = [one for one in MEGATRONS if has_its_turn(f"{module}::test_that_is_not_quick", f"{one}.2")]
-        assert len(turns) in ([0] if module.startswith(OF_FRAMEWORKS) else [1, len(MEGATRONS)])
+        assert len(turns) in ([0] if module.startswith(ONCE) else [1, len(MEGATRONS)])
         assert has_its_turn(module, "0.19.2", (3, 11))
     for node in QUICK:
         turns = [number for number, one in enumerate(MEGATRONS) if has_its_turn(node, f"{one}.2")]

@@ -1,9 +1,9 @@
 """The share of many releases and modules that CI tests; each night everything is tested with everything.
 
 With all Megatrons the diagnoses run, and the quick tests of TrainStep's parity. The other modules run with the
-newest, and each with one of the rest, whose turn it is; its quick tests with every third one. Of the engine's own
-tests, which need no Megatron, each module runs with the README's Python and with 3.12, and with one of 3.10 and
-3.13.
+newest, and each that depends on Megatron's version with one of the rest, whose turn it is; its quick tests with every
+third one. Of the engine's own tests, which need no Megatron, each module runs with the README's Python and with one
+of 3.10 and 3.13.
 
 Of the releases of a framework each module runs with the newest and one of the others, and of the two shapes of
 NeMo-RL's code with one. Of the largest grids every third case runs.
@@ -23,8 +23,7 @@ from rigs.quick import OF_TRAIN_STEP, QUICK, is_quick
 
 MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
 README, OTHERS = (3, 11), ((3, 10), (3, 13))  # Pythons; 3.12 has the newest Megatrons
-# With these, and the newest, tox.ini also tests what depends little on Megatron's version.
-MOST = ("0.12", "0.16")
+# On Megatron's version: with the newest; each night with two others, see tox.ini.
 DEPENDS_LITTLE = ("testing/", "verify/", "test_agreement.py", "test_demo.py")
 OF_FRAMEWORKS = (
     "patches/nemo_rl/",
@@ -55,7 +54,7 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
         return python == OTHERS[_turn(module, len(OTHERS))]
     if minor not in MEGATRONS:
         return True
-    if module.startswith(OF_FRAMEWORKS):
+    if module.startswith((*OF_FRAMEWORKS, *DEPENDS_LITTLE)):
         return False
     if is_quick(place) if test else module in QUICK_MODULES:
         third = _turn(module, 3) == MEGATRONS.index(minor) % 3
@@ -63,8 +62,7 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
             return True
     if module.startswith(OF_THESE_TWO):
         return minor == "0.16"
-    megatrons = MOST if module.startswith(DEPENDS_LITTLE) else MEGATRONS
-    return minor == megatrons[_turn(module, len(megatrons))]
+    return minor == MEGATRONS[_turn(module, len(MEGATRONS))]
 
 
 def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
