@@ -1,9 +1,9 @@
 """The share of many releases and modules that CI tests; each night everything is tested with everything.
 
 With all Megatrons the diagnoses run, and the quick tests of TrainStep's parity. The other modules run with the
-newest, and each that depends on Megatron's version with one of the rest, whose turn it is; its quick tests with every
-third one. Of the engine's own tests, which need no Megatron, each module runs with the README's Python and with one
-of 3.10 and 3.13.
+newest, and each that depends on Megatron's version with one of the rest, whose turn it is; its quick tests with
+every third one. Of the engine's own tests, which need no Megatron, each module runs with the README's Python and
+with one of 3.10 and 3.13.
 
 Of the releases of a framework each module runs with the newest and one of the others, and of the two shapes of
 NeMo-RL's code with one. Of the largest grids every third case runs.
