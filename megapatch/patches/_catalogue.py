@@ -10,6 +10,7 @@ from ..patch import Patch
 CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
     "areal": {
         "areal.aux-loss-scale": ("areal.engine.megatron_engine",),
+        "areal.eval-loss": ("areal.engine.megatron_engine",),
         "areal.gathered-when-read": ("areal.engine.megatron_engine", "areal.engine.megatron_utils.checkpointer"),
         "areal.load-optimizer-state": ("areal.engine.megatron_utils.checkpointer",),
         "areal.pipeline-seed": ("areal.engine.megatron_engine",),

@@ -3,6 +3,7 @@
 import importlib
 from unittest import mock
 
+import pytest
 import torch
 from rigs.areal.engine import (
     BOTH,
@@ -11,6 +12,7 @@ from rigs.areal.engine import (
     GRADS,
     RELEASES,
     engine_of,
+    evaluate,
     find_areal,
     needs_areal,
     train,
@@ -23,6 +25,7 @@ from rigs.megatron.options import attempt
 from megapatch.patches._catalogue import of_family
 from megapatch.patches.areal import (
     aux_loss_scale,
+    eval_loss,
     gathered_when_read,
     load_optimizer_state,
     pipeline_seed,
@@ -40,6 +43,11 @@ def scaled_by_megatron():
     train(engine, 0)
     assert found != [None]
     assert config.grad_scale_func is None
+
+
+def evaluated_in_two():
+    engine = engine_of(GRADS)
+    assert evaluate(engine, 2) == pytest.approx(evaluate(engine, 1))
 
 
 def read_after_a_step():
@@ -85,6 +93,7 @@ def failed_update():
 
 SCENARIOS = {
     aux_loss_scale.PATCH: scaled_by_megatron,
+    eval_loss.PATCH: evaluated_in_two,
     gathered_when_read.PATCH: read_after_a_step,
     load_optimizer_state.PATCH: load_of_moments,
     pipeline_seed.PATCH: second_stage,

@@ -8,7 +8,14 @@ from rigs.megatron.save import minor
 
 pytestmark = needs_areal
 
-OWN = ("aux-loss-scale", "gathered-when-read", "load-optimizer-state", "pipeline-seed", "weight-sync-resume")
+OWN = (
+    "aux-loss-scale",
+    "eval-loss",
+    "gathered-when-read",
+    "load-optimizer-state",
+    "pipeline-seed",
+    "weight-sync-resume",
+)
 
 
 @pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)
@@ -39,6 +46,13 @@ def test_without_the_patch_a_checkpoint_cannot_be_saved_or_its_moments_are_not_l
             assert without == ("CheckpointingException", "ShardedTensor.flattened_range is not supported.")
         else:
             assert without[1] == 0
+
+
+def test_an_evaluations_loss_does_not_depend_on_its_microbatches(ranks):
+    for found in ranks:
+        whole, halves = found["evaluated, without"]
+        assert halves == pytest.approx(whole / 2)
+        assert found["evaluated"] == pytest.approx([whole, whole])
 
 
 def test_moments_and_weights_are_loaded(ranks):

@@ -78,6 +78,12 @@ def _total_weight(microbatches, weight_of, group):
     return total
 
 
+def _sum_of_losses(losses, group):
+    total = torch.stack(losses).sum()
+    torch.distributed.all_reduce(total, group=group)
+    return total
+
+
 OURS = {
     "TrainEngine": object,
     "InferenceEngine": object,
@@ -87,6 +93,7 @@ OURS = {
     "gather_logprobs_entropy": _log_probabilities,
     "packed_context_parallel_forward": _forward,
     "compute_total_loss_weight": _total_weight,
+    "aggregate_eval_losses": _sum_of_losses,
     "unpad_logits": lambda output, *ignored, **also_ignored: output,
     "configure_pipeline_layer_splits": lambda strategy, hf_config, tf_config: tf_config,
     "requires_padded_seq": lambda model_type: False,
@@ -216,8 +223,8 @@ class Microbatches(list):
 
     max_seqlen = LENGTH
 
-    def __init__(self, samples):
-        self.mbs = [{"input_ids": part} for part in samples["input_ids"].chunk(MICROBATCHES)]
+    def __init__(self, samples, count=MICROBATCHES):
+        self.mbs = [{"input_ids": part} for part in samples["input_ids"].chunk(count)]
         nothing = {"padding_length": 0, "old_cu_seqlens": None, "padded_to_length": LENGTH}
         super().__init__(SimpleNamespace(padded_mb=dict(part), orig_mb=part, **nothing) for part in self.mbs)
 
@@ -240,11 +247,21 @@ def _data_parallel():
 def train(engine, step):
     """AReaL's own train_batch(), with a loss that is the mean over tokens."""
     engine._normalize_batch_input = lambda given: (given, None)
-    return engine.train_batch(
-        samples(step),
-        lambda logprobs, *ignored, **also_ignored: -logprobs.mean(),
-        lambda microbatch: torch.tensor(float(microbatch["input_ids"].numel())),
-    )
+    return engine.train_batch(samples(step), *LOSS)
+
+
+def evaluate(engine, count):
+    """AReaL's own eval_batch(), with the same loss, in this many microbatches."""
+    engine._normalize_batch_input = lambda given: (given, None)
+    with mock.patch.object(engine, "_prepare_mb_list", lambda given: Microbatches(given, count)):
+        return float(engine.eval_batch(samples(9), *LOSS))
+
+
+LOSS = (
+    lambda logprobs, *ignored, **also_ignored: -logprobs.mean(),
+    lambda microbatch: torch.tensor(float(microbatch["input_ids"].numel())),
+)
+"""A loss function, and the weight of a microbatch."""
 
 
 def parameters(engine):

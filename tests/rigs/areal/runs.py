@@ -7,7 +7,18 @@ from unittest import mock
 import torch
 
 from megapatch import apply, restore
-from rigs.areal.engine import BOTH, CHECKPOINTER, ENGINE, GRADS, ROLLOUT, STEPS, engine_of, parameters, train
+from rigs.areal.engine import (
+    BOTH,
+    CHECKPOINTER,
+    ENGINE,
+    GRADS,
+    ROLLOUT,
+    STEPS,
+    engine_of,
+    evaluate,
+    parameters,
+    train,
+)
 from rigs.areal.updates import Servers, checkpoint, update
 from rigs.megatron.gathers import wrong
 from rigs.megatron.options import Log, attempt, quick_writer
@@ -39,6 +50,7 @@ def cells(rank, world_size):
         yield f"{name}, without", lambda name=name: read_after_steps(name)
     yield "recovered, without", recovered
     yield "seeds, without", seeds
+    yield "evaluated, without", evaluated
     yield "failures, without", failures
     yield "router, without", router_gradients
     yield "dense, without", lambda: gradients(SCALE)
@@ -48,6 +60,7 @@ def cells(rank, world_size):
         yield f"{name}, with", lambda name=name: read_after_steps(name)
     yield "recovered", recovered
     yield "seeds", seeds
+    yield "evaluated", evaluated
     yield "failures", failures
     yield "router", router_gradients
     yield "dense", lambda: gradients(SCALE)
@@ -101,6 +114,12 @@ def recovered():
 def states(engine):
     optimizer = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])[0].optimizer
     return optimizer.state
+
+
+def evaluated():
+    """Return the loss of the same samples in one and in two microbatches."""
+    engine = engine_of(GRADS)
+    return [evaluate(engine, count) for count in (1, 2)]
 
 
 def seeds():
