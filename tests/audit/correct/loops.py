@@ -131,7 +131,7 @@ def gossip(model, step):
 # ------------------------------------------------------------------------------------------ layouts and options
 # The audit watches most layouts in tests/train_step/test_parity.py and in tests/no_harm.
 @LOOPS.row("experts", experts=2, config={"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1})
-@LOOPS.row("multi-token prediction", config={"mtp_num_layers": 1})
+@LOOPS.row("multi-token prediction", config={"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1})
 @LOOPS.row(
     "activations are computed again",
     is_plain=True,
