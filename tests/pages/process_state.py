@@ -22,6 +22,8 @@ HEADINGS = {
     "none": "No harm known",
 }
 NAMES = re.compile("|".join(sorted((re.escape(patch.name) for patch in PATCHES), key=len, reverse=True)))
+CODE = re.compile(r"(?<![\w.`])(?=[\w.]*(?:_|\(\)))[\w.]+(?:\(\))?")
+"""Names with an underscore or parentheses. As code they wrap at any letter, so tables fit."""
 
 
 def page() -> str:
@@ -45,11 +47,12 @@ def counts(rows: Iterable[Row]) -> Iterable[str]:
 
 
 def table(harm: str, rows: Iterable[Row]) -> Iterable[str]:
-    shown = [row for row in rows if row.harm == harm and row.verdict != "harmless"]
     yield from ("", f"### {HEADINGS[harm]}", "")
     yield "| state | releases | depends on | key | reset by | verdict |"
     yield "| --- | --- | --- | --- | --- | --- |"
-    for row in shown:
+    for row in rows:
+        if row.harm != harm or row.verdict == "harmless":
+            continue
         reason = NAMES.sub(lambda name: f"`{name[0]}`", row.reason)
         cells = (
             row.releases,
@@ -58,4 +61,5 @@ def table(harm: str, rows: Iterable[Row]) -> Iterable[str]:
             row.reset_by,
             f"{row.verdict}: {reason}".removesuffix(": "),
         )
-        yield f"| `{row.module}` `{row.name}` | {' | '.join(cells)} |"
+        shown = " | ".join(CODE.sub(lambda name: f"`{name[0]}`", cell) for cell in cells)
+        yield f"| `{row.module}` `{row.name}` | {shown} |"
