@@ -10,7 +10,7 @@ import pytest
 from rigs.engine import TARGET, make_patch, status_of
 
 from megapatch._engine import strict
-from megapatch._engine.engine import Engine, families
+from megapatch._engine.engine import Engine, own_patches
 from megapatch._engine.record import Unloaded
 from megapatch._engine.settings import Settings
 from megapatch._reporting.report import make_report
@@ -37,7 +37,7 @@ def family(modules, monkeypatch):
 
 
 def make_engine(*others, **settings):
-    return Engine((), Settings(**settings), [*families(), *others])
+    return Engine((), Settings(**settings), [*own_patches(), *others])
 
 
 def shown(engine):

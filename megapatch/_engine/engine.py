@@ -154,8 +154,9 @@ class Engine:
         """Load patches, watch for their targets, and return the records of their sites."""
         loaded: list[SiteRecord] = []
         for record in unloaded:
-            loaded += self.roster.load(record)
-            self._watch(*(site.where for site in loaded))
+            sites = self.roster.load(record)
+            self._watch(*(site.where for site in sites))
+            loaded += sites
             self._warn_of_settings()
         return loaded
 
@@ -292,7 +293,7 @@ def _note_looked_for(records: Iterable[Record]) -> None:
         record.looked_for = True
 
 
-def families() -> Iterator[Unloaded]:
+def own_patches() -> Iterator[Unloaded]:
     """Yield a record of each of megapatch's own patches, in the catalogue's order.
 
     A patch's file is imported when one of its targets' modules is. So `import megapatch` costs the same whatever
@@ -313,7 +314,7 @@ def _load(name: str) -> tuple[Patch]:
 def this_process() -> Engine:
     """Return the engine of this process: one, even if `import megapatch` fails at first and is repeated."""
     settings = Settings.from_environment()
-    engine = Engine((), settings, (*families(), *third_parties(settings)))
+    engine = Engine((), settings, (*own_patches(), *third_parties(settings)))
     engine.first_sign.watch_exit()
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=watch.after_fork)
