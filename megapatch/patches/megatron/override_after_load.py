@@ -28,6 +28,7 @@ from ..._mcore.main_params import children_of
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, answering_none, cannot_run, lacking, missing_attributes, missing_reads
+from ._param_groups import GROUPS, identity, parts_with_groups
 
 SCHEDULERS = "megatron.core.optimizer_param_scheduler"
 OPTIMIZERS = "megatron.core.optimizer"
@@ -35,11 +36,10 @@ SCHEDULER = "OptimizerParamScheduler"
 FLAG = "override_opt_param_scheduler"
 FP32 = "optimizer.FP32Optimizer"
 CHAINED = "optimizer.ChainedOptimizer"
-GROUPS = "param_groups"
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """Settings that a group may have in place of its scheduler's."""
 TOLD_APART_BY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
-"""Settings by which groups differ, other than their rates; NeMo's names begin with `pre_`."""
+"""Settings by which groups differ, other than their rates."""
 
 OVERRIDES = SideTable()
 """Whether the scheduler of an optimizer overrides what a checkpoint says."""
@@ -134,18 +134,17 @@ def _with_rates_of(child: Any, state: Any) -> Any:
 def _with_rates_of_groups(groups: Iterable[dict[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of an optimizer's state whose groups have the rates of these."""
     if GROUPS not in state:
-        inner = [key for key in ("optimizer", "optimizer_state_dict") if GROUPS in state.get(key, ())]
-        return {**state, **{key: _with_rates_of_groups(groups, state[key]) for key in inner}}
+        return {**state, **{key: _with_rates_of_groups(groups, state[key]) for key in parts_with_groups(state)}}
     own = _alone(groups)
     saved = _alone(state[GROUPS])
     return {**state, GROUPS: [_with_rates(group, own, saved) for group in state[GROUPS]]}
 
 
 def _with_rates(group: dict[str, Any], own: dict[Any, Any], saved: dict[Any, Any]) -> dict[str, Any]:
-    identity = _identity(group)
-    if own.get(identity) is None or saved.get(identity) is None:
+    key = identity(group, TOLD_APART_BY)
+    if own.get(key) is None or saved.get(key) is None:
         return group
-    rates = {name: own[identity][name] for name in RATES if name in own[identity]}
+    rates = {name: own[key][name] for name in RATES if name in own[key]}
     return {**{name: value for name, value in group.items() if name not in RATES}, **rates}
 
 
@@ -153,13 +152,9 @@ def _alone(groups: Iterable[dict[str, Any]]) -> dict[Any, Any]:
     """Return the groups by identity; None where several have the same."""
     found: dict[Any, Any] = {}
     for group in groups:
-        identity = _identity(group)
-        found[identity] = None if identity in found else group
+        key = identity(group, TOLD_APART_BY)
+        found[key] = None if key in found else group
     return found
-
-
-def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(group.get(name, group.get(f"pre_{name}")) for name in TOLD_APART_BY)
 
 
 def _group(**rates: float) -> dict[str, Any]:

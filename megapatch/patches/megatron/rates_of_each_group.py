@@ -27,13 +27,13 @@ from ..._dotted import temporarily_set
 from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import before_release, gone
+from ._param_groups import GROUPS, identity, parts_with_groups
 
 MODULES = {
     "megatron.core.optimizer.optimizer": ("FP32Optimizer", "Float16OptimizerWithFloat16Params"),
     "megatron.core.optimizer.distrib_optimizer": ("DistributedOptimizer",),
 }
 KEYS = "param_group_identifier_keys"
-GROUPS = "param_groups"
 MORE = ("default_config", "max_lr", "min_lr")
 """Settings by which groups differ, too: whether a group has the rates of most, and its rates."""
 
@@ -62,8 +62,11 @@ def tell_apart(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
 
 def _saved(state: Any) -> Any:
     """Return the groups in an optimizer's state: FP32Optimizer has them in no part of it."""
-    parts = [state, *map(state.get, ("optimizer", "optimizer_state_dict"))] if isinstance(state, dict) else ()
-    return next((part[GROUPS] for part in parts if isinstance(part, dict) and GROUPS in part), ())
+    if not isinstance(state, dict):
+        return ()
+    if GROUPS in state:
+        return state[GROUPS]
+    return next((state[key][GROUPS] for key in parts_with_groups(state)), ())
 
 
 def _keys(keys: tuple[str, ...], own: Any, saved: Any) -> tuple[str, ...]:
@@ -86,8 +89,8 @@ def _keys(keys: tuple[str, ...], own: Any, saved: Any) -> tuple[str, ...]:
 
 
 def _identities(groups: Iterable[dict[str, Any]], names: tuple[str, ...]) -> set[tuple[Any, ...]]:
-    """Return what these settings tell apart; NeMo's names begin with `pre_`."""
-    return {tuple(group.get(name, group.get(f"pre_{name}")) for name in names) for group in groups}
+    """Return what these settings tell apart."""
+    return {identity(group, names) for group in groups}
 
 
 PATCH = Patch(

@@ -215,7 +215,7 @@ def value_head(model, step):
 
 @WEIGHTS.row("layers are unfrozen in a second phase")
 def unfrozen(model, step):
-    """The model is wrapped anew, with a new optimizer."""
+    """Wrap the model again, with a new optimizer."""
     if step < 2:
         made_once(model, "first", lambda: tiny_gpt(layers=4, frozen=("*layers.0.*",))).train_step(step)
     else:

@@ -9,7 +9,8 @@ from rigs.megatron.options import UNPATCHED, attempt, linear_schedule
 from rigs.megatron.save import minor
 from rigs.megatron.shapes import set_two_rates
 
-from megapatch.patches.megatron.override_after_load import GROUPS, _group, _with_rates_of_groups
+from megapatch.patches.megatron._param_groups import GROUPS
+from megapatch.patches.megatron.override_after_load import _group, _with_rates_of_groups
 from megapatch.testing import init_parallel, tiny_gpt
 
 CASES = {

@@ -26,7 +26,7 @@ def resources():
 
 
 class Left(NamedTuple):
-    """What is left of a layout and its model that were dropped, and what the model did."""
+    """Leftovers of a layout and its model after both were dropped, and what the model did."""
 
     alive: int  # of the model's objects
     size: int  # bytes of all tensors
