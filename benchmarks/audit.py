@@ -2,13 +2,14 @@
 
     python benchmarks/audit.py [--rounds 6]
 
-Two ranks on CPU. Three kinds of step take turns in the same processes: without the audit, with it, and with it and
-a comparison of the ranks. Two models of one size do each kind, and make way for new ones after some rounds, as
-equal models already differ by some percent: the median over all of them counts. Prints by how much a step takes
-longer with a comparison in 50 steps, and with one in every step, and what is added to the hook that puts a
-parameter's gradient into its bucket. A model of 20,000 small parameters in 2,000 buckets, of whose step hooks are
-a large part, makes steps with the audit and without it. Exits with 1 if anything is more than is promised. Needs
-megapatch, torch and megatron-core.
+Two ranks on CPU. Three kinds of step take turns in the same processes and on the same model: without the audit,
+with it, and with it and a comparison of the ranks. Equal models differ by some percent, so that each step is held
+against those of its own model, and new models take their place: the median over all of them counts. A model keeps
+the hooks that it was wrapped with, which count nothing without the audit: what they add is measured by itself.
+Prints by how much a step takes longer with a comparison in 50 steps, and with one in every step, and what is added
+to the hook that puts a parameter's gradient into its bucket. A model of 20,000 small parameters in 2,000 buckets,
+of whose step hooks are a large part, makes steps with the audit and without it. Exits with 1 if anything is more
+than is promised. Needs megapatch, torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -35,45 +36,45 @@ ROUNDS_OF_MANY = 20
 NEVER = 10**9
 GENERATIONS = 8  # of models: where they lie in memory makes some percent of difference
 WARM_UP = 2  # rounds that do not count
+STEPS = 2  # of each kind, in a round
+EARLY = 64  # steps: in the first ones ranks are compared more often
 OFF, WATCHED, COMPARED = "without the audit", "watched", "compared"
 
 
 def measure(rank, world_size, rounds):
     """Return, for each generation of models, the seconds of each step by kind; and the number of findings."""
     init_parallel()
-    measured = [measure_models(rounds) for _ in range(GENERATIONS)]
+    measured = [measure_model(rounds) for _ in range(GENERATIONS)]
     findings = sum(findings for _, findings in measured)
     return [times for times, _ in measured], findings, added_to_hook()
 
 
-def measure_models(rounds):
-    """Return by kind the seconds of each step of four new models, and the number of findings."""
-    options = {"lr": 1e-3, "overlap_grad_reduce": True, "ddp": {"bucket_size": 200_000}, **SIZE}
-    models = {True: [], False: []}
-    for audited in (False, True, True, False):  # a model keeps the hooks that it was wrapped with
-        (audit.start if audited else audit.stop)()
-        models[audited].append(tiny_gpt(**options))
-    batches = models[True][0].microbatches(0, 1, micro_batch_size=MICRO_BATCH_SIZE)
-    found = {kind: [] for kind in (OFF, WATCHED, COMPARED)}
+def measure_model(rounds):
+    """Return by kind the seconds of each step of a new model, and the number of findings."""
+    audit.start()
+    model = tiny_gpt(lr=1e-3, overlap_grad_reduce=True, ddp={"bucket_size": 200_000}, **SIZE)
+    batches = model.microbatches(0, 1, micro_batch_size=MICRO_BATCH_SIZE)
+    step = functools.partial(model.train_step, microbatches=batches)
+    times = {kind: [] for kind in (OFF, WATCHED, COMPARED)}
     findings = 0
-
-    def step(model, kind):
-        found[kind].append(seconds(functools.partial(model.train_step, microbatches=batches)))
-
     for _ in range(rounds + WARM_UP):
         audit.stop()
-        for model in models[False]:
-            model.train_step(microbatches=batches)  # as below
-            step(model, OFF)
-        for model in models[True]:
-            audit.start(every=1)
-            model.train_step(microbatches=batches)  # ranks settle, and leave a comparison to the next step to read
-            audit.start(every=NEVER)
-            step(model, WATCHED)
-            audit.start(every=1)
-            step(model, COMPARED)
+        for kind, begin in (
+            (OFF, lambda: None),
+            (WATCHED, functools.partial(start_late, NEVER)),
+            (COMPARED, functools.partial(audit.start, every=1)),
+        ):
+            begin()
+            step()  # ranks settle, or leave a comparison to the next step to read
+            times[kind] += [seconds(step) for _ in range(STEPS)]
         findings += len(audit.findings())
-    return {kind: times[WARM_UP * len(models[False]) :] for kind, times in found.items()}, findings
+    return {kind: taken[WARM_UP * STEPS :] for kind, taken in times.items()}, findings
+
+
+def start_late(every):
+    """Start the audit as in a run that has made its first steps."""
+    audit.start(every=every)
+    audit._PROCESS.audit.ledger.step = EARLY
 
 
 def added_to_hook():
@@ -133,7 +134,7 @@ def many_small(rank, world_size):
         audit.stop()
         step()
         off.append(thread_seconds(step))
-        audit.start(every=50)
+        start_late(NEVER)
         step()  # it looks closely
         watched.append(thread_seconds(step))
     audit.stop()
@@ -170,10 +171,8 @@ def step_of_many(chunk, optimizer):
 
 def added_by(times):
     """Return by what part of a step watching makes it longer, and by what part a comparison does."""
-    off, watched = (statistics.median(times[kind]) for kind in (OFF, WATCHED))
-    # The same model makes both steps, one after the other.
-    pairs = zip(times[WATCHED], times[COMPARED], strict=True)
-    return watched / off - 1, statistics.median(compared - before for before, compared in pairs) / off
+    off, watched, compared = (statistics.median(times[kind]) for kind in (OFF, WATCHED, COMPARED))
+    return watched / off - 1, (compared - watched) / off
 
 
 def main():
