@@ -7,9 +7,9 @@ with it, and with it and a comparison of the ranks. Equal models differ by some 
 against those of its own model, and new models take their place: the median over all of them counts. A model keeps
 the hooks that it was wrapped with, which count nothing without the audit: what they add is measured by itself.
 Prints by how much a step takes longer with a comparison in 50 steps, and with one in every step, and what is added
-to the hook that puts a parameter's gradient into its bucket. A model of 20,000 small parameters in 2,000 buckets,
-of whose step hooks are a large part, makes steps with the audit and without it. Exits with 1 if anything is more
-than is promised. Needs megapatch, torch and megatron-core.
+to the hook that puts a parameter's gradient into its bucket. For a
+model of 20,000 small parameters in 2,000 buckets, of whose step hooks are a large part, what the audit does in a
+step is added up. Exits with 1 if anything is more than is promised. Needs megapatch, torch and megatron-core.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ import torch
 from train_step import MICRO_BATCH_SIZE, SIZE, seconds
 
 from megapatch import audit
+from megapatch.audit._gradients import Gradients, watch_reduces
 from megapatch.testing import init_parallel, run_ranks, tiny_gpt
 
 MOST = {50: 0.01, 1: 0.05}  # of a step, by how many steps lie between two comparisons
 MOST_OF_HOOK = 300  # nanoseconds
 PARAMETERS, BUCKETS = 20_000, 2_000
 MOST_OF_MANY = 0.01  # of a step
-ROUNDS_OF_MANY = 20
+ROUNDS_OF_MANY = 10
 NEVER = 10**9
-GENERATIONS = 8  # of models: where they lie in memory makes some percent of difference
+GENERATIONS = 4  # of models: where they lie in memory makes some difference
 WARM_UP = 2  # rounds that do not count
 STEPS = 2  # of each kind, in a round
 EARLY = 64  # steps: in the first ones ranks are compared more often
@@ -82,15 +83,25 @@ def added_to_hook():
     audit.start()
     (chunk,) = tiny_gpt().chunks
     hook = {False: lambda *unused: None}
-    (gradients,) = [part for part in audit._PROCESS.audit.parts if part.name == "audit.gradients"]
-    hook[True] = gradients.watch_arrivals(lambda ddp, parameter: hook[False])(
-        chunk, next(chunk.module.parameters())
-    )
-    times = {
-        is_audited: timeit.repeat(functools.partial(hook[is_audited], None), repeat=20) for is_audited in hook
-    }
+    make = part_of(Gradients).watch_arrivals(lambda ddp, parameter: hook[False])
+    hook[True] = make(chunk, next(chunk.module.parameters()))
+    nanoseconds = {is_audited: nanoseconds_of(functools.partial(hook[is_audited], None)) for is_audited in hook}
     audit.stop()
-    return (min(times[True]) - min(times[False])) * 1e9 / timeit.default_number
+    return nanoseconds[True] - nanoseconds[False]
+
+
+def added_to_reduce(group):
+    """Return the nanoseconds that the audit adds to a call that begins a bucket group's reduce."""
+    watched = watch_reduces(lambda group: None)
+    return nanoseconds_of(lambda: watched(group)) - nanoseconds_of(lambda: (lambda group: None)(group))
+
+
+def nanoseconds_of(function):
+    return min(timeit.repeat(function, number=100_000, repeat=50)) * 1e4
+
+
+def part_of(kind):
+    return audit._PROCESS.audit.part(kind)
 
 
 class Many(torch.nn.Module):
@@ -115,30 +126,60 @@ class Many(torch.nn.Module):
 def many_small(rank, world_size):
     """Return by what part of a step the audit makes it longer for a model of `Many` small parameters.
 
-    The same model makes all steps: without the audit its hooks count nothing. The time is that of the thread that
-    trains, as waiting for 2,000 small reduces over gloo varies more than the audit costs, and of each kind of step
-    the least, as everything else that the machine does only adds to it.
+    That is less than by what equal steps of this model differ, even in the time of one thread. So all that the
+    audit does is added up: its looks at a step, its part of each hook, and its part of each reduce.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     init_parallel()
+    of_hook = added_to_hook()
+    spent = time_looks()
     config = tiny_gpt(hooks=False).config
     buckets = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=PARAMETERS // BUCKETS)
-    audit.start()
+    start_late(NEVER)
     chunk = DistributedDataParallel(config, buckets, Many(config))
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="sgd", lr=0.0), [chunk])
     step = functools.partial(step_of_many, chunk, optimizer)
-    off, watched = [], []
+    step()  # it looks closely
+    of_looks = []
     for _ in range(ROUNDS_OF_MANY):
-        audit.stop()
-        step()
-        off.append(thread_seconds(step))
-        start_late(NEVER)
-        step()  # it looks closely
-        watched.append(thread_seconds(step))
+        spent.clear()
+        thread_seconds(step)
+        of_looks.append(sum(spent))
+    of_reduce = added_to_reduce(chunk.bucket_groups[0])
     audit.stop()
-    return min(watched) / min(off) - 1
+    off = statistics.median(thread_seconds(step) for _ in range(ROUNDS_OF_MANY))
+    return (statistics.median(of_looks) + (of_hook * PARAMETERS + of_reduce * BUCKETS) / 1e9) / off
+
+
+def time_looks():
+    """Have each look of the audit from now on add its time on this thread to a list. Return the list."""
+    audit.start()
+    kinds = {type(part) for part in audit._PROCESS.audit.parts}
+    audit.stop()
+    spent, inside = [], []
+
+    def timed(look):
+        @functools.wraps(look)
+        def timed_look(*args, **kwargs):
+            if inside:  # a look that another one makes
+                return look(*args, **kwargs)
+            inside.append(look)
+            start = time.thread_time()
+            try:
+                return look(*args, **kwargs)
+            finally:
+                spent.append(time.thread_time() - start)
+                inside.clear()
+
+        return timed_look
+
+    for kind in kinds:
+        for name, look in list(vars(kind).items()):
+            if getattr(getattr(look, "__code__", None), "co_name", "") == "guarded":  # as all looks are
+                setattr(kind, name, timed(look))
+    return spent
 
 
 def thread_seconds(function):

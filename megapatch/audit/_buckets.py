@@ -101,14 +101,15 @@ def states_of(chunk: Any) -> list[BucketState]:
     return known
 
 
-def ever_arrived(chunks: Iterable[Any]) -> int:
-    """Return how many gradients have arrived in the chunks' buckets since an audit began to watch."""
-    return sum(state.before + state.arrivals for chunk in chunks for state in states_of(chunk))
+def ever_arrived(chunks: Iterable[Any]) -> bool:
+    """Return whether a gradient has arrived in the chunks' buckets since an audit began to watch."""
+    return any(state.arrivals or state.before for chunk in chunks for state in states_of(chunk))
 
 
 def numbers_of(chunks: list[Any]) -> list[int]:
     """Return numbers that change when gradients arrive, or their buffers are changed in place."""
-    return [ever_arrived(chunks), *(buffer.grad_data._version for buffer in grad_buffers(chunks))]
+    arrived = (state.before + state.arrivals for chunk in chunks for state in states_of(chunk))
+    return [sum(arrived), *(buffer.grad_data._version for buffer in grad_buffers(chunks))]
 
 
 def is_zero(state: BucketState, param: Any = None) -> bool:

@@ -27,7 +27,7 @@ from ..patch import Site
 from ._audit import Audit, Call, Part, Step
 from ._buckets import STATES, BucketState, is_zero, numbers_of, ranks_of, state_of, states_in, states_of
 from ._findings import describe, observes
-from ._watching import RAISED, around, before, site
+from ._watching import around, before, site
 
 _watchers = SideTable()
 """By chunk: the Gradients of the audit that watches it now, as its hooks outlive an audit."""
@@ -54,7 +54,7 @@ class Gradients(Part):
                 "megatron.core.distributed.param_and_grad_buffer",
                 {
                     "_ParamAndGradBuffer.reset": before(self._note_reset),
-                    "_ParamAndGradBucketGroup.start_grad_sync": around(_is_under_way, _note_reduce),
+                    "_ParamAndGradBucketGroup.start_grad_sync": watch_reduces,
                 },
             ),
             site(
@@ -183,7 +183,7 @@ class Gradients(Part):
         if not step.has_gradients:
             return
         self.ledger.judged.update(_WITH_GRADIENTS)
-        if self._used.get(step.optimizer) == numbers_of(step.chunks):
+        if not are_new and self._used.get(step.optimizer) == numbers_of(step.chunks):
             what = "the optimizer steps on gradients that its last step has used"
             self.ledger.report("stepped-once", "again", what)
         if are_new:
@@ -211,9 +211,11 @@ class Gradients(Part):
             self.ledger.report("gradients-used", "right-before", what)
 
     def _judge_reduces(self, chunk: Any, states: list[BucketState]) -> None:
-        new = [state for state in states if state.arrivals and not state.stepped]
-        self.ledger.judged["reduced-once"] += bool(new) and ranks_of(new[0]) > 1
-        suspects = [state for state in new if state.reduces != 1 and ranks_of(state) > 1]
+        # No list of all states: in ordinary steps the audit allocates nothing large.
+        first = next((state for state in states if state.arrivals and not state.stepped), None)
+        self.ledger.judged["reduced-once"] += first is not None and ranks_of(first) > 1
+        others = (state for state in states if state.reduces != 1 and state.arrivals and not state.stepped)
+        suspects = [state for state in others if ranks_of(state) > 1]
         unreduced = [state for state in suspects if not state.reduces]
         repeated = [state for state in suspects if state.reduces]
         is_finished = chunk in self._finished or not unreduced
@@ -231,8 +233,12 @@ class Gradients(Part):
         """Note parameters without a gradient in a step in which others have one."""
         if self.ledger.has_captured:  # replays run no hook
             return
-        states = [state for chunk in step.chunks for state in states_of(chunk)]
-        unusual = [state for state in states if not (state.all_had and all(state.arrived))]
+        unusual = [
+            state
+            for chunk in step.chunks
+            for state in states_of(chunk)
+            if not (state.all_had and all(state.arrived))
+        ]
         lacking = [lacks for state in unusual for lacks in _without_gradient(state)]
         for state in unusual:
             state.note_had()
@@ -262,16 +268,20 @@ class Gradients(Part):
         self._used[step.optimizer] = numbers_of(step.chunks)
 
 
-def _is_under_way(group: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a reduce is: from 0.16 on, a call for one more in a first step does nothing."""
-    return getattr(group, "grad_reduce_handle", None) is not None
+def watch_reduces(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Count reduces, in a function that begins one."""
 
-
-def _note_reduce(under_way: bool, result: Any, group: Any, *_: Any, **__: Any) -> None:
-    if not under_way and result is not RAISED:
+    @functools.wraps(start)
+    def patched_start_grad_sync(group: Any, *args: Any, **kwargs: Any) -> Any:
         # It runs for each group in each step; a chunk's groups know their buckets since it joined.
-        for state in STATES.get(group, ()):
-            state.reduces += 1
+        under_way = getattr(group, "grad_reduce_handle", None) is not None
+        result = start(group, *args, **kwargs)
+        if not under_way:  # else, from 0.16 on, a call for one more in a first step does nothing
+            for state in STATES.get(group, ()):
+                state.reduces += 1
+        return result
+
+    return patched_start_grad_sync
 
 
 def _name(chunk: Any, states: list[BucketState]) -> str:

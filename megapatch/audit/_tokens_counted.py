@@ -66,7 +66,7 @@ class TokensCounted(Part):
     @observes
     def _look_at_routers(self, chunks: list[Any]) -> None:
         """Look at the counts, without waiting for them, if the call is the first of a step."""
-        states = [state for chunk in chunks for state in states_of(chunk)]
+        states = (state for chunk in chunks for state in states_of(chunk))
         is_under_way = any(state.arrivals and not state.stepped for state in states)
         if is_under_way or not ever_arrived(chunks):
             return
