@@ -13,6 +13,7 @@ Cost      some microseconds a call.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from types import MethodType
 from typing import Any
@@ -140,11 +141,17 @@ def _weakly(function: Any) -> Any:
         return id(function)
 
 
+@functools.cache
+def _functions_of(classes: tuple[type, ...]) -> list[str]:
+    """Return those of the hundreds of fields of a config, of these classes, that are for functions."""
+    return [name for each in classes for name in vars(each).get("__annotations__", ()) if name.endswith("_func")]
+
+
 def _snapshot(chunks: list[Any]) -> dict[str, Any]:
     config, found = chunks[0].config, {}
-    for name, value in vars(config).items():
-        if name.endswith("_func"):
-            found[f"config.{name}"] = [*map(_weakly, value)] if isinstance(value, list) else _weakly(value)
+    for name in _functions_of(type(config).__mro__):
+        value = getattr(config, name, None)
+        found[f"config.{name}"] = [*map(_weakly, value)] if isinstance(value, list) else _weakly(value)
     for name, timer in getattr(getattr(config, "timers", None), "_timers", {}).items():
         if getattr(timer, "_started", False):  # a call makes those that it needs
             found[f"the timer {name}"] = True

@@ -51,11 +51,28 @@ class Replicas(NamedTuple):
     parameters: list[Any]
 
 
+class _Highest:
+    """The highest of a group's ranks, of each hash and of its complement, on its way."""
+
+    def __init__(self, hashes: Any, group: Any) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self._both = torch.stack([hashes, ~hashes])
+        self._sent = dist.all_reduce(self._both, op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def read(self) -> list[list[list[int]]]:
+        """Return two lists, in the order of the hashes. Waits for the other ranks and the GPU."""
+        self._sent.wait()
+        found: list[list[list[int]]] = self._both.tolist()
+        return found
+
+
 class _Compared(NamedTuple):
-    """Hashes that are on their way: the highest of each, and the highest of its complement."""
+    """A comparison that is on its way."""
 
     replicas: Replicas
-    hashes: Any
+    highest: _Highest
     widths: tuple[int, ...]
     is_reported: bool = False
 
@@ -124,7 +141,7 @@ class RanksAgree(Part):
                 hashes = self._hashes([replicas.parameters], widths)
                 if replicas.what == DATA:
                     hashes = self.audit.part(Microbatches).added_to(hashes, chunks)
-                compared.append(_Compared(replicas, _highest(hashes, replicas.group), widths))
+                compared.append(_Compared(replicas, _Highest(hashes, replicas.group), widths))
                 self.ledger.judged["ranks-agree"] += 1
         self._compared.set(chunks[0], compared)
 
@@ -147,7 +164,7 @@ class RanksAgree(Part):
         for chunk in list(self.audit.models.chunks):
             compared = self._compared.get(chunk, [])
             for earlier in compared:
-                if not earlier.is_reported and _differ(earlier.hashes.tolist())[0]:
+                if not earlier.is_reported and _differ(earlier.highest.read())[0]:
                     own = self._own.get(chunk, {}).get(earlier.replicas.what)
                     kind = self._kind(earlier.replicas, is_own=own is None or bool(own), chunks=[chunk])
                     what = f"a parameter is not the same on {ranks_of(earlier.replicas)}"
@@ -176,7 +193,7 @@ class RanksAgree(Part):
     def _judge(self, earlier: _Compared, chunks: list[Any]) -> None:
         """Read a result that every rank of the group has alike; where they differ, ask again by parameter."""
         what, group, parameters = earlier.replicas
-        highest = earlier.hashes.tolist()
+        highest = earlier.highest.read()
         if what == DATA:
             self.audit.part(Microbatches).judge_ranks(ranks_of(earlier.replicas), *(each[-1] for each in highest))
         own = self._own.get_or_make(chunks[0], dict)
@@ -186,7 +203,7 @@ class RanksAgree(Part):
         wrong = parameters
         if self._participants.all_have_come(group, for_names=True):
             hashes = self._hashes([[parameter] for parameter in parameters], earlier.widths)
-            differing = _differ(_highest(hashes, group).tolist())
+            differing = _differ(_Highest(hashes, group).read())
             wrong = [each for each, differs in zip(parameters, differing, strict=True) if differs] or parameters
         few = len(_matrices(wrong)) <= len(_matrices(parameters)) / 4
         mine = own.setdefault(what, {id(parameter) for parameter in wrong} if few else set())
@@ -257,16 +274,6 @@ class RanksAgree(Part):
 
 
 # ------------------------------------------------------------------------ over the ranks of a group
-def _highest(hashes: Any, group: Any) -> Any:
-    """Return, for each hash and its complement, the highest of the group's ranks."""
-    import torch
-    import torch.distributed as dist
-
-    both = torch.stack([hashes, ~hashes])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both
-
-
 def _differ(highest: list[list[list[int]]]) -> list[bool]:
     """Return by hash whether the highest is not the lowest, where no rank has failed to make one."""
     return [
