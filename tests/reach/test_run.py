@@ -137,7 +137,6 @@ def test_the_targets_are_those_of_all_patches(project):
 
 
 @needs_megatron  # which imports neither: the tests beside it are faster without
-@pytest.mark.thorough
 def test_torchrun_with_a_real_megatron(project):
     script = project / "rank.py"
     script.write_text(

@@ -2,8 +2,8 @@
 
 With all Megatrons the diagnoses run, and the quick tests of TrainStep's parity. The other modules run with the
 newest, and each that depends on Megatron's version with one of the rest, whose turn it is; its quick tests with
-every third one. Of the engine's own tests, which need no Megatron, each module runs with the README's Python and
-with one of 3.10 and 3.13.
+every fourth one. Some that depend on it little run with the README's instead. Of the engine's own tests, which
+need no Megatron, each module runs with the README's Python and with one of 3.10 and 3.13.
 
 Of the releases of a framework each module runs with the newest and one of the others, and of the two shapes of
 NeMo-RL's code with one. Of the largest grids every third case runs.
@@ -24,7 +24,17 @@ from rigs.quick import OF_TRAIN_STEP, QUICK, is_quick
 MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
 README, OTHERS = (3, 11), ((3, 10), (3, 13))  # Pythons; 3.12 has the newest Megatrons
 # On Megatron's version: with the newest; each night with two others, see tox.ini.
-DEPENDS_LITTLE = ("testing/", "verify/", "test_agreement.py", "test_demo.py")
+DEPENDS_LITTLE = ("verify/", "test_demo.py")
+# Each of their processes imports torch for the README's Python in half the time.
+WITH_THE_READMES = (
+    "testing/",
+    "doctor/test_all_well.py",
+    "reach/test_run.py",
+    "test_agreement.py",
+    "test_first_sign.py",
+    "test_read_only.py",
+)
+READMES = "0.16"
 OF_FRAMEWORKS = (
     "patches/nemo_rl/",
     "patches/roll/",
@@ -52,16 +62,18 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
         return True
     if python != README and (not megatron or (minor not in MEGATRONS and runs_without_megatron(TESTS / module))):
         return python == OTHERS[_turn(module, len(OTHERS))]
+    if megatron and module.startswith(WITH_THE_READMES):
+        return minor == READMES
     if minor not in MEGATRONS:
         return True
     if module.startswith((*OF_FRAMEWORKS, *DEPENDS_LITTLE)):
         return False
     if is_quick(place) if test else module in QUICK_MODULES:
-        third = _turn(module, 3) == MEGATRONS.index(minor) % 3
-        if third or module in QUICK_WITH_EACH:
+        fourth = _turn(module, 4) == MEGATRONS.index(minor) % 4
+        if fourth or module in QUICK_WITH_EACH:
             return True
     if module.startswith(OF_THESE_TWO):
-        return minor == "0.16"
+        return minor == READMES
     return minor == MEGATRONS[_turn(module, len(MEGATRONS))]
 
 

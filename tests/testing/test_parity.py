@@ -14,8 +14,6 @@ from rigs.megatron.options import GRADS as OVERLAP
 
 from megapatch.testing import init_parallel, tiny_gpt
 
-pytestmark = pytest.mark.thorough
-
 STEPS = 3
 MICROBATCHES = 4  # of the global batch
 

@@ -255,7 +255,6 @@ def test_a_killed_script_leaves_nothing(tmp_path):
     assert (tmp_path / "environment").read_text() == "early"
 
 
-@pytest.mark.thorough
 def test_ranks_on_gpus_are_new_processes_that_need_one_each(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(RanksFailed, match="torch sees no GPU here"):

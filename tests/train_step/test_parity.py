@@ -40,6 +40,7 @@ WITH_EACH = {
     "dp2, distributed optimizer, both",
     "dp2, fp16",
     "dp2, multi-token prediction",
+    "dp2, layer-wise",
     "pp2, tokens",
     "tp2, sequence parallel",
     "ep2",

@@ -1,11 +1,9 @@
 """megatron.layer-wise-gathers: steps in several calls, and passes that raise, with the layer-wise optimizer.
 
-Adam's parameters are divided among the ranks as Muon's, which needs a package that is not here. The reference is
-Adam on each rank, without overlap and in one call.
+The reference is Adam on each rank, without overlap and in one call.
 """
 
 import contextlib
-import inspect
 from functools import partial
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 from rigs.cells import cells_of
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted
 from rigs.megatron.save import minor
+from rigs.train_step.layer_wise import layer_wise
 from rigs.train_step.models import MEAN
 
 from megapatch.testing import init_parallel, tiny_gpt
@@ -25,43 +24,6 @@ STEPS = 2
 
 def whole():
     return tiny_gpt(layers=4, **ADAM)
-
-
-def layer_wise():
-    """Return a tiny GPT each parameter of which one rank steps."""
-    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    model = tiny_gpt(layers=4, **{**ADAM, "optim": {**ADAM["optim"], "overlap_param_gather": True}}, **overlap)
-    options = {"model_chunks": model.chunks, "async_allgather": True}  # the latter in 0.17
-    known = inspect.signature(LayerWiseDistributedOptimizer).parameters
-    model.optimizer = LayerWiseDistributedOptimizer(
-        model.optimizer.chained_optimizers,
-        model.optimizer.config,
-        ProcessGroupCollection.use_mpu_process_groups(),
-        **{name: value for name, value in options.items() if name in known},
-    )
-    model.set_hooks()
-    return model
-
-
-class Works(list):
-    """Collectives under way."""
-
-    def wait(self):
-        for work in self:
-            work.wait()
-
-
-def uneven_all_gather(parts, part, group=None, async_op=False):
-    """What NCCL does with parts of other sizes, and gloo does not."""
-    works = Works(
-        torch.distributed.broadcast(each, torch.distributed.get_global_rank(group, rank), group, async_op=True)
-        for rank, each in enumerate(parts)
-        if each.numel()
-    )
-    return works if async_op else works.wait()
 
 
 @contextlib.contextmanager
@@ -137,7 +99,6 @@ def off(model, expected):
 
 def job(rank, world_size):
     init_parallel()
-    torch.distributed.all_gather = uneven_all_gather
     plain = whole()
     reference = [
         (float(plain.train_step(step, num_microbatches=4, **MEAN).grad_norm), plain.parameters())
@@ -151,7 +112,7 @@ def job(rank, world_size):
 
 def steps_in_calls(way, between, reference):
     """Return the largest relative difference of gradient norms, and of parameters."""
-    model = layer_wise()
+    model = layer_wise(layers=4)
     take = (
         partial(in_a_train_step, TrainStep(model.chunks, model.optimizer))
         if way == "TrainStep"
@@ -169,7 +130,7 @@ def _raise(*ignored):
 
 
 def after_a_pass_that_raised(reference):
-    model = layer_wise()
+    model = layer_wise(layers=4)
     model.train_step(0, num_microbatches=4, **MEAN)
     layer = model.chunks[0].module.decoder.layers[0]
     handle = layer.register_forward_hook(_raise)  # the gather of the next one is under way by then

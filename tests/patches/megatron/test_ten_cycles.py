@@ -38,9 +38,8 @@ MODELS = {
     "dense, pipeline": Models({**BF16, "overlap_grad_reduce": True}, {"pipeline_model_parallel_size": 2}, True),
     "experts, all-to-all": Models(experts("alltoall"), {"expert_model_parallel_size": 2}, freed=minor() > 12),
     "experts, all-gather": Models(experts("allgather"), {"expert_model_parallel_size": 2}, freed=minor() > 12),
-    "dense, fp32, sharded": Models(SHARDED, freed=False),
+    "dense, fp32, sharded": Models(SHARDED),
 }
-"""Of float32 shards of the distributed optimizer the graph stays, with megapatch, too: a limit."""
 
 
 def job(rank, world_size):

@@ -10,7 +10,9 @@ import dataclasses
 
 from megapatch.testing import init_parallel, tiny_gpt
 from rigs.megatron.options import ADAM, BOTH, GRADS
+from rigs.megatron.save import minor
 
+from .layer_wise import layer_wise
 from .models import MEAN, MOE, MTP
 
 TOKENS = {"masked": True}  # (sum, tokens, metrics), with another number of tokens in each
@@ -78,6 +80,8 @@ CASES = {
     "dp2, frozen": (2, {}, {**GRADS, "frozen": ("embedding.*", "decoder.layers.0.*", "*bias")}, MEAN),
     "dp2, frozen, tokens": (2, {}, {**BOTH, **PER_TOKEN, "frozen": ("*fc1*",)}, TOKENS),
     "dp2, groups with their own learning rates": (2, {}, {**GRADS, "learning_rates": (0.5, 0.1)}, MEAN),
+    "dp2, layer-wise": (2, {}, {"layer_wise": True}, MEAN),
+    "dp2, layer-wise, tokens": (2, {}, {"layer_wise": True, **PER_TOKEN}, TOKENS),
     "dp2, hooks of the user's": (2, {}, {**GRADS, "own_hooks": True}, MEAN),
     "pp2": (2, {"pp": 2}, {}, MEAN),
     "pp2, tokens": (2, {"pp": 2}, {**GRADS, **PER_TOKEN}, TOKENS),
@@ -91,6 +95,7 @@ CASES = {
     "ep2, tokens": (2, {"ep": 2}, {**MOE, **PER_TOKEN}, TOKENS),
     "pp2 dp2, overlap": (4, {"pp": 2}, GRADS, TOKENS),
     "pp2 dp2, both": (4, {"pp": 2}, BOTH, MEAN),
+    "pp2 dp2, layer-wise": (4, {"pp": 2}, {"layer_wise": True}, MEAN),
     "pp2 dp2, tied embeddings, both, tokens": (
         4,
         {"pp": 2},
@@ -125,6 +130,8 @@ def is_known_here(options):
 
     if options.get("indexer_loss") and not hasattr(TransformerConfig, INDEXER_LOSS_SCALE):
         return False
+    if options.get("layer_wise") and minor() < 17:  # it gathers in the step itself
+        return False
     return set(options.get("ddp", ())) <= {
         field.name for field in dataclasses.fields(DistributedDataParallelConfig)
     }
@@ -155,7 +162,7 @@ def model_of(layout, options):
     options = {"layers": 4 if layout.get("vpp") else 2, **options}
     learning_rates, own_hooks = options.pop("learning_rates", None), options.pop("own_hooks", False)
     indexer_loss = options.pop("indexer_loss", False)
-    model = tiny_gpt(**options)
+    model = (layer_wise if options.pop("layer_wise", False) else tiny_gpt)(**options)
     if indexer_loss:
         add_indexer_loss(model)
     if learning_rates:

@@ -1,4 +1,4 @@
-"""megatron.trained-experts-freed: models with experts that were dropped, and what has to stay the same."""
+"""megatron.dropped-models-freed: models that were dropped, and what has to stay the same."""
 
 from __future__ import annotations
 
@@ -13,35 +13,43 @@ from rigs.imported import run_with_megatron
 from rigs.megatron.process_groups import cycles
 from rigs.megatron.save import minor
 
-from megapatch.patches.megatron.trained_experts_freed import (
+from megapatch.patches.megatron.dropped_models_freed import (
     ALL_TO_ALL,
     END,
     MANAGER,
     MODULE,
+    OPTIMIZER,
+    SHARDS,
     diagnose,
+    diagnose_shards,
     let_the_graph_go,
 )
 
-if minor() < 13:
-    pytest.skip("left as it is in 0.12: unsupported", allow_module_level=True)
-
+IN_0_12 = pytest.mark.skipif(minor() < 13, reason="experts are left as they are in 0.12: unsupported")
 CYCLES = 4
-WITHOUT = {"MEGAPATCH_DISABLE": "megatron.trained-experts-freed"}  # groups of models that are gone are destroyed
+WITHOUT = {"MEGAPATCH_DISABLE": "megatron.dropped-models-freed"}  # groups of models that are gone are destroyed
 
 
-def dropped(rank, world_size, dispatcher):
-    options = {"experts": 2, "dtype": "bf16", "optimizer": "adam", "use_distributed_optimizer": True}
+SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
+MODELS = {
+    "alltoall": {"dtype": "bf16", "experts": 2, "config": {"moe_token_dispatcher_type": "alltoall"}},
+    "allgather": {"dtype": "bf16", "experts": 2, "config": {"moe_token_dispatcher_type": "allgather"}},
+    "dense, fp32": {},
+}
+
+
+def dropped(rank, world_size, name):
     return cycles(
-        CYCLES,
-        {**options, "config": {"moe_token_dispatcher_type": dispatcher}},
-        expert_model_parallel_size=2,
+        CYCLES, {**SHARDED, **MODELS[name]}, expert_model_parallel_size=2 if "experts" in MODELS[name] else 1
     )
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=IN_0_12) for name in list(MODELS)[:2]), "dense, fp32"]
+)
 @pytest.mark.quick
-def test_models_that_were_dropped_are_freed_and_train_as_before(dispatcher):
-    plain, patched = (run_with_megatron(dropped, 2, dispatcher, env=env) for env in (WITHOUT, None))
+def test_models_that_were_dropped_are_freed_and_train_as_before(name):
+    plain, patched = (run_with_megatron(dropped, 2, name, env=env) for env in (WITHOUT, None))
     for before, now in zip(plain, patched, strict=True):
         for one, other in zip(before, now, strict=True):
             assert (other.steps, other.weights) == (one.steps, one.weights)
@@ -66,27 +74,38 @@ def test_what_a_dispatcher_keeps_has_the_same_values_without_their_graph():
 
 
 def verdicts(rank, world_size):
-    module = importlib.import_module(MODULE)
+    module, optimizers = map(importlib.import_module, (MODULE, OPTIMIZER))
 
     def resets(self, hidden_states):
         self.probs = None
 
     def keeps_nothing(self, hidden_states, routing_map, probs): ...
 
-    kind = getattr(module, ALL_TO_ALL)
+    def detaches(cls, parameter):
+        return parameter.detach().view(-1), parameter.detach().view(-1)
+
+    kind, optimizer, shards = (
+        getattr(module, ALL_TO_ALL),
+        optimizers.DistributedOptimizer,
+        SHARDS.rpartition(".")[2],
+    )
     edits = {
         "resets": (kind, END, resets),
         "no probs": (kind, "dispatch_preprocess", keeps_nothing),
         "gone": (kind, END, GONE),
     }
-    return verdicts_of(diagnose, module, edits)
+    of_shards = {"detaches": (optimizer, shards, detaches), "no shards": (optimizer, shards, GONE)}
+    return verdicts_of(diagnose, module, edits) | verdicts_of(diagnose_shards, optimizers, of_shards)
 
 
+@IN_0_12
 def test_verdicts():
     expected = {
-        "as it is": ("needed", "keeps probs"),
+        "as it is": ("needed", "views with a graph"),
         "resets": ("fixed", "resets probs"),
         "no probs": ("fixed", "keeps no probs"),
         "gone": ("unknown", END),
+        "detaches": ("fixed", "have no graph"),
+        "no shards": ("unknown", SHARDS),
     }
     assert_verdicts(of_a_rank(verdicts), expected)

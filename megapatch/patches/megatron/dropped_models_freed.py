@@ -1,15 +1,18 @@
-"""A mixture of experts that has trained is freed when the last reference to it goes.
+"""A model that has trained is freed when the last reference to it goes.
 
-Symptom   a model with experts that is dropped (a critic, a model that is built again) stays in memory, with its
-          DistributedDataParallel, buffers and optimizer, if it has trained once. Its process groups stay, too.
-Upstream  NVIDIA/Megatron-LM#2774 shows the growth; in 0.12 to 0.19. The token dispatcher keeps the probabilities
-          of its last forward pass. Their graph leads to DistributedDataParallel's hooks, and these to the model: a
-          cycle through C++, which Python's garbage collector does not see.
+Symptom   a model that is dropped (a critic, a model that is built again) stays in memory, with its
+          DistributedDataParallel, buffers and optimizer, if it has experts and has trained once, or if it is fp32
+          and its optimizer is distributed. Its process groups stay, too.
+Upstream  NVIDIA/Megatron-LM#2774 shows the growth with experts; both in 0.12 to 0.19. The token dispatcher keeps
+          the probabilities of its last forward pass, and the optimizer's fp32 shards are views of parameters.
+          Their graphs lead to DistributedDataParallel's hooks, and these to the model: a cycle through C++, which
+          Python's garbage collector does not see.
 Seam      the method that ends a dispatcher's forward pass: after it the dispatcher keeps the same values, without
-          their graph. The forward pass has read them by then, and the backward pass has what it saved.
-Limits    after an exception inside of the experts the graph stays until the next forward pass. An fp32 model with
-          the distributed optimizer stays for good: its shards are views with a graph. 0.12 is left as it is. The
-          flexible dispatcher was not run: it takes a GPU.
+          their graph. The forward pass has read them by then, and the backward pass has what it saved. And the
+          distributed optimizer's __init__(), which runs without autograd: its views have no graph, and shards of
+          fp32 parameters do not require gradients then, as those of bf16 do not.
+Limits    after an exception inside of the experts the graph stays until the next forward pass. Experts in 0.12 are
+          left as they are. The flexible dispatcher was not run: it takes a GPU.
 Cost      about two microseconds a layer and microbatch.
 """
 
@@ -23,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict
-from .._diagnosis import codes_of, lacking, resolve
+from .._diagnosis import codes_of, lacking, missing_reads, reads_in_order, resolve
 
 MODULE = "megatron.core.transformer.moe.token_dispatcher"
 ALL_TO_ALL = "MoEAlltoAllTokenDispatcher"
@@ -31,6 +34,9 @@ CLASSES = (ALL_TO_ALL, "MoEAllGatherTokenDispatcher", "MoEFlexTokenDispatcher")
 KEPT = "probs"
 END, END_OF_0_12 = "combine_postprocess", "token_unpermutation"
 MANAGER = "_comm_manager"  # of the flexible dispatcher, which keeps probabilities of its own
+
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+INIT, SHARDS = (f"DistributedOptimizer.{name}" for name in ("__init__", "_build_model_and_main_param_groups"))
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -73,9 +79,37 @@ def let_the_graph_go(end: Callable[..., Any]) -> Callable[..., Any]:
     return patched_end_of_a_dispatch
 
 
+def diagnose_shards(module: ModuleType) -> Verdict:
+    """Count which views of parameters are detached: those of bf16 parameters are."""
+    path = f"{OPTIMIZER}:{SHARDS}"
+    missing = [
+        *missing_reads(path, "detach", "view"),
+        *missing_reads(f"{OPTIMIZER}:{INIT}", SHARDS.rpartition(".")[2]),
+    ]
+    if missing:
+        return lacking(missing)
+    if reads_in_order(resolve(path), "detach", "no_grad")[1:]:
+        return Verdict(FIXED, "shards of fp32 parameters have no graph")
+    return Verdict(NEEDED, "shards of fp32 parameters are views with a graph")
+
+
+def without_autograd(initialize: Callable[..., None]) -> Callable[..., None]:
+    torch = sys.modules["torch"]
+
+    @functools.wraps(initialize)
+    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            initialize(self, *args, **kwargs)
+
+    return patched_init
+
+
 PATCH = Patch(
-    name="megatron.trained-experts-freed",
+    name="megatron.dropped-models-freed",
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/2774",
-    sites=(Site(MODULE, diagnose, replace={f"{name}.{END}": let_the_graph_go for name in CLASSES}),),
+    sites=(
+        Site(MODULE, diagnose, replace={f"{name}.{END}": let_the_graph_go for name in CLASSES}),
+        Site(OPTIMIZER, diagnose_shards, replace={INIT: without_autograd}),
+    ),
 )
