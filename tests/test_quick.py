@@ -4,21 +4,11 @@ from pathlib import Path
 
 from rigs.needs import runs_without_megatron
 from rigs.quick import OF_PATCHES, OF_TRAIN_STEP, QUICK
-from rigs.turns import (
-    ALWAYS,
-    DEPENDS_LITTLE,
-    MEGATRONS,
-    OF_FRAMEWORKS,
-    OTHERS,
-    README,
-    WITH_THE_READMES,
-    has_its_turn,
-)
+from rigs.turns import ALWAYS, MEGATRONS, ONCE, OTHERS, README, WITH_THE_READMES, has_its_turn
 
 from megapatch.patches import PATCHES
 
 TESTS = Path(__file__).parent
-ONCE = (*OF_FRAMEWORKS, *DEPENDS_LITTLE)
 
 
 def test_each_of_megatrons_patches_has_its_tests():
@@ -57,6 +47,6 @@ def test_a_module_of_the_engine_runs_with_the_readmes_python_and_with_one_other(
     }
     for module, pythons in turns.items():
         assert has_its_turn(module, "", README)
-        is_of_311 = runs_without_megatron(TESTS / module) or module in WITH_THE_READMES
+        is_of_311 = runs_without_megatron(TESTS / module) or module.startswith(WITH_THE_READMES)
         assert pythons[1:] == ([] if is_of_311 else [(3, 12)])
     assert {python for pythons in turns.values() for python in pythons} == {*megatrons}

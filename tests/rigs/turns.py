@@ -23,23 +23,11 @@ from rigs.quick import OF_TRAIN_STEP, QUICK, is_quick
 
 MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
 README, OTHERS = (3, 11), ((3, 10), (3, 13))  # Pythons; 3.12 has the newest Megatrons
-# On Megatron's version: with the newest; each night with two others, see tox.ini.
-DEPENDS_LITTLE = ("verify/", "test_demo.py")
-# Each of their processes imports torch for the README's Python in half the time.
-WITH_THE_READMES = (
-    "testing/",
-    "doctor/test_all_well.py",
-    "reach/test_run.py",
-    "test_agreement.py",
-    "test_first_sign.py",
-    "test_read_only.py",
-)
+# On Megatron's version they depend little, or, of frameworks, not at all: with the newest; each night see tox.ini.
+ONCE = ("verify/", "test_demo.py", "patches/nemo_rl/", "patches/roll/", "patches/slime/")
+# So do these; each of their processes imports torch for the README's Python in half the time.
+WITH_THE_READMES = ("testing/", "doctor/test_all", "reach/test_run", "test_agree", "test_first", "test_read_only")
 READMES = "0.16"
-OF_FRAMEWORKS = (
-    "patches/nemo_rl/",
-    "patches/roll/",
-    "patches/slime/",
-)  # others have their releases
 OF_THESE_TWO = "no_harm/"  # with the newest and with 0.16: older ones lack half of what these programs do
 ALWAYS = (
     "patches/megatron/test_diagnos",
@@ -66,7 +54,7 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
         return minor == READMES
     if minor not in MEGATRONS:
         return True
-    if module.startswith((*OF_FRAMEWORKS, *DEPENDS_LITTLE)):
+    if module.startswith(ONCE):
         return False
     if is_quick(place) if test else module in QUICK_MODULES:
         fourth = _turn(module, 4) == MEGATRONS.index(minor) % 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from types import SimpleNamespace
 
 import torch
 
@@ -35,19 +36,12 @@ def layer_wise(**options):
     return model
 
 
-class Works(list):
-    """Collectives under way."""
-
-    def wait(self):
-        for work in self:
-            work.wait()
-
-
 def uneven_all_gather(parts, part, group=None, async_op=False):
     """What NCCL does with parts of other sizes, and gloo does not."""
-    works = Works(
+    works = [
         torch.distributed.broadcast(each, torch.distributed.get_global_rank(group, rank), group, async_op=True)
         for rank, each in enumerate(parts)
         if each.numel()
-    )
-    return works if async_op else works.wait()
+    ]
+    gather = SimpleNamespace(wait=lambda: [work.wait() for work in works])
+    return gather if async_op else gather.wait()
