@@ -13,7 +13,6 @@ Cost      some microseconds a call.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from types import MethodType
 from typing import Any
@@ -43,6 +42,8 @@ class Calls(Part):
         super().__init__(audit)
         self._left = SideTable()
         """About a model's first chunk: by name, the changes that a call that raised has left behind, and where."""
+        self._functions = SideTable()
+        """About a config: the names of those of its hundreds of fields that are for functions."""
         self.interrupted_machines: weakref.WeakSet[Any] = weakref.WeakSet()
         """Rerun machines that were inside a step when a call raised."""
 
@@ -91,7 +92,7 @@ class Calls(Part):
     @observes
     def _look(self, chunks: list[Any]) -> dict[str, Any]:
         """Return the state as a call begins; report changes of a call that raised, if they are still there."""
-        found = _snapshot(chunks)
+        found = _snapshot(chunks, self._functions_of(chunks[0].config))
         left, where = self._left.pop(chunks[0], ({}, ()))
         self._report([name for name, value in left.items() if found.get(name, _NOTHING) == value], where)
         return found
@@ -100,7 +101,7 @@ class Calls(Part):
     def _compare(self, call: Call, before: dict[str, Any] | None) -> None:
         if before is None:
             return
-        after = _snapshot(call.chunks)
+        after = _snapshot(call.chunks, self._functions_of(call.chunks[0].config))
         changed = {name: value for name, value in after.items() if before.get(name, _NOTHING) != value}
         if call.has_returned:
             self._report(list(changed))
@@ -109,6 +110,13 @@ class Calls(Part):
         machine = machine_of_this_process()
         if machine is not None and machine.state.name in BEFORE_STEP:
             self.interrupted_machines.add(machine)
+
+    def _functions_of(self, config: Any) -> list[str]:
+        fields = vars(config)
+        names: list[str] = self._functions.get_or_make(
+            config, lambda: [name for name in fields if name.endswith("_func")]
+        )
+        return names
 
     def _report(self, changed: list[str], where: tuple[str, ...] | None = None) -> None:
         for kind, words in _KINDS:
@@ -141,15 +149,9 @@ def _weakly(function: Any) -> Any:
         return id(function)
 
 
-@functools.cache
-def _functions_of(classes: tuple[type, ...]) -> list[str]:
-    """Return those of the hundreds of fields of a config, of these classes, that are for functions."""
-    return [name for each in classes for name in vars(each).get("__annotations__", ()) if name.endswith("_func")]
-
-
-def _snapshot(chunks: list[Any]) -> dict[str, Any]:
+def _snapshot(chunks: list[Any], functions: list[str]) -> dict[str, Any]:
     config, found = chunks[0].config, {}
-    for name in _functions_of(type(config).__mro__):
+    for name in functions:
         value = getattr(config, name, None)
         found[f"config.{name}"] = [*map(_weakly, value)] if isinstance(value, list) else _weakly(value)
     for name, timer in getattr(getattr(config, "timers", None), "_timers", {}).items():
