@@ -20,7 +20,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
         "megatron.dropped-models-freed": (
             "megatron.core.transformer.moe.token_dispatcher",
-            "megatron.core.optimizer.distrib_optimizer",
+            "megatron.core.optimizer",
         ),
         "megatron.expert-streams-loaded": ("megatron.core.tensor_parallel.random",),
         "megatron.finetune-for-one-load": (

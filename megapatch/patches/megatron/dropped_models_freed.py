@@ -8,11 +8,12 @@ Upstream  NVIDIA/Megatron-LM#2774 shows the growth with experts; both in 0.12 to
           Their graphs lead to DistributedDataParallel's hooks, and these to the model: a cycle through C++, which
           Python's garbage collector does not see.
 Seam      the method that ends a dispatcher's forward pass: after it the dispatcher keeps the same values, without
-          their graph. The forward pass has read them by then, and the backward pass has what it saved. And the
-          distributed optimizer's __init__(), which runs without autograd: its views have no graph, and shards of
-          fp32 parameters do not require gradients then, as those of bf16 do not.
+          their graph. The forward pass has read them by then, and the backward pass has what it saved. And
+          get_megatron_optimizer(), which runs without autograd: the optimizer's views have no graph, and shards
+          of fp32 parameters do not require gradients then, as those of bf16 do not.
 Limits    after an exception inside of the experts the graph stays until the next forward pass. Experts in 0.12 are
-          left as they are. The flexible dispatcher was not run: it takes a GPU.
+          left as they are, and shards of an optimizer that is made without get_megatron_optimizer(). The flexible
+          dispatcher was not run: it takes a GPU.
 Cost      about two microseconds a layer and microbatch.
 """
 
@@ -26,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from ...patch import FIXED, NEEDED, UNSUPPORTED, Patch, Site, Verdict
-from .._diagnosis import codes_of, lacking, missing_reads, reads_in_order, resolve
+from .._diagnosis import codes_of, lacking, missing_attributes, missing_reads, reads_in_order, resolve
 
 MODULE = "megatron.core.transformer.moe.token_dispatcher"
 ALL_TO_ALL = "MoEAlltoAllTokenDispatcher"
@@ -35,8 +36,8 @@ KEPT = "probs"
 END, END_OF_0_12 = "combine_postprocess", "token_unpermutation"
 MANAGER = "_comm_manager"  # of the flexible dispatcher, which keeps probabilities of its own
 
-OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
-INIT, SHARDS = (f"DistributedOptimizer.{name}" for name in ("__init__", "_build_model_and_main_param_groups"))
+OPTIMIZERS, MAKE = "megatron.core.optimizer", "get_megatron_optimizer"
+SHARDS = f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups"
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -81,27 +82,22 @@ def let_the_graph_go(end: Callable[..., Any]) -> Callable[..., Any]:
 
 def diagnose_shards(module: ModuleType) -> Verdict:
     """Count which views of parameters are detached: those of bf16 parameters are."""
-    path = f"{OPTIMIZER}:{SHARDS}"
-    missing = [
-        *missing_reads(path, "detach", "view"),
-        *missing_reads(f"{OPTIMIZER}:{INIT}", SHARDS.rpartition(".")[2]),
-    ]
-    if missing:
+    if missing := [*missing_attributes(f"{OPTIMIZERS}:", MAKE), *missing_reads(SHARDS, "detach", "view")]:
         return lacking(missing)
-    if reads_in_order(resolve(path), "detach", "no_grad")[1:]:
+    if reads_in_order(resolve(SHARDS), "detach", "no_grad")[1:]:
         return Verdict(FIXED, "shards of fp32 parameters have no graph")
     return Verdict(NEEDED, "shards of fp32 parameters are views with a graph")
 
 
-def without_autograd(initialize: Callable[..., None]) -> Callable[..., None]:
+def without_autograd(make: Callable[..., Any]) -> Callable[..., Any]:
     torch = sys.modules["torch"]
 
-    @functools.wraps(initialize)
-    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(make)
+    def patched_get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            initialize(self, *args, **kwargs)
+            return make(*args, **kwargs)
 
-    return patched_init
+    return patched_get_megatron_optimizer
 
 
 PATCH = Patch(
@@ -110,6 +106,6 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/2774",
     sites=(
         Site(MODULE, diagnose, replace={f"{name}.{END}": let_the_graph_go for name in CLASSES}),
-        Site(OPTIMIZER, diagnose_shards, replace={INIT: without_autograd}),
+        Site(OPTIMIZERS, diagnose_shards, replace={MAKE: without_autograd}),
     ),
 )

@@ -18,7 +18,7 @@ from megapatch.patches.megatron.dropped_models_freed import (
     END,
     MANAGER,
     MODULE,
-    OPTIMIZER,
+    OPTIMIZERS,
     SHARDS,
     diagnose,
     diagnose_shards,
@@ -74,7 +74,7 @@ def test_what_a_dispatcher_keeps_has_the_same_values_without_their_graph():
 
 
 def verdicts(rank, world_size):
-    module, optimizers = map(importlib.import_module, (MODULE, OPTIMIZER))
+    module, optimizers = map(importlib.import_module, (MODULE, OPTIMIZERS))
 
     def resets(self, hidden_states):
         self.probs = None
