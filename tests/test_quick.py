@@ -50,3 +50,5 @@ def test_a_module_of_the_engine_runs_with_the_readmes_python_and_with_one_other(
         is_of_311 = runs_without_megatron(TESTS / module) or module.startswith(WITH_THE_READMES)
         assert pythons[1:] == ([] if is_of_311 else [(3, 12)])
     assert {python for pythons in turns.values() for python in pythons} == {*megatrons}
+    tox = (TESTS.parent / "tox.ini").read_text()
+    assert all(f" {module.removesuffix('/')}" in tox for module in WITH_THE_READMES)

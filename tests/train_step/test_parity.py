@@ -33,7 +33,6 @@ COUNTS = {  # the sum of losses by tokens counted by the caller, against calcula
     "tp2 pp2, count": (4, {"tp": 2, "pp": 2}, {}),
 }
 
-
 # With each Megatron; the others with the newest: they differ in what its versions do alike.
 WITH_EACH = {
     "dp2, tokens, overlap",
@@ -52,7 +51,6 @@ WITH_EACH = {
     "dp2, count, with calculate_per_token_loss",
     "pp2 dp2, count",
 }
-
 
 OF_EACH = ("uneven", "three, the last known")
 

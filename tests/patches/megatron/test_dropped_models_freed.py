@@ -10,7 +10,7 @@ import torch
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
-from rigs.megatron.process_groups import cycles
+from rigs.megatron.process_groups import SHARDED, cycles, experts
 from rigs.megatron.save import minor
 
 from megapatch.patches.megatron.dropped_models_freed import (
@@ -28,20 +28,13 @@ from megapatch.patches.megatron.dropped_models_freed import (
 IN_0_12 = pytest.mark.skipif(minor() < 13, reason="experts are left as they are in 0.12: unsupported")
 CYCLES = 4
 WITHOUT = {"MEGAPATCH_DISABLE": "megatron.dropped-models-freed"}  # groups of models that are gone are destroyed
-
-
-SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
-MODELS = {
-    "alltoall": {"dtype": "bf16", "experts": 2, "config": {"moe_token_dispatcher_type": "alltoall"}},
-    "allgather": {"dtype": "bf16", "experts": 2, "config": {"moe_token_dispatcher_type": "allgather"}},
-    "dense, fp32": {},
-}
+MODELS = {name: (experts(name), {"expert_model_parallel_size": 2}) for name in ("alltoall", "allgather")}
+MODELS["dense, fp32"] = (SHARDED, {})
 
 
 def dropped(rank, world_size, name):
-    return cycles(
-        CYCLES, {**SHARDED, **MODELS[name]}, expert_model_parallel_size=2 if "experts" in MODELS[name] else 1
-    )
+    options, sizes = MODELS[name]
+    return cycles(CYCLES, options, **sizes)
 
 
 @pytest.mark.parametrize(
@@ -74,38 +67,48 @@ def test_what_a_dispatcher_keeps_has_the_same_values_without_their_graph():
 
 
 def verdicts(rank, world_size):
-    module, optimizers = map(importlib.import_module, (MODULE, OPTIMIZERS))
+    module = importlib.import_module(MODULE)
 
     def resets(self, hidden_states):
         self.probs = None
 
     def keeps_nothing(self, hidden_states, routing_map, probs): ...
 
-    def detaches(cls, parameter):
-        return parameter.detach().view(-1), parameter.detach().view(-1)
-
-    kind, optimizer, shards = (
-        getattr(module, ALL_TO_ALL),
-        optimizers.DistributedOptimizer,
-        SHARDS.rpartition(".")[2],
-    )
+    kind = getattr(module, ALL_TO_ALL)
     edits = {
         "resets": (kind, END, resets),
         "no probs": (kind, "dispatch_preprocess", keeps_nothing),
         "gone": (kind, END, GONE),
     }
-    of_shards = {"detaches": (optimizer, shards, detaches), "no shards": (optimizer, shards, GONE)}
-    return verdicts_of(diagnose, module, edits) | verdicts_of(diagnose_shards, optimizers, of_shards)
+    return verdicts_of(diagnose, module, edits)
 
 
 @IN_0_12
 def test_verdicts():
     expected = {
-        "as it is": ("needed", "views with a graph"),
+        "as it is": ("needed", "keeps probs"),
         "resets": ("fixed", "resets probs"),
         "no probs": ("fixed", "keeps no probs"),
         "gone": ("unknown", END),
-        "detaches": ("fixed", "have no graph"),
-        "no shards": ("unknown", SHARDS),
     }
     assert_verdicts(of_a_rank(verdicts), expected)
+
+
+def verdicts_of_shards(rank, world_size):
+    module = importlib.import_module(OPTIMIZERS)
+
+    def detaches(cls, parameter):
+        return parameter.detach().view(-1), parameter.detach().view(-1)
+
+    kind, name = module.DistributedOptimizer, SHARDS.rpartition(".")[2]
+    edits = {"detaches": (kind, name, detaches), "gone": (kind, name, GONE)}
+    return verdicts_of(diagnose_shards, module, edits)
+
+
+def test_verdicts_of_shards():
+    expected = {
+        "as it is": ("needed", "views with a graph"),
+        "detaches": ("fixed", "have no graph"),
+        "gone": ("unknown", SHARDS),
+    }
+    assert_verdicts(of_a_rank(verdicts_of_shards), expected)

@@ -72,7 +72,7 @@ def mxfp8():
 def layer_wise():
     """Read the shards of a model whose optimizer is not the distributed one, of which megapatch records no step.
 
-    A stand-in: a layer-wise optimizer needs a package that is not here.
+    A stand-in, which every release has.
     """
     _, model = pair()
     (ddp,) = model.chunks

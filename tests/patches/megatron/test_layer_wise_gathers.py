@@ -11,14 +11,14 @@ import torch
 from rigs.cells import cells_of
 from rigs.megatron.options import ADAM, UNPATCHED, Interrupted
 from rigs.megatron.save import minor
-from rigs.train_step.layer_wise import layer_wise
+from rigs.train_step.layer_wise import GATHERS_AHEAD, layer_wise
 from rigs.train_step.models import MEAN
 
 from megapatch.testing import init_parallel, tiny_gpt
 from megapatch.testing._data import forward_step
 from megapatch.train_step import TrainStep
 
-pytestmark = pytest.mark.skipif(minor() < 17, reason="parameters are gathered in the step itself")
+pytestmark = pytest.mark.skipif(not GATHERS_AHEAD, reason="parameters are gathered in the step itself")
 STEPS = 2
 
 

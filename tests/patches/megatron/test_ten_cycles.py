@@ -10,16 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 from rigs.cells import run_cells
 from rigs.megatron.options import UNPATCHED
-from rigs.megatron.process_groups import cycles
+from rigs.megatron.process_groups import SHARDED, cycles, experts
 from rigs.megatron.save import minor
 
 CYCLES = 10
-SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
 BF16 = {**SHARDED, "dtype": "bf16"}
-
-
-def experts(dispatcher):
-    return {**BF16, "experts": 2, "config": {"moe_token_dispatcher_type": dispatcher}}
 
 
 class Models(NamedTuple):

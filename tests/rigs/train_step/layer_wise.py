@@ -13,7 +13,10 @@ import torch
 
 from megapatch.testing import tiny_gpt
 from rigs.megatron.options import ADAM
+from rigs.megatron.save import minor
 
+ALL_GATHER = torch.distributed.all_gather
+GATHERS_AHEAD = minor() >= 17  # else parameters are gathered in the step itself
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -38,6 +41,8 @@ def layer_wise(**options):
 
 def uneven_all_gather(parts, part, group=None, async_op=False):
     """What NCCL does with parts of other sizes, and gloo does not."""
+    if len({each.numel() for each in parts}) == 1:
+        return ALL_GATHER(parts, part, group=group, async_op=async_op)
     works = [
         torch.distributed.broadcast(each, torch.distributed.get_global_rank(group, rank), group, async_op=True)
         for rank, each in enumerate(parts)

@@ -10,9 +10,8 @@ import dataclasses
 
 from megapatch.testing import init_parallel, tiny_gpt
 from rigs.megatron.options import ADAM, BOTH, GRADS
-from rigs.megatron.save import minor
 
-from .layer_wise import layer_wise
+from .layer_wise import GATHERS_AHEAD, layer_wise
 from .models import MEAN, MOE, MTP
 
 TOKENS = {"masked": True}  # (sum, tokens, metrics), with another number of tokens in each
@@ -118,7 +117,6 @@ CASES = {
     "ep2 dp2, both, tokens": (4, {"ep": 2}, {**MOE, **BOTH, **PER_TOKEN}, TOKENS),
 }
 
-
 NOT_KNOWN_HERE = "this Megatron's configs lack a field that the case sets"
 INDEXER_LOSS_SCALE = "experimental_attention_variant_loss_scale_func"
 
@@ -130,7 +128,7 @@ def is_known_here(options):
 
     if options.get("indexer_loss") and not hasattr(TransformerConfig, INDEXER_LOSS_SCALE):
         return False
-    if options.get("layer_wise") and minor() < 17:  # it gathers in the step itself
+    if options.get("layer_wise") and not GATHERS_AHEAD:
         return False
     return set(options.get("ddp", ())) <= {
         field.name for field in dataclasses.fields(DistributedDataParallelConfig)
