@@ -22,7 +22,7 @@ HEADINGS = {
     "none": "No harm known",
 }
 NAMES = re.compile("|".join(sorted((re.escape(patch.name) for patch in PATCHES), key=len, reverse=True)))
-CODE = re.compile(r"(?<![\w.`])(?=[\w.]*(?:_|\(\)))[\w.]+(?:\(\))?")
+CODE = re.compile(r"(?<![\w.`])(?=[\w.*]*(?:_|\(\)))[\w.*]+(?:\(\))?")
 """Names with an underscore or parentheses. As code they wrap at any letter, so tables fit."""
 
 
