@@ -18,6 +18,10 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "megatron": {
         "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
+        "megatron.dropped-models-freed": (
+            "megatron.core.transformer.moe.token_dispatcher",
+            "megatron.core.optimizer",
+        ),
         "megatron.expert-streams-loaded": ("megatron.core.tensor_parallel.random",),
         "megatron.finetune-for-one-load": (
             "megatron.training.checkpointing",
@@ -91,7 +95,6 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
         "megatron.torch-fsdp2-finalize": ("megatron.core.distributed",),
         "megatron.train-reentry": ("megatron.training.training", "megatron.bridge.training.train"),
-        "megatron.trained-experts-freed": ("megatron.core.transformer.moe.token_dispatcher",),
         "megatron.zero-tokens": ("megatron.core.pipeline_parallel",),
     },
     "ms_swift": {

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from .._dotted import find
@@ -196,7 +196,7 @@ def missing_reads(path: str, *names: str) -> list[str]:
 
 def codes_of(function: Any) -> Iterator[CodeType]:
     """Yield the code of a function, and of those behind its decorators. Nothing for any other object."""
-    if isinstance(function, (staticmethod, classmethod)):
+    if isinstance(function, (staticmethod, classmethod, MethodType)):
         function = function.__func__
     function = innermost(unpatched(function)) if callable(function) else function
     if isinstance(function, FunctionType):

@@ -66,5 +66,5 @@ CHECKS = (
         refits_in_turn,
         "parameters of a second model after a refit, with those that were sent",
     ),
-    Check("megatron.trained-experts-freed", experts_dropped),
+    Check("megatron.dropped-models-freed", experts_dropped),
 )

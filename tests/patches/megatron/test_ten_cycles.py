@@ -10,16 +10,11 @@ from typing import Any, NamedTuple
 import pytest
 from rigs.cells import run_cells
 from rigs.megatron.options import UNPATCHED
-from rigs.megatron.process_groups import cycles
+from rigs.megatron.process_groups import SHARDED, cycles, experts
 from rigs.megatron.save import minor
 
 CYCLES = 10
-SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
 BF16 = {**SHARDED, "dtype": "bf16"}
-
-
-def experts(dispatcher):
-    return {**BF16, "experts": 2, "config": {"moe_token_dispatcher_type": dispatcher}}
 
 
 class Models(NamedTuple):
@@ -38,9 +33,8 @@ MODELS = {
     "dense, pipeline": Models({**BF16, "overlap_grad_reduce": True}, {"pipeline_model_parallel_size": 2}, True),
     "experts, all-to-all": Models(experts("alltoall"), {"expert_model_parallel_size": 2}, freed=minor() > 12),
     "experts, all-gather": Models(experts("allgather"), {"expert_model_parallel_size": 2}, freed=minor() > 12),
-    "dense, fp32, sharded": Models(SHARDED, freed=False),
+    "dense, fp32, sharded": Models(SHARDED),
 }
-"""Of float32 shards of the distributed optimizer the graph stays, with megapatch, too: a limit."""
 
 
 def job(rank, world_size):

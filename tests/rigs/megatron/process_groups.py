@@ -12,6 +12,13 @@ import torch
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import destroy_parallel, tiny_gpt
 
+SHARDED = {"optimizer": "adam", "use_distributed_optimizer": True}
+
+
+def experts(dispatcher):
+    """Return the options of a mixture of experts."""
+    return {**SHARDED, "dtype": "bf16", "experts": 2, "config": {"moe_token_dispatcher_type": dispatcher}}
+
 
 def initialize(**sizes):
     """Set up a layout by Megatron's own function; return parallel_state."""

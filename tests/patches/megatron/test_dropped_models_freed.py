@@ -1,4 +1,4 @@
-"""megatron.trained-experts-freed: models with experts that were dropped, and what has to stay the same."""
+"""megatron.dropped-models-freed: models that were dropped, and what has to stay the same."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ import torch
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
 from rigs.imported import run_with_megatron
-from rigs.megatron.process_groups import cycles
+from rigs.megatron.process_groups import SHARDED, cycles, experts
 from rigs.megatron.save import minor
 
-from megapatch.patches.megatron.trained_experts_freed import (
+from megapatch.patches.megatron.dropped_models_freed import (
     ALL_TO_ALL,
     END,
     MANAGER,
     MODULE,
+    OPTIMIZERS,
+    SHARDS,
     diagnose,
+    diagnose_shards,
     let_the_graph_go,
 )
 
-if minor() < 13:
-    pytest.skip("left as it is in 0.12: unsupported", allow_module_level=True)
-
+IN_0_12 = pytest.mark.skipif(minor() < 13, reason="experts are left as they are in 0.12: unsupported")
 CYCLES = 4
-WITHOUT = {"MEGAPATCH_DISABLE": "megatron.trained-experts-freed"}  # groups of models that are gone are destroyed
+WITHOUT = {"MEGAPATCH_DISABLE": "megatron.dropped-models-freed"}  # groups of models that are gone are destroyed
+MODELS = {name: (experts(name), {"expert_model_parallel_size": 2}) for name in ("alltoall", "allgather")}
+MODELS["dense, fp32"] = (SHARDED, {})
 
 
-def dropped(rank, world_size, dispatcher):
-    options = {"experts": 2, "dtype": "bf16", "optimizer": "adam", "use_distributed_optimizer": True}
-    return cycles(
-        CYCLES,
-        {**options, "config": {"moe_token_dispatcher_type": dispatcher}},
-        expert_model_parallel_size=2,
-    )
+def dropped(rank, world_size, name):
+    options, sizes = MODELS[name]
+    return cycles(CYCLES, options, **sizes)
 
 
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("name", [*(pytest.param(n, marks=IN_0_12) for n in list(MODELS)[:2]), "dense, fp32"])
 @pytest.mark.quick
-def test_models_that_were_dropped_are_freed_and_train_as_before(dispatcher):
-    plain, patched = (run_with_megatron(dropped, 2, dispatcher, env=env) for env in (WITHOUT, None))
+def test_models_that_were_dropped_are_freed_and_train_as_before(name):
+    plain, patched = (run_with_megatron(dropped, 2, name, env=env) for env in (WITHOUT, None))
     for before, now in zip(plain, patched, strict=True):
         for one, other in zip(before, now, strict=True):
             assert (other.steps, other.weights) == (one.steps, one.weights)
@@ -82,6 +81,7 @@ def verdicts(rank, world_size):
     return verdicts_of(diagnose, module, edits)
 
 
+@IN_0_12
 def test_verdicts():
     expected = {
         "as it is": ("needed", "keeps probs"),
@@ -90,3 +90,23 @@ def test_verdicts():
         "gone": ("unknown", END),
     }
     assert_verdicts(of_a_rank(verdicts), expected)
+
+
+def verdicts_of_shards(rank, world_size):
+    module = importlib.import_module(OPTIMIZERS)
+
+    def detaches(cls, parameter):
+        return parameter.detach().view(-1), parameter.detach().view(-1)
+
+    kind, name = module.DistributedOptimizer, SHARDS.rpartition(".")[2]
+    edits = {"detaches": (kind, name, detaches), "gone": (kind, name, GONE)}
+    return verdicts_of(diagnose_shards, module, edits)
+
+
+def test_verdicts_of_shards():
+    expected = {
+        "as it is": ("needed", "views with a graph"),
+        "detaches": ("fixed", "have no graph"),
+        "gone": ("unknown", SHARDS),
+    }
+    assert_verdicts(of_a_rank(verdicts_of_shards), expected)
