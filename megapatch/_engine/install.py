@@ -19,10 +19,7 @@ from .target import AddedTarget, ReplacedTarget
 
 
 def install(
-    patch_name: str,
-    module: ModuleType,
-    site: Site,
-    note: Callable[[ReplacedTarget], object] = lambda target: None,
+    patch_name: str, module: ModuleType, site: Site, note: Callable[[ReplacedTarget], object] = lambda target: None
 ) -> tuple[ReplacedTarget, ...]:
     """Replace all targets of a site in its loaded module, or none.
 

@@ -157,9 +157,7 @@ class Report(NamedTuple):
             each patch with its ``sites``.
         """
         return document(
-            digest=self.digest,
-            versions=self.versions,
-            patches=[patch.to_dict() for patch in self.patches],
+            digest=self.digest, versions=self.versions, patches=[patch.to_dict() for patch in self.patches]
         )
 
     def table(self, columns: int) -> list[str]:

@@ -219,9 +219,7 @@ class Ledger:
         if look not in self.broken:
             self.broken.add(look)
             log.warning(
-                "audit: %s failed, and finds nothing" + see("audit-failed"),
-                look.__qualname__,
-                exc_info=True,
+                "audit: %s failed, and finds nothing" + see("audit-failed"), look.__qualname__, exc_info=True
             )
 
     def note_capture(self) -> None:

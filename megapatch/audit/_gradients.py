@@ -63,9 +63,7 @@ class Gradients(Part):
             ),
             site("megapatch.train_step._step", {"TrainStep.abort": abort}),
             site(
-                "nemo_rl.models.policy.workers.megatron_policy_worker",
-                {_NEMO_ABORT: abort},
-                optional="up to v0.7",
+                "nemo_rl.models.policy.workers.megatron_policy_worker", {_NEMO_ABORT: abort}, optional="up to v0.7"
             ),
         )
 

@@ -34,8 +34,7 @@ class Steps(Part):
         return (
             site("megatron.core.optimizer.optimizer", dict.fromkeys(steps, watch_step)),
             site(
-                "megatron.core.optimizer.layer_wise_optimizer",
-                {"LayerWiseDistributedOptimizer.step": watch_step},
+                "megatron.core.optimizer.layer_wise_optimizer", {"LayerWiseDistributedOptimizer.step": watch_step}
             ),
         )
 

@@ -72,23 +72,15 @@ class WeightSyncs(Part):
                 for module, client, lacking in _SKYRL_CLIENTS
             ),
             *(
-                site(
-                    module,
-                    {_SKYRL_SYNC: self.syncing("inference_engine_client", _SKYRL_SYNC)},
-                    optional=lacking,
-                )
+                site(module, {_SKYRL_SYNC: self.syncing("inference_engine_client", _SKYRL_SYNC)}, optional=lacking)
                 for module, lacking in _SKYRL_TRAINERS
             ),
             site(
                 "areal.infra.remote_inf_engine",
-                {
-                    f"{_AREAL}.pause_generation": pausing,
-                    f"{_AREAL}.continue_generation": after(self._note_resume),
-                },
+                {f"{_AREAL}.pause_generation": pausing, f"{_AREAL}.continue_generation": after(self._note_resume)},
             ),
             site(
-                "areal.engine.megatron_engine",
-                {_AREAL_SYNC: self.syncing("rollout_engine._engine", _AREAL_SYNC)},
+                "areal.engine.megatron_engine", {_AREAL_SYNC: self.syncing("rollout_engine._engine", _AREAL_SYNC)}
             ),
             *(
                 site(f"{framework}.backends.megatron_utils.actor", {_SLIME_SYNC: before(self._compare_with_copy)})

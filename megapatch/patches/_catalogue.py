@@ -94,6 +94,10 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.scheduler-after-load": ("megatron.core.optimizer_param_scheduler",),
         "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
         "megatron.torch-fsdp2-finalize": ("megatron.core.distributed",),
+        "megatron.tracked-checkpoint-stays": (
+            "megatron.training.checkpointing",
+            "megatron.bridge.training.checkpointing",
+        ),
         "megatron.train-reentry": ("megatron.training.training", "megatron.bridge.training.train"),
         "megatron.zero-tokens": ("megatron.core.pipeline_parallel",),
     },

@@ -91,11 +91,7 @@ class MegatronLoop:
         initialize_rerun_state_machine(mode=RerunMode(self.rerun_mode))
 
     def train(
-        self,
-        steps: int = 2,
-        *,
-        microbatches: Iterable[torch.Tensor] | None = None,
-        fault: Fault | None = None,
+        self, steps: int = 2, *, microbatches: Iterable[torch.Tensor] | None = None, fault: Fault | None = None
     ) -> list[float]:
         """Call Megatron's train(). A collective: call it on all ranks.
 

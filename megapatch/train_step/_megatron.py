@@ -133,10 +133,7 @@ class MegatronStep:
     @contextlib.contextmanager
     def _hooks(self, scaling: LossScaling) -> Iterator[None]:
         config = self.config
-        hooks: dict[str, Any] = {
-            **scaling.functions(config),
-            "finalize_model_grads_func": self._finalize_later,
-        }
+        hooks: dict[str, Any] = {**scaling.functions(config), "finalize_model_grads_func": self._finalize_later}
         if self.is_last:
             hooks["finalize_model_grads_func"] = self._finalize_now
             hooks["no_sync_func"] = config.no_sync_func or _no_sync_of(self.chunks)

@@ -173,6 +173,22 @@ def start_from_pretrained(layout: Layout = DP) -> None:
         )
 
 
+def save_under_way(layout: Layout = DP) -> None:
+    """Remove all checkpoints but the newest, which is being written: the tracker names the one before."""
+    import torch
+
+    checkpointing = _imported(MEGATRON) or _imported(BRIDGE)
+    if checkpointing is None or torch.distributed.get_rank():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for step in "12":
+            os.mkdir(os.path.join(folder, f"iter_{step:0>7}"))
+        with open(checkpointing.get_checkpoint_tracker_filename(folder), "w") as file:
+            file.write("1")
+        checkpointing.cleanup_old_non_persistent_checkpoint(folder)
+        expect(len(os.listdir(folder)) == 3, "the last complete checkpoint is removed as a save begins")
+
+
 def _imported(name: str) -> Any:
     """Return the module, or None where it is not installed, or lacks something that it imports."""
     with contextlib.suppress(ImportError):
@@ -299,6 +315,7 @@ CHECKS = (
     Check("megatron.scheduler-after-load", scheduler_goes_back),
     Check("megatron.expert-streams-loaded", streams_of_another),
     Check("megatron.fresh-train-state", counters_of_bridge),
+    Check("megatron.tracked-checkpoint-stays", save_under_way),
     Check("megatron.finetune-for-one-load", start_from_pretrained),
     Check("load-in-place", in_place, "parameters, with those of a run that did not go back", layouts=True),
     Check("megatron.reload-offloaded-params", reload_of_an_offloaded_parameter),

@@ -70,6 +70,6 @@ PATCH = Patch(
     name="areal.aux-loss-scale",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{ENGINE}.train_batch": scale_all_losses}),),
+    sites=(Site(MODULE, diagnose, replace={f"{ENGINE}.train_batch": scale_all_losses}),),
     changes_numbers=True,
 )

@@ -131,9 +131,7 @@ PATCH = Patch(
     changes_numbers=True,
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
-            replace={f"{MANAGER}.{GENERATE}": with_sharding, f"{MANAGER}.{LOAD}": asking_for_all},
+            MODULE, diagnose, replace={f"{MANAGER}.{GENERATE}": with_sharding, f"{MANAGER}.{LOAD}": asking_for_all}
         ),
     ),
 )

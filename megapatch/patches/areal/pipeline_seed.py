@@ -58,6 +58,6 @@ PATCH = Patch(
     name="areal.pipeline-seed",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{ENGINE}.{CREATE}": seed_by_stage}),),
+    sites=(Site(MODULE, diagnose, replace={f"{ENGINE}.{CREATE}": seed_by_stage}),),
     changes_numbers=True,
 )

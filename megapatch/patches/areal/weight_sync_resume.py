@@ -116,8 +116,8 @@ PATCH = Patch(
     upstream=None,
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 f"{ENGINE}.update_weights": resume_after_failure,
                 f"{ENGINE}.{BUCKET}": release_lock_after_failure,

@@ -92,7 +92,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/2237",
     changes_numbers=True,
-    sites=(
-        Site(module=PACKAGE, diagnose=diagnose, replace={"schedules.backward_step": scale_by_context_parallel}),
-    ),
+    sites=(Site(PACKAGE, diagnose, replace={"schedules.backward_step": scale_by_context_parallel}),),
 )

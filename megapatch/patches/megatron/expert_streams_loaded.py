@@ -106,5 +106,5 @@ PATCH = Patch(
     name="megatron.expert-streams-loaded",
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/6858",
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{TRACKER}.set_states": warn_of_others}),),
+    sites=(Site(MODULE, diagnose, replace={f"{TRACKER}.set_states": warn_of_others}),),
 )

@@ -137,8 +137,8 @@ PATCH = Patch(
     upstream="https://github.com/THUDM/slime/pull/1857",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 "DistributedDataParallel.disable_forward_pre_hook": disable_only_when_on,
                 "DistributedDataParallel.enable_forward_pre_hook": enable_only_when_off,

@@ -103,7 +103,7 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/3326",
     changes_numbers=True,
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{READER}.read_metadata": forget_other_files})
+        Site(module, diagnose, replace={f"{READER}.read_metadata": forget_other_files})
         for module in (MEGATRON, NVRX)
     ),
 )

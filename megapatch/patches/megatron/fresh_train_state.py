@@ -63,5 +63,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4758",
     changes_numbers=True,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={LOAD: read_again}),),
+    sites=(Site(MODULE, diagnose, replace={LOAD: read_again}),),
 )

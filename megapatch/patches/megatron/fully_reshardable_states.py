@@ -124,5 +124,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/5077",
     changes_numbers=True,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{OPTIMIZER}.{STATES}": slice_without_padding}),),
+    sites=(Site(MODULE, diagnose, replace={f"{OPTIMIZER}.{STATES}": slice_without_padding}),),
 )

@@ -249,16 +249,16 @@ PATCH = Patch(
     changes_numbers=True,
     sites=(
         Site(
-            module=OPTIMIZER_MODULE,
-            diagnose=diagnose_optimizer,
+            OPTIMIZER_MODULE,
+            diagnose_optimizer,
             replace={
                 "DistributedOptimizer.__init__": record_birth,
                 "DistributedOptimizer.step_with_ready_grads": record_steps,
             },
         ),
         Site(
-            module="megatron.core.distributed",
-            diagnose=diagnose_ddp,
+            "megatron.core.distributed",
+            diagnose_ddp,
             replace={
                 "param_and_grad_buffer._ParamAndGradBucketGroup.start_param_sync": record_gathers,
                 "distributed_data_parallel.DistributedDataParallel.broadcast_params": record_broadcasts,
@@ -267,15 +267,11 @@ PATCH = Patch(
             },
         ),
         Site(
-            module="megatron.training.checkpointing",
-            diagnose=diagnose_checkpointing,
+            "megatron.training.checkpointing",
+            diagnose_checkpointing,
             replace={SAVE.path: SAVE.gather_first, "generate_state_dict": gather_for_state},
         ),
-        Site(
-            module="megatron.core.transformer.module",
-            diagnose=SHARDED.diagnose,
-            replace={SHARDED.path: gather_for_shards},
-        ),
+        Site("megatron.core.transformer.module", SHARDED.diagnose, replace={SHARDED.path: gather_for_shards}),
         ReadingSite("megatron.bridge.training.checkpointing", SAVE),
         ReadingSite("megatron.core.resharding.refit", Reader("reshard_model_weights", "src_model")),
         ReadingSite(f"{CONVERSION}.model_bridge", _exporter("MegatronModelBridge.stream_weights_megatron_to_hf")),

@@ -250,8 +250,8 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/2146",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 f"{SCHEDULES}.{NO_PIPELINING}": hold_unusual_calls,
                 f"{SCHEDULES}.{PIPELINING}": hold_unusual_calls,

@@ -195,5 +195,5 @@ PATCH = Patch(
     name="megatron.groups-destroyed",
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/6902",
-    sites=(Site(module=PARALLEL_STATE, diagnose=diagnose, replace={INITIALIZE: note_groups}),),
+    sites=(Site(PARALLEL_STATE, diagnose, replace={INITIALIZE: note_groups}),),
 )

@@ -227,8 +227,8 @@ PATCH = Patch(
     changes_numbers=True,
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 f"{HYBRID}.{SYNC}": update_copies_in_fp32,
                 f"DistributedOptimizer.{SET}": set_all_but_the_step,

@@ -342,8 +342,8 @@ PATCH = Patch(
     changes_numbers=True,
     sites=(
         Site(
-            module=OPTIMIZERS,
-            diagnose=diagnose_optimizers,
+            OPTIMIZERS,
+            diagnose_optimizers,
             replace={
                 "optimizer.MixedPrecisionOptimizer.__init__": settle_by_state,
                 f"{FLOAT16}.{GRADS}": agree_first,
@@ -351,10 +351,8 @@ PATCH = Patch(
                 f"{CHAINED}.prepare_grads": agree_first,
             },
         ),
-        Site(module=MODULES, diagnose=diagnose_modules, replace={"MegatronModule.load_state_dict": note_loaded}),
-        Site(module=CHECKPOINTS, diagnose=diagnose_checkpoints, replace={"load": note_read}),
-        Site(
-            module=WRAPPERS, diagnose=diagnose_wrappers, replace={"_BaseDataParallel.load_state_dict": note_loaded}
-        ),
+        Site(MODULES, diagnose_modules, replace={"MegatronModule.load_state_dict": note_loaded}),
+        Site(CHECKPOINTS, diagnose_checkpoints, replace={"load": note_read}),
+        Site(WRAPPERS, diagnose_wrappers, replace={"_BaseDataParallel.load_state_dict": note_loaded}),
     ),
 )

@@ -60,5 +60,5 @@ PATCH = Patch(
     name="megatron.masks-for-training",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={MASK: leave_inference_mode}),),
+    sites=(Site(MODULE, diagnose, replace={MASK: leave_inference_mode}),),
 )

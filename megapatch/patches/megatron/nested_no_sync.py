@@ -102,8 +102,6 @@ PATCH = Patch(
     name="megatron.nested-no-sync",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/3660",
-    sites=(
-        Site(module=MODULE, diagnose=diagnose, replace={"DistributedDataParallel.no_sync": keep_outer_in_force}),
-    ),
+    sites=(Site(MODULE, diagnose, replace={"DistributedDataParallel.no_sync": keep_outer_in_force}),),
     changes_numbers=True,
 )

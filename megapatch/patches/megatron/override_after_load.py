@@ -169,7 +169,7 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/1138",
     changes_numbers=True,
     sites=(
-        Site(module=OPTIMIZERS, diagnose=diagnose_optimizers, replace={f"{CHAINED}.load_state_dict": keep_rates}),
-        Site(module=SCHEDULERS, diagnose=diagnose_scheduler, replace={f"{SCHEDULER}.__init__": note_override}),
+        Site(OPTIMIZERS, diagnose_optimizers, replace={f"{CHAINED}.load_state_dict": keep_rates}),
+        Site(SCHEDULERS, diagnose_scheduler, replace={f"{SCHEDULER}.__init__": note_override}),
     ),
 )

@@ -120,8 +120,8 @@ PATCH = Patch(
     changes_numbers=True,
     sites=tuple(
         Site(
-            module=module,
-            diagnose=diagnose,
+            module,
+            diagnose,
             replace={
                 f"{WRITER}.prepare_write_data": with_own_queue,
                 f"{WRITER}.retrieve_write_results": then_let_go,

@@ -248,8 +248,8 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/1150",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 "param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync": start_in_line,
                 "distributed_data_parallel.DistributedDataParallel.__init__": line_up_at_birth,

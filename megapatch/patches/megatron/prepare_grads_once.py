@@ -159,8 +159,8 @@ PATCH = Patch(
     upstream="https://github.com/THUDM/slime/pull/1842",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 f"{MIXED}.prepare_grads": prepare_once,
                 f"{MIXED}.step": forget_prepared_after,

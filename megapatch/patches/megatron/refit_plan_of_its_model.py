@@ -95,5 +95,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream=None,
     changes_numbers=True,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={KEY: tell_models_apart}),),
+    sites=(Site(MODULE, diagnose, replace={KEY: tell_models_apart}),),
 )

@@ -91,10 +91,6 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/5071",
     changes_numbers=True,
     sites=(
-        Site(
-            module=MODULE,
-            diagnose=diagnose,
-            replace={"DistributedOptimizer._copy_model_params_to_main_params": reload_copies},
-        ),
+        Site(MODULE, diagnose, replace={"DistributedOptimizer._copy_model_params_to_main_params": reload_copies}),
     ),
 )

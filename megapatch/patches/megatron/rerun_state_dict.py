@@ -157,14 +157,10 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/4448",
     sites=(
+        Site(MACHINE_MODULE, diagnose_saving, replace={"RerunStateMachine.state_dict": always_emit_shard}),
         Site(
-            module=MACHINE_MODULE,
-            diagnose=diagnose_saving,
-            replace={"RerunStateMachine.state_dict": always_emit_shard},
-        ),
-        Site(
-            module=STRICT_MODULE,
-            diagnose=diagnose_loading,
+            STRICT_MODULE,
+            diagnose_loading,
             replace={"maybe_report_missing_and_unexpected_keys": forgive_idle_state},
         ),
     ),

@@ -71,10 +71,6 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/3981",
     sites=(
-        Site(
-            module=MODULE,
-            diagnose=diagnose,
-            replace={"RerunStateMachine.should_checkpoint_and_exit": exit_without_checkpoint},
-        ),
+        Site(MODULE, diagnose, replace={"RerunStateMachine.should_checkpoint_and_exit": exit_without_checkpoint}),
     ),
 )

@@ -273,31 +273,27 @@ PATCH = Patch(
     sites=(
         *(
             Site(
-                module=f"{package}.state_dict_saver",
-                diagnose=diagnose_finalize,
+                f"{package}.state_dict_saver",
+                diagnose_finalize,
                 replace={"save_state_dict_async_finalize": finalize_together},
             )
             for package in (STRATEGIES, NVRX)
         ),
         Site(
-            module="megatron.core.dist_checkpointing.serialization",
-            diagnose=diagnose_checkpoint,
+            "megatron.core.dist_checkpointing.serialization",
+            diagnose_checkpoint,
             replace={"save_config": keeping_error, "save": save_together},
         ),
         Site(
-            module="megatron.core.dist_checkpointing.validation",
-            diagnose=diagnose_manifest,
+            "megatron.core.dist_checkpointing.validation",
+            diagnose_manifest,
             replace={"save_integrity_manifest": keeping_error},
         ),
         Site(
-            module=f"{STRATEGIES}.async_utils",
-            diagnose=diagnose_queue,
+            f"{STRATEGIES}.async_utils",
+            diagnose_queue,
             replace={"AsyncCallsQueue.schedule_async_request": with_one_function},
         ),
-        Site(
-            module=f"{NVRX}.core",
-            diagnose=diagnose_request,
-            replace={"AsyncRequest.execute_finalize_fns": in_one_function},
-        ),
+        Site(f"{NVRX}.core", diagnose_request, replace={"AsyncRequest.execute_finalize_fns": in_one_function}),
     ),
 )

@@ -230,13 +230,11 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/4378",
     sites=(
         Site(
-            module=PLANS_MODULE,
-            diagnose=diagnose_plans,
-            replace={"TorchDistSaveShardedStrategy.async_save": replan_when_changed},
+            PLANS_MODULE, diagnose_plans, replace={"TorchDistSaveShardedStrategy.async_save": replan_when_changed}
         ),
         Site(
-            module=DISTRIBUTION_MODULE,
-            diagnose=diagnose_distribution,
+            DISTRIBUTION_MODULE,
+            diagnose_distribution,
             replace={"FullyParallelSaveStrategyWrapper.apply_saving_parallelization": redistribute_when_changed},
         ),
     ),

@@ -112,5 +112,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/issues/2214",
     changes_numbers=True,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{SCHEDULER}.load_state_dict": load_from_the_start}),),
+    sites=(Site(MODULE, diagnose, replace={f"{SCHEDULER}.load_state_dict": load_from_the_start}),),
 )

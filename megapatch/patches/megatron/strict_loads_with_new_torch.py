@@ -115,10 +115,6 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/pytorch/pytorch/pull/194251",
     sites=(
-        Site(
-            module=MODULE,
-            diagnose=diagnose,
-            replace={"TorchDistLoadShardedStrategy.load_tensors_metadata": leave_out_strides},
-        ),
+        Site(MODULE, diagnose, replace={"TorchDistLoadShardedStrategy.load_tensors_metadata": leave_out_strides}),
     ),
 )

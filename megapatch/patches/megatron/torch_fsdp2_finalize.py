@@ -63,5 +63,5 @@ PATCH = Patch(
     name="megatron.torch-fsdp2-finalize",
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/pull/4953",
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{FSDP2}.finish_grad_sync": take_force_all_reduce}),),
+    sites=(Site(MODULE, diagnose, replace={f"{FSDP2}.finish_grad_sync": take_force_all_reduce}),),
 )

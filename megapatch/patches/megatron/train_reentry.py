@@ -61,14 +61,7 @@ from typing import Any
 from ..._mcore.known import CONFIG, arguments_of, is_a, is_model
 from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
-from .._diagnosis import (
-    gone,
-    lacking,
-    missing_attributes,
-    missing_names,
-    missing_parameters,
-    missing_reads,
-)
+from .._diagnosis import gone, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
@@ -144,11 +137,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=(
-        Site(
-            module=MODULE,
-            diagnose=diagnose,
-            replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped},
-        ),
+        Site(MODULE, diagnose, replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped}),
         Site(
             module="megatron.bridge.training.train",
             diagnose=functools.partial(_of_bridge, "diagnose"),

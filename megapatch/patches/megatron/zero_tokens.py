@@ -116,5 +116,5 @@ PATCH = Patch(
     name="megatron.zero-tokens",
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/commit/1aef9f8eff",
-    sites=(Site(module=PACKAGE, diagnose=diagnose, replace={"schedules.forward_step": count_one_token_at_least}),),
+    sites=(Site(PACKAGE, diagnose, replace={"schedules.forward_step": count_one_token_at_least}),),
 )

@@ -107,7 +107,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream=None,
     sites=(
-        Site(module=WRAP_MODULE, diagnose=diagnose_check, replace={WRAP: leave_overflows_to_the_optimizer}),
-        Site(module=TRAINER_MODULE, diagnose=diagnose_step, replace={STEP: accept_overflow}),
+        Site(WRAP_MODULE, diagnose_check, replace={WRAP: leave_overflows_to_the_optimizer}),
+        Site(TRAINER_MODULE, diagnose_step, replace={STEP: accept_overflow}),
     ),
 )

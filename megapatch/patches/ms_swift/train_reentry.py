@@ -104,5 +104,5 @@ PATCH = Patch(
     name="ms_swift.train-reentry",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{TRAINER}.{SETUP}": make_repeatable}),),
+    sites=(Site(MODULE, diagnose, replace={f"{TRAINER}.{SETUP}": make_repeatable}),),
 )

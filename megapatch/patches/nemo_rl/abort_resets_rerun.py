@@ -84,8 +84,8 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 f"{WORKER}.begin_train_step": remembering,
                 f"{WORKER}.abort_train_step": with_machine_at_rest,

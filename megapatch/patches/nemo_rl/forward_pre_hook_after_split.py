@@ -71,10 +71,7 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/3773",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
-            replace={f"{WORKER}.finish_train_step": with_hooks_after},
-            rebuild=actors_of(WORKER),
+            MODULE, diagnose, replace={f"{WORKER}.finish_train_step": with_hooks_after}, rebuild=actors_of(WORKER)
         ),
     ),
     changes_numbers=True,

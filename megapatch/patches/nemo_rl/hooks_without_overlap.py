@@ -74,6 +74,6 @@ PATCH = Patch(
     name="nemo_rl.hooks-without-overlap",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/611",
-    sites=tuple(Site(module=module, diagnose=diagnose, replace={UPDATE: only_with_overlap}) for module in MODULES),
+    sites=tuple(Site(module, diagnose, replace={UPDATE: only_with_overlap}) for module in MODULES),
     changes_numbers=True,
 )

@@ -106,8 +106,8 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/3660",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 f"{WORKER}.{LOGPROBS}": keeping_gradients,
                 **{f"{WORKER}.{name}": functools.partial(refusing, name) for name in LOSING},
@@ -116,8 +116,8 @@ PATCH = Patch(
         ),
         *(
             Site(
-                module=module,
-                diagnose=diagnose_dtensor,
+                module,
+                diagnose_dtensor,
                 replace={
                     f"{actor}Impl.{LOGPROBS}": functools.partial(keeping_gradients, frees=False),
                     **{f"{actor}Impl.{name}": functools.partial(refusing, name) for name in ALWAYS},

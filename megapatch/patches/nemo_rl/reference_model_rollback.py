@@ -113,12 +113,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/2053",
     sites=tuple(
-        Site(
-            module=module,
-            diagnose=diagnose,
-            replace={f"{actor}Impl.{SWAP}": with_rollback},
-            rebuild=actors_of(f"{actor}Impl"),
-        )
+        Site(module, diagnose, replace={f"{actor}Impl.{SWAP}": with_rollback}, rebuild=actors_of(f"{actor}Impl"))
         for module, actor in ACTORS.items()
     ),
 )

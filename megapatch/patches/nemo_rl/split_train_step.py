@@ -51,7 +51,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
     sites=(
-        Site(module=MODULE, diagnose=diagnose, add=split_step_of(WORKER, "megatron"), rebuild=actors_of(WORKER)),
+        Site(MODULE, diagnose, add=split_step_of(WORKER, "megatron"), rebuild=actors_of(WORKER)),
         Site(module=FORKED, diagnose=diagnose),
     ),
 )

@@ -45,7 +45,7 @@ def diagnose(module: ModuleType) -> Verdict:
 
 def site(module: str, actor: str) -> Site:
     worker = f"{actor}Impl"
-    return Site(module=module, diagnose=diagnose, add=split_step_of(worker, "dtensor"), rebuild=actors_of(worker))
+    return Site(module, diagnose, add=split_step_of(worker, "dtensor"), rebuild=actors_of(worker))
 
 
 PATCH = Patch(

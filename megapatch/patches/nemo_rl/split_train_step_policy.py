@@ -138,19 +138,19 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
     sites=(
         Site(
-            module=POLICY_MODULE,
-            diagnose=diagnose_policy,
+            POLICY_MODULE,
+            diagnose_policy,
             replace={f"{POLICY}.prepare_for_lp_inference": keeping_train_buffers},
             add=methods_of(POLICY, "policy", *STEP, "train_microbatches"),
         ),
         Site(
-            module=TQ_MODULE,
-            diagnose=diagnose_tq_policy,
+            TQ_MODULE,
+            diagnose_tq_policy,
             add=methods_of(TQ_POLICY, "policy", *STEP, "train_microbatches_from_meta"),
         ),
         Site(
-            module=MIXIN_MODULE,
-            diagnose=diagnose_mixin,
+            MIXIN_MODULE,
+            diagnose_mixin,
             add=methods_of(MIXIN, "worker", *(f"{name}_presharded" for name in (*STEP, "train_microbatch"))),
             rebuild=actors_of(MIXIN),
         ),

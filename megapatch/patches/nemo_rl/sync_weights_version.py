@@ -104,5 +104,5 @@ PATCH = Patch(
     name="nemo_rl.sync-weights-version",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/3266",
-    sites=(Site(module=MODULE, diagnose=diagnose, add={f"{SYNCHRONIZER}.{LOOKUP}": f"{__name__}:looked_up"}),),
+    sites=(Site(MODULE, diagnose, add={f"{SYNCHRONIZER}.{LOOKUP}": f"{__name__}:looked_up"}),),
 )

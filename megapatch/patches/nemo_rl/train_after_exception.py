@@ -116,8 +116,8 @@ PATCH = Patch(
     doc=__doc__,
     upstream=None,
     sites=(
-        Site(module=TRAIN, diagnose=diagnose, replace={FORWARD_BACKWARD: with_a_clean_end}),
-        Site(module=TIMER, diagnose=diagnose_timer, replace={"Timer.start": also_when_running}),
+        Site(TRAIN, diagnose, replace={FORWARD_BACKWARD: with_a_clean_end}),
+        Site(TIMER, diagnose_timer, replace={"Timer.start": also_when_running}),
     ),
     changes_numbers=True,
 )

@@ -53,6 +53,6 @@ PATCH = Patch(
     name="roll.grad-scale",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{STRATEGY}.initialize": set_grad_scale_func}),),
+    sites=(Site(MODULE, diagnose, replace={f"{STRATEGY}.initialize": set_grad_scale_func}),),
     changes_numbers=True,
 )

@@ -78,5 +78,5 @@ PATCH = Patch(
     name="roll.overflow-is-skipped",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{STRATEGY}.train_step": accept_overflow}),),
+    sites=(Site(MODULE, diagnose, replace={f"{STRATEGY}.train_step": accept_overflow}),),
 )

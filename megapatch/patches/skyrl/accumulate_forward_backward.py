@@ -198,8 +198,8 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/2008",
     sites=tuple(
         Site(
-            module=module,
-            diagnose=diagnose,
+            module,
+            diagnose,
             replace={
                 f"{WORKER}.forward_backward": accumulate_until_optim_step,
                 f"{WORKER}.optim_step": reduce_before_optim_step,

@@ -103,7 +103,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/issues/2153",
     changes_numbers=True,
-    sites=(
-        Site(module=MODULE, diagnose=diagnose, replace={f"{STORE}.{name}": with_fp32_shards for name in METHODS}),
-    ),
+    sites=(Site(MODULE, diagnose, replace={f"{STORE}.{name}": with_fp32_shards for name in METHODS}),),
 )

@@ -87,8 +87,8 @@ PATCH = Patch(
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1584",
     sites=tuple(
         Site(
-            module=module,
-            diagnose=diagnose,
+            module,
+            diagnose,
             replace={f"{TRAINER}.train": count_syncs, f"{TRAINER}.{SYNC}": resume_after_failed_sync},
         )
         for module in MODULES

@@ -61,8 +61,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{WRAPPER}.__init__": set_grad_scale_func})
-        for module in MODULES
+        Site(module, diagnose, replace={f"{WRAPPER}.__init__": set_grad_scale_func}) for module in MODULES
     ),
     changes_numbers=True,
 )

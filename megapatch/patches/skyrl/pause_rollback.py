@@ -78,7 +78,6 @@ PATCH = Patch(
     doc=__doc__,
     upstream=None,
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{CLIENT}.{PAUSE}": clear_mark_on_failure})
-        for module in MODULES
+        Site(module, diagnose, replace={f"{CLIENT}.{PAUSE}": clear_mark_on_failure}) for module in MODULES
     ),
 )

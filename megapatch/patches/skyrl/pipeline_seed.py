@@ -43,8 +43,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
     sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{STRATEGY}.set_seed": offset_seed_by_stage})
-        for module in MODULES
+        Site(module, diagnose, replace={f"{STRATEGY}.set_seed": offset_seed_by_stage}) for module in MODULES
     ),
     changes_numbers=True,
 )

@@ -73,8 +73,5 @@ PATCH = Patch(
     name="skyrl.weight-sync-pause",
     doc=__doc__,
     upstream="https://github.com/NovaSky-AI/SkyRL/pull/1212",
-    sites=tuple(
-        Site(module=module, diagnose=diagnose, replace={f"{DISPATCH}.{SAVE}": pause_while_syncing})
-        for module in MODULES
-    ),
+    sites=tuple(Site(module, diagnose, replace={f"{DISPATCH}.{SAVE}": pause_while_syncing}) for module in MODULES),
 )

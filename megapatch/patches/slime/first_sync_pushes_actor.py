@@ -98,8 +98,8 @@ PATCH = Patch(
     upstream="https://github.com/THUDM/slime/issues/2224",
     sites=tuple(
         Site(
-            module=f"{framework}.backends.megatron_utils.actor",
-            diagnose=diagnose,
+            f"{framework}.backends.megatron_utils.actor",
+            diagnose,
             replace={f"{ACTOR}.update_weights": switch_to_actor},
         )
         for framework in ("slime", "miles")

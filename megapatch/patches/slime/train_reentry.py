@@ -110,8 +110,8 @@ PATCH = Patch(
     upstream="https://github.com/THUDM/slime/issues/1779",
     sites=tuple(
         Site(
-            module=f"{framework}.backends.megatron_utils.model",
-            diagnose=diagnose,
+            f"{framework}.backends.megatron_utils.model",
+            diagnose,
             replace={
                 "train": make_reentrant,
                 "train_one_step": leaving_nothing_if_dropped,

@@ -86,8 +86,8 @@ PATCH = Patch(
     upstream="https://github.com/verl-project/verl/pull/5369",
     sites=(
         Site(
-            module=MODULE,
-            diagnose=diagnose,
+            MODULE,
+            diagnose,
             replace={
                 f"{ENGINE}.optimizer_step": accept_overflow,
                 f"{ENGINE}.lr_scheduler_step": stay_without_steps,

@@ -37,6 +37,6 @@ PATCH = Patch(
     name="verl.pipeline-seed",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={SEED: offset_seed_by_stage}),),
+    sites=(Site(MODULE, diagnose, replace={SEED: offset_seed_by_stage}),),
     changes_numbers=True,
 )

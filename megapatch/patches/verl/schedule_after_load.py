@@ -60,5 +60,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/verl-project/verl/pull/7954",
     changes_numbers=True,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={LOAD: load_with_schedule}),),
+    sites=(Site(MODULE, diagnose, replace={LOAD: load_with_schedule}),),
 )

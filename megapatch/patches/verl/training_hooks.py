@@ -115,5 +115,5 @@ PATCH = Patch(
     name="verl.training-hooks",
     doc=__doc__,
     upstream="https://github.com/verl-project/verl/pull/7380",
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={REGISTER: register_chunk_by_chunk}),),
+    sites=(Site(MODULE, diagnose, replace={REGISTER: register_chunk_by_chunk}),),
 )

@@ -155,5 +155,5 @@ PATCH = Patch(
     name="verl.weight-sync-resume",
     doc=__doc__,
     upstream=None,
-    sites=(Site(module=MODULE, diagnose=diagnose, replace={f"{MANAGER}.{UPDATE}": resume_after_failure}),),
+    sites=(Site(MODULE, diagnose, replace={f"{MANAGER}.{UPDATE}": resume_after_failure}),),
 )

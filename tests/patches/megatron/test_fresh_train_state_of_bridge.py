@@ -1,10 +1,12 @@
-"""megatron.fresh-train-state and megatron.finetune-for-one-load in Megatron-Bridge's own saves and loads."""
+"""Megatron-Bridge's own saves and loads: fresh-train-state, finetune-for-one-load, tracked-checkpoint-stays."""
 
 from __future__ import annotations
 
 import importlib
 import tempfile
+import threading
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from rigs.diagnosed_sources import words
 from rigs.megatron.bridge import find_bridge, needs_bridge
 from rigs.megatron.bridge_loads import BridgeRun
 
-STATE, FINETUNE = "megatron.fresh-train-state", "megatron.finetune-for-one-load"
+DISABLED = "megatron.fresh-train-state,megatron.finetune-for-one-load,megatron.tracked-checkpoint-stays"
 MODULE = "megatron.bridge.training.checkpointing"
 pytestmark = needs_bridge
 
@@ -106,6 +108,27 @@ def peft_hook():
         return run.settings.finetune, str(error)
 
 
+def save_while_a_save_is_written():
+    """Return the checkpoints there are as each of three saves has begun, and the verdict."""
+    from megapatch.patches.megatron.tracked_checkpoint_stays import diagnose
+
+    run, found = BridgeRun(folder := Path(shared_folder())), []
+    run.settings.async_save, run.settings.most_recent_k, run.settings.save = True, 1, str(folder)
+    run.settings.use_persistent_ckpt_worker = False  # it takes a GPU
+    run.loop.state.initialize_async_checkpoint_worker()
+    run.settings.save = None
+    for _ in range(3):
+        run.loop.train(1)
+        run.save()
+        for thread in threading.enumerate():
+            if "remove_iter_ckpts" in thread.name:
+                thread.join()
+        torch.distributed.barrier()
+        found.append(sorted(int(name.name[5:]) for name in folder.glob("iter_*")))
+        run.checkpointing.maybe_finalize_async_save(run.loop.state, run.settings, blocking=True)
+    return found, words(diagnose(run.checkpointing))[0]
+
+
 def verdicts():
     from megapatch.patches.megatron.finetune_for_one_load import PATCH
     from megapatch.patches.megatron.fresh_train_state import diagnose
@@ -115,7 +138,15 @@ def verdicts():
     return found + [words(site.diagnose(importlib.import_module(site.module))) for site in PATCH.sites[1:]]
 
 
-CELLS = (load_again, load_the_latest, start_from_pretrained, load_that_raises, peft_hook, verdicts)
+CELLS = (
+    load_again,
+    load_the_latest,
+    start_from_pretrained,
+    load_that_raises,
+    peft_hook,
+    save_while_a_save_is_written,
+    verdicts,
+)
 RIGHT = {"parameters": 0, "moments": 0}
 
 
@@ -124,7 +155,7 @@ def job(rank, world_size):
         yield cell.__name__, partial(cell)
 
 
-without = cells_of(job, 2, setup=find_bridge, env={"MEGAPATCH_DISABLE": f"{STATE},{FINETUNE}"})
+without = cells_of(job, 2, setup=find_bridge, env={"MEGAPATCH_DISABLE": DISABLED})
 ranks = cells_of(job, 2, setup=find_bridge)
 
 
@@ -151,6 +182,14 @@ def test_the_load_after_a_start_from_pretrained_has_all(ranks):
         assert found["start_from_pretrained"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT, **start}
         assert found["load_that_raises"] is False
         assert found["peft_hook"] == (False, "'object' object is not callable")
+
+
+def test_a_checkpoint_stays_while_its_successor_is_written(without, ranks):
+    right = [[1], [1, 2], [2, 3]]
+    plain, verdict = without[0]["save_while_a_save_is_written"]
+    assert plain == {"needed": [[1], [2], [3]], "fixed": right}[verdict]
+    for found in ranks:
+        assert found["save_while_a_save_is_written"][0] == right
 
 
 def test_verdicts(without, ranks):

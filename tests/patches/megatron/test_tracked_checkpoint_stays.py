@@ -1,0 +1,60 @@
+"""megatron.tracked-checkpoint-stays in Megatron itself; for Bridge see test_fresh_train_state_of_bridge.py."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, each_source
+from rigs.imported import run_with_megatron
+from rigs.megatron.options import needs_training
+
+from megapatch.patch import unpatched
+from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose
+
+REMOVES = f"""
+def get_checkpoint_tracker_filename(checkpoints_path): ...
+def {REMOVE}(save_dir, leave_ckpt_num=1, do_async=False):
+    return save_dir.rglob("iter_*"), "iter_"
+"""
+SOURCES = {
+    diagnose: {
+        "it removes": (REMOVES, "needed", "complete or not"),
+        "it is told": (REMOVES.replace("do_async=False", "*, max_iteration=None"), "fixed", "complete"),
+        "it keeps another number": (REMOVES.replace("leave_ckpt_num", "keep"), "unknown", "leave_ckpt_num"),
+        "it finds them otherwise": (REMOVES.replace("rglob", "glob"), "unknown", "rglob"),
+        "there is nothing": (NOTHING, "unknown", REMOVE),
+    },
+}
+
+
+@each_source(SOURCES)
+def test_verdicts(source_case, modules):
+    assert_verdict_of_source(source_case, modules)
+
+
+def left(rank, world_size, folder, cases):
+    """Return which of the checkpoints 1 to 3 are left, without the patch and with it, of each case."""
+    remove = getattr(importlib.import_module(PATCH.sites[0].module), REMOVE)
+
+    def after(function, tracker, keep):
+        for step in (1, 2, 3):
+            (folder / f"iter_{step:07}").mkdir(exist_ok=True)
+        (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
+        function(str(folder), leave_ckpt_num=keep)
+        return sorted(int(found.name[5:]) for found in folder.glob("iter_*"))
+
+    return {case: (after(unpatched(remove), *case), after(remove, *case)) for case in cases}
+
+
+@needs_training
+@pytest.mark.quick
+def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
+    expected = {
+        ("2", 1): ([3], [2, 3]),  # 3 is being written
+        ("1", 2): ([2, 3], [1, 2, 3]),
+        ("3", 1): ([3], [3]),
+        ("1", 0): ([1, 2, 3], [1, 2, 3]),  # upstream's: removes nothing
+        ("release", 1): ([3], [3]),
+    }
+    assert run_with_megatron(left, 1, tmp_path, list(expected)) == [expected]
