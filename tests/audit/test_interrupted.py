@@ -7,7 +7,7 @@ import itertools
 from functools import partial
 
 import pytest
-from rigs.cells import AUDITED, run_cells
+from rigs.cells import AUDITED, cells_of
 from rigs.megatron.options import BOTH, GRADS, UNPATCHED, Interrupted, new_machine, raising_half_way, rerun_data
 
 from megapatch import audit
@@ -102,9 +102,7 @@ def job(rank, world_size):
         yield (name, repaired), partial(function, *args, repaired)
 
 
-@pytest.fixture(scope="module")
-def cells():
-    return run_cells(job, 1, env={**UNPATCHED, **AUDITED}, setup=install_cuda_stubs)[0]
+cells = cells_of(job, 1, env={**UNPATCHED, **AUDITED}, setup=install_cuda_stubs)
 
 
 @pytest.mark.parametrize("name", CASES)

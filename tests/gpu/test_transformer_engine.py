@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.gpu.places import gpus
 from rigs.gpu.transformer_engine import KINDS, job
 
@@ -17,9 +17,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2, device="cuda")
+ranks = cells_of(job, 2, device="cuda")
 
 
 @pytest.mark.parametrize("kind", KINDS)

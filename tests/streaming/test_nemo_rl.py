@@ -11,7 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.nemo_rl.policy import POLICIES, find_policies, loss, policy_for, samples, sliced, whole
 from rigs.nemo_rl.replay_buffer import Recorder, filled, needs_replay_buffer
 from rigs.nemo_rl.steps import SIZE
@@ -128,9 +128,7 @@ def compared(rank, world_size):
             yield (name, "refreshed"), partial(cell, name, **REFRESHED)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(compared, 2, setup=find_policies, timeout=120)
+ranks = cells_of(compared, 2, setup=find_policies, timeout=120)
 
 
 def check(found):

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import BOTH, GRADS, attempt
 from rigs.slime.group import Loop, group_for
 from rigs.slime.train import FRAMEWORK, find_slime
@@ -101,9 +101,7 @@ def compared(rank, world_size):
         yield name, partial(cell, options)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(compared, 2, setup=find_slime, timeout=120)
+ranks = cells_of(compared, 2, setup=find_slime, timeout=120)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import (
     BOTH,
     GRADS,
@@ -158,9 +158,7 @@ def after_misuse(options, name):
     return error, after == config, largest, handles == {None}, state, norm == pytest.approx(expected)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(found_by, 2)
+ranks = cells_of(found_by, 2)
 
 
 ERRORS = {

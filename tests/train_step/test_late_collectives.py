@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import once, run_cells
+from rigs.cells import cells_of, once
 from rigs.late_collectives import make_collectives_late
 from rigs.megatron.gathers import pair, wrong
 from rigs.megatron.options import UNPATCHED, Interrupted, raising_half_way
@@ -80,9 +80,7 @@ def job(rank, world_size):
     yield "read", read_after_steps
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2, setup=make_collectives_late, env=UNPATCHED)
+ranks = cells_of(job, 2, setup=make_collectives_late, env=UNPATCHED)
 
 
 def test_a_result_is_there_when_its_own_handle_was_waited_for(ranks):

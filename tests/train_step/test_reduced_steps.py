@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import Interrupted
 from rigs.step_state import SCALED, held, new_model
 from rigs.train_step.models import MEAN, in_pieces, infinite_forward_step
@@ -109,9 +109,7 @@ def job(rank, world_size):
     yield "ended", ended_without_an_error
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2)
+ranks = cells_of(job, 2)
 
 
 @pytest.mark.parametrize("case", [*MOVES, "another began", "ended"])

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import GRADS, assert_same_parameters, linear_schedule
 from rigs.train_step.models import MEAN, MOE, MTP, in_pieces, sum_forward_step
 
@@ -206,9 +206,7 @@ def found_by(rank, world_size):
         yield on_skip, partial(overflowing, on_skip)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(found_by, 2)
+ranks = cells_of(found_by, 2)
 
 
 def test_a_result_tells_what_the_step_used(ranks):

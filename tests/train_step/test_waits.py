@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.options import GRADS
 from rigs.train_step.layouts import CASES, in_layouts, model_of
 from rigs.train_step.models import in_pieces
@@ -66,9 +66,7 @@ def job(rank, world_size):
         yield name, partial(waits, layout, options, loss)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2)
+ranks = cells_of(job, 2)
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -3,9 +3,8 @@
 from functools import partial
 from unittest import mock
 
-import pytest
 from patches.megatron.test_gathered_when_read import read_state
-from rigs.cells import run_cells
+from rigs.cells import cells_of
 from rigs.megatron.gathers import OVERLAP, no_collective, pair, state_of, wrong
 from rigs.megatron.options import assert_misuse, attempt, needs_training
 
@@ -105,9 +104,7 @@ def job(rank, world_size):
     yield "layer-wise", layer_wise
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(job, 2)
+ranks = cells_of(job, 2)
 
 
 def test_a_reader_that_one_rank_may_call_alone_refuses(ranks):

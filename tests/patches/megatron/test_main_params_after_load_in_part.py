@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import cells_of, run_cells
+from rigs.cells import cells_of
 from rigs.late_collectives import make_collectives_late
 from rigs.megatron.gathers import pair, unwrapped, wrong
 from rigs.megatron.main_params import (
@@ -155,14 +155,10 @@ def gathering(rank, world_size):
     yield "in part", gone_back_in_part
 
 
-@pytest.fixture(scope="module")
-def gathering_ranks():
-    return run_cells(gathering, 2, setup=make_collectives_late)
+gathering_ranks = cells_of(gathering, 2, setup=make_collectives_late)
 
 
-@pytest.fixture(scope="module")
-def gathering_without():
-    return run_cells(gathering, 2, setup=make_collectives_late, env=UNPATCHED)
+gathering_without = cells_of(gathering, 2, setup=make_collectives_late, env=UNPATCHED)
 
 
 @pytest.mark.parametrize("name", WRAPPED)

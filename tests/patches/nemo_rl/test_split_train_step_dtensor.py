@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from rigs.cells import once, run_cells
+from rigs.cells import cells_of, once
 from rigs.nemo_rl.dtensor import (
     CLASSES,
     SLICES,
@@ -106,9 +106,7 @@ def cell(expected, name, loss, take_step, without=(), **options):
     return differences(run(name, loss, take_step, **options), reference, without)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_cells(compared, RANKS, setup=find_workers, timeout=580)
+ranks = cells_of(compared, RANKS, setup=find_workers, timeout=580)
 
 
 @pytest.mark.parametrize(("case", "cut"), CELLS)
