@@ -20,8 +20,7 @@ import torch.distributed
 from megapatch._finding import find_module
 from megapatch.testing import TinyGPT, init_parallel, run_ranks, tiny_gpt
 from megapatch.testing._data import forward_step
-from rigs.imported import run_with_megatron
-from rigs.megatron.options import ADAM, BOTH, UNPATCHED, Interrupted, plain_steps
+from rigs.megatron.options import BOTH, Interrupted
 from rigs.stand_ins import BRIDGE, BarePackages, StandIns
 
 MODULE = f"{BRIDGE}.training.train"
@@ -46,16 +45,6 @@ needs_bridge = pytest.mark.skipif(find_module(BRIDGE) is None, reason="Megatron-
 
 def ranks(job, *args, world_size=2, **options):
     return run_ranks(job, world_size, *args, setup=find_bridge, **options)
-
-
-def reference_of(steps):
-    """Return a fixture of a module's tests: steps without overlap, by Megatron's pieces."""
-
-    @pytest.fixture(scope="module")
-    def reference():
-        return run_with_megatron(plain_steps, 2, {}, ADAM, steps, env=UNPATCHED)
-
-    return reference
 
 
 def new_loop(options, layout=None, **more):
