@@ -1,4 +1,7 @@
-"""A dropped TrainStep leaves nothing: the next step is, to the bit, that of a run in which it never began."""
+"""A dropped TrainStep leaves nothing: the next step is, to the bit, that of a run in which it never began.
+
+A step that was reduced is dropped by an error only until its optimizer has moved.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from rigs.cells import cells_of, once
 from rigs.megatron.options import GRADS, Interrupted
 from rigs.step_state import GLOBAL, MODELS, PLACES, SCALED, has_global_loss, held, interrupted, new_model
-from rigs.train_step.models import MEAN, in_pieces
+from rigs.train_step.models import MEAN, in_pieces, infinite_forward_step
 
 from megapatch._mcore.logged_losses import logged_losses
 from megapatch._mcore.step_state import running_timers
@@ -173,6 +177,89 @@ def logged_beside(name, calls, clear=False):
     return [value for tensor in logged_losses() for value in tensor.tolist()]
 
 
+# ------------------------------------------------------------------------ what the optimizer has moved stays
+def steps(model):
+    assert model.optimizer.step()[0]
+
+
+def steps_each_part(model):
+    for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+        part.step()
+
+
+def overflows(model):
+    assert not model.optimizer.step()[0]
+
+
+def loads(model):
+    model.optimizer.load_state_dict(model.optimizer.state_dict())
+
+
+MOVES = {
+    "steps": (EXPERTS, steps, None),
+    "steps each part": (EXPERTS, steps_each_part, None),
+    "overflows": (SCALED, overflows, infinite_forward_step),
+    "loads": (EXPERTS, loads, None),
+}
+
+
+def state_after(name, move, function, with_error):
+    """Return the state after a step that was reduced and whose optimizer has moved."""
+    model = new_model(name)
+    step = TrainStep(model.chunks, model.optimizer)
+    with contextlib.suppress(Interrupted), step:
+        in_pieces(step, model, 0, CUT, MEAN, function=function)
+        step.reduce()
+        move(model)
+        if with_error:
+            raise Interrupted
+    if with_error:
+        step.abort()
+    return held(model), model.gradients(), model.parameters()
+
+
+def compare_moved(*case):
+    (state, *tensors), (expected, *expected_tensors) = (
+        state_after(*case, with_error) for with_error in (True, False)
+    )
+    assert state == expected
+    for found, other in zip(tensors, expected_tensors, strict=True):
+        for name, value in other.items():
+            torch.testing.assert_close(found[name], value, rtol=0.0, atol=0.0, equal_nan=True)
+        assert any(value.any() for value in other.values())
+
+
+def another_began():
+    """The gradients and the state are those of the step that began since."""
+    found = []
+    for aborts in (True, False):
+        model = new_model(EXPERTS)
+        one, other = (TrainStep(model.chunks, model.optimizer) for _ in range(2))
+        one.begin()
+        in_pieces(one, model, 0, CUT, MEAN)
+        one.reduce()
+        other.begin()
+        in_pieces(other, model, 1, CUT, MEAN)
+        if aborts:
+            one.abort()
+        found.append((other.finish().grad_norm, held(model)))
+    assert found[0] == found[1]
+
+
+def ended_without_an_error():
+    """The caller may step the optimizer after the `with`; the classes have their own methods then."""
+    model = new_model(EXPERTS)
+    own = [vars(kind).get("step") for kind in type(model.optimizer).__mro__]
+    with TrainStep(model.chunks, model.optimizer) as step:
+        in_pieces(step, model, 0, CUT, MEAN)
+        step.reduce()
+    assert [vars(kind).get("step") for kind in type(model.optimizer).__mro__] != own
+    assert any(gradient.any() for gradient in model.gradients().values())
+    assert model.optimizer.step()[0]
+    assert [vars(kind).get("step") for kind in type(model.optimizer).__mro__] == own
+
+
+# ------------------------------------------------------------------------ the cells
 def job(rank, world_size):
     init_parallel()
     for name in MODELS:
@@ -189,6 +276,10 @@ def job(rank, world_size):
             yield (name, program.__name__), partial(compare_two, program, name)
         yield (name, "others' log"), partial(compare_log, name)
     yield (EXPERTS, timers_and_routes.__name__), partial(compare_two, timers_and_routes, EXPERTS)
+    for name, case in MOVES.items():
+        yield name, partial(compare_moved, *case)
+    yield "another began", another_began
+    yield "ended", ended_without_an_error
 
 
 def compare(never, name, end, **more):
@@ -245,3 +336,9 @@ def test_a_dropped_step_leaves_nothing(ranks, name, end):
         if (name, end) not in found:
             pytest.skip("not for this model, or this Megatron has no global_aux_loss (from 0.15 on)")
         found[name, end]
+
+
+@pytest.mark.parametrize("case", [*MOVES, "another began", "ended"])
+def test_a_reduced_step_whose_optimizer_has_moved_is_not_dropped(ranks, case):
+    for found in ranks:
+        found[case]

@@ -1,11 +1,18 @@
 """Failures in a step, at 2 ranks: each has a clear message, or is the caller's own exception, and leaves
-the model's config, its gradients and the rerun state machine as before; the next step is a fresh one."""
+the model's config, its gradients and the rerun state machine as before; the next step is a fresh one.
+
+Refused are models and arguments that do not fit, and a second open step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 from functools import partial
+from unittest import mock
 
 import pytest
+import torch
 from rigs.cells import cells_of
 from rigs.megatron.options import (
     BOTH,
@@ -18,10 +25,13 @@ from rigs.megatron.options import (
     rerun_data,
 )
 from rigs.step_state import interrupted
+from rigs.train_step.layouts import NOT_KNOWN_HERE, is_known_here, model_of
 from rigs.train_step.models import MEAN, in_pieces
 
+from megapatch.errors import MisuseError
 from megapatch.testing import init_parallel, tiny_gpt
-from megapatch.train_step import TrainStep
+from megapatch.testing._data import forward_step
+from megapatch.train_step import TrainStep, refuse_while_open
 
 pytestmark = pytest.mark.thorough
 
@@ -117,6 +127,72 @@ OF_BOTH = (
 )
 
 
+def other_misuses():
+    found = {}
+    model = tiny_gpt(**GRADS)
+    step = TrainStep(model.chunks, model.optimizer)
+    found["nothing to save"] = attempt(refuse_while_open, model.chunks, "saving a checkpoint")
+    step.begin()
+    found["begin twice"] = attempt(step.begin), step.is_open
+    another = TrainStep(model.chunks[0], model.optimizer)
+    found["another step"] = attempt(another.begin), step.is_open
+    found["to save"] = attempt(refuse_while_open, model.chunks, "saving a checkpoint")
+    in_pieces(step, model, 0, (1,), MEAN)
+    step.finish()
+    found["finished twice"] = attempt(step.finish)
+    scheduled = TrainStep(model.chunks, model.optimizer, mock.Mock())
+    with contextlib.suppress(MisuseError), scheduled:
+        in_pieces(scheduled, model, 0, CUT, MEAN)
+        found["scheduler without increment"] = attempt(scheduled.finish)
+    found["model"] = attempt(TrainStep, torch.nn.Linear(1, 1), model.optimizer)
+    found["no model"] = attempt(TrainStep, [], model.optimizer)
+    found["microbatches"] = attempt(TrainStep, model.chunks, model.optimizer, expected_microbatches=0)
+    found["expected_count"] = attempt(TrainStep, model.chunks, model.optimizer, expected_count=0)
+    counting = TrainStep(model.chunks, model.optimizer, expected_count=10)
+    with contextlib.suppress(Exception), counting:
+        found["no count"] = attempt(counting.accumulate(1).__enter__)
+    counting.begin()
+    with counting.accumulate(1, count=0):
+        model.forward_backward(0, num_microbatches=1)
+    found["count of zero"] = attempt(counting.finish)
+    found["infinite expected_count"] = attempt(TrainStep, model.chunks, model.optimizer, expected_count=math.inf)
+    counting.begin()
+    with counting.accumulate(1, count=math.inf):
+        model.forward_backward(0, num_microbatches=1)
+    found["infinite count"] = attempt(counting.finish)
+    return found
+
+
+def no_tokens():
+    """All tokens masked, on all ranks."""
+    model = tiny_gpt(per_token_loss=True)
+
+    def nothing(data, model):
+        output, usual = forward_step(data, model)
+        return output, lambda output: (usual(output)[0] * 0, torch.tensor(0, dtype=torch.int), {})
+
+    step = TrainStep(model.chunks, model.optimizer)
+    step.begin()
+    in_pieces(step, model, 0, CUT, {}, function=nothing)
+    return attempt(step.finish), step.is_open
+
+
+def experts():
+    model = tiny_gpt(experts=2)
+    return attempt(TrainStep, model.chunks, model.optimizer, expected_count=10)
+
+
+def indexer_loss():
+    """A loss of which TrainStep knows nothing until the schedule asks for its scale."""
+    options = {"indexer_loss": True}
+    if not is_known_here(options):
+        return None
+    model = model_of({}, options)
+    step = TrainStep(model.chunks, model.optimizer, expected_count=10)
+    with contextlib.suppress(MisuseError), step:
+        return attempt(in_pieces, step, model, 0, (1,))
+
+
 def state_of(model):
     gradients = [float(gradient.abs().max()) for gradient in model.gradients().values()]
     groups = [group for chunk in model.chunks for group in chunk.bucket_groups]
@@ -126,6 +202,10 @@ def state_of(model):
 
 def found_by(rank, world_size):
     init_parallel()
+    yield "others", other_misuses
+    yield "no tokens", no_tokens
+    yield "experts", experts
+    yield "indexer", indexer_loss
     for options, names in {"grads": misuses(None, None), "both": OF_BOTH}.items():
         for name in names:
             yield (options, name), partial(after_misuse, OPTIONS[options], name)
@@ -209,3 +289,54 @@ def test_an_error_leaves_a_fresh_start(ranks, options, name):
 def test_gradient_buffers_that_were_freed_are_seen(ranks, options):
     for found in ranks:
         assert_misuse(found[options, "freed"], "gradient buffers were freed while the step was open")
+
+
+# ------------------------------------------------------------------------------------------ refusals
+OTHERS = {
+    "to save": "saving a checkpoint while a TrainStep of this model is open: call its finish() or abort() first",
+    "finished twice": "finish() needs an open step: it was finished",
+    "scheduler without increment": "finish() needs increment=",
+    "model": "model is Linear; expected Megatron's DistributedDataParallel, or a list of them",
+    "no model": "model is an empty list; expected",
+    "expected_count": "expected_count is 0; expected a finite number above 0",
+    "microbatches": "expected_microbatches is 0; expected a finite number above 0",
+    "no count": "this step has an expected_count: each call needs its count=",
+    "infinite expected_count": "expected_count is inf; expected a finite number above 0",
+    "infinite count": "the sum of counts over all ranks is inf; expected a finite number above 0",
+    "count of zero": "the sum of counts over all ranks is 0; expected a finite number above 0",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_misuse_is_told(ranks, name):
+    for found in ranks:
+        assert_misuse(found["others"][name], OTHERS[name])
+
+
+def test_a_model_has_one_open_step(ranks):
+    for found in ranks:
+        for name in ("begin twice", "another step"):
+            outcome, still_open = found["others"][name]
+            assert_misuse(outcome, "a step of this model is open already")
+            assert still_open
+        assert found["others"]["nothing to save"] == (None, None)
+
+
+def test_no_tokens_on_any_rank(ranks):
+    for found in ranks:
+        outcome, still_open = found["no tokens"]
+        assert_misuse(outcome, "the sum of tokens over all ranks is 0; expected a finite number above 0")
+        assert not still_open
+
+
+def test_a_count_with_experts_asks_for_what_their_losses_weigh(ranks):
+    for found in ranks:
+        assert_misuse(found["experts"], "needs expected_microbatches")
+
+
+def test_so_does_one_with_a_loss_that_only_the_schedule_knows(ranks):
+    for found in ranks:
+        if found["indexer"] is None:
+            pytest.skip(NOT_KNOWN_HERE)
+        text = "a loss of the model's own, which its schedule scales, needs expected_microbatches"
+        assert_misuse(found["indexer"], text)

@@ -53,6 +53,14 @@ def overflowing(on_skip):
     return result, float(model.optimizer.get_loss_scale()), model.optimizer.param_groups[0]["lr"]
 
 
+def make_call(step, model, batches, size=2, **more):
+    """Make a call with these microbatches, of `size` samples each, whose tokens all count."""
+    tokens = len(batches) * size * model.seq
+    usual = {"forward_step_func": sum_of_all, "data_iterator": iter(batches), "count": tokens}
+    sizes = {"num_microbatches": len(batches), "seq_length": model.seq, "micro_batch_size": size}
+    step.forward_backward(**{**usual, **sizes, **more})
+
+
 def many_tokens():
     """fp16 with a dynamic scale and 1e5 tokens in a step by a count, in 1 and in 5 pieces; the same in fp32."""
     found = {}
@@ -67,14 +75,7 @@ def many_tokens():
         batches = iter(model.microbatches(0, microbatches, micro_batch_size=size))
         with step:
             for count in cut:
-                step.forward_backward(
-                    forward_step_func=sum_of_all,
-                    data_iterator=iter([next(batches) for _ in range(count)]),
-                    num_microbatches=count,
-                    count=count * size * model.seq,
-                    seq_length=model.seq,
-                    micro_batch_size=size,
-                )
+                make_call(step, model, [next(batches) for _ in range(count)], size)
             result = step.finish()
         found[name] = result.succeeded, result.grad_norm, result.normalizer
     return found
@@ -92,14 +93,7 @@ def counted_with(options):
     batches = iter(model.microbatches(0, 4))
     with step:
         for count in (1, 3):
-            step.forward_backward(
-                forward_step_func=sum_of_all,
-                data_iterator=iter([next(batches) for _ in range(count)]),
-                num_microbatches=count,
-                count=count * 2 * model.seq,
-                seq_length=model.seq,
-                micro_batch_size=2,
-            )
+            make_call(step, model, [next(batches) for _ in range(count)])
         result = step.finish()
     assert result.normalizer == 4 * 2 * model.seq * 2
     norms = [one.train_step(0, num_microbatches=4, **MEAN).grad_norm for one in (expected, without)]
@@ -160,14 +154,8 @@ def without_data(rank):
             step = TrainStep(model.chunks, model.optimizer, expected_count=30)
             step.begin()
             if rank == 0:
-                step.forward_backward(
-                    forward_step_func=sum_forward_step,
-                    data_iterator=iter(batches),
-                    num_microbatches=2,
-                    count=sum(int((batch[:, 1:] % 3 != 0).sum()) for batch in batches),
-                    seq_length=model.seq,
-                    micro_batch_size=2,
-                )
+                count = sum(int((batch[:, 1:] % 3 != 0).sum()) for batch in batches)
+                make_call(step, model, batches, forward_step_func=sum_forward_step, count=count)
             norm = step.finish().grad_norm
             found[name, index] = norm, reference(rank, alone, batches)
             assert_same_parameters(model.parameters(), alone.parameters())
