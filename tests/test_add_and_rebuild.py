@@ -7,7 +7,7 @@ import importlib
 import pickle
 
 import pytest
-from rigs.engine import make_engine, needed, status_of
+from rigs.engine import activated, make_engine, needed, status_of
 
 from megapatch import Patch, RestoreError, Site
 from megapatch._reporting.report import make_report
@@ -58,7 +58,7 @@ def rebuilding(module, rebuild=again):
     return {f"{module.__name__}:actor": rebuild}
 
 
-def engine_for(name, rebuild=again):
+def patch_for(name, rebuild=again):
     site = Site(
         name,
         needed,
@@ -66,8 +66,7 @@ def engine_for(name, rebuild=again):
         add={"Worker.greet": f"{__name__}:greet"},
         rebuild=functools.partial(rebuilding, rebuild=rebuild),
     )
-    patch = Patch("test.greeting", "Workers greet.", "https://example.com/issues/1", sites=(site,))
-    return make_engine(patch)
+    return Patch("test.greeting", "Workers greet.", "https://example.com/issues/1", sites=(site,))
 
 
 @pytest.fixture
@@ -79,7 +78,7 @@ def test_what_is_rebuilt_has_what_was_added_and_replaced(modules, name):
     target = importlib.import_module(name)
     other = importlib.import_module(modules.write(f"from {name} import actor\n", stem="other"))
     worker = target.Worker()
-    engine_for(name).activate()
+    activated(patch_for(name))
     assert target.actor.methods["greet"] is greet
     assert target.actor.methods["name"](worker) == "worker!"
     assert worker.greet() == "hello worker!"
@@ -90,8 +89,7 @@ def test_restore_deletes_what_was_added_and_gives_back_what_was_rebuilt(modules,
     target = importlib.import_module(name)
     other = importlib.import_module(modules.write(f"from {name} import actor\n", stem="other"))
     before = dict(vars(target.Worker)), target.actor
-    engine = engine_for(name)
-    engine.activate()
+    engine = activated(patch_for(name))
     engine.restore()
     assert (dict(vars(target.Worker)), target.actor) == before
     assert other.actor is before[1]
@@ -105,7 +103,7 @@ def test_what_only_an_earlier_build_leads_to_is_not_out_of_reach(modules):
     target = importlib.import_module(name)
     site = Site(name, needed, replace={"Worker.end": louder}, rebuild=rebuilding)
     ending = Patch("test.ending", "Workers end.", "https://example.com/issues/2", sites=(site,))
-    engine = make_engine(*(record.patch for record in engine_for(name).records), ending)
+    engine = make_engine(patch_for(name), ending)
     original = target.Worker.name
     engine.activate()
     assert not out_of_reach(engine)
@@ -121,7 +119,7 @@ def out_of_reach(engine):
 
 def test_what_was_added_is_pickled_by_its_own_name(name):
     target = importlib.import_module(name)
-    engine_for(name).activate()
+    activated(patch_for(name))
     assert pickle.loads(pickle.dumps(target.Worker.greet)) is greet
     assert greet.__module__ == __name__
 
@@ -129,8 +127,7 @@ def test_what_was_added_is_pickled_by_its_own_name(name):
 def test_a_rebuild_that_fails_leaves_everything_as_it_was(name):
     target = importlib.import_module(name)
     before = dict(vars(target.Worker)), target.actor
-    engine = engine_for(name, rebuild=fails)
-    engine.activate()
+    engine = activated(patch_for(name, rebuild=fails))
     assert (dict(vars(target.Worker)), target.actor) == before
     assert status_of(engine) == "failed"
     assert engine.records[0].reason == "LookupError: no such actor"
@@ -139,8 +136,7 @@ def test_a_rebuild_that_fails_leaves_everything_as_it_was(name):
 def test_what_is_there_is_not_added(modules):
     name = modules.write(SOURCE + "Worker.greet = print\n")
     target = importlib.import_module(name)
-    engine = engine_for(name)
-    engine.activate()
+    engine = activated(patch_for(name))
     assert status_of(engine) == "failed"
     assert "Worker.greet is to be added, and is there already" in engine.records[0].reason
     assert target.Worker().name() == "worker"
@@ -148,8 +144,7 @@ def test_what_is_there_is_not_added(modules):
 
 def test_a_reloaded_module_gets_all_of_it_again(name):
     target = importlib.import_module(name)
-    engine = engine_for(name)
-    engine.activate()
+    engine = activated(patch_for(name))
     importlib.reload(target)
     assert status_of(engine) == "missed"
     engine.apply()
@@ -198,8 +193,7 @@ def test_two_patches_share_what_both_have_rebuilt(modules, name):
 @pytest.mark.parametrize("attribute", ["Worker.greet", "actor", "the same kind of actor"])
 def test_what_someone_has_put_in_our_place_is_told(name, attribute):
     target = importlib.import_module(name)
-    engine = engine_for(name)
-    engine.activate()
+    engine = activated(patch_for(name))
     if attribute == "actor":
         target.actor = object()
     elif attribute == "Worker.greet":

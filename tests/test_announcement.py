@@ -6,7 +6,7 @@ import importlib
 import logging
 
 import pytest
-from rigs.engine import TARGET, make_engine, make_patch
+from rigs.engine import TARGET, activated, make_engine, make_patch
 
 
 @pytest.fixture
@@ -17,10 +17,9 @@ def said(caplog):
 
 def test_it_names_the_patches_and_the_module_once(modules, said):
     name = modules.write(TARGET)
-    engine = make_engine(
+    engine = activated(
         make_patch(name), make_patch(name, "Greeter.greet", name="test.method", changes_numbers=True)
     )
-    engine.activate()
     assert said() == []  # nothing is applied to a module that nobody has imported
     importlib.import_module(name)
     engine.activate()
@@ -45,8 +44,7 @@ def test_nothing_is_said_of_what_is_off_or_not_installed(modules, said):
 def test_modules_that_import_each_other_are_one_line(modules, said):
     inner = modules.write(TARGET)
     outer = modules.write(f"import {inner}\n{TARGET}")
-    engine = make_engine(make_patch(inner), make_patch(outer, name="test.outer"))
-    engine.activate()
+    activated(make_patch(inner), make_patch(outer, name="test.outer"))
     importlib.import_module(outer)
     assert said() == [f"megapatch applied test.louder to {inner}; test.outer to {outer}"]
 
@@ -71,8 +69,7 @@ def test_what_is_too_long_for_a_line_is_counted(modules, said):
 def test_an_outer_import_that_fails_keeps_nothing_back(modules, said):
     inner = modules.write(TARGET)
     outer = modules.write(f"import {inner}\nraise RuntimeError\n")
-    engine = make_engine(make_patch(inner), make_patch(outer, name="test.outer"))
-    engine.activate()
+    engine = activated(make_patch(inner), make_patch(outer, name="test.outer"))
     with pytest.raises(RuntimeError):
         importlib.import_module(outer)
     engine.apply()

@@ -10,7 +10,7 @@ import threading
 import types
 
 import pytest
-from rigs.engine import TARGET, louder, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, louder, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
 from megapatch.patch import ABSENT, FIXED, UNKNOWN, UNSUPPORTED, Verdict
@@ -58,8 +58,7 @@ def test_activation_in_the_middle_of_the_import_in_our_own_thread(modules, finis
 
 def test_an_import_that_fails_at_first_is_patched_when_it_succeeds(modules):
     name = modules.write("raise RuntimeError('no GPU')")
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    activated(make_patch(name))
     with pytest.raises(RuntimeError, match="no GPU"):
         importlib.import_module(name)
     (modules.folder / f"{name}.py").write_text(TARGET)
@@ -87,8 +86,7 @@ def test_a_thousand_calls_from_64_threads_change_a_target_once(modules):
 def test_restoring_and_applying_at_once_leaves_all_or_nothing(modules):
     target = importlib.import_module(name := modules.write(TARGET + "alias = greet\n"))
     user = importlib.import_module(modules.write(f"from {name} import greet\n", stem="user"))
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.greet"))
 
     def change():
         for _ in range(30):
@@ -140,8 +138,7 @@ def test_reloaded_code_is_told_from_what_others_put_around_the_old(modules):
     source = "import contextlib\n@contextlib.contextmanager\ndef greet():\n    yield\n"
     target = importlib.import_module(name := modules.write(source))
     original = target.greet
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     target.greet = functools.wraps(original)(lambda: original())
     assert status_of(engine) == "overwritten"
     importlib.reload(target)
@@ -154,8 +151,7 @@ def test_an_inherited_target_is_patched_again_where_its_class_was_reloaded(modul
     base = importlib.import_module(modules.write(TARGET, stem="base"))
     name = modules.write(f"from {base.__name__} import Greeter\nclass Polite(Greeter): ...\n")
     target = importlib.import_module(name)
-    engine = make_engine(make_patch(name, "Polite.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "Polite.greet"))
     del target.Polite.greet
     assert status_of(engine) == "overwritten"
     importlib.reload(target)
@@ -172,8 +168,7 @@ def test_an_inherited_target_is_patched_again_where_its_class_was_reloaded(modul
 def test_a_verdict_other_than_needed_leaves_the_target_alone(modules, caplog, kind, status):
     target = importlib.import_module(name := modules.write(TARGET))
     before = target.greet
-    engine = make_engine(make_patch(name, diagnose=lambda module: Verdict(kind, "as it happens")))
-    engine.activate()
+    engine = activated(make_patch(name, diagnose=lambda module: Verdict(kind, "as it happens")))
     engine.apply()
     assert target.greet is before
     assert (status_of(engine), engine.records[0].reason) == (status, "as it happens")
@@ -183,8 +178,7 @@ def test_a_verdict_other_than_needed_leaves_the_target_alone(modules, caplog, ki
 
 
 def test_not_installed(modules):
-    engine = make_engine(make_patch("megapatch_no_such_package.module"))
-    engine.activate()
+    engine = activated(make_patch("megapatch_no_such_package.module"))
     assert status_of(engine) == "not-installed"
 
 
@@ -208,8 +202,7 @@ def _exit(*ignored):
 )
 def test_a_bug_in_a_patch_does_not_break_the_import(modules, caplog, bug, reason):
     name = modules.write(TARGET)
-    engine = make_engine(make_patch(name, **bug))
-    engine.activate()
+    engine = activated(make_patch(name, **bug))
     target = importlib.import_module(name)
     assert target.greet("you") == "hello you"
     assert status_of(engine) == "failed"
@@ -221,8 +214,7 @@ def test_a_bug_in_a_patch_does_not_break_the_import(modules, caplog, bug, reason
 
 def test_switched_off(modules, caplog):
     name = modules.write(TARGET)
-    engine = make_engine(make_patch(name), disable=("test.loud*",))
-    engine.activate()
+    engine = activated(make_patch(name), disable=("test.loud*",))
     assert importlib.import_module(name).greet("you") == "hello you"
     assert status_of(engine) == "disabled"
     assert engine.records[0].reason == "switched off by MEGAPATCH_DISABLE=test.loud*"
@@ -237,10 +229,9 @@ def test_an_unknown_name_in_the_environment_is_said_with_what_was_meant(caplog):
 
 def test_two_patches_of_one_module_stand_alone(modules):
     name = modules.write(TARGET)
-    engine = make_engine(
+    engine = activated(
         make_patch(name, diagnose=_raise, name="test.broken"), make_patch(name, "Greeter.greet", factory=louder)
     )
-    engine.activate()
     target = importlib.import_module(name)
     assert target.greet("you") == "hello you"
     assert target.Greeter().greet("you") == "hello you!"
@@ -250,8 +241,7 @@ def test_two_patches_of_one_module_stand_alone(modules):
 def test_a_method_that_is_deleted_gives_way_to_an_inherited_one_that_apply_patches(modules):
     source = TARGET + "class Heir(Greeter):\n    def greet(self, name):\n        return 'good day ' + name\n"
     target = importlib.import_module(name := modules.write(source))
-    engine = make_engine(make_patch(name, "Heir.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "Heir.greet"))
     assert target.Heir().greet("you") == "good day you!"
     del target.Heir.greet
     assert status_of(engine) == "missed"

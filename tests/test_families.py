@@ -36,8 +36,10 @@ def family(modules, monkeypatch):
     return types.SimpleNamespace(first=first, second=second, loads=loads)
 
 
-def make_engine(*others, **settings):
-    return Engine((), Settings(**settings), [*own_patches(), *others])
+def activated(*others, **settings):
+    engine = Engine((), Settings(**settings), [*own_patches(), *others])
+    engine.activate()
+    return engine
 
 
 def shown(engine):
@@ -49,8 +51,7 @@ def shown(engine):
 
 
 def test_each_is_loaded_with_the_first_of_its_targets(family):
-    engine = make_engine()
-    engine.activate()
+    engine = activated()
     assert not family.loads and not engine.patches
     assert shown(engine)["test.first", family.first] == ("pending", "not imported yet")
     assert importlib.import_module(family.second).greet("you") == "hello you!"
@@ -66,8 +67,7 @@ def test_each_that_cannot_be_loaded_is_said_once_and_breaks_nothing(family, monk
         raise SyntaxError("in a patch")
 
     monkeypatch.setattr(_catalogue, "of_name", broken)
-    engine = make_engine()
-    engine.activate()
+    engine = activated()
     assert importlib.import_module(family.first).greet("you") == "hello you"
     assert importlib.import_module(family.second).greet("you") == "hello you"
     engine.load_all()
@@ -85,8 +85,7 @@ def test_each_that_cannot_be_loaded_is_said_once_and_breaks_nothing(family, monk
 def test_strict_keeps_out_the_targets_of_one_that_cannot_be_loaded(family, monkeypatch):
     monkeypatch.setattr(strict, "_finder", strict._KeepsOut())
     monkeypatch.setattr(_catalogue, "of_name", lambda name: 1 / 0)
-    engine = make_engine(strict_value="1")
-    engine.activate()
+    engine = activated(strict_value="1")
     for name in (family.first, family.first, family.second):
         with pytest.raises(StrictError, match="division by zero"):
             importlib.import_module(name)
@@ -95,8 +94,7 @@ def test_strict_keeps_out_the_targets_of_one_that_cannot_be_loaded(family, monke
 
 
 def test_restored_before_its_targets_are_imported_it_stays_away(family):
-    engine = make_engine()
-    engine.activate()
+    engine = activated()
     engine.restore("test.first")
     assert importlib.import_module(family.first).greet("you") == "hello you"
     assert importlib.import_module(family.second).greet("you") == "hello you!"
@@ -106,8 +104,7 @@ def test_a_patch_of_others_with_the_name_of_one_of_ours_does_not_replace_it(fami
     other = modules.write(TARGET, stem="other")
     theirs = make_patch(other, name="test.first")
     known = (PatchInfo("third_party.acme", "", "", (other,)),)
-    engine = make_engine(Unloaded("third_party.acme", other, known, lambda: [theirs], names_are_known=False))
-    engine.activate()
+    engine = activated(Unloaded("third_party.acme", other, known, lambda: [theirs], names_are_known=False))
     assert importlib.import_module(other).greet("you") == "hello you"
     assert importlib.import_module(family.first).greet("you") == "hello you!"
     assert [status_of(engine, position) for position in range(3)] == ["applied", "pending", "failed"]

@@ -10,7 +10,7 @@ import types
 
 import pytest
 from rigs.command import run
-from rigs.engine import TARGET, make_engine, make_patch
+from rigs.engine import TARGET, activated, make_patch
 from rigs.needs import needs_megatron
 
 from megapatch import _version
@@ -109,8 +109,7 @@ def test_without_a_standard_error_nothing_breaks_and_standard_output_stays_clean
 
 def test_an_engine_says_it_once(modules, capsys):
     inner, outer = modules.write(TARGET), modules.write(TARGET)
-    engine = make_engine(make_patch(inner), make_patch(outer, name="test.outer"), quiet_value="")
-    engine.activate()
+    activated(make_patch(inner), make_patch(outer, name="test.outer"), quiet_value="")
     assert capsys.readouterr().err == ""
     for name in (inner, outer):
         importlib.import_module(name)
@@ -123,8 +122,7 @@ def test_a_refusal_that_logging_does_not_show_is_said(modules, monkeypatch, caps
     """As where dictConfig() has disabled all loggers that it does not name."""
     monkeypatch.setattr(logging.getLogger("megapatch"), "disabled", disabled)
     refused = make_patch(modules.write(TARGET), diagnose=lambda module: Verdict(UNKNOWN, "as it happens"))
-    engine = make_engine(refused, quiet_value="")
-    engine.activate()
+    engine = activated(refused, quiet_value="")
     importlib.import_module(name := refused.sites[0].module)
     engine.apply()
     problem = (

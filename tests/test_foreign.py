@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.engine import make_engine, make_patch
+from rigs.engine import activated, make_engine, make_patch
 
 from megapatch._reporting.report import make_report
 from megapatch.patch import UNKNOWN, Verdict
@@ -127,16 +127,14 @@ def test_whatever_it_is_made_of(target, rival, made, who):
 
 def test_who_had_replaced_a_target(target, rival):
     target.Greeter.static = rival.replacement
-    engine = make_engine(
+    engine = activated(
         make_patch(target.__name__, *PATHS, diagnose=lambda module: Verdict(UNKNOWN, "what is it?"))
     )
-    engine.activate()
     assert told(engine) == [f"{line(rival, 'def replacement(*args):')} has replaced target:Greeter.static"]
 
 
 def test_who_came_after_megapatch(target, rival):
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
+    engine = activated(make_patch(target.__name__))
     ours = target.greet
     target.greet = rival.Counter(rival.decorator(ours))
     assert told(engine) == [
@@ -153,8 +151,7 @@ def test_who_came_after_megapatch(target, rival):
 
 
 def test_another_patch_of_ours_is_not_foreign(target):
-    engine = make_engine(make_patch(target.__name__), make_patch(target.__name__, name="test.louder-still"))
-    engine.activate()
+    engine = activated(make_patch(target.__name__), make_patch(target.__name__, name="test.louder-still"))
     assert target.greet("you") == "hello you!!"
     assert told(engine, 0) == told(engine, 1) == []
 

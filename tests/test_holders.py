@@ -6,7 +6,7 @@ import functools
 import importlib
 
 import pytest
-from rigs.engine import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, make_engine, make_patch, status_of
 
 from megapatch._engine import holders
 from megapatch._reporting.report import make_report
@@ -33,8 +33,7 @@ def target(modules):
 def test_names_that_held_the_original_are_rebound_and_reported(modules, target):
     holder = modules.write(f"from {target.__name__} import greet, greet as say\nother = 1\n", stem="holder")
     user = importlib.import_module(holder)
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
+    engine = activated(make_patch(target.__name__))
     assert target.also_greet is user.greet is user.say is target.greet
     assert user.say("you") == "hello you!"
     assert sorted(reached(engine).rebound) == [f"{holder}:greet", f"{holder}:say", f"{target.__name__}:also_greet"]
@@ -50,8 +49,7 @@ def test_a_holder_that_changes_meanwhile_is_neither_rebound_nor_reported(modules
         return found
 
     monkeypatch.setattr(holders, "find", find_and_lose_one)
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
+    engine = activated(make_patch(target.__name__))
     assert user.greet is print
     assert list(reached(engine).rebound) == [f"{target.__name__}:also_greet"]
 
@@ -60,8 +58,7 @@ def test_an_alias_of_a_method_is_rebound_and_one_of_an_inherited_function_is_not
     source = TARGET + "class Heir(Greeter):\n    pass\nalias = Greeter.greet\n"
     target = importlib.import_module(name := modules.write(source))
     original = target.alias
-    engine = make_engine(make_patch(name, "Heir.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "Heir.greet"))
     assert target.alias is original  # who took the parent's function means the parent's
     engine.restore()
     make_engine(make_patch(name, "Greeter.greet")).activate()
@@ -86,8 +83,7 @@ def test_what_is_out_of_reach_is_reported(modules, target):
         return greet
 
     partial = functools.partial(target.greet, "you")
-    engine = make_engine(make_patch(target.__name__, "greet", "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(target.__name__, "greet", "Greeter.greet"))
     told = "\n".join(reached(engine).out_of_reach)
     for expected in (
         f"a dict ({name}:HANDLERS) holds the original of {target.__name__}:greet",
@@ -104,16 +100,14 @@ def test_what_is_out_of_reach_is_reported(modules, target):
 
 
 def test_nothing_is_out_of_reach_in_a_usual_program(modules, target):
-    engine = make_engine(make_patch(target.__name__, "greet", "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(target.__name__, "greet", "Greeter.greet"))
     assert reached(engine).out_of_reach == ()
 
 
 def test_the_search_for_holders_triggers_no_lazy_attribute(modules, target):
     lazy = modules.write("def __getattr__(name):\n    raise SystemError('loaded: ' + name)\n", stem="lazy")
     importlib.import_module(lazy)
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
+    engine = activated(make_patch(target.__name__))
     assert target.greet("you") == "hello you!"
     assert status_of(engine) == "applied"
 
@@ -123,8 +117,7 @@ def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch)
     sweeps = []
     find = holders.find
     monkeypatch.setattr(holders, "find", lambda objects: sweeps.append(objects) or find(objects))
-    engine = make_engine(make_patch(target.__name__), make_patch(other.__name__, name="test.other"))
-    engine.activate()
+    engine = activated(make_patch(target.__name__), make_patch(other.__name__, name="test.other"))
     assert [len(originals) for originals in sweeps] == [2]
     assert other.greet("you") == other.alias("you") == "hello you!"
     engine.restore()
@@ -134,8 +127,7 @@ def test_holders_are_searched_once_for_all_patches(modules, target, monkeypatch)
 
 def test_a_name_for_the_topmost_of_several_patches_gets_the_original_back(modules, target):
     original = target.greet
-    engine = make_engine(make_patch(target.__name__), make_patch(target.__name__, name="test.on-top"))
-    engine.activate()
+    engine = activated(make_patch(target.__name__), make_patch(target.__name__, name="test.on-top"))
     assert target.greet("you") == "hello you!!"
     user = importlib.import_module(modules.write(f"from {target.__name__} import greet\n", stem="holder"))
     assert user.greet is target.greet
@@ -152,8 +144,7 @@ def test_what_nobody_else_refers_to_is_not_searched_for(modules, monkeypatch, pa
     name = modules.write(TARGET)
     searched = []
     monkeypatch.setattr(holders, "find", lambda objects: searched.extend(objects) or {})
-    engine = make_engine(make_patch(name, *paths))
-    engine.activate()
+    engine = activated(make_patch(name, *paths))
     importlib.import_module(name)
     assert status_of(engine) == "applied"
     assert searched == []
@@ -173,7 +164,6 @@ def test_what_something_refers_to_is_searched_for(modules, monkeypatch, how):
     name = modules.write(f"{TARGET}\n{HELD[how]}\n")
     searched = []
     monkeypatch.setattr(holders, "find", lambda objects: searched.extend(objects) or {})
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
+    activated(make_patch(name, "greet", "Greeter.greet"))
     importlib.import_module(name)
     assert len(searched) == 1

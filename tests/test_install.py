@@ -9,7 +9,7 @@ import inspect
 import pickle
 
 import pytest
-from rigs.engine import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, make_engine, make_patch, status_of
 
 from megapatch import MegapatchError, RestoreError, _versions
 from megapatch._engine.record import Unloaded
@@ -30,8 +30,7 @@ def traced(function):
 def test_a_site_goes_in_whole_or_not_at_all_when_a_target_is_missing(modules):
     target = importlib.import_module(name := modules.write(TARGET))
     before = target.greet
-    engine = make_engine(make_patch(name, "greet", "Greeter.whisper"))
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.whisper"))
     assert target.greet is before
     assert status_of(engine) == "failed"
     assert "whisper" in engine.records[0].reason
@@ -52,8 +51,7 @@ class Sealed(metaclass=Meta):
     )
     target = importlib.import_module(name := modules.write(source))
     before = dict(vars(target)), dict(vars(target.Greeter))
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet", "Sealed.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.greet", "Sealed.greet"))
     assert (dict(vars(target)), dict(vars(target.Greeter))) == before
     assert engine.records[0].reason == "TypeError: sealed"
 
@@ -73,8 +71,7 @@ def test_restore_gives_the_identical_original_everywhere(modules):
     name = modules.write(TARGET)
     target = importlib.import_module(name)
     functions = target.greet, target.Greeter.greet
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.greet"))
     late = importlib.import_module(modules.write(f"from {name} import greet\n", stem="late"))
     assert late.greet("you") == "hello you!"
     engine.restore("test.louder")
@@ -89,8 +86,7 @@ def test_restore_gives_the_identical_original_everywhere(modules):
 
 def test_restore_before_the_import_keeps_the_patch_away_until_apply(modules):
     name = modules.write(TARGET)
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     engine.restore()
     target = importlib.import_module(name)
     assert target.greet("you") == "hello you"
@@ -101,8 +97,7 @@ def test_restore_before_the_import_keeps_the_patch_away_until_apply(modules):
 def test_restore_deletes_what_was_inherited(modules):
     source = TARGET + "class Heir(Greeter):\n    pass\n"
     target = importlib.import_module(name := modules.write(source))
-    engine = make_engine(make_patch(name, "Heir.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "Heir.greet"))
     assert target.Heir().greet("you") == "hello you!" and target.Greeter().greet("you") == "hello you"
     assert pickle.loads(pickle.dumps(target.Heir.greet)) is target.Heir.greet
     engine.restore()
@@ -111,8 +106,7 @@ def test_restore_deletes_what_was_inherited(modules):
 
 def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.greet"))
     ours = target.Greeter.greet
 
     def foreign(self, name):
@@ -135,8 +129,7 @@ def test_a_foreign_patch_on_top_is_seen_and_not_removed(modules, caplog):
 def test_a_wrapper_on_top_that_says_what_it_wraps_leaves_the_patch_applied(modules, caplog):
     target = importlib.import_module(name := modules.write(TARGET))
     tracer = importlib.import_module(modules.write(TRACER, stem="tracer"))
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"), strict_value="1")
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.greet"), strict_value="1")
     target.greet = tracer.traced(target.greet)
     target.Greeter.greet = tracer.traced(tracer.traced(target.Greeter.greet))
     engine.apply()  # with MEGAPATCH_STRICT this raises for what is overwritten
@@ -153,8 +146,7 @@ def test_a_wrapper_on_top_that_says_what_it_wraps_leaves_the_patch_applied(modul
 
 def test_a_target_that_someone_deleted_is_overwritten_by_nothing(modules):
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     del target.greet
     assert status_of(engine) == "overwritten"
     assert engine.records[0].reason.endswith("greet is now nothing")
@@ -169,8 +161,7 @@ def test_restoring_an_unknown_name_is_an_error_that_helps():
 def test_patches_on_one_target_are_restored_from_the_top_down(modules):
     target = importlib.import_module(name := modules.write(TARGET))
     original = target.greet
-    engine = make_engine(make_patch(name, name="test.first"), make_patch(name, name="test.second"))
-    engine.activate()
+    engine = activated(make_patch(name, name="test.first"), make_patch(name, name="test.second"))
     assert target.greet("you") == "hello you!!"
     with pytest.raises(RestoreError, match=r"greet cannot be restored: the patch test\.second was installed over"):
         engine.restore("test.first")
@@ -198,8 +189,7 @@ def test_what_is_installed_below_sees_what_the_others_leave(modules):
 
         return patched_greet
 
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     engine.restore("test.louder")
     engine.apply()
     watcher = make_patch(name, name="audit.greetings", factory=watched)
@@ -226,8 +216,7 @@ def test_what_is_installed_below_may_be_loaded_when_it_is_due(modules):
         loaded.append(make_patch(name, name=info.name, factory=lambda greet: lambda *args: greet(*args) + "?"))
         return loaded
 
-    engine = make_engine(make_patch(name), disable=("audit.*",))
-    engine.activate()
+    engine = activated(make_patch(name), disable=("audit.*",))
     engine.install_below([Unloaded(info.name, name, (info,), load, names_are_known=True)])
     assert not loaded
     target = importlib.import_module(name)
@@ -257,8 +246,7 @@ def test_what_is_installed_below_stays_whatever_a_user_restores_or_disables(modu
 
 def test_what_a_user_restored_stays_away_when_something_is_installed_below(modules):
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     engine.restore()
     engine.install_below(
         [make_patch(name, name="audit.greetings", factory=lambda greet: lambda *args: greet(*args))]
@@ -269,8 +257,7 @@ def test_what_a_user_restored_stays_away_when_something_is_installed_below(modul
 def test_a_site_is_not_restored_under_what_others_have_put_on_top(modules):
     """The engine has asked before; in between another thread may have."""
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.greet"))
     ours, target.greet = target.Greeter.greet, print
     with pytest.raises(RestoreError, match="greet cannot be restored"):
         engine.records[0].restore({})
@@ -281,6 +268,5 @@ def test_a_site_is_not_restored_under_what_others_have_put_on_top(modules):
 def test_the_version_is_said_of_code_that_is_not_known(modules, monkeypatch, kind, reason):
     monkeypatch.setattr(_versions, "remark", lambda module: " (beta 1)")
     importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name, diagnose=lambda module: Verdict(kind, "it whispers")))
-    engine.activate()
+    engine = activated(make_patch(name, diagnose=lambda module: Verdict(kind, "it whispers")))
     assert engine.records[0].reason == reason

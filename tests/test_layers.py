@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import wrapt
-from rigs.engine import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, make_patch, status_of
 
 from megapatch._reporting.report import make_report
 from megapatch.patch import unpatched
@@ -219,8 +219,7 @@ CALLS = [
 
 @pytest.mark.parametrize("wrap", LIES, ids=lambda wrap: wrap.__name__)
 def test_a_wrapper_that_never_calls_ours_has_overwritten_it(wrap, target, caplog):
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
+    engine = activated(make_patch(target.__name__))
     target.greet = wrap(target.greet)
     assert target.greet("you") == "hello from another"
     assert status_of(engine) == "overwritten"
@@ -231,16 +230,14 @@ def test_a_wrapper_that_never_calls_ours_has_overwritten_it(wrap, target, caplog
 
 @pytest.mark.parametrize("wrap", CALLS, ids=lambda wrap: wrap.__name__)
 def test_a_wrapper_that_calls_ours_leaves_it_in_effect(wrap, target):
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
+    engine = activated(make_patch(target.__name__))
     target.greet = wrap(target.greet)
     assert status_of(engine) == "applied"
     assert make_report(engine.records).patches[0].sites[0].targets == (f"{target.__name__}:greet",)
 
 
 def test_a_method_that_is_kept_beside_it(target):
-    engine = make_engine(make_patch(target.__name__, "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(target.__name__, "Greeter.greet"))
     target.Greeter._old_greet = target.Greeter.greet
 
     def shout(self, *args):
@@ -254,8 +251,7 @@ def test_a_method_that_is_kept_beside_it(target):
 # ------------------------------------------------------------------------------------------ that stop a report
 @pytest.mark.parametrize("kind", [Endless, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
 def test_a_report_survives_whatever_is_there(kind, target):
-    engine = make_engine(make_patch(target.__name__))
-    engine.activate()
+    engine = activated(make_patch(target.__name__))
     target.greet = kind()
     assert status_of(engine) == "overwritten"
     assert "overwritten" in str(make_report(engine.records))
@@ -266,10 +262,9 @@ def test_a_report_survives_whatever_is_there(kind, target):
 @pytest.mark.parametrize("kind", [Endless, Raising, RaisingLayer], ids=lambda kind: kind.__name__)
 def test_whatever_is_there_before_a_patch_does_not_stop_others(kind, target):
     target.greet = kind()
-    engine = make_engine(
+    engine = activated(
         make_patch(target.__name__), make_patch(target.__name__, "Greeter.greet", name="test.other")
     )
-    engine.activate()
     assert target.Greeter().greet("you") == "hello you!"
     assert str(make_report(engine.records))
 

@@ -12,7 +12,7 @@ import threading
 import types
 
 import pytest
-from rigs.engine import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, make_engine, make_patch, status_of
 
 from megapatch._engine import strict
 from megapatch._engine.engine import Engine
@@ -46,8 +46,7 @@ def in_front(monkeypatch):
 
 def test_behind_another_import_hook_it_is_missed_until_the_next_import(modules, in_front, caplog):
     name, another, nothing = modules.write(TARGET), modules.write(""), modules.write("", stem="later")
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     in_front(name)
     target = importlib.import_module(name)
     assert target.greet("you") == "hello you"
@@ -65,8 +64,7 @@ def test_behind_another_import_hook_it_is_missed_until_the_next_import(modules, 
 
 def test_an_import_in_between_puts_megapatch_in_front_again(modules, in_front):
     name, another = modules.write(TARGET), modules.write("")
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    activated(make_patch(name))
     in_front(name)
     importlib.import_module(another)
     assert importlib.import_module(name).greet("you") == "hello you!"
@@ -89,8 +87,7 @@ def test_the_other_hook_still_loads_its_modules(modules, in_front):
                 spec.loader = Loader(name, spec.origin)
             return spec
 
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    activated(make_patch(name))
     sys.meta_path.insert(0, finder := Finder(name))
     try:
         importlib.import_module(another)
@@ -102,8 +99,7 @@ def test_the_other_hook_still_loads_its_modules(modules, in_front):
 
 def test_what_was_put_into_sys_modules_by_hand_is_missed_until_apply(modules, tmp_path):
     name = modules.write(TARGET)
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     spec = importlib.util.spec_from_file_location(name, tmp_path / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -118,8 +114,7 @@ def test_a_patch_of_others_below_ours_that_is_undone(modules, caplog):
     target = importlib.import_module(name := modules.write(TARGET))
     greet = target.greet
     target.greet = lambda name: greet(name) + "?"
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     assert target.greet("you") == "hello you?!"
     target.greet = greet
     assert status_of(engine) in ("missed", "overwritten")
@@ -136,8 +131,7 @@ def test_strict_raises_where_a_late_look_finds_what_needs_attention(modules, in_
     def factory(original):
         raise ZeroDivisionError("a bug of ours")
 
-    engine = make_engine(make_patch(name, factory=factory), strict_value="1")
-    engine.activate()
+    activated(make_patch(name, factory=factory), strict_value="1")
     in_front(name)
     importlib.import_module(name)
     with pytest.raises(StrictError, match="a bug of ours"):
@@ -146,8 +140,7 @@ def test_strict_raises_where_a_late_look_finds_what_needs_attention(modules, in_
 
 def test_reloads_are_not_remembered_for_ever(modules):
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name, "greet", "Greeter.greet"))
-    engine.activate()
+    engine = activated(make_patch(name, "greet", "Greeter.greet"))
     sizes = []
     for _ in range(30):
         importlib.reload(target)

@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from rigs.engine import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, make_patch, status_of
 
 from megapatch.patches._ray_actors import actors_of
 
@@ -63,8 +63,7 @@ def odd(request, monkeypatch):
 def test_a_search_passes_by_what_is_odd(modules):
     name = modules.write(TARGET)
     holder = importlib.import_module(modules.write(f"from {name} import greet\n", stem="holder"))
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     assert status_of(engine) == "applied"
     assert holder.greet("you") == "hello you!"
 
@@ -83,8 +82,7 @@ def test_a_lazy_module_stays_unloaded(modules, monkeypatch, body):
     monkeypatch.delitem(sys.modules, "megapatch_test_seen", raising=False)
     lazily(modules.write(body, stem="lazy"))
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = make_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name))
     assert status_of(engine) == "applied"
     assert actors_of("Greeter")(target) == {}
     assert "megapatch_test_seen" not in sys.modules
@@ -93,7 +91,6 @@ def test_a_lazy_module_stays_unloaded(modules, monkeypatch, body):
 def test_an_odd_target_does_not_break_the_import_of_another(modules, monkeypatch, caplog):
     odd, name = "megapatch_test_odd", modules.write(TARGET)
     monkeypatch.setitem(sys.modules, odd, RaisingSpec(odd))
-    engine = make_engine(make_patch(odd, name="test.odd"), make_patch(name))
-    engine.activate()
+    activated(make_patch(odd, name="test.odd"), make_patch(name))
     assert importlib.import_module(name)
     assert "patches could not be considered" in caplog.text and "the spec was read" in caplog.text

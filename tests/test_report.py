@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 
-from rigs.engine import TARGET, make_engine, make_patch
+from rigs.engine import TARGET, activated, make_patch
 
 import megapatch
 from megapatch._reporting.report import SiteReport, make_report
@@ -16,8 +16,7 @@ from megapatch.patches import PATCHES
 def test_the_dictionary_has_the_promised_layout(modules):
     name = modules.write(TARGET)
     holder = importlib.import_module(modules.write(f"from {name} import greet\n", stem="holder")).__name__
-    engine = make_engine(make_patch(name, changes_numbers=True))
-    engine.activate()
+    engine = activated(make_patch(name, changes_numbers=True))
     report = make_report(engine.records)
     told = json.loads(json.dumps(report.to_dict()))
     assert set(told) == {"schema", "digest", "versions", "patches"}
@@ -58,8 +57,7 @@ def test_a_patch_shows_the_status_that_most_needs_attention_among_its_installed_
     nowhere = make_patch("megapatch_no_such_package.module").sites[0]
 
     def shown(*sites):
-        engine = make_engine(Patch("test.many", "Many.", "https://example.com", sites))
-        engine.activate()
+        engine = activated(Patch("test.many", "Many.", "https://example.com", sites))
         for site in sites:
             if "no_such" not in site.module:
                 importlib.import_module(site.module)
@@ -74,7 +72,7 @@ def test_a_patch_shows_the_status_that_most_needs_attention_among_its_installed_
 def test_the_table_tells_all_in_as_many_columns_as_there_are(modules, monkeypatch):
     target = importlib.import_module(modules.write(TARGET))
     long = "it is too quiet, and that has a reason: " + 40 * "very " + "long"
-    engine = make_engine(
+    engine = activated(
         make_patch(
             target.__name__, "greet", "Greeter.greet", "Greeter.__init__", changes_numbers=True, name="a.a"
         ),
@@ -85,7 +83,6 @@ def test_the_table_tells_all_in_as_many_columns_as_there_are(modules, monkeypatc
         *(make_patch("megapatch_no_such_module", name=name) for name in ("f.one", "g.one", "g.two")),
         disable=("e.*",),
     )
-    engine.activate()
     monkeypatch.setattr("megapatch._reporting.report.exact_version", lambda: "0.1.0")  # one line of versions
     report = make_report(engine.records)
     for columns in (80, 60):
@@ -138,8 +135,7 @@ def test_the_table_tells_of_each_site_that_is_here(modules):
         make_patch(good).sites[0],
         make_patch(fixed, diagnose=lambda module: Verdict(FIXED, "upstream did it")).sites[0],
     )
-    engine = make_engine(Patch("test.many", "Many.", "https://example.com", sites))
-    engine.activate()
+    engine = activated(Patch("test.many", "Many.", "https://example.com", sites))
     assert [line.strip() for line in make_report(engine.records).table(80)] == [
         "applied      test.many",
         good,
@@ -154,8 +150,7 @@ def test_the_digest_follows_what_is_in_place_and_not_the_words(modules):
     name = modules.write(TARGET)
 
     def digest(reason, *paths, kind=NEEDED):
-        engine = make_engine(make_patch(name, *paths, diagnose=lambda module: Verdict(kind, reason)))
-        engine.activate()
+        engine = activated(make_patch(name, *paths, diagnose=lambda module: Verdict(kind, reason)))
         importlib.import_module(name)
         found = make_report(engine.records).digest
         engine.restore()

@@ -12,7 +12,7 @@ import types
 
 import pytest
 import wrapt
-from rigs.engine import TARGET, make_engine, make_patch
+from rigs.engine import TARGET, activated, make_engine, make_patch
 
 from megapatch import RestoreError, _loaded_modules, _versions
 from megapatch._dotted import find
@@ -250,8 +250,7 @@ def test_a_foreign_patch_that_is_taken_off_below_ours_is_no_reload(modules):
     target = importlib.import_module(name := modules.write(TARGET))
     before = target.greet
     target.greet = foreign("plain function", before)
-    engine = make_engine(make_patch(name, *OWN))
-    engine.activate()
+    engine = activated(make_patch(name, *OWN))
     target.greet = before
     (site,) = make_report(engine.records).patches[0].sites
     assert (site.status.value, site.targets) == ("overwritten", (f"{name}:Greeter.greet",))

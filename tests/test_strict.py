@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from rigs.command import run
-from rigs.engine import TARGET, make_engine, make_patch, status_of
+from rigs.engine import TARGET, activated, make_engine, make_patch, status_of
 
 from megapatch import StrictError
 from megapatch._engine import strict
@@ -24,15 +24,10 @@ def refuse(module):
     return Verdict(UNKNOWN, "it whispers otherwise")
 
 
-def strict_engine(*patches):
-    return make_engine(*patches, strict_value="1")
-
-
 @pytest.mark.parametrize("bug", [{"diagnose": refuse}, {"diagnose": lambda module: 1 / 0}])
 def test_the_import_fails_and_so_does_every_later_one(modules, bug):
     name = modules.write(TARGET)
-    engine = strict_engine(make_patch(name, **bug))
-    engine.activate()
+    engine = activated(make_patch(name, **bug), strict_value="1")
     for _ in range(3):
         with pytest.raises(StrictError):
             importlib.import_module(name)
@@ -44,7 +39,7 @@ def test_the_import_fails_and_so_does_every_later_one(modules, bug):
 
 def test_the_error_names_the_patch_the_reason_and_how_to_disable_it(modules):
     name = modules.write(TARGET)
-    strict_engine(make_patch(name, diagnose=refuse)).activate()
+    activated(make_patch(name, diagnose=refuse), strict_value="1")
     for _ in range(2):
         with pytest.raises(StrictError) as caught:
             importlib.import_module(name)
@@ -57,7 +52,7 @@ def test_the_error_names_the_patch_the_reason_and_how_to_disable_it(modules):
 def test_code_around_optional_imports_does_not_swallow_it(modules):
     name = modules.write(TARGET)
     user = modules.write(f"try:\n    import {name}\nexcept ImportError:\n    pass\n", stem="user")
-    strict_engine(make_patch(name, diagnose=refuse)).activate()
+    activated(make_patch(name, diagnose=refuse), strict_value="1")
     for _ in range(2):
         with pytest.raises(StrictError):
             importlib.import_module(user)
@@ -70,7 +65,7 @@ def test_a_module_that_was_there_before_is_kept_out_from_then_on(modules, again)
     (modules.folder / package).mkdir()
     (modules.folder / package / "inner.py").write_text(TARGET)
     importlib.import_module(name := f"{package}.inner")
-    engine = strict_engine(make_patch(name, diagnose=refuse))
+    engine = make_engine(make_patch(name, diagnose=refuse), strict_value="1")
     with pytest.raises(StrictError):
         engine.activate()
     with pytest.raises(StrictError):
@@ -81,8 +76,7 @@ def test_a_module_that_was_there_before_is_kept_out_from_then_on(modules, again)
 
 def test_what_is_fine_is_not_affected(modules):
     good, bad = modules.write(TARGET), modules.write(TARGET)
-    engine = strict_engine(make_patch(good), make_patch(bad, diagnose=refuse, name="test.other"))
-    engine.activate()
+    activated(make_patch(good), make_patch(bad, diagnose=refuse, name="test.other"), strict_value="1")
     assert importlib.import_module(good).greet("you") == "hello you!"
     with pytest.raises(StrictError, match=r"test\.other"):
         importlib.import_module(bad)
@@ -96,8 +90,7 @@ def test_a_disabled_patch_is_no_error(modules):
 
 def test_an_overwritten_target_makes_every_apply_an_error_until_it_is_in_place_again(modules):
     target = importlib.import_module(name := modules.write(TARGET))
-    engine = strict_engine(make_patch(name))
-    engine.activate()
+    engine = activated(make_patch(name), strict_value="1")
     ours = target.greet
     target.greet = lambda who: "shout"
     for _ in range(2):

@@ -44,6 +44,13 @@ def make_engine(*patches, **settings):
     return Engine(patches, Settings(**{"quiet_value": "1", **settings}))
 
 
+def activated(*patches, **settings):
+    """Return an engine that has been activated."""
+    engine = make_engine(*patches, **settings)
+    engine.activate()
+    return engine
+
+
 def status_of(engine, position=0):
     record = engine.records[position]
     record.refresh()
