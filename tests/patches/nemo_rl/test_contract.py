@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 from patches.nemo_rl.test_gathered_when_read import refitting_worker, sent_by
-from patches.nemo_rl.test_split_after_exceptions import failing_in_loss
+from patches.nemo_rl.test_train_after_exception import failing_in_loss
 from rigs.contract import check_contract
 from rigs.megatron.gathers import OVERLAP
 from rigs.megatron.options import BOTH, UNPATCHED, Interrupted, attempt

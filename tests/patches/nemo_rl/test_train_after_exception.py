@@ -1,4 +1,5 @@
-"""nemo_rl.train-after-exception: after a call that raised, the next one is that of a fresh worker.
+"""nemo_rl.train-after-exception: after a call that raised, the next one is that of a fresh worker; so is it after
+steps in slices that were interrupted and aborted.
 
 A dropped step of a mixture of experts leaves nothing outside of gradients either.
 """
@@ -7,14 +8,15 @@ import contextlib
 import functools
 import importlib
 import logging
+import os
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from patches.nemo_rl.test_split_after_exceptions import failing_in_iterator, failing_in_loss
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import Interrupted, Log, attempt, hooks_of
 from rigs.nemo_rl.steps import (
+    LAYOUTS,
     SIZE,
     assert_no_difference,
     compared_after,
@@ -24,7 +26,7 @@ from rigs.nemo_rl.steps import (
     trained_gpt,
     whole,
 )
-from rigs.nemo_rl.worker import SHAPES, batch, find_nemo_rl, nll_loss
+from rigs.nemo_rl.worker import SHAPES, WORKER, batch, find_nemo_rl, has_own_split_step, nll_loss
 from rigs.step_state import ROUTERS, held, logged_by_process, raising_after
 
 from megapatch.testing import init_parallel
@@ -32,6 +34,43 @@ from megapatch.testing import init_parallel
 pytestmark = pytest.mark.thorough
 
 PATCH = "nemo_rl.train-after-exception"
+
+
+# ------------------------------------------------------------------------------------------ the faults
+def second_call_fails(function):
+    calls = []
+
+    def failing(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise Interrupted
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def failing_in_loss(worker, loss):
+    cls = type(loss)
+    failing = second_call_fails(cls.__call__)
+    loss.__class__ = type(cls.__name__, (cls,), {"__call__": lambda *args, **kwargs: failing(*args, **kwargs)})
+    return contextlib.nullcontext()
+
+
+def failing_in_iterator(worker, loss):
+    module = importlib.import_module(WORKER)
+    make = module.get_microbatch_iterator
+
+    @functools.wraps(make)
+    def make_failing(*args, **kwargs):
+        iterator, *others = make(*args, **kwargs)
+
+        def failing():
+            yield next(iterator)
+            raise Interrupted
+
+        return failing(), *others
+
+    return mock.patch.object(module, "get_microbatch_iterator", make_failing)
 
 
 def failing_in_backward(worker, loss):
@@ -49,9 +88,17 @@ def failing_in_backward(worker, loss):
     return stack
 
 
-FAULTS = {"loss": failing_in_loss, "iterator": failing_in_iterator, "backward": failing_in_backward}
+FAULTS = {
+    "loss": failing_in_loss,
+    "iterator": failing_in_iterator,
+    "optimizer": lambda worker, loss: mock.patch.object(worker.optimizer, "step", side_effect=Interrupted),
+    "backward": failing_in_backward,
+    "after finalize": lambda worker, loss: raising_after(worker.model.config, "finalize_model_grads_func"),
+    "in the optimizer": lambda worker, loss: raising_after(worker.optimizer, "prepare_grads"),
+}
 
 
+# ------------------------------------------------------------------------------------------ train()
 def interrupted(fault):
     def before(worker):
         loss, hooks = nll_loss(), hooks_of(worker.model.config)
@@ -66,7 +113,9 @@ def interrupted(fault):
 def compared(rank, world_size):
     layouts, found = ("dp2, overlap", "dp2, distributed optimizer, both"), {}
     for good_steps in (0, 1):  # from the second step on Megatron reduces in the backward pass
-        after = compared_after(layouts, {"whole": whole}, FAULTS, interrupted, good_steps)
+        after = compared_after(
+            layouts, {"whole": whole}, ("loss", "iterator", "backward"), interrupted, good_steps
+        )
         found |= {(good_steps, *cell): differences for cell, differences in after.items()}
     return found
 
@@ -113,20 +162,103 @@ def test_a_timer_that_was_left_running_is_started_again():
     assert [text for text in texts if "timer 'train' was still running" in text]
 
 
+# ------------------------------------------------------------------------------------------ steps in slices
+def interrupted_in_slices(fault):
+    def before(worker):
+        loss = nll_loss()
+        worker.begin_train_step(loss, gbs=SIZE * worker.dp_size)
+        with contextlib.suppress(Interrupted), FAULTS[fault](worker, loss):
+            worker.train_microbatch(batch(7, 4))
+            worker.finish_train_step()
+            raise AssertionError("nothing was raised")
+        worker.abort_train_step()
+        worker.abort_train_step()  # as often as one likes
+        assert worker._train_step_state is None
+        with pytest.raises(RuntimeError, match="no train step open"):
+            worker.finish_train_step()
+
+    return before
+
+
+def compared_in_slices(rank, world_size):
+    ways = {"in slices": in_slices((2, 6)), "train()": whole}
+    faults = ("loss", "iterator", "optimizer")
+    return compared_after(("dp2", "dp2, distributed optimizer, both"), ways, faults, interrupted_in_slices)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_after_an_aborted_step_the_next_is_a_fresh_one(shape):
+    ranks = run_with_megatron(compared_in_slices, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape})
+    assert_no_difference(ranks, cells=12, limit=1e-5)
+
+
+def begins_and_ends(rank, world_size):
+    def misused(worker):
+        for call in (worker.finish_train_step, lambda: worker.train_microbatch(batch(0, 4))):
+            with pytest.raises(RuntimeError, match="no train step open; begin_train_step must be called first"):
+                call()
+        if not has_own_split_step(os.environ["NEMO_RL_SHAPE"]):
+            positive = nll_loss()
+            positive.positive_example_nll_weight = 0.1
+            with pytest.raises(RuntimeError, match="positive_example_nll_weight"):
+                worker.begin_train_step(positive)
+        worker.begin_train_step(nll_loss())
+        with pytest.raises(RuntimeError, match="already open"):
+            worker.begin_train_step(nll_loss())
+        worker.abort_train_step()
+
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        trained_gpt({}, "nll", whole, before=misused)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_calls_in_a_wrong_order_are_told(shape):
+    run_with_megatron(begins_and_ends, 1, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape})
+
+
+# ---------------------------------------------------------------------------- main without the patches
+def drifting(rank, world_size):
+    with contextlib.redirect_stdout(None):
+        where, options = LAYOUTS["dp2, distributed optimizer, both"]
+        init_parallel(**where)
+        ours, expected = (trained_gpt(options, "nll", step) for step in (in_slices((4, 4)), whole))
+        return differences(ours, expected)["parameters"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_the_patch_ranks_drift_apart(shape):
+    if not has_own_split_step(shape):
+        pytest.skip("the release has no step in slices")
+    env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": "nemo_rl.forward-pre-hook-after-split"}
+    for difference in run_with_megatron(drifting, 2, setup=find_nemo_rl, env=env):
+        assert difference > 1e-3
+
+
+def dying(rank, world_size):
+    with contextlib.redirect_stdout(None):
+        init_parallel()
+        with pytest.raises(UnboundLocalError, match="losses_reduced"):
+            trained_gpt({}, "nll", in_slices((4, 4)), before=interrupted_in_slices("loss"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_the_patch_the_step_after_an_aborted_one_dies(shape):
+    if not has_own_split_step(shape):
+        pytest.skip("the release has no step in slices")
+    # The other one rewinds the machine as soon as a call raises.
+    disabled = "nemo_rl.abort-resets-rerun,nemo_rl.train-after-exception"
+    env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": disabled}
+    run_with_megatron(dying, 1, setup=find_nemo_rl, env=env)
+
+
+# ------------------------------------------------------------------------------------------ a mixture of experts
 EXPERTS = {"experts": 4, "config": ROUTERS}
 
 
-def after_finalize(worker, loss):
-    return raising_after(worker.model.config, "finalize_model_grads_func")
-
-
-def in_the_optimizer(worker, loss):
-    return raising_after(worker.optimizer, "prepare_grads")
-
-
 FAULTS_BY_WAY = {
-    "train": {"loss": failing_in_loss, "backward": failing_in_backward, "after finalize": after_finalize},
-    "split": {"loss": failing_in_loss, "after finalize": after_finalize, "in the optimizer": in_the_optimizer},
+    "train": ("loss", "backward", "after finalize"),
+    "split": ("loss", "after finalize", "in the optimizer"),
 }
 
 
@@ -153,7 +285,7 @@ def dropped(way, fault, left):
         model = SimpleNamespace(chunks=[worker.model], optimizer=worker.optimizer)
         found = held(model)
         loss = nll_loss()
-        with contextlib.suppress(Interrupted), FAULTS_BY_WAY[way][fault](worker, loss):
+        with contextlib.suppress(Interrupted), FAULTS[fault](worker, loss):
             {"train": train, "split": split}[way](worker, loss)
             raise AssertionError("nothing was raised")
         left.append((found, held(model)))
