@@ -1,11 +1,13 @@
-"""megatron.train-reentry on the real train(), at 2 ranks; wheels have it from 0.17 on."""
+"""megatron.train-reentry on the real train(), at 2 ranks, in calls one after another and after an exception in the
+middle of one; wheels have it from 0.17 on."""
 
 import contextlib
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
-from rigs.cells import run_cells
+from rigs.cells import cells_of, once, run_cells
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import (
     ADAM,
@@ -16,15 +18,24 @@ from rigs.megatron.options import (
     Interrupted,
     assert_same,
     buckets,
+    hooks_of,
     needs_training,
     plain_steps,
+    raising_half_way,
 )
+from rigs.step_state import GLOBAL, SCALED, held, new_model
 
-from megapatch import apply, report, restore
+from megapatch import MegapatchError, apply, report, restore
 from megapatch._cli.demo import train_without
 from megapatch.testing import Fault, MegatronLoop, init_parallel, tiny_gpt
 
 pytestmark = needs_training
+
+
+def new_loop(options=BOTH, layout=None, *, layers=4, **more):
+    """Return Megatron's own loop for a new model."""
+    init_parallel(**(layout or {}))
+    return MegatronLoop(tiny_gpt(layers=layers, hooks=False, **options), **more)
 
 
 # ------------------------------------------------------------------------------------------ the defect
@@ -62,10 +73,8 @@ def called_three_times(rank, world_size):
 
 
 def three_calls(layout, options, rerun_mode):
-    init_parallel(**layout)
-    model = tiny_gpt(layers=4, hooks=False, **options)
-    loop = MegatronLoop(model, rerun_mode=rerun_mode)
-    return [loss for _ in range(3) for loss in loop.train(2)], model.parameters()
+    loop = new_loop(options, layout, rerun_mode=rerun_mode)
+    return [loss for _ in range(3) for loss in loop.train(2)], loop.model.parameters()
 
 
 def plain_runs(rank, world_size):
@@ -92,24 +101,23 @@ def test_three_calls_give_the_numbers_of_a_run_without_overlap_and_without_train
 
 # ------------------------------------------------------------------------------------------ one model each
 def users_hooks(rank, world_size):
-    init_parallel()
-    model = tiny_gpt(hooks=False, **BOTH)
-    loop, found = MegatronLoop(model), {}
+    loop, found = new_loop(layers=2), {}
+    config = loop.model.config
     loop.train(1)
     for name, own in {"function": contextlib.nullcontext, "list": [contextlib.nullcontext]}.items():
-        model.config.no_sync_func = own
+        config.no_sync_func = own
         try:
             loop.train(1)
         except AssertionError as error:
-            found[name] = str(error), model.config.no_sync_func is own
-    model.config.no_sync_func = None
+            found[name] = str(error), config.no_sync_func is own
+    config.no_sync_func = None
 
-    param_sync = model.config.param_sync_func = lambda *ignored: None
+    param_sync = config.param_sync_func = lambda *ignored: None
     with contextlib.suppress(Interrupted):
         loop.train(2, fault=Fault(Interrupted(), microbatch=1))
-    found["param_sync after an exception"] = model.config.param_sync_func is param_sync
+    found["param_sync after an exception"] = config.param_sync_func is param_sync
     loop.train(0)
-    found["param_sync after no step"] = model.config.param_sync_func is param_sync
+    found["param_sync after no step"] = config.param_sync_func is param_sync
     return found
 
 
@@ -126,9 +134,7 @@ def test_hooks_that_a_user_set_stay_and_meet_megatrons_own_assertion():
 def activated_between_calls(rank, world_size):
     """megapatch comes after the first call; so does a patch of no_sync, whose old bound method train() set."""
     restore()
-    init_parallel()
-    model = tiny_gpt(layers=4, hooks=False, **BOTH)
-    loop = MegatronLoop(model)
+    loop = new_loop()
     holder = sys.modules[__name__]
     holder.train_by_name = sys.modules["megatron.training.training"].train
     losses = loop.train(2)
@@ -138,7 +144,7 @@ def activated_between_calls(rank, world_size):
     told = patch["sites"][0]
     losses += loop.train(2) + loop.train(2)
     rebound = holder.train_by_name is sys.modules["megatron.training.training"].train
-    return losses, model.parameters(), told, rebound
+    return losses, loop.model.parameters(), told, rebound
 
 
 def _wrap_no_sync():
@@ -157,9 +163,8 @@ def _wrap_no_sync():
     install("test.no-sync", module, Site(module.__name__, None, {"DistributedDataParallel.no_sync": wrap}))
 
 
-def test_activation_between_two_calls():
+def test_activation_between_two_calls(reference):
     got = run_with_megatron(activated_between_calls, 2)
-    reference = run_with_megatron(plain_steps, 2, {}, ADAM, 6, env=UNPATCHED)
     assert_same([(losses, parameters) for losses, parameters, _, _ in got], reference)
     for _, _, told, rebound in got:
         assert rebound
@@ -172,13 +177,11 @@ CALLS_AND_STEPS = ((1, 4), (4, 1), (3, 2))
 
 def gathers(rank, world_size, calls_and_steps):
     """How many buckets train() gathers over some calls, and how many it would have to."""
-    init_parallel()
     found = []
     for calls, steps in calls_and_steps:
-        model = tiny_gpt(layers=4, hooks=False, **BOTH)
-        loop, counter = MegatronLoop(model), Gathers()
+        loop, counter = new_loop(), Gathers()
         count = sum(counter.during(loop.train, steps) for _ in range(calls))
-        found.append((count, calls * steps * buckets(model.chunks[0])))
+        found.append((count, calls * steps * buckets(loop.model.chunks[0])))
     return found
 
 
@@ -188,3 +191,213 @@ def test_no_gather_more_than_once_a_step_and_bucket():
         assert count == needed
     # The first call of a process gathers no more than it does without megapatch.
     assert run_with_megatron(gathers, 2, CALLS_AND_STEPS[:1], env=UNPATCHED) == [each[:1] for each in found]
+
+
+# ------------------------------------------------------------------------------------------ after an exception
+PLACES = {  # where, and at which microbatch; a step has two
+    "data, before any step": ("data", 0),
+    "loss, in the first step": ("loss", 1),
+    "half of the backward, in the first step": ("half backward", 1),
+    "data, right after a step": ("data", 2),
+    "data, right after the second step": ("data", 4),
+    "loss, after a step": ("loss", 3),
+    "half of the backward, after two steps": ("half backward", 5),
+    "half of the backward of a first microbatch": ("half backward", 4),
+}
+HEALTHY_CALLS = (0, 1)
+LONGEST = 2 + 2 + 3  # steps: of a healthy call, before the exception, after it
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return run_with_megatron(plain_steps, 2, {}, ADAM, LONGEST, timeout=400, env=UNPATCHED)
+
+
+def interrupt(loop, place, microbatch, steps=4):
+    """Call train(), and raise in the middle."""
+    fault, half_way = None, contextlib.nullcontext()
+    if place == "half backward":
+        half_way = raising_half_way(loop.model, microbatch)
+    else:
+        fault = Fault(Interrupted(), microbatch=microbatch, place=place)
+    with half_way, contextlib.suppress(Interrupted):
+        loop.train(steps, fault=fault)
+        raise AssertionError("the call was not interrupted")
+
+
+def state():
+    """Of what train() leaves running in this process: rerun state machine and timer."""
+    machine = sys.modules["megatron.core.rerun_state_machine"].get_rerun_state_machine()
+    timer = sys.modules["megatron.training.global_vars"].get_timers()("interval-time")
+    return {"state": machine.state.name, "mode": machine.get_mode().value, "timer": timer._started}
+
+
+def interrupted_everywhere(rank, world_size, options, rerun_mode):
+    """For each place: some good calls, one that is interrupted there, then more; what is left in between."""
+    found = {}
+    for place, (where, microbatch) in PLACES.items():
+        for healthy_calls in HEALTHY_CALLS:
+            loop = new_loop(options, rerun_mode=rerun_mode)
+            for _ in range(healthy_calls):
+                loop.train(2)
+            before = hooks_of(loop.model.config)
+            interrupt(loop, where, microbatch)
+            left = {**state(), "hooks": hooks_of(loop.model.config) == before}
+            loop.iteration += microbatch // loop.num_microbatches  # the steps that were completed
+            first = loop.iteration
+            losses = loop.train(2) + loop.train(1)
+            found[place, healthy_calls] = left, first, losses, loop.model.parameters()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "rerun_mode"),
+    [
+        pytest.param(BOTH, "disabled", id="both", marks=pytest.mark.nightly),
+        pytest.param({**BOTH, "align_param_gather": True}, "validate_results", id="both aligned, validating"),
+        pytest.param({**ADAM, **GRADS, "use_distributed_optimizer": True}, "disabled", id="grads"),
+    ],
+)
+def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_mode):
+    by_rank = run_with_megatron(interrupted_everywhere, 2, options, rerun_mode, timeout=400)
+    for place in by_rank[0]:
+        for left, *_ in (found[place] for found in by_rank):
+            assert left == {"state": "NOT_RUNNING_YET", "mode": rerun_mode, "timer": False, "hooks": True}, place
+        assert_same([found[place][2:] for found in by_rank], reference, first=by_rank[0][place][1])
+
+
+def only_cleared_by_hand(rank, world_size):
+    """Act as a fix that only removes the asserts: clear away what they look at, and continue."""
+    loop = new_loop()
+    interrupt(loop, "data", 4)
+    loop.model.config.no_sync_func = None
+    sys.modules["megatron.training.global_vars"].get_timers()("interval-time").stop()
+    rerun = sys.modules["megatron.core.rerun_state_machine"]
+    rerun.get_rerun_state_machine().state = rerun.RerunState.NOT_RUNNING_YET
+    loop.iteration = 2
+    return loop.train(2)
+
+
+def test_clearing_away_the_asserts_alone_trains_from_old_parameters_silently(reference):
+    losses = run_with_megatron(only_cleared_by_hand, 2, env=UNPATCHED)[0]
+    assert losses != pytest.approx([loss for loss, _ in reference[0][2:4]], rel=1e-4)
+
+
+def activated_after_an_interruption(rank, world_size):
+    """The call that was interrupted was Megatron's own: nothing has cleaned up after it."""
+    restore()
+    loop = new_loop(rerun_mode="validate_results")
+    interrupt(loop, "loss", 1)
+    left = state()
+    apply()
+    return left, loop.train(2), loop.model.parameters()
+
+
+def test_an_activation_after_an_interrupted_call_comes_in_time(reference):
+    by_rank = run_with_megatron(activated_after_an_interruption, 2)
+    for left, *_ in by_rank:
+        assert left == {"state": "INITIAL_RUN", "mode": "validate_results", "timer": True}
+    assert_same([found for _, *found in by_rank], reference)
+
+
+def interrupted_in_evaluation(rank, world_size):
+    """There is no validation data, so that evaluate() raises, with the rerun state machine switched off."""
+    loop = new_loop(rerun_mode="validate_results", flags=["--eval-interval", "1", "--eval-iters", "1"])
+    loop.args.do_valid = True
+    try:
+        loop.train(2)
+    except TypeError as error:
+        text = str(error)
+    left = state()
+    loop.args.do_valid = False
+    loop.iteration = 1
+    return text, left, loop.train(2), loop.model.parameters()
+
+
+def test_an_exception_in_evaluation_leaves_the_rerun_state_machine_in_its_mode(reference):
+    by_rank = run_with_megatron(interrupted_in_evaluation, 2)
+    for text, left, *_ in by_rank:
+        assert "NoneType" in text
+        assert left == {"state": "NOT_RUNNING_YET", "mode": "validate_results", "timer": False}
+    assert_same([found[2:] for found in by_rank], reference, first=1)
+
+
+def mxfp8_after_an_exception(rank, world_size):
+    loop = new_loop(layers=2)
+    loop.train(1)
+    interrupt(loop, "data", 2)
+    # On CPU nothing is MXFP8; the switch alone decides.
+    object.__setattr__(loop.model.ddp_config, "reuse_grad_buf_for_mxfp8_param_ag", True)
+    try:
+        loop.train(1)
+    except MegapatchError as error:
+        return str(error)
+
+
+def test_parameters_that_cannot_be_gathered_any_more_are_an_error_rather_than_other_numbers():
+    for text in run_with_megatron(mxfp8_after_an_exception, 2):
+        assert "reuse_grad_buf_for_mxfp8_param_ag" in text
+        assert "checkpoint" in text
+
+
+NAMES = (GLOBAL, SCALED)
+PLACES_OF_A_STEP = ("loss", "half of the backward", "after finalize", "in the optimizer")
+
+
+def failing_in_the_second_step(model, place):
+    """Return a context in which the second step of a call raises, and the fault to pass to train()."""
+    if place == "loss":
+        return contextlib.nullcontext(), Fault(Interrupted(), microbatch=3, place="loss")
+    if place == "half of the backward":
+        return raising_half_way(model, 3), None
+    # The optimizer calls the first before anything else, and the second once it has found no overflow.
+    name = {"after finalize": "prepare_grads", "in the optimizer": "step_with_ready_grads"}[place]
+    original, calls = getattr(model.optimizer, name), iter(range(9))
+
+    def function(*args, **kwargs):
+        if next(calls) == 1:
+            raise Interrupted
+        return original(*args, **kwargs)
+
+    return mock.patch.object(model.optimizer, name, function), None
+
+
+def two_steps(name, place=None):
+    """Return the state after one step in train() and after the next, with an interrupted one between, or none."""
+    model = new_model(name, hooks=False)
+    loop = MegatronLoop(model)
+    if place is None:
+        loop.train(1)
+    else:
+        context, fault = failing_in_the_second_step(model, place)
+        with context, contextlib.suppress(Interrupted):
+            loop.train(2, fault=fault)
+            raise AssertionError("the call was not interrupted")
+        loop.iteration += 1
+    first = held(model)
+    return first, loop.train(1), held(model), model.parameters()
+
+
+def job(rank, world_size):
+    init_parallel()
+    for name in NAMES:
+        never = once(two_steps, name)
+        for place in PLACES_OF_A_STEP:
+            yield (name, place), partial(compare, never, name, place)
+
+
+def compare(never, name, place):
+    *expected, parameters = never()
+    *found, own = two_steps(name, place)
+    assert found == expected
+    assert all(value.equal(parameters[name]) for name, value in own.items())
+
+
+dropped = cells_of(job, 2)
+
+
+@pytest.mark.parametrize("place", PLACES_OF_A_STEP)
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupted_step_leaves_nothing(dropped, name, place):
+    for found in dropped:
+        found[name, place]
