@@ -46,25 +46,21 @@ def cells(rank, world_size):
     importlib.import_module(ROLLOUT)
     importlib.import_module(CHECKPOINTER)
     restore()
-    for name in READS:
-        yield f"{name}, without", lambda name=name: read_after_steps(name)
-    yield "recovered, without", recovered
-    yield "seeds, without", seeds
-    yield "evaluated, without", evaluated
-    yield "failures, without", failures
-    yield "router, without", router_gradients
-    yield "dense, without", lambda: gradients(SCALE)
+    yield from programs(", without", ", without")
     apply()
     yield "statuses", statuses
-    for name in READS:
-        yield f"{name}, with", lambda name=name: read_after_steps(name)
-    yield "recovered", recovered
-    yield "seeds", seeds
-    yield "evaluated", evaluated
-    yield "failures", failures
-    yield "router", router_gradients
-    yield "dense", lambda: gradients(SCALE)
+    yield from programs(", with", "")
     yield "own hook", own_hook
+
+
+def programs(after_reads, after_others):
+    """Yield the cells that run both without the patches and with them; their names end with these texts."""
+    for name in READS:
+        yield f"{name}{after_reads}", lambda name=name: read_after_steps(name)
+    for program in (recovered, seeds, evaluated, failures):
+        yield f"{program.__name__}{after_others}", program
+    yield f"router{after_others}", router_gradients
+    yield f"dense{after_others}", lambda: gradients(SCALE)
 
 
 def read_after_steps(name):
