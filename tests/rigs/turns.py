@@ -6,7 +6,7 @@ every fourth one. Some that depend on it little run with the README's instead. O
 need no Megatron, each module runs with the README's Python and with one of 3.10 and 3.13.
 
 Of the releases of a framework each module runs with the newest and one of the others, and of the two shapes of
-NeMo-RL's code with one. Of the largest grids every third case runs.
+NeMo-RL's code with one. Of the largest grids every third case runs; with the newest, all correct trainers.
 """
 
 from __future__ import annotations
