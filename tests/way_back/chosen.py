@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .known import is_free
 from .layouts import layouts_here
-from .plan import ASIDE, COMPANION, INFERENCE, LAST, REDUCED, REFUSED, REPLAYED, TRAIN, Sequence, plan
+from .plan import ASIDE, COMPANION, GENERATION, INFERENCE, LAST, REDUCED, REFUSED, REPLAYED, TRAIN, Sequence, plan
 
 CHOSEN = (
     Sequence(
@@ -55,6 +55,7 @@ CHOSEN = (
             "abort in the forward pass",
             "abort in the backward pass",
             "step",
+            GENERATION,
             "save",
             "another layout and back",
             "load of the optimizer, then of the weights",
@@ -78,6 +79,7 @@ CHOSEN = (
         "moe",
         (
             INFERENCE,
+            GENERATION,
             "split step",
             COMPANION[0],
             "save",
@@ -124,7 +126,18 @@ CHOSEN = (
     Sequence("fp32, sharded", ("log probabilities", "step", "save", "TrainStep dropped", "step", "load")),
     Sequence(
         "bf16, sharded, overlaps",
-        (INFERENCE, COMPANION[0], "step", COMPANION[1], "save", COMPANION[2], "step", COMPANION[3], "load"),
+        (
+            INFERENCE,
+            COMPANION[0],
+            "step",
+            GENERATION,
+            COMPANION[1],
+            "save",
+            COMPANION[2],
+            "step",
+            COMPANION[3],
+            "load",
+        ),
     ),
     Sequence("pp, vpp", ("abort in the optimizer", "abort after the reduce", "step", "save", "step", "load")),
     Sequence(

@@ -6,7 +6,7 @@ import torch
 
 from megapatch.testing import init_parallel, tiny_gpt
 
-from .plan import ABORTS, ASIDE, COMPANION, INFERENCE, LAST, REDUCED, REFUSED, TRAIN
+from .plan import ABORTS, ASIDE, COMPANION, GENERATION, INFERENCE, LAST, REDUCED, REFUSED, TRAIN
 from .trainer import Trainer
 
 
@@ -68,6 +68,7 @@ SIMPLE = {
     "evaluation that raises": lambda trainer, data: trainer.evaluate(data, "in the forward pass"),
     "log probabilities": Trainer.log_probabilities,
     INFERENCE: lambda trainer, data: trainer.log_probabilities(data, torch.inference_mode),
+    GENERATION: Trainer.generate,
     COMPANION[0]: lambda trainer, data: trainer.companion().step(data),
     COMPANION[1]: lambda trainer, data: trainer.companion().evaluate(data),
     COMPANION[2]: _companion_loads,

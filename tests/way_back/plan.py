@@ -82,6 +82,7 @@ LAST = "TrainStep dropped after its last call"
 REFUSED = "load in an open TrainStep"
 
 INFERENCE = "log probabilities in inference mode"
+GENERATION = "generation"  # by the model with its cache, as Megatron's own engines run it
 COMPANION = (
     "another model steps",
     "another model evaluates",
@@ -97,6 +98,7 @@ NEUTRAL = (
     "evaluation that raises",
     "log probabilities",
     INFERENCE,
+    GENERATION,
     *COMPANION,
     "swap of a reference",
     "offload and onload",
@@ -109,7 +111,7 @@ NEUTRAL = (
     f"{TRAIN} that raises",
     *(f"{way} {place}" for way in WAYS for place in ABORTS),
 )
-UNRANDOM = ("evaluation", "evaluation that raises", "offload and onload", COMPANION[1], COMPANION[3])
+UNRANDOM = ("evaluation", "evaluation that raises", GENERATION, "offload and onload", COMPANION[1], COMPANION[3])
 """Of the neutral operations, those that draw no random numbers: they run nothing in training mode."""
 ASYNCHRONOUS = ("async save", "finish the async save", "abandoned async save")
 SAVES = ("save", "save that raises", *ASYNCHRONOUS)
@@ -167,6 +169,8 @@ def _possible(layout: Layout, then: Then, operation: str) -> bool:
         return layout.is_fp16
     if operation.startswith(TRAIN):
         return layout.has_train
+    if operation == GENERATION:
+        return not (layout.is_pipeline or "cp" in layout.parallel)
     if operation == "offload and onload":
         return layout.offload is None
     if operation in (*SAVES, COMPANION[2]) and not layout.can_save:

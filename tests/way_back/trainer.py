@@ -215,6 +215,24 @@ class Trainer:
         with mode():
             self.forward_backward(data, forward_only=True)
 
+    def generate(self, data):
+        """Read three tokens of each sequence, and generate two: keys and values are kept, and the mode as well."""
+        from megatron.core.inference.contexts import StaticInferenceContext
+
+        (chunk,) = self.model.chunks
+        context, tokens = StaticInferenceContext(2, 5), torch.tensor([[1, 2, 3], [4, 5, 6]])
+        chunk.eval()
+        with torch.inference_mode():
+            for start in (0, 3, 4):
+                count = tokens.shape[1]
+                later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1) if start == 0 else None
+                places = torch.arange(start, start + count).expand(2, -1)
+                logits = chunk(tokens, places, later, inference_context=context, runtime_gather_output=True)
+                context.sequence_len_offset += count
+                if hasattr(context, "enable_decode_mode"):
+                    context.enable_decode_mode()
+                tokens = logits[:, -1:].argmax(-1) % self.model.vocab
+
     def swap(self, data):
         """Compute log probabilities of a reference: its weights come into the model, and go again."""
         self.model.gather_parameters()
