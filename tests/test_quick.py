@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rigs.needs import runs_without_megatron
-from rigs.quick import OF_PATCHES, OF_TRAIN_STEP, QUICK
+from rigs.quick import OF_PATCHES, OF_TRAIN_STEP
 from rigs.turns import ALWAYS, MEGATRONS, ONCE, OTHERS, README, WITH_THE_READMES, has_its_turn
 
 from megapatch.patches import PATCHES
@@ -24,17 +24,13 @@ def test_the_cases_of_train_step_are_there():
         assert f"\ndef {test}(" in (TESTS / file).read_text(), f"{node}: expected such a test; found none"
 
 
-def test_each_module_has_one_turn_and_the_quick_tests_have_every_fourth():
+def test_each_module_has_one_turn():
     files = [*TESTS.glob("patches/**/test_*.py"), *TESTS.glob("verify/test_*.py")]
     for file in files:
         module = file.relative_to(TESTS).as_posix()
         turns = [one for one in MEGATRONS if has_its_turn(f"{module}::test_that_is_not_quick", f"{one}.2")]
         assert len(turns) in ([0] if module.startswith(ONCE) else [1, len(MEGATRONS)])
         assert has_its_turn(module, "0.19.2", (3, 11))
-    for node in QUICK:
-        turns = [number for number, one in enumerate(MEGATRONS) if has_its_turn(node, f"{one}.2")]
-        assert any(set(range(first, len(MEGATRONS), 4)) <= set(turns) for first in range(4))
-        assert has_its_turn(node, "0.19.2", (3, 11))
     assert all(has_its_turn(node, f"{one}.2") for node in OF_TRAIN_STEP for one in MEGATRONS)
 
 

@@ -1,9 +1,9 @@
 """The share of many releases and modules that CI tests; each night everything is tested with everything.
 
 With all Megatrons the diagnoses run, and the quick tests of TrainStep's parity. The other modules run with the
-newest, and each that depends on Megatron's version with one of the rest, whose turn it is; its quick tests with
-every fourth one. Some that depend on it little run with the README's instead. Of the engine's own tests, which
-need no Megatron, each module runs with the README's Python and with one of 3.10 and 3.13.
+newest, and each that depends on Megatron's version with one of the rest, whose turn it is; the README's command
+has run its quick tests with 0.16. Some that depend on it little run with the README's instead. Of the engine's
+own tests, which need no Megatron, each module runs with the README's Python and with one of 3.10 and 3.13.
 
 Of the releases of a framework each module runs with the newest and one of the others, and of the two shapes of
 NeMo-RL's code with one. Of the largest grids every third case runs; with the newest, all correct trainers.
@@ -19,7 +19,7 @@ from collections.abc import Container
 import pytest
 
 from rigs.needs import TESTS, runs_without_megatron
-from rigs.quick import OF_TRAIN_STEP, QUICK, is_quick
+from rigs.quick import OF_TRAIN_STEP, is_quick
 
 MEGATRONS = ("0.12", "0.13", "0.14", "0.15", "0.16", "0.17", "0.18")  # all but the newest
 README, OTHERS = (3, 11), ((3, 10), (3, 13))  # Pythons; 3.12 has the newest Megatrons
@@ -36,7 +36,6 @@ ALWAYS = (
     "test_verdicts.py",
 )
 QUICK_WITH_EACH = {node.partition("::")[0] for node in OF_TRAIN_STEP}
-QUICK_MODULES = {node.partition("::")[0] for node in QUICK}
 
 
 def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.version_info[:2]) -> bool:
@@ -56,10 +55,8 @@ def has_its_turn(place: str, megatron: str, python: tuple[int, ...] = sys.versio
         return True
     if module.startswith(ONCE):
         return False
-    if is_quick(place) if test else module in QUICK_MODULES:
-        fourth = _turn(module, 4) == MEGATRONS.index(minor) % 4
-        if fourth or module in QUICK_WITH_EACH:
-            return True
+    if module in QUICK_WITH_EACH and (is_quick(place) or not test):
+        return True
     if module.startswith(OF_THESE_TWO):
         return minor == READMES
     return minor == MEGATRONS[_turn(module, len(MEGATRONS))]

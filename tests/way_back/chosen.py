@@ -139,6 +139,9 @@ CHOSEN = (
             "load",
         ),
     ),
+    Sequence(
+        "bf16, large", (COMPANION[0], "step", COMPANION[2], "save", "step", COMPANION[1], COMPANION[3], "load")
+    ),
     Sequence("pp, vpp", ("abort in the optimizer", "abort after the reduce", "step", "save", "step", "load")),
     Sequence(
         "ep",

@@ -36,6 +36,7 @@ AUX_LOSS = {
     "experts": 2,
     "config": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
 }
+LARGE = {"hidden": 32, "heads": 4, "seq": 16}
 DROPOUT = {"config": {"hidden_dropout": 0.2, "attention_dropout": 0.2}}
 STATE_DICTS = "state dicts"  # torch's
 ON_DISK = "on disk"  # by Megatron's distributed checkpoints, like the sharding types
@@ -99,9 +100,11 @@ class Layout(NamedTuple):
         return not self.is_on_disk or minor() >= 16
 
     def of_another_size(self) -> Layout:
-        """Return this layout with a larger model, whose sequences are longer, and which cannot replay routes."""
+        """Return this layout with a large model, whose sequences are longer, or a small one, without replay."""
         config = {name: value for name, value in self.options.get("config", {}).items() if "replay" not in name}
-        return self._replace(options={**self.options, "hidden": 32, "heads": 4, "seq": 16, "config": config})
+        others = {name: value for name, value in self.options.items() if name not in LARGE}
+        size = LARGE if others == self.options else {}
+        return self._replace(options={**others, **size, "config": config})
 
     def set_up(self):
         init_parallel(**self.parallel)
@@ -140,6 +143,7 @@ LAYOUTS = {
     "moe": Layout({}, {**ADAM, **MOE}, oldest=15),  # the first with global_aux_loss
     "ep": Layout({"ep": 2}, {**SHARDED, **MOE, "dtype": "bf16"}, "dp_reshardable", oldest=15),
     "offloaded": Layout({}, {**SHARDED, "dtype": "bf16", "lr": 0.01}, "dp_reshardable", offload="half", oldest=13),
+    "bf16, large": Layout({}, {**SHARDED, **OVERLAPS, **LARGE, "dtype": "bf16"}, "dp_reshardable"),
     "bf16, overlapped reduce": Layout({}, {**ADAM, "dtype": "bf16", "overlap_grad_reduce": True}),
     "fp32, sharded, overlaps": Layout({}, {**SHARDED, **OVERLAPS}, "dp_reshardable"),
     "cp": Layout({"cp": 2}, {**SHARDED, "dtype": "bf16", "attention": False}, "dp_reshardable", oldest=16),
