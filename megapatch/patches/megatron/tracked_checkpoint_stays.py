@@ -49,10 +49,10 @@ def keep_the_tracked(remove: Callable[..., Any]) -> Callable[..., Any]:
     def patched_cleanup_old_non_persistent_checkpoint(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
         given.apply_defaults()
-        if given.arguments[KEEP] > 0 and place()[0] == 0:
-            folder = Path(given.arguments["save_dir"])
-            newer = _from_tracked_on(folder, Path(getattr(module, TRACKER)(str(folder))))
-            given.arguments[KEEP] = max(given.arguments[KEEP], newer)
+        folder, keep = given.arguments["save_dir"], given.arguments[KEEP]
+        if isinstance(folder, (str, Path)) and isinstance(keep, int) and keep > 0 and place()[0] == 0:
+            newer = _from_tracked_on(Path(folder), Path(getattr(module, TRACKER)(str(folder))))
+            given.arguments[KEEP] = max(keep, newer)
         return remove(*given.args, **given.kwargs)
 
     return patched_cleanup_old_non_persistent_checkpoint
