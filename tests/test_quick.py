@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rigs.needs import runs_without_megatron
-from rigs.quick import OF_PATCHES, OF_TRAIN_STEP
+from rigs.quick import OF_PATCHES, OF_TRAIN_STEP, QUICK
 from rigs.turns import ALWAYS, MEGATRONS, ONCE, OTHERS, README, WITH_THE_READMES, has_its_turn
 
 from megapatch.patches import PATCHES
@@ -31,6 +31,9 @@ def test_each_module_has_one_turn():
         turns = [one for one in MEGATRONS if has_its_turn(f"{module}::test_that_is_not_quick", f"{one}.2")]
         assert len(turns) in ([0] if module.startswith(ONCE) else [1, len(MEGATRONS)])
         assert has_its_turn(module, "0.19.2", (3, 11))
+    for node in QUICK:
+        assert has_its_turn(node, "0.19.2", (3, 11))
+        assert any(has_its_turn(node, f"{one}.2") for one in MEGATRONS)
     assert all(has_its_turn(node, f"{one}.2") for node in OF_TRAIN_STEP for one in MEGATRONS)
 
 

@@ -216,7 +216,7 @@ class Trainer:
             self.forward_backward(data, forward_only=True)
 
     def generate(self, data):
-        """Read three tokens of each sequence, and generate two: keys and values are kept, and the mode as well."""
+        """Read three tokens of each sequence and generate two, keeping keys and values. The mode stays eval()."""
         from megatron.core.inference.contexts import StaticInferenceContext
 
         (chunk,) = self.model.chunks

@@ -139,18 +139,18 @@ PATCH = Patch(
     changes_numbers=True,
     sites=(
         Site(
-            module="megatron.training.checkpointing",
-            diagnose=functools.partial(diagnose, LOAD, "unwrap_model", _call_megatron),
+            "megatron.training.checkpointing",
+            functools.partial(diagnose, LOAD, "unwrap_model", _call_megatron),
             replace={LOAD: restore_in_megatron},
         ),
         Site(
-            module=f"{BRIDGE}.checkpointing",
-            diagnose=functools.partial(diagnose, LOAD, LOAD_FROM, _call_bridge),
+            f"{BRIDGE}.checkpointing",
+            functools.partial(diagnose, LOAD, LOAD_FROM, _call_bridge),
             replace={LOAD: restore_in_bridge},
         ),
         Site(
-            module=f"{BRIDGE}.setup",
-            diagnose=functools.partial(diagnose, HOOK, LOAD_FROM, _call_hook),
+            f"{BRIDGE}.setup",
+            functools.partial(diagnose, HOOK, LOAD_FROM, _call_hook),
             replace={HOOK: restore_after_hook},
         ),
     ),

@@ -139,8 +139,8 @@ PATCH = Patch(
     sites=(
         Site(MODULE, diagnose, replace={"train": make_reentrant, "train_step": leaving_nothing_if_dropped}),
         Site(
-            module="megatron.bridge.training.train",
-            diagnose=functools.partial(_of_bridge, "diagnose"),
+            "megatron.bridge.training.train",
+            functools.partial(_of_bridge, "diagnose"),
             replace={
                 "train": functools.partial(_of_bridge, "make_reentrant"),
                 "train_step": leaving_nothing_if_dropped,

@@ -52,6 +52,6 @@ PATCH = Patch(
     upstream="https://github.com/NVIDIA-NeMo/RL/pull/2683",
     sites=(
         Site(MODULE, diagnose, add=split_step_of(WORKER, "megatron"), rebuild=actors_of(WORKER)),
-        Site(module=FORKED, diagnose=diagnose),
+        Site(FORKED, diagnose),
     ),
 )
