@@ -17,7 +17,7 @@ from .check import CannotRunHere
 from .results import REPAIRED, UNDECIDED, UNFINISHED, WITH, Results, Row, run_check, without_a_run
 from .world import Device, Launched, Local, World, gpus, is_launched, lacking, opened
 
-SECONDS = 180.0
+SECONDS = 600.0
 AT_LEAST = 2
 """Ranks, unless fewer are asked for: most defects need two."""
 EXIT_CODES = """\
@@ -143,7 +143,7 @@ def _fill(results: Results, world: World, chosen: Sequence[str], seconds: float)
 
 
 def _measure(results: Results, world: World, seconds: float) -> None:
-    """Measure the cost of each patch whose defect was repaired."""
+    """Measure the cost of the patches whose defects were repaired."""
     repaired = {row.name: row for row in results.rows if row.outcome == REPAIRED}
     if not repaired:
         return
@@ -153,9 +153,9 @@ def _measure(results: Results, world: World, seconds: float) -> None:
     except (RanksFailed, RanksTimedOut) as error:
         say(f"could not be measured: {error}")
         return
-    results.step = measured.step
-    for name, cost in measured.of.items():
-        repaired[name].cost = cost
+    results.step, results.cost = measured
+    if len(repaired) == 1:
+        next(iter(repaired.values())).cost = measured.added
     say(f"measured in steps of {1000 * measured.step:.1f} ms")
 
 

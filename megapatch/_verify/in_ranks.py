@@ -156,8 +156,8 @@ def last_line(error: Any, kind: str) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------- the cost of a patch in an ordinary step
-ROUNDS = 4
+# ----------------------------------------------------------------------- the cost of patches in an ordinary step
+ROUNDS = 8
 STEPS = 4
 """Steps that are timed one by one, after one that is not."""
 
@@ -167,15 +167,16 @@ class Costs(NamedTuple):
 
     Attributes:
         step: seconds of an ordinary step.
-        of: by patch, the seconds that it adds to a step, and by how much that is uncertain.
+        added: the seconds that they add to it together, and by how much that is uncertain; None if they cannot be
+            taken off, because another patch stands on one of them.
     """
 
     step: float
-    of: dict[str, tuple[float, float]]
+    added: tuple[float, float] | None
 
 
 def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
-    """Time data-parallel steps with overlap, in turns with each of these patches and without it. A collective.
+    """Time data-parallel steps with overlap, in turns with these patches and without them. A collective.
 
     The time is that of the thread that trains. Waiting for other ranks, which varies more than any patch costs, is
     not in it; neither is the GPU, to which no patch of Megatron's gives work in an ordinary step: see
@@ -186,7 +187,7 @@ def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
     quiet()
     DP.set_up()
 
-    def timed() -> list[float]:
+    def fastest() -> float:
         model = DP.model(**BOTH)  # a model that was built with a patch keeps some of its functions
         model.train_step(0)
         found = []
@@ -194,42 +195,29 @@ def costs(rank: int, world_size: int, names: tuple[str, ...]) -> Costs:
             started = time.thread_time()
             model.train_step(step)
             found.append(time.thread_time() - started)
-        return found
+        return min(found)
 
-    first = timed()
-    names = tuple(filter(_can_be_taken_off, names))
-    with_it: dict[str, list[float]] = {name: [] for name in names}  # the fastest step of each round
-    without: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(ROUNDS):
-        for name in names:
-            with_it[name].append(min(timed()))
-            restore(name)
-            without[name].append(min(timed()))
-            apply()
-    step = min(min(found) for found in (first, *without.values()))
-    return Costs(step, {name: difference(with_it[name], without[name]) for name in names})
-
-
-def _can_be_taken_off(name: str) -> bool:
-    """Return whether no other patch stands on this one, so that it can be measured apart."""
-    from .._api import apply, restore
-
+    step = fastest()
+    with_them, without = [], []
     try:
-        restore(name)
+        for _ in range(ROUNDS):
+            with_them.append(fastest())
+            restore(*names)
+            without.append(fastest())
+            apply()
     except RestoreError:
-        return False
-    apply()
-    return True
+        return Costs(step, None)
+    return Costs(min(step, *without), difference(with_them, without))
 
 
-def difference(with_it: Sequence[float], without: Sequence[float]) -> tuple[float, float]:
-    """Return the seconds that a patch adds to a step, and their uncertainty: the range over the rounds.
+def difference(with_them: Sequence[float], without: Sequence[float]) -> tuple[float, float]:
+    """Return the seconds that patches add to a step, and their uncertainty: the range over the rounds.
 
     On a busy machine whole rounds are slow, all of their steps, so the steps of one round say nothing of that.
 
     Args:
-        with_it: the fastest step of each round with the patch, in seconds.
-        without: the same without it, measured directly after it.
+        with_them: the fastest step of each round with the patches, in seconds.
+        without: the same without them, measured directly after it.
     """
-    found = sorted(ours - megatrons for ours, megatrons in zip(with_it, without, strict=True))
+    found = sorted(ours - megatrons for ours, megatrons in zip(with_them, without, strict=True))
     return statistics.median(found), found[-1] - found[0]

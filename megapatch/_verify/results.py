@@ -47,7 +47,7 @@ class Row:
         difference: the largest difference to the reference, with megapatch; None where there are no numbers.
         compares: the two sides of the comparison.
         layouts: in which all was well with megapatch.
-        cost: host seconds that the patch adds to an ordinary step, and their uncertainty; None where not measured.
+        cost: as of the results, if this is the only patch that was repaired.
         seconds: that the check took.
         text: why, in words.
     """
@@ -190,6 +190,7 @@ class Results:
         processes: number of ranks.
         rows: the outcome of each check.
         step: the host's seconds in an ordinary step; None if costs were not measured.
+        cost: host seconds that the repaired patches together add to it, and their uncertainty; None if not known.
         stopped: why it ended before the last check; "" if it did not.
     """
 
@@ -199,6 +200,7 @@ class Results:
     processes: int
     rows: list[Row] = field(default_factory=list)
     step: float | None = None
+    cost: tuple[float, float] | None = None
     stopped: str = ""
 
     @property
@@ -220,6 +222,7 @@ class Results:
             backend=self.backend,
             processes=self.processes,
             step_seconds=self.step,
+            cost=self.cost,
             stopped=self.stopped,
             exit_code=self.exit_code,
             checks=[asdict(row) for row in self.rows],
@@ -227,9 +230,8 @@ class Results:
 
     def text(self, columns: int) -> str:
         """Return the table, the problems, and one sentence on all of it."""
-        measured = [f"cost: of a step that takes the host {1000 * self.step:.1f} ms"] if self.step else []
-        lines = [*self._head(columns), "", *self._table(), *measured, *self._notes(columns), "", self.sentence()]
-        return "\n".join(lines)
+        body = [*self._table(), *self._cost(), *self._notes(columns)]
+        return "\n".join([*self._head(columns), "", *body, "", self.sentence()])
 
     def sentence(self) -> str:
         """Return the overall result, in one sentence."""
@@ -258,7 +260,7 @@ class Results:
 
     def _table(self) -> list[str]:
         shown = [row for row in self.rows if row.outcome not in (NOT_HERE, NO_CHECK)]
-        cells = [("check", "outcome", "defect seen", "with megapatch", "numbers", "cost")]
+        cells = [("check", "outcome", "defect seen", "with megapatch", "numbers")]
         cells += [
             (
                 row.name,
@@ -266,11 +268,18 @@ class Results:
                 _word(row.seen, "yes", "no"),
                 _word(row.repaired, "well", "not well"),
                 _numbers(row.difference),
-                _cost(row.cost),
             )
             for row in shown
         ]
         return table(cells)
+
+    def _cost(self) -> list[str]:
+        if self.step is None or self.cost is None:
+            return []
+        seconds, uncertain = self.cost
+        limit = f"less than {1e6 * (max(seconds, 0) + uncertain):.0f}"
+        cost = limit if seconds < uncertain else f"{1e6 * seconds:.0f}"
+        return [f"cost of the repaired: {cost} us of a step that takes the host {1000 * self.step:.1f} ms"]
 
     def _notes(self, columns: int) -> Iterator[str]:
         for row in self.rows:
@@ -305,11 +314,3 @@ def _numbers(difference: float | None) -> str:
 
 def _word(answer: bool | None, yes: str, no: str) -> str:
     return {True: yes, False: no, None: "-"}[answer]
-
-
-def _cost(cost: tuple[float, float] | None) -> str:
-    """Word the seconds that a patch adds to a step, in microseconds."""
-    if cost is None:
-        return "-"
-    seconds, uncertain = cost
-    return f"< {1e6 * (max(seconds, 0) + uncertain):.0f} us" if seconds < uncertain else f"{1e6 * seconds:.0f} us"

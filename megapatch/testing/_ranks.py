@@ -36,7 +36,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 600.0,
     setup: Callable[[], object] | None = None,
     env: Mapping[str, str] | None = None,
     device: Literal["cpu", "cuda"] = "cpu",

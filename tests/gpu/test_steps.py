@@ -43,5 +43,5 @@ def test_a_cuda_graph_is_that_of_the_same_pass(on_gpus):
 
 def test_a_compiled_pass_is_that_of_the_same_pass(on_gpus):
     env = {"TORCHDYNAMO_DISABLE": "0"}
-    for eager, compiled in on_gpus.run(gpu.compiled_and_eager, env=env, timeout=300):
+    for eager, compiled in on_gpus.run(gpu.compiled_and_eager, env=env):
         torch.testing.assert_close(compiled, eager)

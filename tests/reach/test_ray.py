@@ -159,7 +159,7 @@ def found(tmp_path_factory):
         (package / "__init__.py").touch()
     module.write_text("class DistributedDataParallel: pass")
     given = without_megapatch(folder("bare")), str(fake)
-    return run_ranks(in_ray, 1, *given, timeout=240, env={"MEGAPATCH_DISABLE": "", "MEGAPATCH_STRICT": ""})[0]
+    return run_ranks(in_ray, 1, *given, env={"MEGAPATCH_DISABLE": "", "MEGAPATCH_STRICT": ""})[0]
 
 
 def worker(**known):

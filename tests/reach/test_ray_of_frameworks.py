@@ -95,7 +95,7 @@ def found(tmp_path_factory):
     slime = SLIME or f"{TESTS}/imitations", bool(SLIME)
     log = str(tmp_path_factory.mktemp("log"))
     env = {"MEGAPATCH_DISABLE": "", "MEGAPATCH_STRICT": ""}
-    return run_ranks(in_ray, 1, slime, SKYRL, log, timeout=240, env=env)[0]
+    return run_ranks(in_ray, 1, slime, SKYRL, log, env=env)[0]
 
 
 @pytest.mark.parametrize("of", ["checkout" if SLIME else "imitation"])

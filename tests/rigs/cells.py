@@ -80,7 +80,7 @@ RAISING = {**AUDITED, "MEGAPATCH_AUDIT": "raise"}
 """For runs that are not made of cells: a finding ends them in the next step."""
 
 
-def run_cells(job, world_size, *args, patience=10.0, timeout=400.0, audited=False, megatron=True, **options):
+def run_cells(job, world_size, *args, patience=10.0, timeout=600.0, audited=False, megatron=True, **options):
     """Run a job in ranks that yields (cell, function) pairs; return a `Found` for each rank.
 
     The functions are called one by one. After each, the ranks wait until all have ended it. If all have computed

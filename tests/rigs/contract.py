@@ -62,7 +62,7 @@ def check_contract(scenarios, setup=None, verified=()):
     """
 
     def in_a_rank(function, *args):
-        (found,) = run_ranks(function, 1, *args, setup=setup, env=ALONE, timeout=300)
+        (found,) = run_ranks(function, 1, *args, setup=setup, env=ALONE)
         return found
 
     problems = in_a_rank(broken_by, tuple(scenarios))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import collections
 import sys
 import zlib
-from collections.abc import Container
 
 import pytest
 
@@ -84,9 +83,9 @@ def with_other_releases(items: list[pytest.Item]) -> set[pytest.Item]:
     return left_out
 
 
-def with_nightly(cases: list, always: Container = ()) -> list:
-    """Return cases as parameters of a test: two of three are left to the night, but for those of `always`."""
-    marks = [() if case in always or number % 3 == 0 else pytest.mark.nightly for number, case in enumerate(cases)]
+def with_nightly(cases: list) -> list:
+    """Return cases as parameters of a test: two of three are left to the night."""
+    marks = [() if number % 3 == 0 else pytest.mark.nightly for number in range(len(cases))]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
         for case, mark in zip(cases, marks, strict=True)

@@ -128,7 +128,7 @@ def compared(rank, world_size):
             yield (name, "refreshed"), partial(cell, name, **REFRESHED)
 
 
-ranks = cells_of(compared, 2, setup=find_policies, timeout=120)
+ranks = cells_of(compared, 2, setup=find_policies)
 
 
 def check(found):

@@ -163,7 +163,7 @@ def release(request):
 
 @pytest.fixture(scope="module")
 def ranks(release):
-    return release.ranks(found_by, 2, release, timeout=300)
+    return release.ranks(found_by, 2, release)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -101,7 +101,7 @@ def compared(rank, world_size):
         yield name, partial(cell, options)
 
 
-ranks = cells_of(compared, 2, setup=find_slime, timeout=120)
+ranks = cells_of(compared, 2, setup=find_slime)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

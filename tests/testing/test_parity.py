@@ -103,7 +103,7 @@ class Runs:
         ranks = configuration.ranks
         if ranks not in self.done:
             together = [each for each in self.configurations if each.ranks == ranks]
-            self.done[ranks] = run_cells(train, ranks, together, env=UNPATCHED, timeout=400)
+            self.done[ranks] = run_cells(train, ranks, together, env=UNPATCHED)
         return [found[configuration.name] for found in self.done[ranks]]
 
 

@@ -68,7 +68,7 @@ def cases():
     return [
         found[name]
         for ranks in (2, 4)
-        for found in run_cells(looked_at, ranks, env=UNPATCHED, timeout=300)[:1]
+        for found in run_cells(looked_at, ranks, env=UNPATCHED)[:1]
         for name in found.values
     ]
 

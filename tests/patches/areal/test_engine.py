@@ -20,9 +20,7 @@ OWN = (
 
 @pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)
 def ranks(request):
-    return run_cells(
-        cells, 2, audited=True, setup=find_areal, env={"AREAL_RELEASE": request.param.folder}, timeout=240
-    )
+    return run_cells(cells, 2, audited=True, setup=find_areal, env={"AREAL_RELEASE": request.param.folder})
 
 
 def test_the_patches_are_applied(ranks):

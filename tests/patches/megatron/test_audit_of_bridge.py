@@ -38,5 +38,5 @@ def trained(rank, world_size, wanted):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_nothing_is_found_and_nothing_noted(world_size):
     wanted = [name for name, (size, *_) in LAYOUTS.items() if size == world_size]
-    for found in ranks(trained, wanted, world_size=world_size, env=AUDITED, timeout=400):
+    for found in ranks(trained, wanted, world_size=world_size, env=AUDITED):
         assert found == {name: [] for name in wanted}

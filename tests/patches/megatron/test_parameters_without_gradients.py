@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from rigs.cells import once, run_cells
+from rigs.cells import cells_of, once, run_cells
 from rigs.megatron.gathers import between_ranks
 from rigs.megatron.options import assert_same_parameters, attempt
 from rigs.train_step.layouts import BOTH, GRADS, INSTANCES, SHARDED, TWO_INSTANCES
@@ -109,7 +109,7 @@ def trained_zeroing_last(options):
 
 
 def found_by(rank, world_size, wanted):
-    """Of the (layout, case) that are wanted, and of their layouts in pieces."""
+    """The pairs of a layout and a case that are wanted; in pieces, if that is wanted without a case."""
     names = {name for name, _ in wanted}
     for name, (ranks, layout, overlapping, plain) in LAYOUTS.items():
         if ranks != world_size or name not in names:
@@ -118,25 +118,27 @@ def found_by(rank, world_size, wanted):
         expected = {case: once(trained, plain, case) for case in UNUSED}
         for case in [case for case in UNUSED if (name, case) in wanted]:
             yield (name, case), partial(pair, overlapping, expected[case], case)
-        if not layout.get("vpp"):
+        if (name, None) in wanted:
             for last in (False, True):
                 yield (
                     (name, "in turns", last),
                     partial(pair, overlapping, expected["in turns"], "in turns", (1, 3), last),
                 )
-    if world_size == 2:
-        init_parallel()
-        in_turns = once(trained, {}, "in turns")
-        yield "zeroed at the end", lambda: (trained_zeroing_last(GRADS), in_turns())
-        # Layer 3 comes before layer 2 in the backward pass, and so in the order of the reduces.
-        yield (
-            "frozen",
-            partial(pair, GRADS, partial(trained, {}, "on one rank only", frozen=3), "on one rank only", frozen=3),
-        )
-        yield "made before", lambda: (trained(GRADS, "in turns", late=True), in_turns())
-        yield "all-reduced", all_reduced
-        yield "started twice", started_twice
-        yield "overlap", partial(early_starts, "on one rank only")
+
+
+def found_apart(rank, world_size):
+    init_parallel()
+    in_turns = once(trained, {}, "in turns")
+    yield "zeroed at the end", lambda: (trained_zeroing_last(GRADS), in_turns())
+    # Layer 3 comes before layer 2 in the backward pass, and so in the order of the reduces.
+    yield (
+        "frozen",
+        partial(pair, GRADS, partial(trained, {}, "on one rank only", frozen=3), "on one rank only", frozen=3),
+    )
+    yield "made before", lambda: (trained(GRADS, "in turns", late=True), in_turns())
+    yield "all-reduced", all_reduced
+    yield "started twice", started_twice
+    yield "overlap", partial(early_starts, "on one rank only")
 
 
 def pair(overlapping, expected, case, cut=None, last=False, frozen=None):
@@ -202,64 +204,68 @@ def early_starts(case):
 def of_ranks(request):
     """Return a function of the number of ranks that returns what each of them found, of the cases wanted."""
     wanted = chosen(request, "name", "case")
-    return functools.cache(lambda ranks: run_cells(found_by, ranks, wanted, timeout=300))
+    return functools.cache(lambda ranks: run_cells(found_by, ranks, wanted))
 
 
-def but_first_thorough(parameters):
-    """With every Megatron only those of the first layout, with the newest all."""
-    return [
-        pytest.param(
-            *one.values, marks=one.marks if one.values[0] == "dp2" else (*one.marks, pytest.mark.thorough)
-        )
-        for one in parameters
-    ]
+apart = cells_of(found_apart, 2)
 
 
-ALL = list(itertools.product(LAYOUTS, UNUSED))
-OF_FIRST = [one for one in ALL if one[0] == "dp2"]
-WITHOUT_VIRTUAL_STAGES = [pytest.param(name) for name, (_, layout, *_) in LAYOUTS.items() if not layout.get("vpp")]
+FIRST, *OTHERS = LAYOUTS  # with every Megatron the first, with the newest all
+IN_OTHERS = with_nightly(list(itertools.product(OTHERS, UNUSED)))
+WITHOUT_VIRTUAL_STAGES = [
+    pytest.param(name, marks=pytest.mark.thorough if name in OTHERS else ())
+    for name, (_, layout, *_) in LAYOUTS.items()
+    if not layout.get("vpp")
+]
 
 
-@pytest.mark.parametrize(("name", "case"), but_first_thorough(with_nightly(ALL, always=OF_FIRST)))
+@pytest.mark.parametrize(("name", "case"), list(itertools.product([FIRST], UNUSED)))
 @pytest.mark.quick
 def test_every_step_is_as_without_overlap(of_ranks, name, case):
     for found in of_ranks(LAYOUTS[name][0]):
         assert_same(*found[name, case])
 
 
+@pytest.mark.parametrize(("name", "case"), IN_OTHERS)
+@pytest.mark.thorough
+def test_in_other_layouts_it_is_too(of_ranks, name, case):
+    for found in of_ranks(LAYOUTS[name][0]):
+        assert_same(*found[name, case])
+
+
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("name", but_first_thorough(WITHOUT_VIRTUAL_STAGES))
+@pytest.mark.parametrize("name", WITHOUT_VIRTUAL_STAGES)
 def test_in_pieces_of_a_train_step(of_ranks, name, last):
     for found in of_ranks(LAYOUTS[name][0]):
         assert_same(*found[name, "in turns", last])
 
 
-def test_a_first_step_that_nothing_zeroes_before(of_ranks):
+def test_a_first_step_that_nothing_zeroes_before(apart):
     """Up to 0.15 it needs the chunk to have been lined up when it was made."""
-    for found in of_ranks(2):
+    for found in apart:
         assert_same(*found["zeroed at the end"])
 
 
-def test_groups_with_frozen_parameters_are_reduced_last_on_every_rank(of_ranks):
+def test_groups_with_frozen_parameters_are_reduced_last_on_every_rank(apart):
     """On a rank that has all other gradients they are, so they must be on one that lacks some."""
-    for found in of_ranks(2):
+    for found in apart:
         assert_same(*found["frozen"])
 
 
-def test_a_model_that_was_made_before_the_patch_was_applied(of_ranks):
-    for found in of_ranks(2):
+def test_a_model_that_was_made_before_the_patch_was_applied(apart):
+    for found in apart:
         assert_same(*found["made before"])
 
 
-def test_gradients_to_be_saved_are_whole_on_every_rank(of_ranks):
-    for found in of_ranks(2):
+def test_gradients_to_be_saved_are_whole_on_every_rank(apart):
+    for found in apart:
         if found["all-reduced"] is None:
             pytest.skip("this Megatron cannot reduce them in full (to 0.15)")
         assert found["all-reduced"] == [0] * STEPS
 
 
-def test_a_reduce_that_is_started_twice_is_megatrons_own_error(of_ranks):
-    for found in of_ranks(2):
+def test_a_reduce_that_is_started_twice_is_megatrons_own_error(apart):
+    for found in apart:
         assert found["started twice"] == "AssertionError"
 
 
@@ -268,8 +274,8 @@ def assert_same(got, expected):
     assert_same_parameters(got[1], expected[1])
 
 
-def test_groups_before_the_one_that_waits_overlap_as_ever(of_ranks):
-    full, part = (found["overlap"] for found in of_ranks(2))
+def test_groups_before_the_one_that_waits_overlap_as_ever(apart):
+    full, part = (found["overlap"] for found in apart)
     early, groups = full
     # The first step is Megatron's for learning, from 0.16 on; in the third and fifth, all have their gradients.
     assert early[2] == early[4] == groups

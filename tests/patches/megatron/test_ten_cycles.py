@@ -44,7 +44,7 @@ def job(rank, world_size):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "patched"])
 def found(request):
-    return request.param, run_cells(job, 2, env={} if request.param else UNPATCHED, timeout=300)
+    return request.param, run_cells(job, 2, env={} if request.param else UNPATCHED)
 
 
 @pytest.mark.nightly

@@ -210,7 +210,7 @@ LONGEST = 2 + 2 + 3  # steps: of a healthy call, before the exception, after it
 
 @pytest.fixture(scope="module")
 def reference():
-    return run_with_megatron(plain_steps, 2, {}, ADAM, LONGEST, timeout=400, env=UNPATCHED)
+    return run_with_megatron(plain_steps, 2, {}, ADAM, LONGEST, env=UNPATCHED)
 
 
 def interrupt(loop, place, microbatch, steps=4):
@@ -259,7 +259,7 @@ def interrupted_everywhere(rank, world_size, options, rerun_mode):
     ],
 )
 def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_mode):
-    by_rank = run_with_megatron(interrupted_everywhere, 2, options, rerun_mode, timeout=400)
+    by_rank = run_with_megatron(interrupted_everywhere, 2, options, rerun_mode)
     for place in by_rank[0]:
         for left, *_ in (found[place] for found in by_rank):
             assert left == {"state": "NOT_RUNNING_YET", "mode": rerun_mode, "timer": False, "hooks": True}, place

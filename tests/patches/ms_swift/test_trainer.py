@@ -19,9 +19,7 @@ OWN = {"ms_swift.overflow-is-skipped": "applied", "ms_swift.train-reentry": "app
 
 @pytest.fixture(scope="module", params=RELEASES, ids=lambda release: release.name)
 def ranks(request):
-    return run_cells(
-        cells, 2, audited=True, setup=find_swift, env={"SWIFT_RELEASE": request.param.folder}, timeout=240
-    )
+    return run_cells(cells, 2, audited=True, setup=find_swift, env={"SWIFT_RELEASE": request.param.folder})
 
 
 # ------------------------------------------------------------------------------------------ weight syncs

@@ -142,7 +142,7 @@ def made_up():
 def ranks(request):
     if request.param == "checkout" and not CHECKOUT:
         pytest.skip("MEGATRON_BRIDGE_CHECKOUT is not set")
-    return run_ranks(compared, 4, setup=SOURCES[request.param], timeout=300)
+    return run_ranks(compared, 4, setup=SOURCES[request.param])
 
 
 def is_needed(ranks):

@@ -96,13 +96,13 @@ def compared(rank, world_size):
 
 
 def test_a_policy_whose_swap_raised_trains_on_as_if_it_had_not():
-    for found in run_ranks(compared, 2, setup=find_workers, timeout=300):
+    for found in run_ranks(compared, 2, setup=find_workers):
         assert len(found) == len(MEGATRON) + len(WORKERS)
         assert {case: (left, far) for case, (left, far) in found.items() if any(left.values()) or far} == {}
 
 
 def test_without_the_patch_it_is_left_with_the_reference():
-    for found in run_ranks(compared, 2, setup=find_workers, timeout=300, env={"MEGAPATCH_DISABLE": NAME}):
+    for found in run_ranks(compared, 2, setup=find_workers, env={"MEGAPATCH_DISABLE": NAME}):
         for case, (left, far) in found.items():
             assert (left["weights"], left["sampling"]) == (True, True), case
             assert far > 1e-3, case

@@ -48,7 +48,7 @@ def shape(request):
 @pytest.fixture(scope="module")
 def ranks(shape):
     env = {"NEMO_RL_SHAPE": shape}
-    return run_cells(compared, 2, audited=True, setup=find_nemo_rl, timeout=580, env=env)
+    return run_cells(compared, 2, audited=True, setup=find_nemo_rl, env=env)
 
 
 @pytest.mark.parametrize("cut", SLICES)

@@ -106,7 +106,7 @@ def cell(expected, name, loss, take_step, without=(), **options):
     return differences(run(name, loss, take_step, **options), reference, without)
 
 
-ranks = cells_of(compared, RANKS, setup=find_workers, timeout=580)
+ranks = cells_of(compared, RANKS, setup=find_workers)
 
 
 @pytest.mark.parametrize(("case", "cut"), CELLS)

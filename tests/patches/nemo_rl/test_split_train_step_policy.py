@@ -191,7 +191,7 @@ def told_to_keep(policy):
     return [[call for _, call in handle.calls] for handle in policy.worker_group._workers]
 
 
-ranks = cells_of(compared, 2, setup=find_policies, timeout=580)
+ranks = cells_of(compared, 2, setup=find_policies)
 
 
 def check(found, microbatches=None):

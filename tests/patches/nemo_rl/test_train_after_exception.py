@@ -129,7 +129,7 @@ def compared(rank, world_size):
 )
 def test_the_next_train_is_that_of_a_fresh_worker(shape, patches):
     env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_ONLY": patches}
-    ranks = run_with_megatron(compared, 2, setup=find_nemo_rl, timeout=300, env=env)
+    ranks = run_with_megatron(compared, 2, setup=find_nemo_rl, env=env)
     assert_no_difference(ranks, cells=12, limit=1e-5)
 
 
@@ -142,7 +142,7 @@ def fails(rank, world_size):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_the_patch_it_fails(shape):
     env = {"NEMO_RL_SHAPE": shape, "MEGAPATCH_DISABLE": PATCH}
-    for error in run_with_megatron(fails, 2, setup=find_nemo_rl, timeout=300, env=env):
+    for error in run_with_megatron(fails, 2, setup=find_nemo_rl, env=env):
         assert error in ("UnboundLocalError", "ValueError")
 
 
@@ -188,7 +188,7 @@ def compared_in_slices(rank, world_size):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_after_an_aborted_step_the_next_is_a_fresh_one(shape):
-    ranks = run_with_megatron(compared_in_slices, 2, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape})
+    ranks = run_with_megatron(compared_in_slices, 2, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape})
     assert_no_difference(ranks, cells=12, limit=1e-5)
 
 
@@ -312,9 +312,7 @@ def compared_ways(rank, world_size, way):
 @pytest.mark.parametrize("way", FAULTS_BY_WAY)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_dropped_step_leaves_nothing(shape, way):
-    for found in run_with_megatron(
-        compared_ways, 2, way, setup=find_nemo_rl, timeout=300, env={"NEMO_RL_SHAPE": shape}
-    ):
+    for found in run_with_megatron(compared_ways, 2, way, setup=find_nemo_rl, env={"NEMO_RL_SHAPE": shape}):
         for fault, (difference, before, after) in found.items():
             assert difference == 0, fault
             if way == "split":

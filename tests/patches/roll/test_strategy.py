@@ -8,7 +8,7 @@ from rigs.roll.strategy import CHECKOUT, find_roll
 pytestmark = pytest.mark.thorough
 
 
-ranks = cells_of(cells, 2, audited=True, setup=find_roll, timeout=240)
+ranks = cells_of(cells, 2, audited=True, setup=find_roll)
 
 
 def test_the_patches_are_applied(ranks):

@@ -205,7 +205,7 @@ def found_by(rank, world_size, release):
 
 @pytest.fixture(scope="module")
 def ranks(release):
-    return release.ranks(found_by, 2, release, timeout=300, env=AUDITED)
+    return release.ranks(found_by, 2, release, env=AUDITED)
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def in_ray(rank, world_size):
 
 @pytest.fixture(scope="module")
 def found():
-    return run_ranks(in_ray, 1, timeout=240)[0]
+    return run_ranks(in_ray, 1)[0]
 
 
 @pytest.mark.parametrize("how", ["async with", "with"])

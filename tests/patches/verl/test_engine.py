@@ -31,7 +31,7 @@ def release(request):
 
 @pytest.fixture(scope="module")
 def ranks(release):
-    return run_cells(cells, 2, audited=True, setup=find_verl, env={"VERL_RELEASE": release.folder}, timeout=240)
+    return run_cells(cells, 2, audited=True, setup=find_verl, env={"VERL_RELEASE": release.folder})
 
 
 def test_the_patches_are_applied(ranks):

@@ -14,7 +14,7 @@ pytestmark = needs_verl
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_cells(cells, 2, setup=find_verl, env={"VERL_RELEASE": ENGINES[-1].folder}, timeout=240)
+    return run_cells(cells, 2, setup=find_verl, env={"VERL_RELEASE": ENGINES[-1].folder})
 
 
 def same(one, other):
