@@ -67,7 +67,7 @@ def run(folder, *command, **environment):
         },
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
 

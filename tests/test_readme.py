@@ -25,7 +25,7 @@ def test_ci_runs_the_command_for_users():
     assert "pip install tox && tox\n" in README
     steps = (ROOT / ".ci" / "run").read_text()
     assert "\npip install tox && tox\n" in steps
-    assert steps.rstrip().splitlines()[-1].startswith("tox -p 2 -m full ")
+    assert steps.rstrip().splitlines()[-1].startswith("tox -p 3 -m full ")
 
 
 def test_every_status_is_explained():

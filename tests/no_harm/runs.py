@@ -46,7 +46,7 @@ def run(pairs, mode, folder, **env):
     found, left = {}, list(pairs)
     while left:
         saves = f"{folder}/{len(left)}"
-        ranks = run_cells(job, 2, left, saves, timeout=120 + 10 * len(left), env={**ENVIRONMENTS[mode], **env})
+        ranks = run_cells(job, 2, left, saves, timeout=600 + 10 * len(left), env={**ENVIRONMENTS[mode], **env})
         for pair in left:
             if pair in ranks[0].failures:
                 found[pair] = ranks[0].failures[pair]

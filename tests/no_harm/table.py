@@ -43,9 +43,14 @@ def pairs():
 
 
 def in_ci(pairs):
-    """Return those that CI runs: each program in the layout met least so far, with each Megatron in another."""
+    """Return those that CI runs: each program in the layout met least so far, with each Megatron in another.
+
+    With 0.16 a third of the programs.
+    """
     found = {}
     for number, program in enumerate(dict(pairs)):
+        if minor() == 16 and number % 3:
+            continue
         layouts = [layout for name, layout in pairs if name == program]
         turn = (number + minor()) % len(layouts)
         found[program] = min(layouts[turn:] + layouts[:turn], key=[*found.values()].count)

@@ -16,7 +16,7 @@ def heed_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run(*arguments, path="", seconds=120, **environment):
+def run(*arguments, path="", **environment):
     """Run `python -m megapatch`, or `python -c` if that is the first argument, with `path` first on PYTHONPATH."""
     known = {name: value for name, value in os.environ.items() if not name.startswith("MEGAPATCH_")}
     search = os.pathsep.join(filter(None, [str(path), known.get("PYTHONPATH", "")]))
@@ -26,7 +26,7 @@ def run(*arguments, path="", seconds=120, **environment):
         env={**known, "PYTHONPATH": search, **environment},
         capture_output=True,
         text=True,
-        timeout=seconds,
+        timeout=600,
         check=False,
     )
 

@@ -26,7 +26,7 @@ from megapatch._engine.engine import Engine
 from megapatch._engine.settings import Settings
 from megapatch._engine.target import AddedTarget
 from megapatch._finding import find_module
-from megapatch.testing import run_ranks
+from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.renames import assert_renames_are_seen
 
@@ -62,7 +62,7 @@ def check_contract(scenarios, setup=None, verified=()):
     """
 
     def in_a_rank(function, *args):
-        (found,) = run_ranks(function, 1, *args, setup=setup, env=ALONE)
+        (found,) = run_with_megatron(function, 1, *args, setup=setup, env=ALONE)
         return found
 
     problems = in_a_rank(broken_by, tuple(scenarios))

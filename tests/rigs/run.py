@@ -66,7 +66,7 @@ def start(*command, env, **options):
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
         check=False,
         **options,
     )

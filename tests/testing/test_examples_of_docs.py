@@ -30,7 +30,7 @@ def test_losses_of_two_stages(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert "1 passed" in shown.stdout
@@ -59,7 +59,7 @@ def test_the_first_ten_minutes_without_a_gpu(tmp_path):
         command = [sys.executable, "-m", *arguments]
         environment = {**os.environ, **environment}
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
 
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=2")

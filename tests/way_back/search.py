@@ -63,7 +63,7 @@ def run(chosen: Iterable[Sequence]) -> dict[Sequence, Differences]:
     left, found = list(dict.fromkeys(chosen)), {}
     while left:
         with tempfile.TemporaryDirectory(prefix="megapatch-way-back-") as folder:
-            ranks = run_cells(job, 2, folder, left, timeout=60 + 10 * len(left))
+            ranks = run_cells(job, 2, folder, left, timeout=600 + 10 * len(left))
         for sequence in left:
             failed = next((one.failures[sequence] for one in ranks if sequence in one.failures), None)
             if failed is not None:
