@@ -62,7 +62,7 @@ def ran(look, *names, **options):
     @pytest.fixture(scope="module")
     def ranks(request):
         chosen_ones = set().union(*(chosen(request, each) for each in names))
-        return run_cells(job, 2, [name for name in CORRECT if name in chosen_ones], look, **options)
+        return run_cells(job, 2, [name for name in CORRECT if name in chosen_ones], look, timeout=1800, **options)
 
     return ranks
 
