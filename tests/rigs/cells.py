@@ -80,7 +80,7 @@ RAISING = {**AUDITED, "MEGAPATCH_AUDIT": "raise"}
 """For runs that are not made of cells: a finding ends them in the next step."""
 
 
-def run_cells(job, world_size, *args, patience=10.0, timeout=600.0, audited=False, megatron=True, **options):
+def run_cells(job, world_size, *args, patience=10.0, audited=False, megatron=True, **options):
     """Run a job in ranks that yields (cell, function) pairs; return a `Found` for each rank.
 
     The functions are called one by one. After each, the ranks wait until all have ended it. If all have computed
@@ -89,12 +89,11 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=600.0, audited=Fals
 
     job, args   as for `run_ranks`
     patience    seconds that a rank whose cell raised waits for the others to end it
-    timeout     seconds for all cells; a busy machine takes several times as long as an idle one
     audited     whether megapatch.audit watches all cells; one in which it finds anything fails, unless its name
                 says that it is without a patch
     megatron    whether ranks may have imported Megatron when they begin, which saves each of them time; those with
                 a setup have if it is marked with `after_megatron`
-    options     of `run_ranks`: setup, env
+    options     of `run_ranks`: setup, env, timeout (for all cells)
     """
     error = None
     options = {**DEVICES[os.environ.get("CELLS_DEVICE", "cpu")], **options}
@@ -103,7 +102,7 @@ def run_cells(job, world_size, *args, patience=10.0, timeout=600.0, audited=Fals
     with tempfile.TemporaryDirectory(prefix="megapatch-cells-") as folder:
         try:
             run = run_with_megatron if megatron else run_ranks
-            run(_run, world_size, job, args, folder, patience, audited, timeout=timeout, **options)
+            run(_run, world_size, job, args, folder, patience, audited, **options)
         except (RanksFailed, RanksTimedOut) as raised:
             error = raised
         ranks = [_outcomes(folder, rank) for rank in range(world_size)]
