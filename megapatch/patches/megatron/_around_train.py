@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..._mcore import bucket_groups
 from ..._mcore.known import OPTIMIZER, arguments_of, is_a, is_model
 from ..._mcore.param_gathers import has_stepped
 from ..._mcore.rerun_machine import rewind_interrupted_step
+from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import StepState, running_timers
 from ...errors import MegapatchError
 from ...patch import unpatched
@@ -26,7 +28,9 @@ from ...patch import unpatched
 NO_SYNC_ASSERTION = "config.no_sync_func must be None"
 """Part of the text of the assertion that a second call meets where overlap_grad_reduce is on."""
 INTERVAL_TIMER = "interval-time"
-"""Megatron's timer around the training loop, started at entry and never stopped."""
+"""Megatron's timer around the training loop, started at entry and running at the end."""
+TIMER_PARTS = ("_started", "_start_time", "_active_time")
+"""Of a timer, what `stop_interval_timer` relies on."""
 
 
 def finish_earlier_call(model: Sequence[Any]) -> None:
@@ -86,27 +90,40 @@ def config_hooks_restored(config: Any, model: Sequence[Any]) -> Iterator[None]:
             bucket_groups.forget_interrupted_first_step(chunk)
             bucket_groups.gather_in_next_forward(chunk)
         raise
-    if config.param_sync_func is None:  # set aside by a call in which no step succeeded
-        config.param_sync_func = hooks["param_sync_func"]
+
+
+_ended = SideTable()
+"""By Megatron's timers: when the latest call that they timed ended, by the clock that they use."""
 
 
 @contextlib.contextmanager
-def timers_stopped(timers: Any) -> Iterator[None]:
-    """Stop the interval timer after the call, and after an exception all timers that the call started."""
+def timed_call(timers: Any) -> Iterator[None]:
+    """Stop the timers that the call has started and an exception has left running, but for the interval timer.
+
+    That one runs when train() returns, and pretrain() stops it before it saves the last checkpoint: it stays as
+    the call leaves it, until `stop_interval_timer`.
+    """
     before = running_timers(timers)
     try:
         yield
     except BaseException:
-        for name in running_timers(timers) - before:
+        for name in running_timers(timers) - before - {INTERVAL_TIMER}:
             timers._timers[name].stop()
         raise
     finally:
-        stop_interval_timer(timers)
+        _ended.set(timers, time.time())
 
 
 def stop_interval_timer(timers: Any) -> None:
+    """Stop it as another call begins, if the one before has left it running.
+
+    Its active time gets the rest of that call, but nothing of the time since. The elapsed time begins at zero: the
+    steps of that call that no log has counted are not in the next log either.
+    """
     if INTERVAL_TIMER in running_timers(timers):
-        timers._timers[INTERVAL_TIMER].stop()
+        timer = timers._timers[INTERVAL_TIMER]
+        timer._active_time += max(0.0, _ended.get(timers, 0.0) - timer._start_time)
+        timer.reset()
 
 
 @contextlib.contextmanager

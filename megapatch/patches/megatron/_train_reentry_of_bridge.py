@@ -19,13 +19,14 @@ from ...patch import NEEDED, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 from ._around_train import (
     INTERVAL_TIMER,
+    TIMER_PARTS,
     config_hooks_restored,
     ddp_chunks,
     finish_earlier_call,
     gather_other_steps,
     rerun_machine_restored,
     stop_interval_timer,
-    timers_stopped,
+    timed_call,
 )
 
 MODULE = "megatron.bridge.training.train"
@@ -40,7 +41,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_names(TRAIN, "get_model_config", "get_rerun_state_machine", "timers", INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_model_config", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
-        *missing_names("megatron.core.timers:Timer.__init__", "_started"),
+        *missing_names("megatron.core.timers:Timer.__init__", *TIMER_PARTS),
         *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
         *missing_names(f"{DDP}.__init__", "use_forward_hook", "remove_forward_pre_hook_handles"),
     ]
@@ -72,7 +73,7 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             _turn_forward_pre_hooks_on(model)
         gather_other_steps(model)
         trained.update(model)
-        with timers_stopped(timers), rerun_machine_restored(machine), config_hooks_restored(config, model):
+        with timed_call(timers), rerun_machine_restored(machine), config_hooks_restored(config, model):
             return train(*args, **kwargs)
 
     return patched_train

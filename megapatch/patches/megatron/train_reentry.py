@@ -9,12 +9,14 @@ Symptom   a second train() dies on "When overlap_grad_reduce is True, config.no_
 Upstream  unfixed in 0.12 to 0.19 and on main; reported for a copy of this function in THUDM/slime#1779.
 Seam      the module function, rebound where others hold it by name. State is corrected around the call: a
           copy of the body would have to follow every release. At entry, a no_sync_func that is a model chunk's own
-          no_sync is removed (a user's meets Megatron's assertion as before), and in a repeated call the timer is
-          stopped, reduces left under way are waited for, and parameters not gathered since the last step are
-          gathered before the forward pre-hooks go; in a first call those of a caller's own steps are.
-          At exit the timer is stopped. After an exception the config's hooks are as at entry, timers started by
-          the call are stopped, the rerun state machine is as before the interrupted step, in its old mode, and the
-          next forward pass gathers all parameters that are not gathered.
+          no_sync is removed (a user's meets Megatron's assertion as before). In a repeated call the timer is
+          stopped, without the time between the calls, reduces left under way are waited for, and parameters not
+          gathered since the last step are gathered before the forward pre-hooks go; in a first call those of a
+          caller's own steps are.
+          On return all is as Megatron leaves it: pretrain() stops the running timer before its last save.
+          After an exception the config's hooks are as at entry, timers started by the call are stopped, except
+          'interval-time', the rerun state machine is as before the interrupted step, in its old mode, and the next
+          forward pass gathers all parameters that are not gathered.
           train_step() is replaced as well: if it raises before the optimizer has stepped, a router's counts and
           expert bias, losses that wait to be logged, and the fp16 loss scale are as before the step.
 Limits    needs megatron.forward-pre-hook where overlap_param_gather is on.
@@ -65,12 +67,13 @@ from .._diagnosis import gone, lacking, missing_attributes, missing_names, missi
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
+    TIMER_PARTS,
     finish_earlier_call,
     gather_other_steps,
     leaving_nothing_if_dropped,
     rerun_machine_restored,
     stop_interval_timer,
-    timers_stopped,
+    timed_call,
     without_own_no_sync,
 )
 
@@ -89,7 +92,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_timers", "get_rerun_state_machine"),
         *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
-        *missing_names("megatron.core.timers:Timer.__init__", "_started"),
+        *missing_names("megatron.core.timers:Timer.__init__", *TIMER_PARTS),
         *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
     ]
     if missing:
@@ -119,7 +122,7 @@ def make_reentrant(train: Callable[..., Any]) -> Callable[..., Any]:
             finish_earlier_call(model)
         gather_other_steps(model)
         trained.update(model)
-        with timers_stopped(timers), rerun_machine_restored(machine), without_own_no_sync(config, model):
+        with timed_call(timers), rerun_machine_restored(machine), without_own_no_sync(config, model):
             return train(*args, **kwargs)
 
     return patched_train

@@ -2,7 +2,9 @@
 middle of one; wheels have it from 0.17 on."""
 
 import contextlib
+import os
 import sys
+import time
 from functools import partial
 from unittest import mock
 
@@ -116,8 +118,6 @@ def users_hooks(rank, world_size):
     with contextlib.suppress(Interrupted):
         loop.train(2, fault=Fault(Interrupted(), microbatch=1))
     found["param_sync after an exception"] = config.param_sync_func is param_sync
-    loop.train(0)
-    found["param_sync after no step"] = config.param_sync_func is param_sync
     return found
 
 
@@ -128,7 +128,59 @@ def test_hooks_that_a_user_set_stay_and_meet_megatrons_own_assertion():
         assert "a custom no_sync_func is not supported" in text
         assert kept
     assert found["param_sync after an exception"]
-    assert found["param_sync after no step"]
+
+
+def last_save(rank, world_size, folder):
+    """Do after train() what Megatron's pretrain() does from 0.18 on, by its own function: save, with the time."""
+    loop = new_loop(layers=2, flags=["--save", folder, "--save-interval", "2"])
+    model, training = loop.model, sys.modules["megatron.training.training"]
+    losses, found = loop.train(3), [state()["timer"]]
+    training.save_checkpoint_and_time(
+        loop.iteration, model.chunks, model.optimizer, None, 0, loop.checkpointing_context
+    )
+    found.append(state()["timer"])
+    interrupt(new_loop(layers=2), "loss", 1)
+    return losses, [*found, state()["timer"]], sorted(os.listdir(folder)), model.parameters()
+
+
+def test_a_call_leaves_the_timer_running_that_pretrain_stops_for_its_last_save(folder):
+    plain = run_with_megatron(last_save, 2, f"{folder}/plain", env=UNPATCHED)
+    patched = run_with_megatron(last_save, 2, f"{folder}/patched")
+    for (*found, parameters), (*expected, of_plain) in zip(patched, plain, strict=True):
+        assert found == expected
+        assert found[1:] == [[True] * 3, ["iter_0000002", "iter_0000003", "latest_checkpointed_iteration.txt"]]
+        assert all(parameter.equal(of_plain[name]) for name, parameter in parameters.items())
+
+
+STEP, BETWEEN = 100, 3600  # seconds
+
+
+def called_after_an_hour(rank, world_size):
+    """Return the interval timer's times after a call with a long step, an hour, and another; by who stops it."""
+    found, clock, shift = {}, time.time, []
+    for stopped in ("by the next call", "by the caller"):
+        loop = new_loop(layers=2)
+        step = loop.model.optimizer.step
+        with mock.patch("time.time", side_effect=lambda: clock() + sum(shift)):
+            loop.train(1)  # Megatron logs the first step of each call
+            timer = sys.modules["megatron.training.global_vars"].get_timers()("interval-time")
+            loop.model.optimizer.step = lambda step=step: shift.append(STEP) or step()
+            loop.train(2)
+            loop.model.optimizer.step = step
+            if stopped == "by the caller":
+                timer.stop()
+            shift.append(BETWEEN)
+            loop.train(1)
+            found[stopped] = timer.elapsed(), timer.active_time()
+    return found
+
+
+def test_the_time_between_two_calls_is_not_that_of_a_step():
+    for times in run_with_megatron(called_after_an_hour, 2):
+        elapsed, active = times["by the next call"]
+        assert elapsed < STEP < 2 * STEP < active < BETWEEN
+        elapsed, active = times["by the caller"]  # as in Megatron: what no log has taken is added up
+        assert STEP < elapsed < active < BETWEEN
 
 
 def activated_between_calls(rank, world_size):
@@ -262,7 +314,7 @@ def test_the_next_call_goes_on_with_the_right_numbers(reference, options, rerun_
     by_rank = run_with_megatron(interrupted_everywhere, 2, options, rerun_mode)
     for place in by_rank[0]:
         for left, *_ in (found[place] for found in by_rank):
-            assert left == {"state": "NOT_RUNNING_YET", "mode": rerun_mode, "timer": False, "hooks": True}, place
+            assert left == {"state": "NOT_RUNNING_YET", "mode": rerun_mode, "timer": True, "hooks": True}, place
         assert_same([found[place][2:] for found in by_rank], reference, first=by_rank[0][place][1])
 
 
