@@ -16,14 +16,18 @@ def find(owner: Any, path: str) -> Any:
 
 @contextlib.contextmanager
 def temporarily_set(target: Any, **values: Any) -> Iterator[None]:
-    """Set the object's own attributes; afterwards it has its old ones again, or its class's."""
+    """Set the object's own attributes; afterwards it has its old ones again, or its class's.
+
+    An attribute that somebody else has set meanwhile stays.
+    """
     before = {name: vars(target)[name] for name in values if name in vars(target)}
-    for name, value in values.items():
-        setattr(target, name, value)
     try:
+        for name, value in values.items():
+            setattr(target, name, value)
         yield
     finally:
-        for name in values:
+        own = vars(target)
+        for name in [name for name, value in values.items() if name in own and own[name] is value]:
             if name in before:
                 setattr(target, name, before[name])
             else:

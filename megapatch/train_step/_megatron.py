@@ -60,7 +60,7 @@ class MegatronStep:
         self.normalization = Normalization(
             expected_count, expected_microbatches, calls_add_up, self.config, parallel_state
         )
-        self.config_before: dict[str, Any] = {}  # what a call has set in the config, as it was
+        self.config_before: dict[str, tuple[Any, Any]] = {}  # by hook that a call sets: before, and in the call
         self.forget()
 
     def forget(self) -> None:
@@ -144,7 +144,7 @@ class MegatronStep:
             hooks["param_sync_func"] = None
         self.finalize = config.finalize_model_grads_func
         try:
-            self.config_before = {name: getattr(config, name) for name in hooks}
+            self.config_before = {name: (getattr(config, name), value) for name, value in hooks.items()}
             for name, value in hooks.items():
                 setattr(config, name, value)
             yield
@@ -152,8 +152,9 @@ class MegatronStep:
             self._put_config_back()
 
     def _put_config_back(self) -> None:
-        for name, value in self.config_before.items():
-            setattr(self.config, name, value)
+        for name, (before, own) in self.config_before.items():
+            if getattr(self.config, name) is own:  # else somebody has set it within the call
+                setattr(self.config, name, before)
         self.config_before = {}
 
     def _finalize_later(self, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:

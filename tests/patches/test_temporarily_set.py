@@ -30,6 +30,15 @@ def test_an_object_has_its_own_attributes_again_or_its_classs(raising):
     assert vars(target) == {"lr": own}
 
 
+def test_what_others_have_set_meanwhile_stays():
+    target = Optimizer()
+    target.lr = target.wd = 0
+    with temporarily_set(target, lr=1, wd=None, step=2, found=3):
+        target.lr, target.step = 4, 5
+        del target.wd
+    assert vars(target) == {"lr": 4, "step": 5}
+
+
 @pytest.mark.parametrize(
     ("found", "answer", "count"),
     [

@@ -132,6 +132,20 @@ def after_a_scale_without_dimensions():
     return norms
 
 
+def set_within_a_call():
+    """Whether a hook that the forward step sets is there after the step; each call has set it aside."""
+
+    def forward(data, chunk):
+        model.config.grad_sync_func = own
+        return forward_step(data, chunk, **MEAN)
+
+    model, own = tiny_gpt(), print
+    with TrainStep(model.chunks, model.optimizer) as step:
+        in_pieces(step, model, 0, (1, 3), MEAN, forward)
+        step.finish()
+    return model.config.grad_sync_func is own
+
+
 def with_megatrons_finalize():
     """The norms of a step in pieces of a config without a finalize function, and of one with Megatron's."""
     model, expected = tiny_gpt(**GRADS), tiny_gpt(**GRADS)
@@ -183,6 +197,7 @@ def found_by(rank, world_size):
     init_parallel()
     yield "told", told
     yield "finalize", with_megatrons_finalize
+    yield "set", set_within_a_call
     yield "without data", partial(without_data, rank)
     yield "many tokens", many_tokens
     for name, options in OTHER_LOSSES.items():
@@ -238,6 +253,10 @@ def test_without_a_finalize_function_it_is_megatrons(ranks):
     for found in ranks:
         norm, expected = found["finalize"]
         assert norm == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_hook_that_is_set_within_a_call_stays(ranks):
+    assert all(found["set"] for found in ranks)
 
 
 def test_a_rank_may_have_no_microbatch_where_a_count_says_what_it_weighs(ranks):

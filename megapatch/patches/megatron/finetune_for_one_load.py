@@ -24,7 +24,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find, temporarily_set
+from ..._dotted import find
 from ..._mcore.known import arguments_of
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import Idle, StandIn, cannot_run, gone, with_globals
@@ -87,8 +87,11 @@ def _keeping(settings: Any, function: Callable[..., Any], *args: Any, **kwargs: 
     """Call the function, after which the setting is as before."""
     if FLAG not in getattr(settings, "__dict__", ()):
         return function(*args, **kwargs)
-    with temporarily_set(settings, finetune=settings.finetune):
+    before = settings.finetune
+    try:
         return function(*args, **kwargs)
+    finally:
+        settings.finetune = before
 
 
 def restore_in_bridge(load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:

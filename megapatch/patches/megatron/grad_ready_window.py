@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import temporarily_set
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
 from ..._mcore.side_table import SideTable
 from ...errors import MegapatchError
@@ -145,17 +146,10 @@ def _held_if_unusual(chunks: list[Any], num_microbatches: Any) -> Iterator[None]
     if call.comes_after_the_reduce():
         yield  # the caller's responsibility
         return
-    held = call.begin()
-    grad_sync = call.config.grad_sync_func
-    try:
-        if held:
-            call.config.grad_sync_func = (
-                None  # pipelines start a reduce with it, whatever the groups' switches say
-            )
+    # Pipelines start a reduce with it, whatever the groups' switches say.
+    hooks: dict[str, Any] = {"grad_sync_func": None} if call.begin() else {}
+    with temporarily_set(call.config, **hooks):
         yield
-    finally:
-        if held:
-            call.config.grad_sync_func = grad_sync
     call.end()
 
 

@@ -118,6 +118,19 @@ def users_hooks(rank, world_size):
     with contextlib.suppress(Interrupted):
         loop.train(2, fault=Fault(Interrupted(), microbatch=1))
     found["param_sync after an exception"] = config.param_sync_func is param_sync
+
+    def set_step(*ignored):
+        """Wrap step() while train_step() runs."""
+        optimizer.step = mine
+        return zero_grad()
+
+    optimizer, stepped = loop.model.optimizer, []
+    step, zero_grad = optimizer.step, optimizer.zero_grad
+    mine = lambda: stepped.append(step()) or stepped[-1]  # noqa: E731
+    with mock.patch.object(optimizer, "zero_grad", set_step):
+        loop.train(1)
+    loop.train(2)
+    found["step set in a step"] = optimizer.step is mine and len(stepped) == 3
     return found
 
 
@@ -128,6 +141,7 @@ def test_hooks_that_a_user_set_stay_and_meet_megatrons_own_assertion():
         assert "a custom no_sync_func is not supported" in text
         assert kept
     assert found["param_sync after an exception"]
+    assert found["step set in a step"]
 
 
 def last_save(rank, world_size, folder):
