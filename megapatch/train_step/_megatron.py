@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from .._dotted import temporarily_set
 from .._mcore.bucket_groups import (
     begin_lines,
     bucket_groups,
@@ -60,7 +61,7 @@ class MegatronStep:
         self.normalization = Normalization(
             expected_count, expected_microbatches, calls_add_up, self.config, parallel_state
         )
-        self.config_before: dict[str, tuple[Any, Any]] = {}  # by hook that a call sets: before, and in the call
+        self.config_hooks = contextlib.ExitStack()  # those of a call, as long as they are set
         self.forget()
 
     def forget(self) -> None:
@@ -143,19 +144,9 @@ class MegatronStep:
         if self.calls:  # the first one has gathered the parameters
             hooks["param_sync_func"] = None
         self.finalize = config.finalize_model_grads_func
-        try:
-            self.config_before = {name: (getattr(config, name), value) for name, value in hooks.items()}
-            for name, value in hooks.items():
-                setattr(config, name, value)
+        with self.config_hooks:
+            self.config_hooks.enter_context(temporarily_set(config, **hooks))
             yield
-        finally:
-            self._put_config_back()
-
-    def _put_config_back(self) -> None:
-        for name, (before, own) in self.config_before.items():
-            if getattr(self.config, name) is own:  # else somebody has set it within the call
-                setattr(self.config, name, before)
-        self.config_before = {}
 
     def _finalize_later(self, model: Any, num_tokens: Any = None, *args: Any, **kwargs: Any) -> None:
         self.calls += 1
@@ -255,7 +246,7 @@ class MegatronStep:
     def abort(self) -> None:
         import torch
 
-        self._put_config_back()
+        self.config_hooks.close()
         if torch.cuda.is_initialized():  # a backward pass that was interrupted has joined none of its streams
             torch.cuda.synchronize()
         for chunk in self.chunks:

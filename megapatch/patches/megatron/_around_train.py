@@ -19,18 +19,27 @@ from ..._dotted import temporarily_set
 from ..._mcore import bucket_groups
 from ..._mcore.known import OPTIMIZER, arguments_of, is_a, is_model
 from ..._mcore.param_gathers import has_stepped
-from ..._mcore.rerun_machine import rewind_interrupted_step
+from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
+from ..._mcore.rerun_machine import MODULE as RERUN
 from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import StepState, running_timers
 from ...errors import MegapatchError
 from ...patch import unpatched
+from .._diagnosis import missing_attributes, missing_names
 
 NO_SYNC_ASSERTION = "config.no_sync_func must be None"
 """Part of the text of the assertion that a second call meets where overlap_grad_reduce is on."""
 INTERVAL_TIMER = "interval-time"
 """Megatron's timer around the training loop, started at entry and running at the end."""
-TIMER_PARTS = ("_started", "_start_time", "_active_time")
-"""Of a timer, what `stop_interval_timer` relies on."""
+
+
+def missing_of_timers_and_machine() -> list[str]:
+    """Return what the functions below rely on, and this Megatron's timers and rerun state machine lack."""
+    return [
+        *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
+        *missing_names("megatron.core.timers:Timer.__init__", "_started", "_start_time", "_active_time"),
+        *missing_attributes(f"{RERUN}:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
+    ]
 
 
 def finish_earlier_call(model: Sequence[Any]) -> None:

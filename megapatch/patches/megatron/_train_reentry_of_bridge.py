@@ -13,17 +13,17 @@ from typing import Any
 from ..._dotted import find
 from ..._mcore.bucket_groups import DDP
 from ..._mcore.known import OPTIMIZER, TIMERS, arguments_of, is_a, is_model
-from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
+from ..._mcore.rerun_machine import rewind_interrupted_step
 from ...errors import MegapatchError
 from ...patch import NEEDED, Verdict
 from .._diagnosis import lacking, missing_attributes, missing_names, missing_parameters
 from ._around_train import (
     INTERVAL_TIMER,
-    TIMER_PARTS,
     config_hooks_restored,
     ddp_chunks,
     finish_earlier_call,
     gather_other_steps,
+    missing_of_timers_and_machine,
     rerun_machine_restored,
     stop_interval_timer,
     timed_call,
@@ -40,9 +40,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_parameters(f"{MODULE}:train_step", "model", "optimizer"),
         *missing_names(TRAIN, "get_model_config", "get_rerun_state_machine", "timers", INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_model_config", "get_rerun_state_machine"),
-        *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
-        *missing_names("megatron.core.timers:Timer.__init__", *TIMER_PARTS),
-        *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
+        *missing_of_timers_and_machine(),
         *missing_names(f"{DDP}.__init__", "use_forward_hook", "remove_forward_pre_hook_handles"),
     ]
     if missing:

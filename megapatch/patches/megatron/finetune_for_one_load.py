@@ -84,7 +84,7 @@ def _call_hook(create: Callable[..., Any], settings: Any) -> None:
 
 
 def _keeping(settings: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the function, after which the setting is as before."""
+    """Call the function, after which the setting is as before, although the function itself has set it."""
     if FLAG not in getattr(settings, "__dict__", ()):
         return function(*args, **kwargs)
     before = settings.finetune

@@ -61,16 +61,16 @@ from types import ModuleType
 from typing import Any
 
 from ..._mcore.known import CONFIG, arguments_of, is_a, is_model
-from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
+from ..._mcore.rerun_machine import rewind_interrupted_step
 from ...patch import NEEDED, Patch, Site, Verdict
 from .._diagnosis import gone, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
 from ._around_train import (
     INTERVAL_TIMER,
     NO_SYNC_ASSERTION,
-    TIMER_PARTS,
     finish_earlier_call,
     gather_other_steps,
     leaving_nothing_if_dropped,
+    missing_of_timers_and_machine,
     rerun_machine_restored,
     stop_interval_timer,
     timed_call,
@@ -91,9 +91,7 @@ def diagnose(module: ModuleType) -> Verdict:
         *missing_reads(train, "no_sync_func"),
         *missing_names(train, NO_SYNC_ASSERTION, INTERVAL_TIMER),
         *missing_attributes(f"{MODULE}:", "get_timers", "get_rerun_state_machine"),
-        *missing_names("megatron.core.timers:Timers.__init__", "_timers"),
-        *missing_names("megatron.core.timers:Timer.__init__", *TIMER_PARTS),
-        *missing_attributes("megatron.core.rerun_state_machine:RerunState", *BEFORE_STEP, *BEFORE_STEP.values()),
+        *missing_of_timers_and_machine(),
     ]
     if missing:
         return lacking(missing)
