@@ -66,6 +66,29 @@ def test_what_is_too_long_for_a_line_is_counted(modules, said):
     assert lines == [*applied, f"  test.outer to {outer}"]
 
 
+def test_what_no_handler_has_taken_comes_with_the_first_message_that_one_takes(modules, caplog):
+    targets = {name: modules.write(TARGET) for name in ("test.first", "test.second", "test.third")}
+    first, second, third = targets.values()
+    engine = activated(*(make_patch(target, name=name) for name, target in targets.items()))
+    for name in (first, second):
+        importlib.import_module(name)
+    assert not caplog.records
+    engine.restore("test.second")
+    caplog.set_level(logging.INFO)
+    importlib.import_module(third)
+    (record,) = caplog.records
+    assert record.message == f"megapatch applied test.first to {first}; test.third to {third}"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_rank_0_announces(modules, said, monkeypatch, rank):
+    monkeypatch.setenv("RANK", rank)
+    name = modules.write(TARGET)
+    activated(make_patch(name))
+    importlib.import_module(name)
+    assert len(said()) == (rank == "0")
+
+
 def test_an_outer_import_that_fails_keeps_nothing_back(modules, said):
     inner = modules.write(TARGET)
     outer = modules.write(f"import {inner}\nraise RuntimeError\n")

@@ -151,6 +151,10 @@ def test_what_is_missing_or_cannot_be_read_is_not_alike(tmp_path):
     (tmp_path / "empty").mkdir()
     shown = run("doctor", str(tmp_path / "empty"))
     assert (shown.returncode, shown.stderr.count("holds no rank-*.json")) == (2, 1)
+    assert "megapatch audit" not in shown.stderr
+    (tmp_path / "empty" / "audit-00000.json").touch()
+    shown = run("doctor", str(tmp_path / "empty"))
+    assert (shown.returncode, shown.stderr.count(f"megapatch audit {tmp_path / 'empty'}")) == (2, 1)
 
 
 def test_an_earlier_run_does_not_speak_for_a_rank_that_died(tmp_path):

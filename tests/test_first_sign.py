@@ -97,9 +97,18 @@ def test_children_leave_it_to_their_parent():
 
 @needs_megatron
 def test_a_child_of_multiprocessing_says_it_where_it_is_known_to_be_rank_0():
-    spawn = "import multiprocessing; multiprocessing.process._parent_process = object()"
+    spawn = "import multiprocessing, os; multiprocessing.process._parent_process = object()"
     assert signs(spawn, PATCHED) == []
-    assert signs(spawn, PATCHED, RANK="0", WORLD_SIZE="2") == [APPLIED]
+    assert signs(spawn, "os.environ.update(RANK='0', WORLD_SIZE='2')", PATCHED) == [APPLIED]
+
+
+@needs_megatron
+@pytest.mark.parametrize("environment", [{"RANK": "0", "WORLD_SIZE": "2"}, {"SLURM_PROCID": "0"}])
+def test_a_process_that_a_rank_has_started_announces_nothing(environment):
+    spawn = "import logging, multiprocessing; multiprocessing.process._parent_process = object()"
+    assert signs(spawn, PATCHED, **environment) == []
+    shown = run("-c", f"{spawn}; logging.basicConfig(level=logging.INFO); {PATCHED}", **environment)
+    assert "megapatch" not in shown.stderr
 
 
 def test_without_a_standard_error_nothing_breaks_and_standard_output_stays_clean():

@@ -44,7 +44,7 @@ class Engine:
         self._active = False
         self._watched: set[str] = set()
         self._warned_of: set[str] = set()
-        self._applied: list[SiteRecord] = []  # sites that were applied and are not announced yet
+        self._applied: list[SiteRecord] = []  # sites that were applied, and that no handler has heard of
 
     @property
     def records(self) -> tuple[Record, ...]:
@@ -266,11 +266,13 @@ class Engine:
             self.first_sign.not_in_place(f"{bad.name} is {bad.status.value} at {bad.where}")
         under_way = (watch.half_loaded(sys.modules.get(name)) for name in self._watched if name != loaded)
         if self._applied and not any(under_way):
-            applied, self._applied = self._applied, []
-            from .wording import what_was_applied
+            if self.first_sign.is_heard():
+                applied, self._applied = self._applied, []
+                from .wording import what_was_applied
 
-            log.info("%s", what_was_applied(applied))
-            if any(record not in self.roster.lowest for record in applied):  # which repair nothing
+                log.info("%s", what_was_applied(record for record in applied if record.installed))
+            # The audit's sites repair nothing.
+            elif any(record not in self.roster.lowest for record in self._applied):
                 self.first_sign.applied()
 
     def _warn_of_settings(self) -> None:

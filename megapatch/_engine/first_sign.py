@@ -31,6 +31,13 @@ class FirstSign:
         """Say nothing from now on: the command line has reports of its own."""
         self._done = self._warned = True
 
+    def is_heard(self) -> bool:
+        """Return whether the INFO message of what was applied is for this process, and a handler takes it.
+
+        Megatron sets up logging late: the message waits for that.
+        """
+        return _takes(self._log, logging.INFO) and _place()[0] == 0
+
     def applied(self) -> None:
         """Say that patches are applied: not how many, as there will be more."""
         self._say(f"megapatch {__version__} applies patches; print(megapatch.report()) lists them")
@@ -56,9 +63,7 @@ class FirstSign:
                 self._say_on_rank_0(text)
 
     def _say_on_rank_0(self, text: str) -> None:
-        from .._ranks import place  # most processes come here late, if at all
-
-        rank, size, _ = place()
+        rank, size = _place()
         is_one_of_many = size == 1 and _has_parent()  # whose ranks nobody knows yet
         if rank == 0 and not is_one_of_many:
             say(text)
@@ -77,6 +82,27 @@ def _takes(log: logging.Logger, level: int) -> bool:
     return any(
         handler.level <= level for handler in (*handlers, *last) if not isinstance(handler, logging.NullHandler)
     )
+
+
+def _place() -> tuple[int, int]:
+    """Return rank and number of ranks as launchers have it; -1 for a process that a rank has started by itself."""
+    from .._ranks import place  # most processes come here late, if at all
+
+    rank, size, _ = place()
+    return (-1 if _has_parent() and _began_with_a_rank() else rank), size
+
+
+def _began_with_a_rank() -> bool:
+    """Return whether the environment in which this process began names a rank: that of its parent, if it has one.
+
+    A rank that multiprocessing has started sets the variables itself. Without /proc nobody knows.
+    """
+    try:
+        with open("/proc/self/environ", "rb") as began_with:
+            variables = began_with.read().split(b"\0")
+    except OSError:
+        return False
+    return any(variable.startswith((b"RANK=", b"SLURM_PROCID=")) for variable in variables)
 
 
 def _has_parent() -> bool:

@@ -103,9 +103,10 @@ class Steps(Part):
 
     @observes
     def end_step(self, step: Step) -> None:
-        """Leave a report after the first step, and now and then: a job that is killed leaves none at its end."""
-        now = time.monotonic()
-        if self.ledger.step == 1 or (self.audit.is_due() and now - self._left_report >= _APART):
+        """Leave a report after 1, 2, 4, 8 steps and so on, and now and then: a job that is killed, or ends in
+        os._exit(), leaves none at its end."""
+        now, count = time.monotonic(), self.ledger.step
+        if count & (count - 1) == 0 or (self.audit.is_due() and now - self._left_report >= _APART):
             self._left_report = now
             self.ledger.changed()
 

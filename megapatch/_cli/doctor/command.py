@@ -83,6 +83,8 @@ def compare(folder: str, as_json: bool) -> int:
             terminal.note(
                 f"{folder} holds no rank-*.json: run with MEGAPATCH_REPORT={folder} and megapatch.check()"
             )
+            if next(Path(folder).glob("audit-*.json"), None):
+                terminal.note(f"it holds the audit's reports, which `megapatch audit {folder}` shows")
         return COULD_NOT_LOOK
     if found.differing or found.not_in_place:
         return NOT_WELL
