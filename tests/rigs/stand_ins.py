@@ -35,6 +35,38 @@ class StandIns:
         return self.make(module, name)
 
 
+class ForImporters(StandIns):
+    """Stand-ins for modules of these packages only; others find out that a package is not there.
+
+    ModelOpt is in no use: its functions do nothing.
+    """
+
+    def __init__(self, importers, names):
+        super().__init__(
+            names, lambda module, name: _nothing if _is_of_modelopt(module, name) else Anything(name, (), {})
+        )
+        self.importers = tuple(importers)
+
+    def find_spec(self, name, path=None, target=None):
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        importer = frame.f_globals.get("__name__", "")
+        return super().find_spec(name) if importer.startswith(self.importers) else None
+
+
+def _is_of_modelopt(module, name):
+    return module.startswith("modelopt") and name[0].islower()
+
+
+def _nothing(*ignored, **also_ignored):
+    return None
+
+
+OF_GPUS = ("transformer_engine", "modelopt", "megatron.energon", "causal_conv1d", "mamba_ssm", "fla")
+"""Packages that Bridge and its tests import and a CPU cannot have."""
+
+
 def is_stand_in(name):
     """Return whether the module of this name, which is imported, is a stand-in."""
     return isinstance(getattr(sys.modules[name].__spec__, "loader", None), StandIns)

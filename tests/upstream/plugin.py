@@ -30,7 +30,8 @@ from pathlib import Path
 
 import pytest
 from packaging.version import Version
-from rigs.stand_ins import Anything, StandIns
+from rigs.alone import import_alone
+from rigs.stand_ins import OF_GPUS, ForImporters
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = Path(os.environ["UPSTREAM_FOLDER"])
@@ -39,18 +40,8 @@ DATA = "tests.test_utils.python_scripts.download_unit_tests_dataset"
 """Megatron's conftest downloads data by it."""
 
 
-def _make_cpu_serve():
-    """Have torch pretend, by helpers of megapatch that are dropped again."""
-    sys.modules["megapatch"] = importlib.util.module_from_spec(importlib.util.find_spec("megapatch"))
-    package = sys.modules["megapatch.testing"] = types.ModuleType("megapatch.testing")
-    package.__path__ = [f"{sys.modules['megapatch'].__path__[0]}/testing"]
-    importlib.import_module("megapatch.testing._cuda_stubs").install_cuda_stubs()
-    importlib.import_module("megapatch.testing._gloo").use_one_gloo_thread()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "megapatch"]:
-        del sys.modules[name]
-
-
-_make_cpu_serve()
+import_alone("testing._cuda_stubs").install_cuda_stubs()
+import_alone("testing._gloo").use_one_gloo_thread()
 
 import torch  # noqa: E402 (after the stubs)
 import torch.distributed as dist  # noqa: E402
@@ -201,19 +192,7 @@ if importlib.util.find_spec("transformer_engine") is None:
     _do_without_transformer_engine()
 
 
-class _StandInsOfBridge(StandIns):
-    """For packages that Bridge and its tests import and a CPU cannot have; Megatron knows how to do without."""
-
-    def find_spec(self, name, path=None, target=None):
-        frame = sys._getframe(1)
-        while "importlib" in frame.f_code.co_filename:
-            frame = frame.f_back
-        importer = frame.f_globals.get("__name__", "")
-        return super().find_spec(name) if importer.startswith(("megatron.bridge", "tests.")) else None
-
-
-_of_gpus = ("transformer_engine", "modelopt", "megatron.energon", "causal_conv1d", "mamba_ssm", "fla")
-sys.meta_path.append(_StandInsOfBridge(_of_gpus, lambda module, name: Anything(name, (), {})))
+sys.meta_path.append(ForImporters(("megatron.bridge", "tests."), OF_GPUS))
 
 
 # ------------------------------------------------------------------------------------------ hooks

@@ -1,0 +1,6 @@
+"""Whole jobs: real entry points of Megatron and of frameworks, in processes of their own, to their end.
+
+startup  what their Pythons run first: `on_cpu` before the first import of Megatron
+on_cpu   the CPU in the place of GPUs, gloo of NCCL, and a fused Adam; nothing of it imports megapatch
+job      runs a job, plain or with megapatch, and reads what it has left
+"""

@@ -1,0 +1,165 @@
+"""Run a whole job by torchrun, plain and with megapatch, and read what it prints and leaves.
+
+    plain, patched = both_ways(folder, SCRIPT, "--train-iters 5 --save ck")
+    assert_alike(plain, patched)
+
+Each has a session of its own, in which nothing is left running when this returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+HERE = Path(__file__).parent
+TESTS = HERE.parent.parent
+JOBS = TESTS / "jobs"
+TIMEOUT = 600
+RUN = ("-m", "megapatch", "run", "--", sys.executable)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--redirects=3")
+PRINTED = re.compile(
+    "|".join(
+        (
+            r"iteration +\d+/ +\d+ .*?(?=\|Number|\n)",
+            r"(?:validation|test) loss at iteration .*",
+            r"successfully (?:saved|loaded) checkpoint .*",
+            r"exiting program at iteration .*",
+            r"\w+Error: .*",
+            r"JOB .*",
+        )
+    )
+)
+"""What counts of the lines that a rank prints."""
+VARYING = re.compile(r"elapsed time per iteration \(ms\): [\d.]+")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job has ended.
+
+    code     its exit code
+    printed  losses, norms, rates, validation and errors of each rank
+    saved    names of the files of its checkpoints
+    left     what the processes run that were still running
+    notes    how many processes came to an orderly end
+    applied  the patches that were in any of them
+    """
+
+    code: int
+    printed: dict[str, list[str]]
+    saved: list[str]
+    left: list[str]
+    notes: int
+    applied: set[str] = field(compare=False)
+    folder: Path = field(compare=False)
+
+
+def both_ways(folder, script, flags, **options):
+    """Run a job plain and with megapatch, at the same time, each in a folder below this one; return both ends."""
+    with ThreadPoolExecutor(2) as pool:
+        plain = pool.submit(run, folder / "plain", script, flags, with_megapatch=False, **options)
+        patched = pool.submit(run, folder / "patched", script, flags, with_megapatch=True, **options)
+        return plain.result(), patched.result()
+
+
+def run(folder, script, flags, *, with_megapatch, ranks=2, env=()):
+    """Run a job in a folder of its own; in the same one again it is a job that resumes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("ended-*"), *folder.glob("logs/**/*.log")):
+        old.unlink()
+    torchrun = [*TORCHRUN, f"--log-dir={folder}/logs", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(RUN if with_megapatch else ()), *torchrun, str(script), *flags.split()]
+    with (folder / "log").open("w") as log:
+        output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        job = subprocess.Popen(
+            command, cwd=folder, env=_environment(folder, env), start_new_session=True, **output
+        )
+        try:
+            code = job.wait(TIMEOUT)
+        finally:
+            left = _end_session(job.pid)
+    notes = [json.loads(note.read_text()) for note in folder.glob("ended-*")]
+    assert all((applied is not None) == with_megapatch for applied in notes), notes
+    logs = {"/".join(path.parts[-2:]): path.read_text(errors="replace") for path in folder.glob("logs/**/*.log")}
+    return Ended(
+        code=code,
+        printed={
+            name: [VARYING.sub("", line).strip() for line in PRINTED.findall(text)] for name, text in logs.items()
+        },
+        saved=sorted(path.relative_to(folder).as_posix() for path in folder.glob("ck*/**/*")),
+        left=left,
+        notes=len(notes),
+        applied={name for applied in notes for name in applied or ()},
+        folder=folder,
+    )
+
+
+def assert_alike(plain, patched):
+    """Compare how two jobs have ended, and all elements of their checkpoints."""
+    ends = [
+        (each.name, getattr(plain, each.name), getattr(patched, each.name))
+        for each in fields(Ended)
+        if each.compare
+    ]
+    assert not (unlike := [end for end in ends if end[1] != end[2]]), unlike
+    checkpoints = sorted(plain.folder.glob("ck*/iter_*"))
+    found = differences([(path, patched.folder / path.relative_to(plain.folder)) for path in checkpoints])
+    assert found == [[]] * len(checkpoints), found
+
+
+def differences(checkpoints):
+    """Return for each pair of checkpoints the elements that differ, tensors or not; another process reads them."""
+    pairs = [str(folder) for pair in checkpoints for folder in pair]
+    command = [sys.executable, "-m", "rigs.jobs.checkpoints", *pairs]
+    found = subprocess.run(command, cwd=TESTS, env=_environment(), capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def _environment(folder="", more=()):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEGAPATCH_", "PYTEST_"))}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE / "startup"), os.environ.get("PYTHONPATH")])),
+        "PYTHONWARNINGS": "ignore",  # Megatron's own
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "JOB_FOLDER": str(folder),
+        **dict(more),
+    }
+
+
+# ------------------------------------------------------------------------------------------ what is left running
+def _end_session(session):
+    """Kill the processes of a session that are left, and return what each runs."""
+    if _in_session(session):
+        time.sleep(1)  # some are about to end
+    commands = []
+    for process in _in_session(session):
+        try:
+            command = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+            os.kill(process, signal.SIGKILL)
+        except OSError:  # it has ended
+            continue
+        commands.append(re.sub(r"\d+", "N", " ".join(command[1:])))
+    return sorted(commands)
+
+
+def _in_session(session):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(of) == session and state != "Z":
+            found.append(int(stat.parent.name))
+    return found
