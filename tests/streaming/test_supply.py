@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
-from rigs.streaming.world import Fault, World, raised
+from rigs.streaming.world import Fault, World, flat, raised
 
 from megapatch import MegapatchError, MisuseError
-from megapatch.streaming import EmptyStepError, RolloutBuffer
+from megapatch.streaming import EmptyStepError, RolloutBuffer, _supply
 
 
 # ------------------------------------------------------------------------------------------ looking
@@ -24,6 +26,25 @@ async def test_the_buffer_is_looked_at_again_for_another_version():
     await world.put("next", version=1)
     await world.pump().run(2)
     assert world.trained == [["a"], ["next"]]
+
+
+async def test_looks_take_a_tenth_of_the_time_where_samples_arrive_one_by_one(monkeypatch):
+    """Each look takes 10 ms here, and a sample comes each millisecond."""
+    loop, groups_of = asyncio.get_running_loop(), _supply.Groups
+
+    def taking_its_time(*arguments):
+        loop.now += 0.01
+        return groups_of(*arguments)
+
+    world = World()
+    step = asyncio.ensure_future(world.pump(target_prompt_groups_per_step=2, generations_per_prompt=500).step())
+    monkeypatch.setattr(_supply, "Groups", taking_its_time)
+    for number in range(1000):
+        await world.buffer.put(str(number), {"group_id": number % 2, "weight_version": 0}, str(number))
+        await asyncio.sleep(0.001)
+    await step
+    assert len(flat(world.trained)) == 1000
+    assert 1.0 < loop.time() < 1.3 and 10 < world.calls.count("samples") < 14
 
 
 class Exact(RolloutBuffer):
