@@ -37,6 +37,11 @@ def test_what_is_no_difference(everyone):
     assert difference(everyone, ranks) is None
 
 
+def test_reasons_are_not_compared():
+    said, otherwise = ({"a at m": ("disabled", reason)} for reason in ("so", "thus"))
+    assert agreement._table(said) == agreement._table(otherwise) != agreement._table({"a at m": ("applied", "so")})
+
+
 def test_the_first_difference_is_told_with_ranks_and_reasons_and_the_others_are_counted():
     good = {"torch": ("2.13.0", ""), "a at m": ("applied (m:f)", "it asserts"), "b at n": ("applied", "")}
     bad = {"torch": ("2.13.0", ""), "a at m": ("disabled", "restored"), "b at n": ("failed", "KeyError")}

@@ -50,6 +50,8 @@ def test_a_family_needs_an_asterisk():
 def test_the_reason_names_the_variable_and_what_was_typed():
     assert Settings(disable=("m*",)).why_disabled("me.too") == "switched off by MEGAPATCH_DISABLE=m*"
     assert Settings(only=("a", "b")).why_disabled("me.too") == "not named by MEGAPATCH_ONLY=a,b"
+    both = Settings(only=("a",), disable=("me.too",))
+    assert both.why_disabled("me.too") == "switched off by MEGAPATCH_DISABLE=me.too"
 
 
 def test_at_most_three_near_matches():

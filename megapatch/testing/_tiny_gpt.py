@@ -102,7 +102,7 @@ def tiny_gpt(
     optimizer_fields = {
         "optimizer": optimizer,
         "lr": lr,
-        "min_lr": lr,
+        "min_lr": 0.0,
         "weight_decay": 0.0,
         "sgd_momentum": 0.0,
         "clip_grad": clip_grad,

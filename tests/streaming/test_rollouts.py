@@ -143,6 +143,18 @@ async def test_a_look_does_not_land_a_group_that_has_begun_again():
     assert not str(rollouts)
 
 
+async def test_one_that_ends_during_a_look_is_in_flight_until_the_next():
+    pump = World().pump()
+    rollouts, nothing = pump._rollouts, Groups({}, pump._config, 0)
+    ended, _ = rollouts.look_begins()
+    async with pump.rollout("a"):  # a filter drops its samples
+        pass
+    rollouts.look_ended(ended, nothing)
+    assert "1 rollouts in flight" in str(rollouts)
+    rollouts.look_ended(rollouts.look_begins()[0], nothing)
+    assert not str(rollouts)
+
+
 async def test_one_that_waits_to_begin_can_be_cancelled():
     _, pump, rollouts = await begun(groups="abc")
     rollouts.tasks["c"].cancel()

@@ -62,7 +62,6 @@ def found_by(rank, world_size):
     before = copy.deepcopy([part.state_dict() for part in (children[0].optimizer, scheduler)])
     found = {"open": load()}
     found["otherwise"], found["save"] = load_otherwise()
-    found["copied"] = of_copies(scheduler, states["scheduler"])
     found["status"] = status_of("megatron.scheduler-after-load")
     found["restored"] = attempt(megapatch.restore, "megatron.scheduler-after-load")
     in_pieces(step, model, 1, (1,), MEAN)
@@ -76,6 +75,7 @@ def found_by(rank, world_size):
     found["moves"] = {name: attempt(move) for name, move in moves.items()}
     found["kept"] = same(gradients, model.gradients())
     after = copy.deepcopy([part.state_dict() for part in (children[0].optimizer, scheduler)])
+    found["copied"] = of_copies(scheduler, states["scheduler"])  # whose load writes the optimizer's rates
     found["weights"] = attempt(model.chunks[0].load_state_dict, model.chunks[0].state_dict())[0]
     step.set_aside()
     found["aside"] = load()
@@ -87,6 +87,13 @@ def found_by(rank, world_size):
         in_pieces(step, model, 0, (2, 1), MEAN)
         step.finish(1)
     found["finished"] = load()
+    other = tiny_gpt(**GRADS, **OPTIONS)
+    steps = [TrainStep(other.chunks, other.optimizer), TrainStep(model.chunks, model.optimizer, scheduler)]
+    for each in steps:
+        each.begin()
+    steps[0].abort()
+    found["open beside another"] = load()
+    steps[1].abort()
     return found, same(before, after), methods() == own
 
 
@@ -116,7 +123,7 @@ def ranks():
 
 def test_loads_into_an_open_step_are_refused_and_change_nothing(ranks):
     for found, unchanged, _ in ranks:
-        for when in ("open", "open again"):
+        for when in ("open", "open again", "open beside another"):
             for name, what in (("chain", "optimizer"), ("optimizer", "optimizer"), ("scheduler", "scheduler")):
                 error, text = found[when][name]
                 assert error == "MisuseError"

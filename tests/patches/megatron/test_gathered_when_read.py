@@ -148,6 +148,16 @@ def orphan():
     return len(chunk.sharded_state_dict()) > 0
 
 
+def second_optimizer():
+    """Read after a step, and after an optimizer was made that has not stepped."""
+    plain, model = pair()
+    for each in (plain, model):
+        each.train_step()
+    (child,) = model.optimizer.chained_optimizers
+    importlib.import_module("megatron.core.optimizer").get_megatron_optimizer(child.config, model.chunks)
+    return wrong(read_sharded(model), read_sharded(plain))
+
+
 def alike():
     """Return what each rank takes to be done and pending, after each of many kinds of calls."""
     _, model = pair()
@@ -193,6 +203,7 @@ def patched(rank, world_size):
         yield name, partial(gathers, **options)
     yield "alike", alike
     yield "orphan", orphan
+    yield "second optimizer", second_optimizer
     yield "activated mid-run", activated_mid_run
 
 
@@ -252,6 +263,10 @@ def test_without_the_patch_what_one_rank_reads_is_a_mixture(without):
 
 def test_a_model_that_nobody_can_gather_is_read_as_it_is(ranks):
     assert all(found["orphan"] for found in ranks)
+
+
+def test_a_second_optimizer_does_not_hide_what_the_first_has_stepped(ranks):
+    assert [found["second optimizer"] for found in ranks] == [0, 0]
 
 
 def test_all_ranks_decide_alike(ranks):

@@ -225,6 +225,17 @@ def rolled_back_in_memory(options):
     return followed(model, 2)
 
 
+def with_one_tensor_cast(options):
+    """Load a checkpoint's weights of which one tensor was cast on the way."""
+    model = trained(options, 0)
+    saved = read_back({"chunks": weights(model)})["chunks"]
+    train(model, 1)
+    name = next(name for name, value in saved[0].items() if torch.is_tensor(value))
+    saved[0][name] = saved[0][name].float().to(saved[0][name].dtype)
+    load_weights(model, saved)
+    return followed(model, 2)
+
+
 def evaluated_before_its_step(options):
     """Load a checkpoint's weights between a backward pass and its step, which brings the model's own back."""
     model = trained(options, 0)
@@ -264,7 +275,7 @@ def taken_over(options):
 
 
 SILENT = (lent, saved_while_swapped, reloaded_by_hand)
-LEFT_ALONE = (quantization_aware, rolled_back_in_memory, evaluated_before_its_step)
+LEFT_ALONE = (quantization_aware, rolled_back_in_memory, with_one_tensor_cast, evaluated_before_its_step)
 PROGRAMS = (*SILENT, *LEFT_ALONE, taken_over)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from rigs.cells import cells_of
@@ -10,7 +11,7 @@ from rigs.megatron.save import minor
 from rigs.megatron.shapes import set_two_rates
 
 from megapatch.patches.megatron._param_groups import GROUPS
-from megapatch.patches.megatron.override_after_load import _group, _with_rates_of_groups
+from megapatch.patches.megatron.override_after_load import _group, _with_rates_of_each, _with_rates_of_groups
 from megapatch.testing import init_parallel, tiny_gpt
 
 CASES = {
@@ -83,6 +84,13 @@ def test_without_the_flag_nothing_changes(unpatched, patched, case):
     for before, found in zip(unpatched, patched, strict=True):
         assert found[case, "same"] == before[case, "same"] == after_two_steps(OLD)
         assert found[case, "checkpoint"] == before[case, "checkpoint"]
+
+
+def test_the_states_of_a_chain_belong_to_its_optimizers_in_the_order_of_their_keys():
+    children = [SimpleNamespace(optimizer=SimpleNamespace(param_groups=[_group(max_lr=lr)])) for lr in (3.0, 4.0)]
+    state = {1: {GROUPS: [_group(max_lr=2.0)]}, 0: {GROUPS: [_group(max_lr=1.0)]}}
+    loaded = _with_rates_of_each(children, state)
+    assert [loaded[key][GROUPS][0]["max_lr"] for key in (0, 1)] == [3.0, 4.0]
 
 
 def test_groups_that_differ_in_their_rates_alone_are_loaded_as_before():

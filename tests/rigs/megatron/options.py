@@ -169,7 +169,12 @@ def assert_misuse(outcome, *texts):
 def linear_schedule(
     optimizer, *, steps, max_lr, init_lr=0.0, min_lr=0.0, warm_up=0, start_wd=0.0, end_wd=0.0, **flags
 ):
-    """Return Megatron's own schedule: the learning rate falls, and weight decay rises, in this many steps."""
+    """Return Megatron's own schedule: the learning rate falls, and weight decay rises, in this many steps.
+
+    Raises ValueError where it would not fall: the rates of a group come before those of the schedule.
+    """
+    if any(group.get("max_lr", 1) == group.get("min_lr", 0) for group in optimizer.param_groups):
+        raise ValueError("linear_schedule(): the rate of a group is constant, as its min_lr is its max_lr")
     module = importlib.import_module("megatron.core.optimizer_param_scheduler")
     return module.OptimizerParamScheduler(
         optimizer,
