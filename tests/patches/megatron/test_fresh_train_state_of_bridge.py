@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own saves and loads: fresh-train-state, finetune-for-one-load, tracked-checkpoint-stays."""
+"""Megatron-Bridge's own saves and loads: the patches of DISABLED."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from rigs.diagnosed_sources import words
 from rigs.megatron.bridge import find_bridge, needs_bridge
 from rigs.megatron.bridge_loads import BridgeRun
 
-DISABLED = "megatron.fresh-train-state,megatron.finetune-for-one-load,megatron.tracked-checkpoint-stays"
+DISABLED = ",".join(
+    f"megatron.{name}"
+    for name in (
+        "asked-step-loaded",
+        "finetune-for-one-load",
+        "fresh-train-state",
+        "recovery-before-pretrained",
+        "tracked-checkpoint-stays",
+    )
+)
 MODULE = "megatron.bridge.training.checkpointing"
 pytestmark = needs_bridge
 
@@ -94,18 +103,52 @@ def load_that_raises():
 
 
 def peft_hook():
-    """What the setting is after the hook that loads PEFT's base model, and what fails in the hook after that."""
+    """Return the setting after the hook that loads PEFT's base model, what fails in the hook after that, and how a
+    load of a later step 2 differs."""
     setup = importlib.import_module("megatron.bridge.training.setup")
     base = BridgeRun(pretrained := shared_folder())
     base.loop.train(1)
     base.save()
-    run = BridgeRun("no such folder", pretrained)
+    run = BridgeRun(shared_folder(), pretrained)
     run.loop.state.cfg.peft = object()
     hook = setup._create_peft_pre_wrap_hook(run.loop.state.cfg, run.loop.state)
     try:
         hook(run.loop.model.chunks)
     except TypeError as error:  # an object() cannot transform a model
-        return run.settings.finetune, str(error)
+        found = {"setting": run.settings.finetune, "error": str(error)}
+    run.loop.state.cfg.peft = None
+    run.loop.train(2)
+    saved = run.save()
+    run.loop.train(2)
+    run.load()
+    return {**differences(run.found(), saved), **found}
+
+
+def recover():
+    """Load where there are a pretrained checkpoint and one for recovery."""
+    base = BridgeRun(pretrained := shared_folder())
+    base.loop.train(1)
+    base.save()
+    run = BridgeRun(shared_folder(), pretrained)
+    run.settings.non_persistent_ckpt_type = "global"
+    run.loop.train(2)
+    saved = run.save(non_persistent_ckpt=True)
+    run.loop.train(2)
+    run.load()
+    return differences(run.found(), saved)
+
+
+def ask_for_a_step():
+    """Ask for step 2 where a checkpoint for recovery is of step 4."""
+    run = BridgeRun(shared_folder())
+    run.settings.non_persistent_ckpt_type = "global"
+    run.loop.train(2)
+    saved = run.save()
+    run.loop.train(2)
+    run.save(non_persistent_ckpt=True)
+    run.settings.ckpt_step = 2
+    run.load()
+    return differences(run.found(), saved)
 
 
 def saves_in_turn(finalize):
@@ -158,6 +201,14 @@ def verdicts():
     return found + [words(site.diagnose(importlib.import_module(site.module))) for site in PATCH.sites[1:]]
 
 
+def recovers():
+    from megapatch.patches.megatron.recovery_before_pretrained import PATCH
+
+    _, *sites = PATCH.sites
+    (verdict,) = {words(site.diagnose(importlib.import_module(site.module)))[0] for site in sites}
+    return verdict
+
+
 def verdicts_on_saves():
     from megapatch.patches.megatron.tracked_checkpoint_stays import diagnose, diagnose_tracker
 
@@ -171,10 +222,13 @@ CELLS = (
     start_from_pretrained,
     load_that_raises,
     peft_hook,
+    recover,
+    ask_for_a_step,
     finalized_at_once,
     finalized_as_a_call_ends,
     verdicts,
     verdicts_on_saves,
+    recovers,
 )
 RIGHT = {"parameters": 0, "moments": 0}
 
@@ -196,7 +250,9 @@ def test_without_the_patches_a_second_load_has_another_step_than_its_weights(wit
         assert latest["parameters"] > 0.9
         after = found["start_from_pretrained"]
         assert after["steps"] == (0, 2) and after["moments"] > 0.9
-        assert found["peft_hook"] == (True, "'object' object is not callable")
+        assert found["peft_hook"]["steps"] == (0, 2) and found["peft_hook"]["moments"] > 0.9
+        assert found["ask_for_a_step"]["steps"] == (4, 2) and found["ask_for_a_step"]["moments"] > 0.9
+        assert found["recover"]["steps"] == ((0, 2) if found["recovers"] == "needed" else (2, 2))
 
 
 def test_each_load_is_that_of_a_new_process(ranks):
@@ -207,10 +263,16 @@ def test_each_load_is_that_of_a_new_process(ranks):
 
 def test_the_load_after_a_start_from_pretrained_has_all(ranks):
     for found in ranks:
-        start = {"start": 0, "weights": True, "setting": False}
+        start = {"start": 0, "weights": True, "setting": True}
         assert found["start_from_pretrained"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT, **start}
         assert found["load_that_raises"] is False
-        assert found["peft_hook"] == (False, "'object' object is not callable")
+        hook = {"setting": True, "error": "'object' object is not callable"}
+        assert found["peft_hook"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT, **hook}
+
+
+def test_the_checkpoint_that_was_asked_for_is_loaded(ranks):
+    for found in ranks:
+        assert found["recover"] == found["ask_for_a_step"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT}
 
 
 def test_a_checkpoint_stays_while_its_successor_is_written(without, ranks):
