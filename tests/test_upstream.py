@@ -44,7 +44,7 @@ def test_it_counts_the_tests_that_reached_a_patch():
     ends = {test: tests_of_upstream.Ended("passed", calls) for test, calls in by_test.items()}
     said = tests_of_upstream.reached([ends, ends])
     assert "patch: zero_tokens 4, rerun_state_dict 2." in said
-    assert "Not reached: aux_loss" in said
+    assert "Not reached: asked_step_loaded, aux_loss" in said
 
 
 def test_a_test_that_differs_once_of_three_times_does_not_count(tmp_path):

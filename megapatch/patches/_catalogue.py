@@ -17,6 +17,10 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "areal.weight-sync-resume": ("areal.engine.megatron_engine",),
     },
     "megatron": {
+        "megatron.asked-step-loaded": (
+            "megatron.training.checkpointing",
+            "megatron.bridge.training.checkpointing",
+        ),
         "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
         "megatron.dropped-models-freed": (
             "megatron.core.transformer.moe.token_dispatcher",
@@ -71,6 +75,11 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
         "megatron.rates-of-each-group": (
             "megatron.core.optimizer.optimizer",
             "megatron.core.optimizer.distrib_optimizer",
+        ),
+        "megatron.recovery-before-pretrained": (
+            "megatron.training.checkpointing",
+            "megatron.bridge.training.checkpointing",
+            "megatron.bridge.training.setup",
         ),
         "megatron.refit-plan-of-its-model": ("megatron.core.resharding.refit",),
         "megatron.reload-offloaded-params": ("megatron.core.optimizer.distrib_optimizer",),

@@ -5,13 +5,14 @@ Optimizers whose state is on the CPU are the real classes, around one parameter 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -152,25 +153,75 @@ def counters_of_bridge(layout: Layout = DP) -> None:
 
 
 def start_from_pretrained(layout: Layout = DP) -> None:
-    """Begin a load where only the pretrained checkpoint is there, and look at the settings."""
-    from ..._dotted import temporarily_set
-
-    settings = SimpleNamespace(load=None, finetune=False, ckpt_format="torch_dist")
-    state = SimpleNamespace(cfg=SimpleNamespace(checkpoint=settings))
-    for name, arguments in ((BRIDGE, (state, [], None, None)), (MEGATRON, ([], None, None))):
-        checkpointing = _imported(name)
-        if checkpointing is None:
-            continue  # wheels have Megatron's from 0.17 on
-        stand_ins = {"get_args": lambda: settings} if name != BRIDGE else {}
-        with tempfile.TemporaryDirectory() as folder, temporarily_set(checkpointing, **stand_ins):
-            settings.pretrained_checkpoint = folder
-            with open(checkpointing.get_checkpoint_tracker_filename(folder), "w") as file:
-                file.write("1")
-            with contextlib.suppress(Exception):  # there is no model to load into
-                checkpointing.load_checkpoint(*arguments)
+    """Begin a load where only the pretrained checkpoint is there, and then one from the job's own."""
+    for checkpointing, begin, settings in _loaders():
+        begin(settings)
+        _write_tracker(checkpointing, settings.load)
+        begin(settings)
         expect(
             settings.finetune is False, "a start from a pretrained checkpoint sets finetune for all later loads"
         )
+
+
+def start_from_recovery(layout: Layout = DP) -> None:
+    """Begin a load where a pretrained checkpoint is there, and one for recovery."""
+    for checkpointing, begin, settings in _loaders():
+        settings.non_persistent_ckpt_type = "global"
+        _write_tracker(checkpointing, os.path.join(settings.load, "non_persistent"))
+        begin(settings)
+        expect(settings.finetune is False, "a job starts from the pretrained checkpoint, and not from its own")
+
+
+def newer_recovery(layout: Layout = DP) -> None:
+    """Ask for step 2 where a checkpoint for recovery is of step 4."""
+    from ..._dotted import temporarily_set
+
+    for checkpointing, _, settings in _loaders():
+        settings.ckpt_step, settings.non_persistent_ckpt_type = 2, "global"
+        taken: list[Any] = []
+        found = {
+            "_load_non_persistent_base_checkpoint": lambda *args, taken=taken, **kwargs: taken.append(args),
+            "file_exists": lambda path: "non_persistent" in path,
+            "read_train_state": lambda path: SimpleNamespace(step=4),
+        }
+        _write_tracker(checkpointing, os.path.join(settings.load, "non_persistent"), 4)
+        groups = {"pg_collection": None} if checkpointing.__name__ == BRIDGE else {}
+        with temporarily_set(checkpointing, **found), contextlib.suppress(Exception):  # there is no step 2
+            checkpointing._load_base_checkpoint(settings.load, settings, **groups)
+        expect(not taken, "step 2 is asked for, and step 4 is loaded")
+
+
+def _loaders() -> Iterator[tuple[Any, Callable[[Any], None], Any]]:
+    """Yield Bridge's and Megatron's module, a function that begins a load, and settings of a load."""
+    from ..._dotted import temporarily_set
+
+    for name in (BRIDGE, MEGATRON):
+        checkpointing = _imported(name)
+        if checkpointing is None:
+            continue  # wheels have Megatron's from 0.17 on
+
+        def begin(settings: Any, name: str = name, checkpointing: Any = checkpointing) -> None:
+            state = SimpleNamespace(cfg=SimpleNamespace(checkpoint=settings))
+            arguments: Any = (state, [], None, None) if name == BRIDGE else ([], None, None)
+            stand_ins = {"get_args": lambda: settings} if name != BRIDGE else {}
+            with temporarily_set(checkpointing, **stand_ins), contextlib.suppress(Exception):
+                checkpointing.load_checkpoint(*arguments)  # there is no model to load into
+
+        with tempfile.TemporaryDirectory() as folder:
+            settings = argparse.Namespace(
+                load=os.path.join(folder, "run"), finetune=False, ckpt_format="torch_dist"
+            )
+            settings.pretrained_checkpoint = os.path.join(folder, "pretrained")
+            settings.non_persistent_ckpt_type = settings.non_persistent_global_ckpt_dir = None
+            settings.exit_on_missing_checkpoint = False
+            _write_tracker(checkpointing, settings.pretrained_checkpoint)
+            yield checkpointing, begin, settings
+
+
+def _write_tracker(checkpointing: Any, folder: str, step: int = 1) -> None:
+    os.makedirs(folder, exist_ok=True)
+    with open(checkpointing.get_checkpoint_tracker_filename(folder), "w") as file:
+        file.write(str(step))
 
 
 def save_under_way(layout: Layout = DP) -> None:
@@ -183,8 +234,7 @@ def save_under_way(layout: Layout = DP) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for step in "12":
             os.mkdir(os.path.join(folder, f"iter_{step:0>7}"))
-        with open(checkpointing.get_checkpoint_tracker_filename(folder), "w") as file:
-            file.write("1")
+        _write_tracker(checkpointing, folder)
         checkpointing.cleanup_old_non_persistent_checkpoint(folder)
         expect(len(os.listdir(folder)) == 3, "the last complete checkpoint is removed as a save begins")
 
@@ -317,6 +367,8 @@ CHECKS = (
     Check("megatron.fresh-train-state", counters_of_bridge),
     Check("megatron.tracked-checkpoint-stays", save_under_way),
     Check("megatron.finetune-for-one-load", start_from_pretrained),
+    Check("megatron.recovery-before-pretrained", start_from_recovery),
+    Check("megatron.asked-step-loaded", newer_recovery),
     Check("load-in-place", in_place, "parameters, with those of a run that did not go back", layouts=True),
     Check("megatron.reload-offloaded-params", reload_of_an_offloaded_parameter),
     Check("megatron.load-offloaded-state", loaded_state_of_an_offloaded_parameter),

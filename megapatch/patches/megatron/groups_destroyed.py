@@ -3,14 +3,18 @@
 Symptom   each cycle of destroy_model_parallel() and initialize_model_parallel() leaves 16 or more process groups
           behind: with gloo about 50 threads and 70 file descriptors, with NCCL communicators and their memory on
           the GPU. A process that initializes often slows down, and ends out of memory or file descriptors.
-Upstream  NVIDIA/Megatron-LM#6902, #6897 (open); 0.12 to 0.19.
+          A layout without hierarchical context parallelism has the hierarchical groups of one before it; in 0.12
+          one with them has both. So has one without hybrid context parallelism.
+Upstream  NVIDIA/Megatron-LM#6902, #6897 (open), #7139; 0.12 to 0.19.
 Seam      initialize_model_parallel() notes the groups that it creates. After destroy_model_parallel() the next one
           begins by destroying them: it is a collective, so no rank can still be communicating in them, which
           destroy_model_parallel(), called by one rank after another, cannot know. A group that something else
           still refers to, such as a model that was kept, stays on all ranks, until a later one finds it unused.
+          Globals that destroy_model_parallel() has left as initialize_model_parallel() set them are as before it.
           Megatron's cache of rotary tables, which keeps modules and their groups, is emptied: they are made again.
-Limits    the groups of the last layout stay until the process ends. Groups created before the patch was applied,
-          or outside of initialize_model_parallel(), are left alone.
+Limits    the groups of the last layout stay until the process ends, and globals that Megatron does not reset until
+          the next layout. Groups and globals of a layout from before the patch was applied, and groups created
+          outside of initialize_model_parallel(), are left alone.
           A model that is dropped keeps its groups until Python's garbage collection frees it.
           Megatron itself keeps an fp32 model with the distributed optimizer for good, and its groups.
           Groups that a rank has set up without the patch stay on all of its ranks. A rank must not lose the patch
@@ -22,6 +26,8 @@ Cost      four operations of the default group's store and a collective of some 
 from __future__ import annotations
 
 import builtins
+import copy
+import dis
 import functools
 import logging
 import sys
@@ -36,6 +42,7 @@ from .._diagnosis import (
     Idle,
     StandIn,
     cannot_run,
+    codes_of,
     lacking,
     missing_attributes,
     missing_names,
@@ -75,6 +82,7 @@ class _Layout:
     Attributes:
         groups: its process groups.
         left: those of layouts that were taken down.
+        globals: the globals that were set with them, by name: the values before that and after.
         begun: the last call that began to set up a layout.
         noted: the call that set up this one, until it is known whether all ranks have noted it.
         world: the default process group when they were created; with another one, torch has destroyed them all.
@@ -88,6 +96,7 @@ class _Layout:
 
     def forget(self) -> None:
         self.groups: list[Any] = []
+        self.globals: dict[str, tuple[Any, Any]] = {}
         self.left = Leftovers()
         self.begun: Noted | None = None
         self.noted: Noted | None = None
@@ -101,6 +110,7 @@ class _Layout:
         if all(state.get(name) is None for name in GROUPS):  # otherwise Megatron raises
             self.left.groups += self.groups
             self.groups = []
+            self._reset(state)
             _forget_rotary_tables()
             if self.noted is not None and self.noted.by_all():
                 logger.debug("process groups of earlier layouts that were destroyed: %d", self.left.destroy())
@@ -109,10 +119,19 @@ class _Layout:
         if self.begun is None or self.begun.place != place:
             self.begun = _noted(place)
 
-    def end(self, groups: list[Any]) -> None:
+    def _reset(self, state: dict[str, Any]) -> None:
+        """Give the globals that nobody has set since then the values from before the layout."""
+        for name, (before, after) in self.globals.items():
+            if state.get(name) is after:
+                state[name] = before
+        self.globals = {}
+
+    def end(self, groups: list[Any], before: dict[str, Any]) -> None:
         if groups:
             self.groups += groups
             self.noted = self.begun
+        state = vars(sys.modules[PARALLEL_STATE])
+        self.globals |= {name: (value, state[name]) for name, value in before.items() if state[name] != value}
 
 
 def _noted(place: str) -> Noted | None:
@@ -176,17 +195,33 @@ def _state_after(destroy: FunctionType, destroyed: list[Any]) -> dict[str, Any]:
     return namespace
 
 
+def _globals_set_by(initialize: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that returns the globals that the function's code assigns, and lists and dictionaries."""
+    codes = list(codes_of(initialize))
+    steps = [step for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"]
+    assigned, named = {step.argval for step in steps}, {name for code in codes for name in code.co_names}
+
+    def values() -> dict[str, Any]:
+        state = vars(sys.modules[PARALLEL_STATE])
+        containers = {name: copy.copy(state[name]) for name in named if isinstance(state.get(name), (list, dict))}
+        return {**{name: state.get(name) for name in assigned}, **containers}
+
+    return values
+
+
 def note_groups(initialize_model_parallel: Callable[..., Any]) -> Callable[..., Any]:
+    values = _globals_set_by(initialize_model_parallel)
+
     @functools.wraps(initialize_model_parallel)
     def patched_initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         # No list of all groups in a variable here: it would refer to them.
         if (world := next(iter(process_groups()), None)) is not None:  # otherwise Megatron raises
             _layout.begin(world)
-        count = len(process_groups())
+        count, before = len(process_groups()), values()
         try:
             return initialize_model_parallel(*args, **kwargs)
         finally:
-            _layout.end(process_groups()[count:])
+            _layout.end(process_groups()[count:], before)
 
     return patched_initialize_model_parallel
 

@@ -2,10 +2,14 @@
 
 Symptom   with async_save, a job that ends while a checkpoint is written has none: the one before, which the
           tracker names, went as the save began. In Bridge with most_recent_k=1; in both with non-persistent
-          checkpoints in a global folder, where a save begins before the last one is complete.
+          checkpoints in a global folder, where a save begins before the last one is complete. To 0.4 Bridge's
+          tracker names the step of the training when the save is finalized, a folder that there is not.
 Upstream  NVIDIA-NeMo/Megatron-Bridge#4678, #4820, #5184; in 0.3 to 0.5, right in 0.6. Megatron has it to 0.19.
+          The tracker of a later step: Megatron-Bridge#3269; in 0.3 and 0.4, right in 0.5.
 Seam      the module function that removes checkpoints: it keeps all from the tracked one on, if these are more
-          than it was going to keep. A save writes the tracker when it is complete.
+          than it was going to keep. A save writes the tracker when it is complete. Where the tracker names a
+          folder that there is not, the newest one before it counts as tracked. During Bridge's save_checkpoint(),
+          which makes the functions that finalize the save, the counters are a copy.
 Limits    a checkpoint that is replaced goes with the next save: until then there is one more. Nothing changes
           where the tracker is not a file (multi-storage client).
 Cost      a look at the folder and at a small file in each removal, on rank 0.
@@ -13,19 +17,24 @@ Cost      a look at the folder and at a small file in each removal, on rank 0.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
+from ..._dotted import find
+from ..._mcore.known import arguments_of
 from ..._ranks import place
-from ...patch import FIXED, NEEDED, Patch, Site, Verdict
-from .._diagnosis import gone, lacking, missing_attributes, missing_parameters, missing_reads
+from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
+from .._diagnosis import codes_of, gone, lacking, missing_attributes, missing_parameters, missing_reads
 
+BRIDGE = "megatron.bridge.training.checkpointing"
 REMOVE, KEEP = "cleanup_old_non_persistent_checkpoint", "leave_ckpt_num"
+SAVE, COUNTERS, FINALIZE = "save_checkpoint", "train_state", "train_state_finalize_fn"
 TRACKER, PREFIX = "get_checkpoint_tracker_filename", "iter_"
 
 
@@ -40,6 +49,26 @@ def diagnose(module: ModuleType) -> Verdict:
     if not missing_parameters(path, "max_iteration"):
         return Verdict(FIXED, f"{REMOVE}() takes the newest complete checkpoint")
     return Verdict(NEEDED, f"{REMOVE}() keeps the newest folders, complete or not")
+
+
+def diagnose_tracker(module: ModuleType) -> Verdict:
+    """Look at the function that finalizes a save, where the real save_checkpoint() makes it."""
+    if not hasattr(module, SAVE):
+        return gone(SAVE, module)
+    path = f"{module.__name__}:{SAVE}"
+    if missing := [*missing_parameters(path, "state"), *missing_reads(path, COUNTERS)]:
+        return lacking(missing)
+    made = [
+        part for code in codes_of(getattr(module, SAVE)) for part in code.co_consts if isinstance(part, CodeType)
+    ]
+    finalizes = [
+        code.co_freevars for code in made if code.co_name == FINALIZE and "tracker_filename" in code.co_freevars
+    ]
+    if not finalizes:
+        return Verdict(UNKNOWN, f"expected {SAVE}() to write the tracker in {FINALIZE}()")
+    if any(COUNTERS in names for names in finalizes):
+        return Verdict(NEEDED, "the tracker names the step at which a save is finalized")
+    return Verdict(FIXED, "the tracker names the step that was saved")
 
 
 def keep_the_tracked(remove: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,17 +91,41 @@ def _from_tracked_on(folder: Path, tracker: Path) -> int:
     """Count the checkpoints that are not older than the tracked one, found and ordered as upstream does."""
     try:
         tracked = int(tracker.read_text())
-        return sum(int(found.name.removeprefix(PREFIX)) >= tracked for found in folder.rglob(f"{PREFIX}*"))
+        steps = [int(found.name.removeprefix(PREFIX)) for found in folder.rglob(f"{PREFIX}*")]
     except (OSError, ValueError):
         return 0
+    tracked = max((step for step in steps if step <= tracked), default=tracked)
+    return sum(step >= tracked for step in steps)
+
+
+def save_a_copy_of_the_counters(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(save_checkpoint)
+
+    @functools.wraps(save_checkpoint)
+    def patched_save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        state = arguments_of(signature, args, kwargs).get("state")
+        counters = find(state, COUNTERS)
+        if counters is None or not find(state, "cfg.checkpoint.async_save"):
+            return save_checkpoint(*args, **kwargs)
+        state.train_state = copied = copy.copy(counters)
+        try:
+            return save_checkpoint(*args, **kwargs)
+        finally:
+            if state.train_state is copied:
+                state.train_state = counters
+
+    return patched_save_checkpoint
 
 
 PATCH = Patch(
     name="megatron.tracked-checkpoint-stays",
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4678",
-    sites=tuple(
-        Site(f"megatron.{package}.checkpointing", diagnose, replace={REMOVE: keep_the_tracked})
-        for package in ("training", "bridge.training")
+    sites=(
+        *(
+            Site(module, diagnose, replace={REMOVE: keep_the_tracked})
+            for module in ("megatron.training.checkpointing", BRIDGE)
+        ),
+        Site(BRIDGE, diagnose_tracker, replace={SAVE: save_a_copy_of_the_counters}),
     ),
 )

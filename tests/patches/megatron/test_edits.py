@@ -10,6 +10,7 @@ from megapatch.patch import NEEDED, UNKNOWN
 from megapatch.patches import PATCHES
 
 BODY_DOES_NOT_MATTER = {
+    "megatron.asked-step-loaded": ("_get_non_persistent_iteration",),
     "megatron.gathered-when-read": (
         "__init__",
         "start_param_sync",
@@ -21,6 +22,7 @@ BODY_DOES_NOT_MATTER = {
     "megatron.main-params-after-load": ("__init__", "_copy_model_grads_to_main_grads", "prepare_grads", "load"),
     "megatron.override-after-load": ("load_state_dict", "__init__"),
     "megatron.parameters-without-gradients": ("start_grad_sync",),
+    "megatron.recovery-before-pretrained": ("checkpoint_exists",),
     "megatron.rates-of-each-group": ("load_state_dict",),
     "megatron.prepare-grads-once": ("step_with_ready_grads", "zero_grad", "load_state_dict", "reset"),
     "megatron.save-fails-everywhere": ("save_config", "save_integrity_manifest"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from types import SimpleNamespace
+from argparse import Namespace
 
 import pytest
 from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
@@ -13,7 +14,7 @@ from rigs.megatron.options import UNPATCHED, Interrupted, needs_training
 
 from megapatch._verify.check import DefectSeen
 from megapatch._verify.checks.loads import start_from_pretrained
-from megapatch.patches.megatron.finetune_for_one_load import PATCH, _keeping
+from megapatch.patches.megatron.finetune_for_one_load import PATCH, noting, put_back
 
 pytestmark = needs_training
 MEGATRON = PATCH.sites[0]
@@ -33,18 +34,26 @@ def test_a_start_from_a_pretrained_checkpoint_leaves_the_setting():
     assert run_with_megatron(started, 1)[0] is None
 
 
-def test_a_setting_of_the_users_holds_in_each_load_and_after_it():
-    found = []
-
-    def load_checkpoint():
-        found.append(settings.finetune)
-        settings.finetune = "changed"
+def load(settings, folder, sets=None):
+    """Go through a load from the folder, which sets the flag; return what the flag is in it and after it."""
+    put_back(settings, folder)
+    with contextlib.suppress(Interrupted), noting(settings, folder):
+        found = settings.finetune
+        settings.finetune = found if sets is None else sets
         raise Interrupted
+    return found, settings.finetune
 
-    settings = SimpleNamespace(finetune=True)
-    with pytest.raises(Interrupted):
-        _keeping(settings, load_checkpoint)
-    assert [*found, settings.finetune] == [True, True]
+
+def test_the_flag_stays_until_the_next_load_from_the_same_folder():
+    settings = Namespace(finetune=False)
+    assert load(settings, "own", sets=True) == (False, True)
+    assert load(settings, "reference") == (True, True)  # slime sets finetune and another folder around such a load
+    assert load(settings, "own") == (False, False)
+    assert load(settings, "own", sets=True) == (False, True)
+    settings.finetune = 1
+    assert load(settings, "own") == (1, 1)
+    settings.finetune = True
+    assert load(settings, "own") == (True, True)  # the user's own
 
 
 def verdicts(rank, world_size):

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's own saves and loads: fresh-train-state, finetune-for-one-load, tracked-checkpoint-stays."""
+"""Megatron-Bridge's own saves and loads: the patches of DISABLED."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from rigs.diagnosed_sources import words
 from rigs.megatron.bridge import find_bridge, needs_bridge
 from rigs.megatron.bridge_loads import BridgeRun
 
-DISABLED = "megatron.fresh-train-state,megatron.finetune-for-one-load,megatron.tracked-checkpoint-stays"
+DISABLED = ",".join(
+    f"megatron.{name}"
+    for name in (
+        "asked-step-loaded",
+        "finetune-for-one-load",
+        "fresh-train-state",
+        "recovery-before-pretrained",
+        "tracked-checkpoint-stays",
+    )
+)
 MODULE = "megatron.bridge.training.checkpointing"
 pytestmark = needs_bridge
 
@@ -94,39 +103,93 @@ def load_that_raises():
 
 
 def peft_hook():
-    """What the setting is after the hook that loads PEFT's base model, and what fails in the hook after that."""
+    """Return the setting after the hook that loads PEFT's base model, what fails in the hook after that, and how a
+    load of a later step 2 differs."""
     setup = importlib.import_module("megatron.bridge.training.setup")
     base = BridgeRun(pretrained := shared_folder())
     base.loop.train(1)
     base.save()
-    run = BridgeRun("no such folder", pretrained)
+    run = BridgeRun(shared_folder(), pretrained)
     run.loop.state.cfg.peft = object()
     hook = setup._create_peft_pre_wrap_hook(run.loop.state.cfg, run.loop.state)
     try:
         hook(run.loop.model.chunks)
     except TypeError as error:  # an object() cannot transform a model
-        return run.settings.finetune, str(error)
+        found = {"setting": run.settings.finetune, "error": str(error)}
+    run.loop.state.cfg.peft = None
+    run.loop.train(2)
+    saved = run.save()
+    run.loop.train(2)
+    run.load()
+    return {**differences(run.found(), saved), **found}
 
 
-def save_while_a_save_is_written():
-    """Return the checkpoints there are as each of three saves has begun, and the verdict."""
-    from megapatch.patches.megatron.tracked_checkpoint_stays import diagnose
+def recover():
+    """Load where there are a pretrained checkpoint and one for recovery."""
+    base = BridgeRun(pretrained := shared_folder())
+    base.loop.train(1)
+    base.save()
+    run = BridgeRun(shared_folder(), pretrained)
+    run.settings.non_persistent_ckpt_type = "global"
+    run.loop.train(2)
+    saved = run.save(non_persistent_ckpt=True)
+    run.loop.train(2)
+    run.load()
+    return differences(run.found(), saved)
 
+
+def ask_for_a_step():
+    """Ask for step 2 where a checkpoint for recovery is of step 4."""
+    run = BridgeRun(shared_folder())
+    run.settings.non_persistent_ckpt_type = "global"
+    run.loop.train(2)
+    saved = run.save()
+    run.loop.train(2)
+    run.save(non_persistent_ckpt=True)
+    run.settings.ckpt_step = 2
+    run.load()
+    return differences(run.found(), saved)
+
+
+def saves_in_turn(finalize):
+    """Return the checkpoints there are as each of three asynchronous saves has begun, and what was tracked.
+
+    A save is finalized by `finalize(run)`, as the call that trains the next step ends at the latest.
+    """
     run, found = BridgeRun(folder := Path(shared_folder())), []
-    run.settings.async_save, run.settings.most_recent_k, run.settings.save = True, 1, str(folder)
+    run.settings.async_save, run.settings.most_recent_k = True, 1
     run.settings.use_persistent_ckpt_worker = False  # it takes a GPU
-    run.loop.state.initialize_async_checkpoint_worker()
-    run.settings.save = None
     for _ in range(3):
         run.loop.train(1)
+        tracked = folder / "latest_checkpointed_iteration.txt"
+        found.append(tracked.read_text() if tracked.exists() else "")
+        run.settings.save = str(folder)
+        run.loop.state.initialize_async_checkpoint_worker()  # train() has ended that of the save before
+        queue = run.loop.state.async_calls_queue
+        queue.maybe_finalize_async_calls = partial(only_blocking, queue.maybe_finalize_async_calls)
         run.save()
         for thread in threading.enumerate():
             if "remove_iter_ckpts" in thread.name:
                 thread.join()
         torch.distributed.barrier()
         found.append(sorted(int(name.name[5:]) for name in folder.glob("iter_*")))
-        run.checkpointing.maybe_finalize_async_save(run.loop.state, run.settings, blocking=True)
-    return found, words(diagnose(run.checkpointing))[0]
+        finalize(run)
+    return found
+
+
+def only_blocking(finalize, blocking=False, **options):
+    """Finalize saves when train() waits for them: writing takes longer than a step."""
+    return finalize(blocking, **options) if blocking else []
+
+
+def finalized_at_once():
+    return saves_in_turn(
+        lambda run: run.checkpointing.maybe_finalize_async_save(run.loop.state, run.settings, blocking=True)
+    )
+
+
+def finalized_as_a_call_ends():
+    return saves_in_turn(lambda run: None)
 
 
 def verdicts():
@@ -138,14 +201,34 @@ def verdicts():
     return found + [words(site.diagnose(importlib.import_module(site.module))) for site in PATCH.sites[1:]]
 
 
+def recovers():
+    from megapatch.patches.megatron.recovery_before_pretrained import PATCH
+
+    _, *sites = PATCH.sites
+    (verdict,) = {words(site.diagnose(importlib.import_module(site.module)))[0] for site in sites}
+    return verdict
+
+
+def verdicts_on_saves():
+    from megapatch.patches.megatron.tracked_checkpoint_stays import diagnose, diagnose_tracker
+
+    module = importlib.import_module(MODULE)
+    return words(diagnose(module))[0], words(diagnose_tracker(module))[0]
+
+
 CELLS = (
     load_again,
     load_the_latest,
     start_from_pretrained,
     load_that_raises,
     peft_hook,
-    save_while_a_save_is_written,
+    recover,
+    ask_for_a_step,
+    finalized_at_once,
+    finalized_as_a_call_ends,
     verdicts,
+    verdicts_on_saves,
+    recovers,
 )
 RIGHT = {"parameters": 0, "moments": 0}
 
@@ -167,7 +250,9 @@ def test_without_the_patches_a_second_load_has_another_step_than_its_weights(wit
         assert latest["parameters"] > 0.9
         after = found["start_from_pretrained"]
         assert after["steps"] == (0, 2) and after["moments"] > 0.9
-        assert found["peft_hook"] == (True, "'object' object is not callable")
+        assert found["peft_hook"]["steps"] == (0, 2) and found["peft_hook"]["moments"] > 0.9
+        assert found["ask_for_a_step"]["steps"] == (4, 2) and found["ask_for_a_step"]["moments"] > 0.9
+        assert found["recover"]["steps"] == ((0, 2) if found["recovers"] == "needed" else (2, 2))
 
 
 def test_each_load_is_that_of_a_new_process(ranks):
@@ -178,18 +263,27 @@ def test_each_load_is_that_of_a_new_process(ranks):
 
 def test_the_load_after_a_start_from_pretrained_has_all(ranks):
     for found in ranks:
-        start = {"start": 0, "weights": True, "setting": False}
+        start = {"start": 0, "weights": True, "setting": True}
         assert found["start_from_pretrained"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT, **start}
         assert found["load_that_raises"] is False
-        assert found["peft_hook"] == (False, "'object' object is not callable")
+        hook = {"setting": True, "error": "'object' object is not callable"}
+        assert found["peft_hook"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT, **hook}
+
+
+def test_the_checkpoint_that_was_asked_for_is_loaded(ranks):
+    for found in ranks:
+        assert found["recover"] == found["ask_for_a_step"] == {"steps": (2, 2), "samples": (16, 16), **RIGHT}
 
 
 def test_a_checkpoint_stays_while_its_successor_is_written(without, ranks):
-    right = [[1], [1, 2], [2, 3]]
-    plain, verdict = without[0]["save_while_a_save_is_written"]
-    assert plain == {"needed": [[1], [2], [3]], "fixed": right}[verdict]
+    right = ["", [1], "1", [1, 2], "2", [2, 3]]
+    removes, tracks = without[0]["verdicts_on_saves"]
+    if removes == "needed":
+        assert without[0]["finalized_at_once"] == ["", [1], "1", [2], "2", [3]]
+        later = ("2", "3") if tracks == "needed" else ("1", "2")
+        assert without[0]["finalized_as_a_call_ends"] == ["", [1], later[0], [2], later[1], [3]]
     for found in ranks:
-        assert found["save_while_a_save_is_written"][0] == right
+        assert found["finalized_at_once"] == found["finalized_as_a_call_ends"] == right
 
 
 def test_verdicts(without, ranks):

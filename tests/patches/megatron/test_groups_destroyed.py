@@ -112,6 +112,18 @@ def other_calls():
     return len(errors)
 
 
+def hierarchical():
+    """Hierarchical groups, and all groups, of layouts with two levels of context parallelism and without."""
+    found = []
+    for sizes in ([2, 1], None, [1, 2], None):
+        state = initialize(context_parallel_size=2, hierarchical_context_parallel_sizes=sizes)
+        groups = state.get_hierarchical_context_parallel_groups(check_initialized=False) or []
+        found.append(([group.size() for group in groups], all(map(works, groups)), len(process_groups())))
+        del groups
+        destroy_parallel()
+    return found
+
+
 def other_world(rank):
     """The default group is destroyed in between, and all others with it."""
     initialize()
@@ -126,6 +138,7 @@ def other_world(rank):
 
 def job(rank, world_size):
     yield "cycles", cycles
+    yield "hierarchical", hierarchical
     if not UNPATCHED.items() <= os.environ.items():
         yield "kept by one", functools.partial(kept_by_one, rank)
         yield "other calls", other_calls
@@ -141,6 +154,9 @@ def test_a_process_does_not_grow():
         assert groups[-1] >= groups[0] + 14 * (CYCLES - 1)
         assert threads[-1] > threads[0]
         assert files[-1] > files[0]
+
+        (_, *later), works, _ = zip(*found["hierarchical"], strict=True)
+        assert all(works) and all(later)  # 0.12 adds to them
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +178,13 @@ def test_groups_that_nothing_refers_to_are_destroyed(patched):
         assert (more, later) == (1, 0)  # the one that rank 0 has kept, and then let go
         assert found["other calls"] == 2
         assert found["other world"]
+
+
+def test_a_layout_has_no_group_of_the_one_before(patched):
+    for found in patched:
+        sizes, works, groups = zip(*found["hierarchical"], strict=True)
+        assert sizes == ([2, 1], [], [1, 2], []) and all(works)
+        assert groups[0] == groups[2] > groups[1] == groups[3]
 
 
 @pytest.mark.parametrize("without", WITHOUT)

@@ -10,12 +10,18 @@ from rigs.imported import run_with_megatron
 from rigs.megatron.options import needs_training
 
 from megapatch.patch import unpatched
-from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose
+from megapatch.patches.megatron.tracked_checkpoint_stays import PATCH, REMOVE, diagnose, diagnose_tracker
 
 REMOVES = f"""
 def get_checkpoint_tracker_filename(checkpoints_path): ...
 def {REMOVE}(save_dir, leave_ckpt_num=1, do_async=False):
     return save_dir.rglob("iter_*"), "iter_"
+"""
+SAVES = """
+def save_checkpoint(state, tracker_filename):
+    train_state = state.train_state
+    def train_state_finalize_fn():
+        return tracker_filename, train_state
 """
 SOURCES = {
     diagnose: {
@@ -24,6 +30,25 @@ SOURCES = {
         "it keeps another number": (REMOVES.replace("leave_ckpt_num", "keep"), "unknown", "leave_ckpt_num"),
         "it finds them otherwise": (REMOVES.replace("rglob", "glob"), "unknown", "rglob"),
         "there is nothing": (NOTHING, "unknown", REMOVE),
+    },
+    diagnose_tracker: {
+        "of the training": (SAVES, "needed", "step at which a save is finalized"),
+        "of the save": (
+            SAVES.replace("return tracker_filename, train_state", "return tracker_filename"),
+            "fixed",
+            "saved",
+        ),
+        "another function writes": (
+            SAVES.replace("_finalize_fn", "_written"),
+            "unknown",
+            "train_state_finalize_fn",
+        ),
+        "the counters are elsewhere": (
+            SAVES.replace("state.train_state", "state.counters"),
+            "unknown",
+            "train_state",
+        ),
+        "there is no save": (NOTHING, "unknown", "save_checkpoint"),
     },
 }
 
@@ -56,5 +81,6 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
         ("3", 1): ([3], [3]),
         ("1", 0): ([1, 2, 3], [1, 2, 3]),  # upstream's: removes nothing
         ("release", 1): ([3], [3]),
+        ("4", 1): ([3], [3]),  # of a later step, which has no folder
     }
     assert run_with_megatron(left, 1, tmp_path, list(expected)) == [expected]

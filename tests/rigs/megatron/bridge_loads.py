@@ -36,19 +36,19 @@ class BridgeRun:
         self.settings.load, self.settings.pretrained_checkpoint = str(folder), pretrained
         self.settings.save_rng = self.settings.load_rng = False
 
-    def save(self):
+    def save(self, **options):
         """Save, and return what was saved."""
         self.settings.save = self.settings.load
-        self._call(self.checkpointing.save_checkpoint, 0)
+        self._call(self.checkpointing.save_checkpoint, 0, **options)
         self.settings.save = None  # or train() saves at its end
         return self.found()
 
     def load(self):
         self._call(self.checkpointing.load_checkpoint)
 
-    def _call(self, function, *more):
+    def _call(self, function, *more, **options):
         model = self.loop.model
-        function(self.loop.state, model.chunks, model.optimizer, self.schedule, *more)
+        function(self.loop.state, model.chunks, model.optimizer, self.schedule, *more, **options)
 
     def found(self):
         """Return the counters, and copies of the parameters and first moments."""

@@ -1,0 +1,75 @@
+"""megatron.recovery-before-pretrained in Megatron; for Bridge see test_fresh_train_state_of_bridge.py."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from rigs.diagnosed_code import made_up, of_a_rank, verdicts_of
+from rigs.diagnosed_sources import NOTHING, assert_verdict_of_source, assert_verdicts, each_source
+from rigs.imported import run_with_megatron
+from rigs.megatron.options import UNPATCHED, needs_training
+
+from megapatch._verify.check import DefectSeen
+from megapatch._verify.checks.loads import start_from_recovery
+from megapatch.patches.megatron.recovery_before_pretrained import PATCH, diagnose_setup
+
+MEGATRON = PATCH.sites[0]
+
+
+def defect(rank, world_size):
+    try:
+        start_from_recovery()
+    except DefectSeen as seen:
+        return str(seen)
+
+
+@needs_training
+@pytest.mark.quick
+def test_a_checkpoint_for_recovery_counts():
+    assert "and not from its own" in run_with_megatron(defect, 1, env=UNPATCHED)[0]
+    assert run_with_megatron(defect, 1)[0] is None
+
+
+def verdicts(rank, world_size):
+    module = importlib.import_module(MEGATRON.module)
+
+    def looks_for_it(ddp_model, optimizer, opt_param_scheduler):
+        args = get_args()  # noqa: F821
+        if not checkpoint_exists(args.load) and not checkpoint_exists(args.non_persistent_global_ckpt_dir):  # noqa: F821
+            args.finetune = True
+        unwrap_model(ddp_model)  # noqa: F821
+
+    return verdicts_of(MEGATRON.diagnose, module, made_up(module, "load_checkpoint", looks_for_it))
+
+
+@needs_training
+def test_verdicts():
+    expected = {
+        "as it is": ("needed", "starts from the pretrained checkpoint"),
+        "looks_for_it": ("fixed", "takes a checkpoint for recovery"),
+    }
+    assert_verdicts(of_a_rank(verdicts), expected)
+
+
+SETS_UP = """
+def setup(state): return checkpoint_exists(state.cfg.checkpoint.load)
+def checkpoint_exists(path): ...
+"""
+SOURCES = {
+    diagnose_setup: {
+        "it asks for a checkpoint": (SETS_UP, "needed", "looks for no checkpoint for recovery"),
+        "it asks for both": (SETS_UP + "_has_global_non_persistent_checkpoint = None", "fixed", "looks for a"),
+        "it asks for another thing": (
+            SETS_UP.replace("return checkpoint", "return path"),
+            "unknown",
+            "checkpoint_exists",
+        ),
+        "there is nothing": (NOTHING, "unknown", "setup"),
+    }
+}
+
+
+@each_source(SOURCES)
+def test_verdicts_on_setup(source_case, modules):
+    assert_verdict_of_source(source_case, modules)
