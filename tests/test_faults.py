@@ -13,7 +13,7 @@ from rigs.engine import TARGET, louder, make_engine, make_patch, needed, status_
 from rigs.faults import CALLS, LINES, Fault
 
 from megapatch import _loaded_modules
-from megapatch._engine import engine, holders, install, rebuilt, record, site_record, target
+from megapatch._engine import engine, holders, install, rebuilt, record, site_record, target, watch
 from megapatch.patch import Patch, Site
 
 SOURCE = f"""
@@ -120,7 +120,7 @@ def test_all_or_nothing_and_repaired(name, error, events, imported):
             assert "a fault" in record.traceback and record.reason == f"{error.__name__}: a fault"
         patching.apply()
         record.refresh()
-        assert (patched(module), record.status.value) == ({True}, "applied")
+        assert (patched(module), record.status.value) == ({True}, "applied"), fault.met
         if imported:
             patching.restore()
             assert original(module) == before
@@ -192,6 +192,36 @@ def test_what_a_restore_that_could_not_be_undone_has_left_is_repaired(name, monk
     assert original(module) == before
 
 
+def test_an_import_that_is_interrupted_leaves_the_next_one_watched(modules, monkeypatch):
+    """At each line of the package and of the engine, in one process: nothing wears out."""
+    package = modules.folder / "megapatch_test_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import low, high\n" + TARGET)
+    (package / "low.py").write_text(TARGET)
+    (package / "high.py").write_text("from megapatch_test_package.low import greet\nshout = greet\n" + TARGET)
+    names = [package.name, f"{package.name}.low", f"{package.name}.high"]
+    modules.names += names
+    patching = make_engine(*(make_patch(name, name=f"test.{'abc'[number]}") for number, name in enumerate(names)))
+    patching.activate()
+    monkeypatch.setattr(_loaded_modules, "sys", types.SimpleNamespace(modules={}))
+    files = FILES | {watch.__file__} | {str(file) for file in package.iterdir()}
+    met = set()
+    for k in range(10_000):
+        patching.restore()
+        for name in names:
+            sys.modules.pop(name, None)
+        patching.apply()
+        fault = Fault(KeyboardInterrupt(), LINES, k, files, once=True)
+        with contextlib.suppress(KeyboardInterrupt), fault:
+            importlib.import_module(package.name)
+        if not fault.met:
+            break
+        importlib.import_module(package.name)
+        met.add((*(sys.modules[name].greet("you") for name in names), *map(status_of, [patching] * 3, range(3))))
+        assert met == {("hello you!",) * 3 + ("applied",) * 3}, fault.met
+    assert k > 150
+
+
 def test_a_diagnosis_that_imports_another_target_installs_once(modules):
     other, name = modules.write(TARGET, stem="other"), modules.write(TARGET)
 
@@ -205,7 +235,7 @@ def test_a_diagnosis_that_imports_another_target_installs_once(modules):
 
 
 def test_activation_while_another_thread_is_still_looking_for_the_file(modules, monkeypatch):
-    make_engine(make_patch("nowhere")).activate()  # wrapt's finder is there, and knows nothing of the target
+    make_engine(make_patch("nowhere")).activate()  # our finder is there, and knows nothing of the target
     name, looking, go_on = modules.write(TARGET), threading.Event(), threading.Event()
 
     class Slow:

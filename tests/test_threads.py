@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 import threading
 import types
+from pathlib import Path
 
 import pytest
 from rigs.engine import TARGET, make_engine, make_patch, needed, status_of
 
+import megapatch
 from megapatch._engine import watch
 
 SECONDS = 30.0  # after which a thread counts as one that waits for ever
@@ -82,3 +86,60 @@ def test_apply_does_not_repeat_an_import_that_fails_in_another_thread(modules, s
     importer.join(SECONDS)
     assert (failures, shared.runs) == (["no GPU"], [1])
     assert status_of(engine) == "pending"
+
+
+AT_ONCE = """
+import importlib, importlib.machinery, os, sys, threading, time
+from rigs.engine import make_engine, make_patch, status_of
+
+class InFront:  # as pytest's
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.PathFinder.find_spec(name, path, target)
+
+def start(function, *args):
+    threads.append(threading.Thread(target=function, args=args, daemon=True))
+    threads[-1].start()
+    time.sleep(0.03)
+
+for order, package in enumerate(sys.argv[1:]):
+    names = package, f"{package}.sub"
+    engine = make_engine(*(make_patch(name, name=f"test.{name[-3:]}") for name in names))
+    threads = []
+    if order < 3:
+        engine.activate()
+    if order == 2:
+        sys.meta_path.insert(0, InFront())
+    for number in range(8 if order == 1 else 2):
+        start(importlib.import_module, names[number % 2])
+    if order == 3:  # as a worker of Ray, which loads its actors in other threads than the main one
+        start(engine.activate)
+    for thread in threads:
+        thread.join(10)
+    if any(thread.is_alive() for thread in threads):
+        print(f"{package}: they wait for each other", flush=True)
+        os._exit(1)  # the import lock is held
+    engine.apply()
+    print(package, sys.modules[names[1]].greet("you"), status_of(engine, 0), status_of(engine, 1))
+"""
+
+
+def test_threads_that_import_a_package_and_its_module_at_once(tmp_path):
+    packages = ["two", "eight", "third", "meanwhile"]
+    for package in packages:
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(
+            f"import time\ntime.sleep(0.3)\nfrom . import sub\n{TARGET}"
+        )
+        (tmp_path / package / "sub.py").write_text(TARGET)
+    path = [str(tmp_path), str(Path(__file__).parent), str(Path(megapatch.__file__).parents[1])]
+    done = subprocess.run(
+        [sys.executable, "-c", AT_ONCE, *packages],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [f"{package} hello you! applied applied" for package in packages], (
+        done.stderr
+    )

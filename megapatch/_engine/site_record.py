@@ -71,15 +71,14 @@ class SiteRecord(Record):
         """
         if self._is_held_by_this_thread():
             return False  # our own diagnosis has imported something: other sites are considered, not this one
-        if wait:
-            with self.lock:
-                return self._consider(module)
-        if not self.lock.acquire(blocking=False):
-            return False
+        held = to_rebind = False
         try:
-            return self._consider(module)
+            if held := self.lock.acquire(blocking=wait):  # in here, as Ctrl-C may come right after it
+                to_rebind = self._consider(module)
         finally:
-            self.lock.release()
+            if held:
+                self.lock.release()
+        return to_rebind
 
     def _consider(self, module: ModuleType) -> bool:
         if self.off:

@@ -1,14 +1,15 @@
 """Calls back when a module has finished loading: before, during or after `import megapatch`, from any thread.
 
-wrapt's import hooks do the watching. Some of their habits need care:
+A finder of ours stands in front of all others. It finds no modules itself: it asks the others for a watched one,
+and has their loader call back when the module's body has run. An import changes nothing of what is watched. So one
+that fails, or is interrupted at any point, leaves the next one watched as well. More needs care:
 
-- Registered for a module that is already in `sys.modules` a hook fires at once, even if the module's body is still
-  running; and called by the module's own loader it finds `__spec__._initializing` still set although the body has
-  run. So that flag decides only when no hook has said that the body is done.
-- A hook is called for a module's first import only, not for one that follows `del sys.modules[name]`.
-- wrapt's finder is asked for a module only if no finder in front of it has answered. Import hooks that are
-  installed later stand in front, and some load the modules of a whole package themselves (typeguard, jaxtyping):
-  those are loaded unseen. So a finder of ours keeps itself and wrapt's in front; it finds no modules itself.
+- The module's spec has `_initializing` still set when its loader calls back, although the body has run. So that
+  flag decides only where no loader has said that the body is done.
+- Import hooks that are installed later stand in front, and some load the modules of a whole package themselves
+  (typeguard, jaxtyping): those are loaded unseen. So our finder returns to the front when it is next asked.
+- wrapt's import hooks would not do. Their finder imports a module's parent while importlib holds the global import
+  lock: a thread that is importing that parent waits for the lock, and both wait for ever (wrapt 1.17 to 2.5).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-import threading
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import wrapt
+
+_OURS = __name__.removesuffix("_engine.watch")
 
 
 def half_loaded(module: ModuleType | None) -> bool:
@@ -52,12 +54,9 @@ def loaded(name: str, wait: bool = True) -> ModuleType | None:
 
 
 def after_fork() -> None:
-    """In a forked child, wait for nobody's import, and not for wrapt's lock either, which every import takes."""
+    """In a forked child, wait for nobody's import."""
     global _forked
     _forked = True
-    # Private: wrapt 1.17 to 2.5 have it (src/wrapt/importer.py). Without it nothing is done.
-    lock = getattr(sys.modules.get("wrapt.importer"), "_post_import_hooks_lock", None)
-    getattr(lock, "_at_fork_reinit", lambda: None)()
 
 
 _forked = False
@@ -75,7 +74,6 @@ def call_when_loaded(name: str, on_loaded: Callable[[ModuleType], None]) -> None
     For a module that is loaded already nothing is called: ask `loaded` after registering. An exception of
     `on_loaded` fails the import; the next import calls it again.
     """
-    _register(name, on_loaded)
     front_finder.watch(name, on_loaded)
 
 
@@ -84,29 +82,20 @@ def call_when_missed(on_missed: Callable[[], object]) -> None:
     front_finder.on_missed = on_missed
 
 
-def _register(name: str, on_loaded: Callable[[ModuleType], None]) -> None:
-    registering: int | None = threading.get_ident()
+class _Loader(wrapt.ObjectProxy):  # type: ignore[type-arg]
+    """A module's loader, which also says when the module's body has run."""
 
-    def hook(module: ModuleType) -> None:
-        front_finder.registered.discard(name)
-        # Fired at once, by our own registering: the module was there already, perhaps half-loaded.
-        if threading.get_ident() == registering:
-            return
-        try:
-            on_loaded(module)
-        except BaseException:
-            if sys.modules.get(name) is module:
-                del sys.modules[name]  # as the import system is about to do: wrapt watches only absent modules
-            _register(name, on_loaded)
-            raise
-
-    front_finder.registered.add(name)
-    wrapt.register_post_import_hook(hook, name)
-    registering = None
+    def exec_module(self, module: ModuleType) -> None:
+        spec, loader = module.__spec__, self.__wrapped__
+        for holder, attribute in ((module, "__loader__"), (spec, "loader")):  # so that nobody keeps this one
+            if getattr(holder, attribute, None) is self:
+                setattr(holder, attribute, loader)
+        loader.exec_module(module)
+        front_finder.note_loaded(spec.name if spec else module.__name__, module)
 
 
 class _FrontFinder:
-    """A finder that keeps itself and wrapt's in front of all others on `sys.meta_path`.
+    """A finder that stays in front of all others on `sys.meta_path`, asks them, and has their loaders watched.
 
     Nothing is diagnosed in `find_spec`, which importlib calls with the global import lock held: a thread that
     loads a module that a diagnosis imports may be waiting for that lock.
@@ -115,51 +104,64 @@ class _FrontFinder:
     def __init__(self) -> None:
         self.on_missed: Callable[[], object] = lambda: None
         self.home = __file__
-        self.registered: set[str] = set()
-        """Modules for which a hook is registered with wrapt, and has not been called."""
         self._on_loaded: dict[str, Callable[[ModuleType], None]] = {}
         self._may_have_missed = False
-        self._asking: set[int] = set()  # threads
 
     def watch(self, name: str, on_loaded: Callable[[ModuleType], None]) -> None:
-        """Register a hook whenever the module is about to be imported and none is registered for it."""
+        """Have `on_loaded` called after each import of the module; a reload is none."""
         self._on_loaded[name] = on_loaded
         if not sys.meta_path or sys.meta_path[0] is not self:
             self._step_in_front()
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name in self._on_loaded and name not in self.registered and name not in sys.modules:
-            _register(name, self._on_loaded[name])
         if sys.meta_path[0] is not self:
             self._may_have_missed = True
-        if not self._may_have_missed or threading.get_ident() in self._asking:
+            self._step_in_front()
+        if not self._may_have_missed and (name not in self._on_loaded or name in sys.modules):
             return None
-        wrapt.register_post_import_hook(self._note_imported, name)
-        return self._ask_in_new_order(name, path, target)
+        if _is_asking_others(name):
+            return None
+        spec = _ask_others(name, path, target)
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+        return spec
 
-    def _ask_in_new_order(self, name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
-        """Step in front, and ask the others: importlib would skip those that come to stand where it has been."""
-        self._step_in_front()
-        self._asking.add(threading.get_ident())
-        try:
-            for finder in sys.meta_path[1:]:
-                find_spec = getattr(finder, "find_spec", None)
-                spec: ModuleSpec | None = find_spec(name, path, target) if find_spec else None
-                if spec is not None:
-                    return spec
-        finally:
-            self._asking.discard(threading.get_ident())
-        return None
-
-    def _step_in_front(self) -> None:
-        wrapts = [finder for finder in sys.meta_path if _is_wrapts(finder)]
-        others = [finder for finder in sys.meta_path if finder is not self and not _is_wrapts(finder)]
-        sys.meta_path[:] = [self, *wrapts, *others]  # at once, as other threads are iterating over it
-
-    def _note_imported(self, module: ModuleType) -> None:
-        if self._may_have_missed:
+    def note_loaded(self, name: str, module: ModuleType) -> None:
+        """Call back, once the body of a module has run."""
+        if on_loaded := self._on_loaded.get(name):
+            on_loaded(module)
+        # A look at a site imports modules of ours, with the site's lock held.
+        if self._may_have_missed and not name.startswith(_OURS):
             self._may_have_missed = False
             self.on_missed()
+
+    def _step_in_front(self) -> None:
+        others = [finder for finder in sys.meta_path if finder is not self]
+        sys.meta_path[:] = [self, *others]  # at once, as other threads are iterating over it
+
+
+def _ask_others(name: str, path: Any, target: ModuleType | None) -> ModuleSpec | None:
+    """Ask the other finders, as importlib does; it would skip those that have come to stand where it has been."""
+    for finder in list(sys.meta_path):
+        find_spec = getattr(finder, "find_spec", None)
+        if finder is front_finder or find_spec is None:
+            continue
+        spec: ModuleSpec | None = find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _is_asking_others(name: str) -> bool:
+    """Return whether this thread is in `_ask_others`, and one of the others asks all in turn.
+
+    A note of it would stay where Ctrl-C comes before it is taken away.
+    """
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code is _ask_others.__code__ and frame.f_locals["name"] == name:
+            return True
+    return False
 
 
 def other_copy() -> str | None:
@@ -169,10 +171,6 @@ def other_copy() -> str | None:
         if type(finder).__name__ == _FrontFinder.__name__ and finder is not front_finder:
             return os.path.dirname(os.path.dirname(getattr(finder, "home", "")))
     return None
-
-
-def _is_wrapts(finder: Any) -> bool:
-    return type(finder).__module__ == "wrapt.importer"
 
 
 front_finder = _FrontFinder()

@@ -30,7 +30,7 @@ class Fault:
             return None
         if frame.f_code is self.within and event in ("call", "return"):
             self.inside += 1 if event == "call" else -1
-        elif self.inside and event in self.events and not _closes_a_with(frame, event):
+        elif self.inside and event in self.events and not _lets_go(frame, event):
             place = (event, frame.f_code, frame.f_lineno)
             self.left -= not (self.once and place in self.seen)
             self.seen.add(place)
@@ -50,6 +50,8 @@ class Fault:
         gc.enable()
 
 
-def _closes_a_with(frame, event):
-    """The end of a `with` statement: no interrupt comes between its last line and the lock that it lets go of."""
-    return event == "line" and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()[:5] == "with "
+def _lets_go(frame, event):
+    """The end of a `with` or `try`: no interrupt comes between its last line and the lock that it frees."""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    text, above = (linecache.getline(file, number).strip() for number in (line, line - 1))
+    return event == "line" and (text.startswith("with ") or above == "finally:" or ".release()" in text)
