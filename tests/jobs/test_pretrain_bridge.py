@@ -1,7 +1,7 @@
 """Megatron-Bridge's pretrain() and finetune(), by torchrun at 2 ranks, to the end of the process."""
 
 import pytest
-from rigs.jobs.job import JOBS, assert_alike, both_ways, differences
+from rigs.jobs.job import JOBS, assert_alike, both_ways
 
 from megapatch._finding import find_module
 

@@ -1,7 +1,7 @@
 """Megatron-Bridge where Hugging Face's packages are not installed: training takes none of its conversions.
 
-transformers, datasets and the like get stand-ins, for Bridge and for NVRx; three packages lose their __init__, which
-would import all conversions.
+transformers, datasets and the like get stand-ins, for Bridge and for NVRx; three packages lose their __init__,
+which would import all conversions.
 """
 
 import importlib
@@ -11,10 +11,27 @@ from importlib.util import find_spec
 from rigs.stand_ins import BRIDGE, BarePackages, ForImporters
 
 MODELS = f"{BRIDGE}.models"
-ABSENT = """
-    PIL accelerate datasets defusedxml diffusers filelock flash_attn httpx huggingface_hub hydra peft pynvml requests
-    rich safetensors setproctitle tqdm transformers wandb
-""".split()
+ABSENT = (
+    "PIL",
+    "accelerate",
+    "datasets",
+    "defusedxml",
+    "diffusers",
+    "filelock",
+    "flash_attn",
+    "httpx",
+    "huggingface_hub",
+    "hydra",
+    "peft",
+    "pynvml",
+    "requests",
+    "rich",
+    "safetensors",
+    "setproctitle",
+    "tqdm",
+    "transformers",
+    "wandb",
+)
 PROVIDERS = {"GPTModelProvider": "gpt_provider", "T5ModelProvider": "t5_provider"}
 
 
