@@ -1,8 +1,8 @@
-"""Megatron-Bridge's pretrain() on a tiny GPT, once or several times in a process.
+"""Megatron-Bridge's pretrain() and finetune() on a tiny GPT, once or several times in a process.
 
-pretrain_bridge.py UNTIL[,UNTIL ...]: each call trains to that iteration, and resumes from `ck` in the working
-directory. JOB_FAIL=N has the loss raise in the process's N-th microbatch; what a call raises is printed, and the
-next one comes.
+pretrain_bridge.py CALL=UNTIL ...: each call trains to that iteration. `pretrain` saves to `ck` in the working
+directory, and resumes from it; `finetune` begins with the weights in `ck`, and saves to `ck_tuned`. JOB_FAIL=N has
+the loss raise in the process's N-th microbatch; what a call raises is printed, and the next one comes.
 """
 
 import os
@@ -11,18 +11,22 @@ from itertools import count
 
 if os.environ.get("JOB_IMPORT"):
     import megapatch  # noqa: F401 (as docs/megatron.md has it)
-# ruff: noqa: E402
-from megatron.core.datasets import utils
+if __name__ != "__mp_main__":  # a process that Megatron starts for a save calls nothing of this
+    from megatron.core.datasets import utils
 
-utils.compile_helpers = lambda: None  # a wheel brings them compiled, and no Makefile
-import torch
-import torch.distributed
-import torch.nn.functional as F
-from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
-from megatron.bridge.training import config
-from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.pretrain import pretrain
-from megatron.core.distributed import DistributedDataParallelConfig
+    utils.compile_helpers = lambda: None  # a wheel brings them compiled, and no Makefile
+    import torch
+    import torch.distributed
+    import torch.nn.functional as F
+    from rigs.jobs.bridge import find_bridge
+
+    find_bridge()
+    from megatron.bridge.models.gpt_provider import GPTModelProvider, local_layer_spec
+    from megatron.bridge.training import config
+    from megatron.bridge.training.finetune import finetune
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+    from megatron.core.distributed import DistributedDataParallelConfig
 
 SEQUENCE, STEPS = 32, 5
 microbatches = count(1)
@@ -54,7 +58,7 @@ def provider():
     )
 
 
-def settings(until):
+def settings(until, **folders):
     evaluation = {"eval_interval": 3, "eval_iters": 2}
     apart = hasattr(config, "ValidationConfig")
     made = config.ConfigContainer(
@@ -92,7 +96,7 @@ def settings(until):
         logger=config.LoggerConfig(log_interval=1, tensorboard_dir=None),
         tokenizer=config.TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=127),
         checkpoint=config.CheckpointConfig(
-            save_interval=2, save="ck", load="ck", ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True
+            save_interval=2, ckpt_format="torch_dist", dist_ckpt_optim_fully_reshardable=True, **folders
         ),
         rng=config.RNGConfig(seed=1234),
         **({"validation": config.ValidationConfig(**evaluation)} if apart else {}),
@@ -108,12 +112,18 @@ def step(state, data_iterator, model, *args, **kwargs):
 
 
 def main():
+    calls = {
+        "pretrain": lambda until: pretrain(settings(until, save="ck", load="ck"), step),
+        "finetune": lambda until: finetune(
+            settings(until, save="ck_tuned", load="ck_tuned", pretrained_checkpoint="ck"), step
+        ),
+    }
     torch.distributed.init_process_group("gloo")  # so that it stays when a call ends
-    for until in map(int, sys.argv[1].split(",")):
+    for name, until in (call.split("=") for call in sys.argv[1:]):
         try:
-            pretrain(settings(until), step)
+            calls[name](int(until))
         except Exception as error:
-            print(f"JOB {until}: {type(error).__name__}: {error}", flush=True)
+            print(f"JOB {name} {until}: {type(error).__name__}: {error}", flush=True)
     torch.distributed.destroy_process_group()
 
 

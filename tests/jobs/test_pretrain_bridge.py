@@ -1,4 +1,4 @@
-"""Megatron-Bridge's pretrain(), by torchrun at 2 ranks: straight, twice in a process, killed and resumed."""
+"""Megatron-Bridge's pretrain() and finetune(), by torchrun at 2 ranks, to the end of the process."""
 
 import pytest
 from rigs.jobs.job import JOBS, assert_alike, both_ways
@@ -12,19 +12,31 @@ pytestmark = pytest.mark.skipif(
 SCRIPT = JOBS / "pretrain_bridge.py"
 
 
-@pytest.mark.parametrize("calls", ["5", pytest.param("3,5", marks=pytest.mark.nightly)])
-def test_one_call_and_two(tmp_path, calls):
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "pretrain=5",
+        pytest.param("pretrain=3 pretrain=5", marks=pytest.mark.nightly),
+        pytest.param("pretrain=3 finetune=3 finetune=5", marks=pytest.mark.nightly),
+    ],
+)
+def test_calls_in_one_process(tmp_path, calls):
     plain, patched = both_ways(tmp_path, SCRIPT, calls)
     assert plain.code == 0
-    assert len([line for line in plain.printed["1/stderr.log"] if line.startswith("iteration")]) == 5
+    assert len(steps_of(plain)) == 5 + 3 * ("finetune" in calls)
     assert "megatron.train-reentry" in patched.applied
     assert_alike(plain, patched)
 
 
 @pytest.mark.nightly
 def test_a_run_that_is_killed_and_resumes(tmp_path):
-    killed = both_ways(tmp_path, SCRIPT, "5", env={"JOB_AT": "kill 4"})
+    killed = both_ways(tmp_path, SCRIPT, "pretrain=5", env={"JOB_AT": "kill 4"})
     assert [job.code for job in killed] == [1, 1]
-    plain, patched = both_ways(tmp_path, SCRIPT, "5")
+    plain, patched = both_ways(tmp_path, SCRIPT, "pretrain=5")
     assert plain.code == 0
+    assert len(steps_of(plain)) == 3
     assert_alike(plain, patched)
+
+
+def steps_of(job):
+    return [line for line in job.printed["1/stdout.log"] if line.startswith("iteration")]

@@ -6,6 +6,7 @@ gets that signal. As it ends it leaves a file in JOB_FOLDER with the patches tha
 
 import atexit
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -111,6 +112,8 @@ sys.meta_path.append(ForImporters(("megatron.bridge",), OF_GPUS))
 
 # ------------------------------------------------------------------------------------------ the end
 def leave_a_note():
+    if multiprocessing.parent_process():  # of a rank; how it ends is a matter of time
+        return
     megapatch = sys.modules.get("megapatch")
     applied = (
         [each["name"] for each in megapatch.report().to_dict()["patches"] if each["status"] == "applied"]
@@ -121,5 +124,5 @@ def leave_a_note():
         json.dump(applied, file)
 
 
-if "RANK" in os.environ and __name__ == "rigs.jobs.on_cpu":
+if "RANK" in os.environ:
     atexit.register(leave_a_note)
