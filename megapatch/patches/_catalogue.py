@@ -22,10 +22,7 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.bridge.training.checkpointing",
         ),
         "megatron.aux-loss-over-context-parallel": ("megatron.core.pipeline_parallel",),
-        "megatron.dropped-models-freed": (
-            "megatron.core.transformer.moe.token_dispatcher",
-            "megatron.core.optimizer",
-        ),
+        "megatron.dropped-models-freed": ("megatron.core.distributed.distributed_data_parallel",),
         "megatron.expert-streams-loaded": ("megatron.core.tensor_parallel.random",),
         "megatron.finetune-for-one-load": (
             "megatron.training.checkpointing",

@@ -16,7 +16,7 @@ Limits    the groups of the last layout stay until the process ends, and globals
           the next layout. Groups and globals of a layout from before the patch was applied, and groups created
           outside of initialize_model_parallel(), are left alone.
           A model that is dropped keeps its groups until Python's garbage collection frees it.
-          Megatron itself keeps an fp32 model with the distributed optimizer for good, and its groups.
+          A group of an earlier layout that is kept by its name alone is destroyed.
           Groups that a rank has set up without the patch stay on all of its ranks. A rank must not lose the patch
           (restore()) while others keep it.
 Cost      four operations of the default group's store and a collective of some bytes in each

@@ -2,111 +2,125 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-from types import SimpleNamespace
+import weakref
+from functools import partial
 
 import pytest
-import torch
+from rigs.cells import cells_of
 from rigs.diagnosed_code import GONE, of_a_rank, verdicts_of
 from rigs.diagnosed_sources import assert_verdicts
-from rigs.imported import run_with_megatron
-from rigs.megatron.process_groups import SHARDED, cycles, experts
-from rigs.megatron.save import minor
+from rigs.megatron.process_groups import SHARDED, cycles, experts, initialize
 
-from megapatch.patches.megatron.dropped_models_freed import (
-    ALL_TO_ALL,
-    END,
-    MANAGER,
-    MODULE,
-    OPTIMIZERS,
-    SHARDS,
-    diagnose,
-    diagnose_shards,
-    let_the_graph_go,
-)
+from megapatch.patches.megatron.dropped_models_freed import DDP, MAKE, MODULE, diagnose, refer_weakly
+from megapatch.testing import destroy_parallel, tiny_gpt
 
-IN_0_12 = pytest.mark.skipif(minor() < 13, reason="experts are left as they are in 0.12: unsupported")
-CYCLES = 4
-WITHOUT = {"MEGAPATCH_DISABLE": "megatron.dropped-models-freed"}  # groups of models that are gone are destroyed
+CYCLES = 3
+OVERLAPS = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 MODELS = {name: (experts(name), {"expert_model_parallel_size": 2}) for name in ("alltoall", "allgather")}
 MODELS["dense, fp32"] = (SHARDED, {})
+MODELS["dense, fp32, overlapped reduce"] = ({**SHARDED, "overlap_grad_reduce": True}, {})
+LATE = {"fp32": {**SHARDED, **OVERLAPS}, "bf16": {**SHARDED, **OVERLAPS, "dtype": "bf16"}}
 
 
-def dropped(rank, world_size, name):
-    options, sizes = MODELS[name]
-    return cycles(CYCLES, options, **sizes)
+def alive_in_the_next_layout(options):
+    """Return whether a model lives, once it was dropped, and once another layout is set up."""
+    initialize()
+    importlib.import_module("megatron.core.tensor_parallel").model_parallel_cuda_manual_seed(1)
+    model = tiny_gpt(**options)
+    model.train_step(0)
+    (chunk,) = map(weakref.ref, model.chunks)
+    del model
+    gc.collect()
+    found = [chunk() is not None]
+    destroy_parallel()
+    initialize()
+    gc.collect()
+    destroy_parallel()
+    return [*found, chunk() is not None]
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(n, marks=IN_0_12) for n in list(MODELS)[:2]), "dense, fp32"])
+def job(rank, world_size):
+    for name, (options, sizes) in MODELS.items():
+        yield name, partial(cycles, CYCLES, options, **sizes)
+    for name, options in LATE.items():
+        yield name, partial(alive_in_the_next_layout, options)
+
+
+patched = cells_of(job, 2)
+without = cells_of(job, 2, env={"MEGAPATCH_DISABLE": "megatron.dropped-models-freed"})  # groups are destroyed
+
+
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.quick
-def test_models_that_were_dropped_are_freed_and_train_as_before(name):
-    plain, patched = (run_with_megatron(dropped, 2, name, env=env) for env in (WITHOUT, None))
-    for before, now in zip(plain, patched, strict=True):
-        for one, other in zip(before, now, strict=True):
+def test_models_that_were_dropped_are_freed_and_train_as_before(without, patched, name):
+    for before, now in zip(without, patched, strict=True):
+        for one, other in zip(before[name], now[name], strict=True):
             assert (other.steps, other.weights) == (one.steps, one.weights)
             assert one.alive > other.alive == 0
-        groups = [one.groups for one in before]
+        groups = [one.groups for one in before[name]]
         assert groups == sorted({*groups})  # those of each layout stay
-        assert len({one.groups for one in now}) == 1
+        assert len({one.groups for one in now[name]}) == 1
 
 
-def test_what_a_dispatcher_keeps_has_the_same_values_without_their_graph():
-    """Its own, and those of the flexible dispatcher's manager."""
-    probabilities = torch.ones(3, requires_grad=True) * 2
-    manager = SimpleNamespace(token_probs=probabilities, name="manager")
-    dispatcher = SimpleNamespace(
-        probs=probabilities, parameter=torch.ones(1, requires_grad=True), **{MANAGER: manager}
-    )
-    before = dict(vars(dispatcher))
-    assert let_the_graph_go(lambda self: self.probs)(dispatcher) is probabilities  # what is returned has its graph
-    for kept in (dispatcher.probs, manager.token_probs):
-        assert kept.equal(probabilities) and kept.grad_fn is None
-    assert {name for name, value in vars(dispatcher).items() if value is not before[name]} == {"probs"}
+@pytest.mark.parametrize("name", LATE)
+def test_with_overlap_param_gather_they_are_freed_as_the_next_layout_is_set_up(without, patched, name):
+    """The cache of rotary tables keeps a module of theirs, whose hook refers to them."""
+    for rank in patched:
+        assert rank[name] == [True, False]
+    if name == "fp32":
+        for rank in without:
+            assert rank[name] == [True, True]
+
+
+def test_a_hook_does_what_the_originals_does_as_long_as_its_owner_is_there():
+    calls = []
+
+    class Owner:
+        result = "a result"
+
+    def make(self, param):
+        def hook(*unused):
+            calls.append((param, unused))
+            return self.result
+
+        return hook
+
+    def make_around(self, param):
+        hook = make(self, param)
+        return lambda *unused: (self.result, hook(*unused))
+
+    for maker, result in ((make, Owner.result), (make_around, (Owner.result, Owner.result))):
+        owner = Owner()
+        hook, gone = refer_weakly(maker)(owner, "a parameter"), weakref.ref(owner)
+        assert hook("an argument") == result
+        assert calls == [("a parameter", ("an argument",))]
+        calls.clear()
+        del owner
+        assert gone() is None
+        assert hook("an argument") is None and not calls
 
 
 def verdicts(rank, world_size):
-    module = importlib.import_module(MODULE)
+    kind = getattr(importlib.import_module(MODULE), DDP)
 
-    def resets(self, hidden_states):
-        self.probs = None
+    def weak(self, param):
+        owner = weakref.ref(self)
+        return lambda *unused: owner().param_to_bucket_group[param] or param.main_grad
 
-    def keeps_nothing(self, hidden_states, routing_map, probs): ...
+    def partial_of_it(self, param):
+        return partial(lambda owner: owner.param_to_bucket_group[param] or param.main_grad, self)
 
-    kind = getattr(module, ALL_TO_ALL)
-    edits = {
-        "resets": (kind, END, resets),
-        "no probs": (kind, "dispatch_preprocess", keeps_nothing),
-        "gone": (kind, END, GONE),
-    }
-    return verdicts_of(diagnose, module, edits)
+    edits = {"weak": (kind, MAKE, weak), "partial": (kind, MAKE, partial_of_it), "gone": (kind, MAKE, GONE)}
+    return verdicts_of(diagnose, importlib.import_module(MODULE), edits)
 
 
-@IN_0_12
 def test_verdicts():
     expected = {
-        "as it is": ("needed", "keeps probs"),
-        "resets": ("fixed", "resets probs"),
-        "no probs": ("fixed", "keeps no probs"),
-        "gone": ("unknown", END),
+        "as it is": ("needed", "keep their model"),
+        "weak": ("fixed", "do not keep their model"),
+        "partial": ("unknown", "in its closure"),
+        "gone": ("unknown", MAKE),
     }
     assert_verdicts(of_a_rank(verdicts), expected)
-
-
-def verdicts_of_shards(rank, world_size):
-    module = importlib.import_module(OPTIMIZERS)
-
-    def detaches(cls, parameter):
-        return parameter.detach().view(-1), parameter.detach().view(-1)
-
-    kind, name = module.DistributedOptimizer, SHARDS.rpartition(".")[2]
-    edits = {"detaches": (kind, name, detaches), "gone": (kind, name, GONE)}
-    return verdicts_of(diagnose_shards, module, edits)
-
-
-def test_verdicts_of_shards():
-    expected = {
-        "as it is": ("needed", "views with a graph"),
-        "detaches": ("fixed", "have no graph"),
-        "gone": ("unknown", SHARDS),
-    }
-    assert_verdicts(of_a_rank(verdicts_of_shards), expected)
