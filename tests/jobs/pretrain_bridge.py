@@ -47,6 +47,8 @@ def provider():
         add_bias_linear=False,
         share_embeddings_and_output_weights=False,
         bias_activation_fusion=False,
+        hidden_dropout=0.0,  # it draws of a GPU's random numbers: here of those that loaders of data draw of
+        attention_dropout=0.0,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_dropout_fusion=False,

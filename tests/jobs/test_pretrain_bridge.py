@@ -1,7 +1,7 @@
 """Megatron-Bridge's pretrain() and finetune(), by torchrun at 2 ranks, to the end of the process."""
 
 import pytest
-from rigs.jobs.job import JOBS, assert_alike, both_ways
+from rigs.jobs.job import JOBS, assert_alike, both_ways, differences, run
 
 from megapatch._finding import find_module
 
@@ -36,6 +36,22 @@ def test_a_run_that_is_killed_and_resumes(tmp_path):
     assert plain.code == 0
     assert len(steps_of(plain)) == 3
     assert_alike(plain, patched)
+
+
+@pytest.mark.nightly
+def test_a_call_after_a_step_that_failed_ends_as_without_the_failure(tmp_path):
+    straight = run(tmp_path / "straight", SCRIPT, "pretrain=5", with_megapatch=False)
+    # in the second half of the fourth step
+    plain, patched = both_ways(tmp_path, SCRIPT, "pretrain=5 pretrain=5", env={"JOB_FAIL": "12"})
+    for job in (plain, patched):
+        assert job.code == 0
+        assert [line for line in job.printed["1/stdout.log"] if line.startswith("JOB")] == [
+            "JOB pretrain 5: ConnectionError: a loss that fails"
+        ]
+        assert steps_of(job) == steps_of(straight)[:3] + steps_of(straight)[2:]
+    checkpoints = [job.folder / "ck" / "iter_0000005" for job in (straight, plain, patched)]
+    found = differences([checkpoints[:2], checkpoints[::2]])  # a loader of data draws a number, another call's too
+    assert [name for names in found for name in names if "rng_state" not in name] == []
 
 
 def steps_of(job):
