@@ -6,8 +6,8 @@ Symptom   with async_save, a job that ends while a checkpoint is written has non
 Upstream  NVIDIA-NeMo/Megatron-Bridge#4678, #4820, #5184; in 0.3 to 0.5, right in 0.6. Megatron has it to 0.19.
 Seam      the module function that removes checkpoints: it keeps all from the tracked one on, if these are more
           than it was going to keep. A save writes the tracker when it is complete.
-Limits    a checkpoint that is replaced goes with the next save: until then there is one more. Nothing changes
-          where the tracker is not a file (multi-storage client).
+Limits    a checkpoint that is replaced goes with the next save: until then there is one more. All stay while the
+          tracker is there and cannot be read. Nothing changes where it is not a file (multi-storage client).
 Cost      a look at the folder and at a small file in each removal, on rank 0.
 """
 
@@ -59,9 +59,19 @@ def keep_the_tracked(remove: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_tracked_on(folder: Path, tracker: Path) -> int:
-    """Count the checkpoints that are not older than the tracked one, found and ordered as upstream does."""
+    """Count the checkpoints that are not older than the tracked one, found and ordered as upstream does.
+
+    All, and more, where the tracker is there and does not say which it is, as after a full disk.
+    """
+    text = ""
     try:
-        tracked = int(tracker.read_text())
+        text = tracker.read_text()
+        tracked = int(text)
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError):
+        return 0 if text.strip() == "release" else sys.maxsize
+    try:
         return sum(int(found.name.removeprefix(PREFIX)) >= tracked for found in folder.rglob(f"{PREFIX}*"))
     except (OSError, ValueError):
         return 0
