@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
+
+
+def below(owner: Any, path: str) -> tuple[Any, str]:
+    """Follow the path into submodules that their package has not as attributes; return the last, and the rest.
+
+    A package that is imported again, after Ctrl-C has ended its import, lacks them: they are in sys.modules.
+    """
+    name, _, rest = path.partition(".")
+    while isinstance(owner, ModuleType) and (found := sys.modules.get(f"{owner.__name__}.{name}")):
+        owner, path = getattr(owner, name, found), rest
+        name, _, rest = path.partition(".")
+    return owner, path
 
 
 def find(owner: Any, path: str) -> Any:
     """Return the object at the path below `owner`, which an empty path means; None where there is none."""
+    owner, path = below(owner, path)
     for name in filter(None, path.split(".")):
         owner = getattr(owner, name, None)
     return owner

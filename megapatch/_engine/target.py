@@ -13,6 +13,7 @@ from typing import Any
 
 import wrapt
 
+from .._dotted import below
 from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of
 from .holders import Holder
 
@@ -54,7 +55,7 @@ class ReplacedTarget:
 
     def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
         """Return parent, attribute and current value of the target in this module."""
-        found: tuple[Any, str, Any] = wrapt.resolve_path(module, self.target.partition(":")[2])
+        found: tuple[Any, str, Any] = wrapt.resolve_path(*below(module, self.target.partition(":")[2]))
         return found
 
     def _make_replacement(self, patch_name: str, make: Callable[..., Any]) -> Any:
@@ -203,6 +204,7 @@ class AddedTarget(ReplacedTarget):
 
     def _find(self, module: ModuleType) -> tuple[Any, str, Any]:
         parent_path, _, attribute = self.target.partition(":")[2].rpartition(".")
+        module, parent_path = below(module, parent_path)
         parent = wrapt.resolve_path(module, parent_path)[2] if parent_path else module
         return parent, attribute, vars(parent).get(attribute)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import wrapt
 
+from .._dotted import below
 from .._engine.rebuilt import RebuiltTarget
 from .._engine.target import ReplacedTarget
 from .._engine.watch import half_loaded
@@ -44,7 +45,7 @@ def patchers(
         replaced = known.get(target)
         with contextlib.suppress(Exception):  # whatever is there now is not ours and may do anything
             if replaced is None:
-                parent, _, current = wrapt.resolve_path(module, path)
+                parent, _, current = wrapt.resolve_path(*below(module, path))
                 found += [f"{who} {target}" for who in _before(current, parent, ours)]
             elif replaced.is_current:
                 who_before = [] if replaced.original is None else _before(replaced.original, replaced.parent, ours)

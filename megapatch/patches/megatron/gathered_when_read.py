@@ -63,6 +63,7 @@ from .._diagnosis import (
     missing_names,
     missing_parameters,
     reads_in_order,
+    resolve,
 )
 from .._readers import GATHERS, Reader, ReadingSite
 
@@ -130,7 +131,7 @@ def diagnose_ddp(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    ddp = module.distributed_data_parallel.DistributedDataParallel
+    ddp = resolve(DDP)
     gathers: list[str] = []
     try:
         for reader in ("state_dict", "state_dict_for_save_checkpoint"):

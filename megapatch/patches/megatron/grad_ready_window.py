@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -40,7 +41,7 @@ from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
 from ..._mcore.side_table import SideTable
 from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters
+from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters, resolve
 from ._around_train import ddp_chunks
 from ._stand_ins import FINISH, events_of_step
 
@@ -68,6 +69,9 @@ def diagnose(module: ModuleType) -> Verdict:
         if missing := missing_names(f"{GROUP}.register_grad_ready", "params_with_grad"):
             return lacking(missing)
         return Verdict(ABSENT, "Megatron does not learn how often gradients become ready")
+    with contextlib.suppress(ImportError):
+        # megatron.core comes without it where Ctrl-C has ended its first import
+        importlib.import_module(f"{MODULE}.{SCHEDULES}")
     missing = missing_names(f"{DDP}.__init__", "bucket_groups", "expert_parallel_bucket_groups")
     for name in (NO_PIPELINING, PIPELINING, INTERLEAVING):
         schedule = f"{MODULE}.{SCHEDULES}:{name}"
@@ -75,7 +79,7 @@ def diagnose(module: ModuleType) -> Verdict:
         missing += missing_names(schedule, "no_sync_func", "finalize_model_grads_func")
     if missing:
         return lacking(missing)
-    group = module.distributed.param_and_grad_buffer._ParamAndGradBucketGroup
+    group = resolve(GROUP)
     try:
         usual, first, more, fewer = (
             events_of_step(group, passes, learned) for passes, learned in ((1, 1), (1, 0), (2, 1), (1, 2))

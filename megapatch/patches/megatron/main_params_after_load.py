@@ -51,6 +51,7 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
+from ..._dotted import find
 from ..._mcore.changes import Changes, count_of
 from ..._mcore.main_params import (
     CHILDREN,
@@ -224,7 +225,7 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        stepped, loaded = steps_around_a_load(module.optimizer)
+        stepped, loaded = steps_around_a_load(find(module, "optimizer"))
     except Exception as error:
         return cannot_run("step_with_ready_grads()", error)
     if (stepped, loaded) == (2, 2):

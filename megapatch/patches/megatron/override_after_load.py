@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._dotted import find, temporarily_set
 from ..._mcore.known import OPTIMIZER, is_a
 from ..._mcore.main_params import children_of
 from ..._mcore.side_table import SideTable
@@ -66,15 +66,16 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     loaded: list[Any] = []
-    optimizer = object.__new__(answering_none(module.optimizer.FP32Optimizer))
+    optimizers = find(module, "optimizer")
+    optimizer = object.__new__(answering_none(optimizers.FP32Optimizer))
     inner = StandIn(param_groups=[_group(max_lr=1.0)], load_state_dict=loaded.append)
     OVERRIDES.set(optimizer, True)
     vars(optimizer).update({"optimizer": inner})
     state = {"state": {}, GROUPS: [_group(max_lr=2.0)]}
     one_stage = StandIn(get_pipeline_model_parallel_world_size=lambda: 1)  # 0.12 asks, for nothing
     try:
-        with temporarily_set(module.optimizer, parallel_state=one_stage):
-            unpatched(module.optimizer.FP32Optimizer.load_state_dict)(optimizer, state)
+        with temporarily_set(optimizers, parallel_state=one_stage):
+            unpatched(optimizers.FP32Optimizer.load_state_dict)(optimizer, state)
         rate = loaded[0][GROUPS][0]["max_lr"]
     except ValueError as error:
         if "max_lr" in str(error):

@@ -51,7 +51,7 @@ from ..._mcore.bucket_groups import (
 from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import forget_counts
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
-from .._diagnosis import cannot_run, lacking, missing_names
+from .._diagnosis import cannot_run, lacking, missing_names, resolve
 from ._stand_ins import FINISH, events_of_step
 
 MODULE = "megatron.core.distributed"
@@ -71,7 +71,7 @@ def diagnose(module: ModuleType) -> Verdict:
     ]
     if missing:
         return lacking(missing)
-    group = module.param_and_grad_buffer._ParamAndGradBucketGroup
+    group = resolve(GROUP)
     try:
         usual, unused = events_of_step(group, 1, 1), events_of_step(group, 1, 1, unused=True)
     except Exception as error:

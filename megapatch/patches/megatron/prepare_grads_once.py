@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from ..._dotted import find
 from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import StandIn, cannot_run, lacking, missing_attributes
@@ -54,7 +55,7 @@ def diagnose(module: ModuleType) -> Verdict:
     if missing:
         return lacking(missing)
     try:
-        counts = _unscale_counts(module.optimizer)
+        counts = _unscale_counts(find(module, "optimizer"))
     except Exception as error:
         return cannot_run("prepare_grads() and step()", error)
     if set(counts.values()) == {1}:

@@ -10,8 +10,8 @@ Seam      the module function that removes checkpoints: it keeps all from the tr
           than it was going to keep. A save writes the tracker when it is complete. Where the tracker names a
           folder that there is not, the newest one before it counts as tracked. During Bridge's save_checkpoint(),
           which makes the functions that finalize the save, the counters are a copy.
-Limits    a checkpoint that is replaced goes with the next save: until then there is one more. Nothing changes
-          where the tracker is not a file (multi-storage client).
+Limits    a checkpoint that is replaced goes with the next save: until then there is one more. All stay while the
+          tracker is there and cannot be read. Nothing changes where it is not a file (multi-storage client).
 Cost      a look at the folder and at a small file in each removal, on rank 0.
 """
 
@@ -88,9 +88,19 @@ def keep_the_tracked(remove: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _from_tracked_on(folder: Path, tracker: Path) -> int:
-    """Count the checkpoints that are not older than the tracked one, found and ordered as upstream does."""
+    """Count the checkpoints that are not older than the tracked one, found and ordered as upstream does.
+
+    All, and more, where the tracker is there and does not say which it is, as after a full disk.
+    """
+    text = ""
     try:
-        tracked = int(tracker.read_text())
+        text = tracker.read_text()
+        tracked = int(text)
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError):
+        return 0 if text.strip() == "release" else sys.maxsize
+    try:
         steps = [int(found.name.removeprefix(PREFIX)) for found in folder.rglob(f"{PREFIX}*")]
     except (OSError, ValueError):
         return 0

@@ -65,7 +65,14 @@ def left(rank, world_size, folder, cases):
     def after(function, tracker, keep):
         for step in (1, 2, 3):
             (folder / f"iter_{step:07}").mkdir(exist_ok=True)
-        (folder / "latest_checkpointed_iteration.txt").write_text(tracker)
+        file = folder / "latest_checkpointed_iteration.txt"
+        if file.is_dir():
+            file.rmdir()
+        file.unlink(missing_ok=True)
+        if tracker == "a folder":  # root may read everything else
+            file.mkdir()
+        elif tracker is not None:
+            file.write_text(tracker)
         function(str(folder), leave_ckpt_num=keep)
         return sorted(int(found.name[5:]) for found in folder.glob("iter_*"))
 
@@ -82,5 +89,8 @@ def test_the_tracked_checkpoint_and_newer_ones_stay(tmp_path):
         ("1", 0): ([1, 2, 3], [1, 2, 3]),  # upstream's: removes nothing
         ("release", 1): ([3], [3]),
         ("4", 1): ([3], [3]),  # of a later step, which has no folder
+        (None, 1): ([3], [3]),  # nothing was saved yet
+        ("", 1): ([3], [1, 2, 3]),  # as after a full disk: nobody knows which is complete
+        ("a folder", 1): ([3], [1, 2, 3]),  # cannot be read
     }
     assert run_with_megatron(left, 1, tmp_path, list(expected)) == [expected]
