@@ -6,16 +6,17 @@ from functools import partial
 
 if os.environ.get("JOB_IMPORT"):
     import megapatch  # noqa: F401 (as docs/megatron.md has it)
-import torch
-from megatron.core.datasets import utils
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.training import get_args, get_tokenizer, pretrain
-from megatron.training.arguments import core_transformer_config_from_args
+if __name__ != "__mp_main__":  # a process that Megatron starts for a save calls nothing of this
+    import torch
+    from megatron.core.datasets import utils
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+    from megatron.core.enums import ModelType
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import get_args, get_tokenizer, pretrain
+    from megatron.training.arguments import core_transformer_config_from_args
 
 
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):

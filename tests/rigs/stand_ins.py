@@ -66,6 +66,9 @@ def _nothing(*ignored, **also_ignored):
 OF_GPUS = ("transformer_engine", "modelopt", "megatron.energon", "causal_conv1d", "mamba_ssm", "fla")
 """Packages that Bridge and its tests import and a CPU cannot have."""
 
+OF_SERVERS = ("datasets", "fastapi", "httpx", "openai", "tqdm", "uvicorn", "wandb")
+"""Packages that Megatron's own RL imports, for rollouts by a server, and for logs."""
+
 
 def is_stand_in(name):
     """Return whether the module of this name, which is imported, is a stand-in."""

@@ -14,9 +14,12 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -64,6 +67,7 @@ class Ended:
 
 def both_ways(folder, script, flags, **options):
     """Run a job plain and with megapatch, at the same time, each in a folder below this one; return both ends."""
+    _of_make()  # once, before two jobs do
     with ThreadPoolExecutor(2) as pool:
         plain = pool.submit(run, folder / "plain", script, flags, with_megapatch=False, **options)
         patched = pool.submit(run, folder / "patched", script, flags, with_megapatch=True, **options)
@@ -133,8 +137,31 @@ def _environment(folder="", more=()):
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "JOB_FOLDER": str(folder),
+        **_of_make(),
         **dict(more),
     }
+
+
+# ------------------------------------------------------------------------------------------ a checkout
+def of_checkout(name):
+    """Return the path of a file in the Megatron-LM that MEGATRON_CHECKOUT names, or None."""
+    folder = os.environ.get("MEGATRON_CHECKOUT")
+    return Path(folder, name) if folder else None
+
+
+@cache
+def _of_make():
+    """Return the variables with which a checkout's `make` finds Python and torch's pybind11; let it run once."""
+    helpers = of_checkout("megatron/core/datasets")
+    if helpers is None:
+        return {}
+    torch = Path(find_spec("torch").origin).parent
+    variables = {
+        "CPLUS_INCLUDE_PATH": os.pathsep.join([str(torch / "include"), sysconfig.get_path("include")]),
+        "MAKEFLAGS": f"CPPFLAGS= LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}",
+    }
+    subprocess.run(["make", "-C", helpers], env={**os.environ, **variables}, check=True)
+    return variables
 
 
 # ------------------------------------------------------------------------------------------ what is left running

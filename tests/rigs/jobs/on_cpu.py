@@ -1,10 +1,12 @@
 """For the process that imports this, the CPU in the place of GPUs, gloo of NCCL, and plain torch of Apex's Adam.
 
 Environment: JOB_AT="kill 8" ends the process by SIGKILL in the eighth step of an optimizer; with "SIGTERM 8" it
-gets that signal. As it ends it leaves a file in JOB_FOLDER with the patches that were applied, or null.
+gets that signal. With JOB_PLACES tensors say that they are on a GPU, but for copies on the host. As the process
+ends it leaves a file in JOB_FOLDER with the patches that were applied, or null.
 """
 
 import atexit
+import importlib
 import json
 import multiprocessing
 import os
@@ -13,13 +15,14 @@ import sys
 import types
 
 from rigs.alone import import_alone
-from rigs.stand_ins import OF_GPUS, ForImporters
+from rigs.stand_ins import OF_GPUS, OF_SERVERS, ForImporters
 
 import_alone("testing._cuda_stubs").install_cuda_stubs()
 import_alone("testing._gloo").use_one_gloo_thread()
 
 import torch  # noqa: E402 (after the stubs)
 import torch.distributed as dist  # noqa: E402
+from torch.distributed import DeviceMesh  # noqa: E402
 
 TRAINERS = ("megatron.training", "megatron.bridge.training", "slime.", "nemo_rl.")
 what, _, number = os.environ.get("JOB_AT", "").partition(" ")
@@ -32,6 +35,8 @@ def _is_available():
 
 
 torch.cuda.is_available = _is_available
+if os.environ.get("JOB_PLACES"):
+    importlib.import_module("rigs.megatron.places").Gpu().__enter__()
 
 
 # ------------------------------------------------------------------------------------------ gloo
@@ -48,6 +53,9 @@ def new_group(ranks=None, timeout=None, backend=None, pg_options=None, *args, de
 
 for module in (dist, dist.distributed_c10d):
     module.init_process_group, module.new_group = init_process_group, new_group
+
+_mesh_from_group = DeviceMesh.from_group
+DeviceMesh.from_group = lambda group, device_type, *args, **kwargs: _mesh_from_group(group, "cpu", *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------ the optimizer
@@ -108,6 +116,7 @@ apex.FusedAdam, apex.FusedSGD = FusedAdam, torch.optim.SGD
 
 
 sys.meta_path.append(ForImporters(("megatron.bridge",), OF_GPUS))
+sys.meta_path.append(ForImporters(("megatron.rl",), OF_SERVERS))
 
 
 # ------------------------------------------------------------------------------------------ the end

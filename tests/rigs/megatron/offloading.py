@@ -1,17 +1,14 @@
-"""The real HybridDeviceOptimizer. Without GPUs parameters say that they are on one, copies that they are not."""
+"""The real HybridDeviceOptimizer; without GPUs, on tensors that say where they are."""
 
 import contextlib
 import importlib
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megapatch.testing import tiny_gpt
 from rigs.megatron.options import ADAM
-
-IS_CUDA = torch.Tensor.is_cuda.__get__
-KEEP_THE_PLACE = (torch.Tensor.clone, torch.Tensor.detach, torch.Tensor.float, torch.Tensor.pin_memory)
+from rigs.megatron.places import Gpu
 
 PLAIN = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": False}
 OFFLOADS = {
@@ -25,18 +22,6 @@ OFFLOADS = {
 
 class HostAdam(torch.optim.AdamW):
     """The optimizer of parameters on the host."""
-
-
-class Gpu(TorchFunctionMode):
-    """Lets tensors say that they are on a GPU, except what cpu() returns and what is made of that."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func == IS_CUDA:
-            return not getattr(args[0], "on_host", False)
-        result = func(*args, **(kwargs or {}))
-        if func is torch.Tensor.cpu or (func in KEEP_THE_PLACE and getattr(args[0], "on_host", False)):
-            result.on_host = True
-        return result
 
 
 @contextlib.contextmanager
