@@ -97,6 +97,10 @@ CATALOGUE: dict[str, dict[str, tuple[str, ...]]] = {
             "megatron.core.dist_checkpointing.strategies.torch",
             "megatron.core.dist_checkpointing.strategies.fully_parallel",
         ),
+        "megatron.saves-of-one-step": (
+            "megatron.core.dist_checkpointing.strategies.async_utils",
+            "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+        ),
         "megatron.scheduler-after-load": ("megatron.core.optimizer_param_scheduler",),
         "megatron.strict-loads-with-new-torch": ("megatron.core.dist_checkpointing.strategies.torch",),
         "megatron.torch-fsdp2-finalize": ("megatron.core.distributed",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from importlib import import_module
 from types import SimpleNamespace
@@ -99,6 +100,22 @@ def save_given_up(layout: Layout = DP) -> None:
         module._results_queue = common
 
 
+def changed_as_it_is_written(layout: Layout = DP) -> None:
+    """Hand a tensor on the CPU over to a persistent worker, and change it before the worker looks."""
+    import torch
+
+    from ...patches.megatron.saves_of_one_step import caller_of
+
+    module, tensor = import_module(f"{STRATEGIES}.async_utils"), torch.ones(1)
+    handed: list[Any] = []
+    layout.set_up()
+    request = module.AsyncRequest(len, (), [], preload_fn=functools.partial(len, [tensor]))
+    module.PersistentAsyncCaller.schedule_async_call(caller_of(handed.append), request)
+    tensor.zero_()
+    (value,) = handed[0].preload_fn.args[0]
+    expect(value.item() == 1, "a worker writes a tensor of the CPU as it is after the step that was saved")
+
+
 def failed_save(layout: Layout = DP) -> None:
     """Finalize a save whose metadata cannot be written, on every rank, and count how often it meets the others."""
     from unittest import mock
@@ -166,6 +183,7 @@ CHECKS = (
     Check("megatron.fully-reshardable-states", states_in_buckets),
     Check("megatron.own-save-results", save_given_up),
     Check("megatron.save-fails-everywhere", failed_save),
+    Check("megatron.saves-of-one-step", changed_as_it_is_written),
     Check("megatron.rerun-state-dict", idle_rerun_state),
     Check("megatron.rerun-transient-fault", fault_that_went_away),
     Check("megatron.strict-loads-with-new-torch", strides_in_metadata),
