@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 _VOID = 2**62
+LATE = timedelta(seconds=30)
+"""After this time somebody should hear of it that the others have not come."""
 
 
-def meet(store: Any, name: str, size: int, number: int, patience: timedelta) -> bool:
+def meet(
+    store: Any,
+    name: str,
+    size: int,
+    number: int,
+    patience: timedelta,
+    on_late: Callable[[timedelta], object] | None = None,
+) -> bool:
     """Return whether all ranks have come to a meeting. The counter alone decides, so that a yes is one for all.
 
     Two or three operations a rank: each adds to a counter, and the last to come writes a key for which the others
@@ -23,20 +33,30 @@ def meet(store: Any, name: str, size: int, number: int, patience: timedelta) -> 
         size: how many ranks meet.
         number: how often they have met by this name, with this meeting.
         patience: how long to wait for the others.
+        on_late: called with the rest of the patience, once, where they have not come after `LATE`.
     """
-    counter, full = f"{name}/come", size * number
+    counter, full, key = f"{name}/come", size * number, f"{name}/{number}"
     come = store.add(counter, 1)
     if come == full:
         with contextlib.suppress(Exception):
-            store.set(f"{name}/{number}", "yes")
+            store.set(key, "yes")
             store.delete_key(f"{name}/{number - 1}")  # everybody has left it: the store does not grow
         return True
     if come >= _VOID:
         return False
+    if on_late is not None and patience > LATE:
+        if _comes(store, key, LATE):
+            return True
+        patience -= LATE
+        on_late(patience)
+    return _comes(store, key, patience) or _were_all_there(store, counter, full)
+
+
+def _comes(store: Any, key: str, patience: timedelta) -> bool:
     try:
-        store.wait([f"{name}/{number}"], patience)
+        store.wait([key], patience)
     except Exception:  # torch has had several kinds for a store's timeout
-        return _were_all_there(store, counter, full)
+        return False
     return True
 
 

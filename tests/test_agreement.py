@@ -288,12 +288,42 @@ def test_one_key_says_who_has_come():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "default_store", Counted)
-        patch.setattr(agreement, "_PATIENCE", agreement.timedelta(seconds=0.01))
         for rank in range(999):
             with pytest.raises(megapatch.InconsistentError) as found:
-                agreement._wait_for_all([*range(1000)], rank)
+                agreement._wait_for_all([*range(1000)], rank, agreement.timedelta(seconds=0.01))
             assert rank or asked.total() <= 10
     assert "could not be compared: rank 999 did not come within 0.01 seconds" in str(found.value)
+
+
+def waiting(rank, world_size):
+    """Of three ranks the last does not come; collectives have less time than `check()` would wait."""
+    import logging
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    import megapatch
+    from megapatch import _meetings
+
+    group, said = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2)), []
+    logging.getLogger("megapatch").addFilter(lambda record: said.append(record.getMessage()))
+    _meetings.LATE = agreement.LATE = timedelta(seconds=1)
+    if rank < 2:
+        with pytest.raises(megapatch.InconsistentError, match=r"rank 2 did not come within 1\.6 seconds"):
+            megapatch.assert_consistent(group)
+    dist.barrier()
+    return said
+
+
+@needs_torch
+def test_the_lowest_rank_names_those_that_it_waits_for_before_their_collectives_time_out():
+    from megapatch.testing import run_ranks
+
+    (said,), *others = run_ranks(waiting, 3)
+    assert said.startswith(
+        "ranks are not compared yet: rank 2 did not come within 1 seconds; waiting for 1 more (see "
+    )
+    assert others == [[], []]
 
 
 @needs_torch

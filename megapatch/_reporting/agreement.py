@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .. import _versions
 from .._mcore.devices import device_of
-from .._meetings import meet, name_of
+from .._meetings import LATE, meet, name_of
 from .._ranks import default_store, numbered
+from .._troubleshooting import see
 from ..errors import InconsistentError, MisuseError
 from ..patches import PATCHES
 from .facts import LOOK, Facts, difference, look
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("megapatch")
 
 # A table is 16 KiB. Two versions of megapatch with different numbers here could not compare.
 _SLOTS = 1024
@@ -45,8 +49,9 @@ def assert_consistent(group: torch.distributed.ProcessGroup | None = None) -> No
 
     Raises:
         InconsistentError: when ranks differ, or one cannot tell; the message names the first difference and the
-            ranks. Also where a rank does not come within ten minutes, as it has died, lacks megapatch or does not
-            call this; the message names it.
+            ranks. Also where a rank does not come within ten minutes, or within four fifths of the group's
+            timeout, as it has died, lacks megapatch or does not call this; the message names it. A WARNING on the
+            lowest rank that has come does so after 30 seconds.
         MisuseError: without an initialized torch.distributed, or on a rank that is not in the group.
         Exception: torch's own, where a rank dies while differences are put into words.
     """
@@ -70,7 +75,12 @@ def differing(group: torch.distributed.ProcessGroup | None = None) -> str | None
     here = look()
     device = device_of(group)
     lowest_and_highest = torch.tensor(_table(here), dtype=torch.int64, device=device)
-    _wait_for_all(dist.get_process_group_ranks(group or dist.group.WORLD), dist.get_rank())
+    group = group or dist.group.WORLD
+    # Private: gloo's and NCCL's have it in torch 2.3 to 2.13.
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None) or _PATIENCE
+    # A rank that has gone on ends the job when its collective's time is over, and nothing would name megapatch.
+    _wait_for_all(dist.get_process_group_ranks(group), dist.get_rank(), min(_PATIENCE, timeout * 0.8))
     try:
         dist.all_reduce(lowest_and_highest, op=dist.ReduceOp.MIN, group=group)
     except RuntimeError as error:  # torch.distributed's are
@@ -84,13 +94,13 @@ def differing(group: torch.distributed.ProcessGroup | None = None) -> str | None
     return None
 
 
-def _wait_for_all(ranks: list[int], rank: int) -> None:
+def _wait_for_all(ranks: list[int], rank: int, patience: timedelta) -> None:
     """Return when all ranks have come, by torch.distributed's store.
 
     A rank that does not come would take the all-reduce for its own next collective, and get garbage by it.
 
     Raises:
-        InconsistentError: some have not come within `_PATIENCE`, which the message names.
+        InconsistentError: some have not come in time, which the message names.
     """
     store, size = default_store(), len(ranks)
     name = f"megapatch.agreement/{name_of(ranks)}"
@@ -100,20 +110,38 @@ def _wait_for_all(ranks: list[int], rank: int) -> None:
         here = f"{name}/{number}/here"
         if has_names := store.has_extended_api():  # all of torch's but FileStore
             store.append(here, f"{rank},")
-        if meet(store, name, size, number, _PATIENCE):
+
+        def have_come() -> list[int]:
+            return [int(other) for other in store.get(here).decode().split(",") if other] if has_names else []
+
+        def warn(rest: timedelta) -> None:
+            if rank == min(come := have_come() or ranks):
+                log.warning(
+                    "ranks are not compared yet: %s did not come within %d seconds; waiting for %.0f more"
+                    + see("not-come"),
+                    _absent(ranks, come),
+                    LATE.seconds,
+                    rest.total_seconds(),
+                )
+
+        if meet(store, name, size, number, patience, warn):
             return
-        come = store.get(here).decode() if has_names else ""
+        come = have_come()
     except Exception as error:
         raise InconsistentError(
             f"ranks could not be compared: torch.distributed's store does not answer ({type(error).__name__}); "
             "the rank that holds it (usually rank 0) may have died"
         ) from error
-    missing = sorted({*ranks} - {int(other) for other in come.split(",") if other})
-    who = numbered("rank", missing) if come else "a rank"
     raise InconsistentError(
-        f"ranks could not be compared: {who} did not come within {_PATIENCE.total_seconds():g} seconds, so no "
-        "collective was made. It has not imported megapatch, does not call this, has died, or waits elsewhere"
+        f"ranks could not be compared: {_absent(ranks, come or ranks)} did not come within "
+        f"{patience.total_seconds():g} seconds, so no collective was made. It has not imported megapatch, does "
+        "not call this, has died, or waits elsewhere"
     )
+
+
+def _absent(ranks: list[int], come: list[int]) -> str:
+    missing = sorted({*ranks} - {*come})
+    return numbered("rank", missing) if missing else "a rank"
 
 
 def _in_words(here: Facts, others: int, group: Any) -> str | None:
