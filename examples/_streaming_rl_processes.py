@@ -223,7 +223,7 @@ def policy_gradient(data, model):
         negative_logprobs = output.float()
         importance = (-negative_logprobs.detach() - sampled_logprobs).exp().clamp(max=2)  # about 1 on-policy
         loss = (negative_logprobs * importance * advantages).mean()
-        return loss, {"loss": loss.detach()}
+        return loss, {"loss": loss.detach().clone()}
 
     return output, loss_function
 

@@ -78,6 +78,12 @@ _made = object()
 def make():
     return _made
 """
+OBJECT = """
+class Actor:
+    def load_other(self, path):
+        self.args.load = path
+        self.args = self.path = path
+"""
 STATES = """
     * environment, Counter.answer cache, Counter.instance class attribute, Counter.known class attribute,
     Counter.made class attribute, Counter.name class attribute, PORT environment, _flag global, _kept container,
@@ -86,13 +92,13 @@ STATES = """
 """
 EXPECTED = {("package.state", *state.split(maxsplit=1)) for state in " ".join(STATES.split()).split(", ")}
 EXPECTED |= {("package.other", "SHARED", "container"), ("package.other", "_made", "global")}
-EXPECTED |= {("package.other", "setting", "global")}
+EXPECTED |= {("package.other", "setting", "global"), ("package.rank", "args.load", "argument")}
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "package").mkdir()
-    for name, text in {"__init__": "", "state": STATE, "other": OTHER}.items():
+    for name, text in {"__init__": "", "state": STATE, "other": OTHER, "rank": OBJECT}.items():
         (tmp_path / "package" / f"{name}.py").write_text(text)
     return tmp_path
 

@@ -15,7 +15,7 @@ CONTAINERS |= {"WeakValueDictionary", "defaultdict", "deque", "dict", "list", "l
 MUTATING = {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "move_to_end", "pop", "popitem"}
 MUTATING |= {"popleft", "put", "putenv", "remove", "set", "setdefault", "update"}
 ARGUMENTS = {"args", "cfg"}
-"""Names by which functions know settings that all share: arguments, and Bridge's configuration."""
+"""Names by which functions, and objects, know settings that all share: arguments, and Bridge's configuration."""
 FOREIGN = {"megatron", "torch", "transformer_engine"}
 """Packages whose attributes others write."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -198,6 +198,8 @@ def _written(source: Source, sources: dict[str, Source]) -> Iterator[Entry]:
 
 def _entry(source, sources, where, path, node, shared, local) -> Entry | None:
     """Return the entry that a change of a path by a function is one of."""
+    if path[0] == "self" and path[1:2] and path[1] in ARGUMENTS and path[2:]:
+        path = path[1:]
     root, names = path[0], [part for part in path[1:] if part != "[]"]
     if any(part.endswith("()") for part in names):  # of what a method returns, such as a copy
         return None

@@ -16,6 +16,8 @@ Seam      where ranks finalize a save together: save_state_dict_async_finalize()
 Limits    an error before the checkpoint is finalized is not shared: in planning, and of rank 0 in writing
           common.pt. Nor is one of rank 0 after dist_checkpointing.save(), where trainers write the file that names
           the latest checkpoint after a synchronous save.
+          A persistent worker that dies, as where memory ends, ends no save: its rank waits for it, and the others
+          for that rank until their timeout (SkyRL#1960).
           In a trainer's own finalize function in which the other ranks wait for the one that failed, they wait, as
           before. KeyboardInterrupt and SystemExit are raised at once, on their rank alone.
           The folder of a failed save stays as it is, without metadata.
