@@ -7,15 +7,15 @@ Symptom   with overlap_grad_reduce a bucket group is reduced once all its parame
           With several instances of the distributed optimizer, up to 0.15 and later in a run, the group is never
           reduced, silently. Where ranks use different parameters, their collectives no longer match.
 Upstream  NVIDIA/Megatron-LM#1150 (open since 2024), #5643; 0.12 to 0.19 and main.
-Seam      start_grad_sync() of bucket groups: a group that is ready waits until those before it have started, in
-          one order for all ranks: that of the backward pass, by the model's order of parameters. A reduce that has
+Seam      start_grad_sync() of bucket groups: one that a backward pass starts waits until those before it have
+          started, in one order for all ranks: that of the backward pass, by the model's order of parameters. One
+          that is started or finished by hand is reduced then and there. A reduce that has
           not started when DistributedDataParallel.finish_grad_sync() is called is started there, in that order, by
           Megatron's own method. zero_grad_buffer() lets a group that has seen only some of its parameters learn
           again in the next step. Starting the group at the end is not enough: the groups after it would have
           started before it on this rank, and after it on a rank that had all gradients.
-          Leftovers of an abandoned step are dropped there with its gradients: a reduce under way, which the next
-          step would take for its own and fail, and the tokens that routers have counted, which would silently
-          go into the next step's expert bias and global auxiliary loss.
+          A reduce that an abandoned step has left under way is dropped there with its gradients: the next step
+          would take it for its own, and fail.
 Limits    all ranks still have to call finish_grad_sync() in the same steps. A group that waits holds up the
           overlap of those after it: set requires_grad to False, alike on all ranks, for parameters that are never
           trained.
@@ -23,19 +23,20 @@ Limits    all ranks still have to call finish_grad_sync() in the same steps. A g
           it, and in a first step that no zero_grad_buffer() precedes, each chunk has an order of its own.
           With overlap_param_gather a module that is not called at all is left to Megatron, which asserts at its
           next gather: call it, on anything, and do not use the result.
-          Of a step that was given up, losses that wait to be logged stay, and so does the expert bias if finalize
-          has moved it: only TrainStep and the train() functions that are patched know that a step was given up.
-Numbers   change where a bucket was silently not reduced, to those of a run without overlap; and after a step that
-          was given up, with a mixture of experts, to those of a run in which it never began.
-Cost      about 2 us a bucket group and step, and with a mixture of experts one operation that zeroes its counts.
-          Nothing in a forward pass, nothing per parameter.
+          Of a step that was given up, the tokens that routers have counted stay, for the next step's expert bias
+          and global auxiliary loss, as do losses that wait to be logged and, if finalize has moved it, the expert
+          bias: only TrainStep and the train() functions that are patched know that a step was given up.
+Numbers   change where a bucket was silently not reduced, to those of a run without overlap.
+Cost      about 4 us a bucket group and step. Nothing in a forward pass, nothing per parameter.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +50,6 @@ from ..._mcore.bucket_groups import (
     settle_grad_reduces,
 )
 from ..._mcore.side_table import SideTable
-from ..._mcore.step_state import forget_counts
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names, resolve
 from ._stand_ins import FINISH, events_of_step
@@ -104,19 +104,22 @@ class Line:
         """Begin a step."""
         self.next = 0
         self.started: set[int] = set()
+        self.finished: set[int] = set()
         self.waiting: dict[int, Callable[[Any], Any]] = {}
 
     def start(self, group: Any, start: Callable[[Any], Any]) -> None:
-        """Start the reduce of a group now, or as soon as those before it have started."""
+        """Start the reduce of a group now, or, in a backward pass, as soon as those before it have started."""
         key = id(group)
+        if key in self.finished and self.finished == self.started:
+            self.begin()  # gradients may be zeroed by hand, or not at all
         if key in self.started:
             # finish_grad_sync() starts a group that is in its first step once more, which has no effect except
             # with several instances of the distributed optimizer, where nothing remembers the first start.
-            if not getattr(group, "is_first_batch", False):
+            if key in self.finished or not getattr(group, "is_first_batch", False):
                 start(group)
             return
         self.waiting[key] = start
-        if self.places[key] < self.next:
+        if self.places[key] < self.next or not _in_backward_pass():
             self._start(group)
         while self.next < len(self.groups) and self._may_pass(self.groups[self.next]()):
             self.next += 1
@@ -135,13 +138,26 @@ class Line:
         self.started.add(id(group))
         self.waiting.pop(id(group))(group)
 
-    def finish(self, arguments: dict[str, Any]) -> None:
+    @contextlib.contextmanager
+    def finishing(self, group: Any) -> Iterator[None]:
+        """Start a group that waits, as its owner may reduce it by hand, and note that it is finished."""
+        if id(group) in self.waiting:
+            self._start(group)
+        yield
+        self.finished |= {id(group)} & self.started
+
+    def start_all(self, arguments: dict[str, Any]) -> None:
         """Start all groups that have not started: in their order, those with frozen parameters last."""
         groups = [group for reference in self.groups if (group := reference()) is not None]
         left = [group for group in groups if id(group) not in self.started]
         for group in sorted(left, key=_is_partly_frozen):
             if id(group) not in self.started:  # it may have waited for one that has started here
                 group.start_grad_sync(**arguments)
+
+
+def _in_backward_pass() -> bool:
+    """Return whether autograd calls, whose hooks start a group in another order on each rank."""
+    return bool(sys.modules["torch"]._C._current_graph_task_id() != -1)  # private; torch 2.1 to 2.15
 
 
 def _after_this_stream(start: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -170,6 +186,18 @@ def start_in_line(start_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     return patched_start_grad_sync
 
 
+def finish_in_line(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(finish_grad_sync)
+    def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+        line = LINES.get(self)
+        if line is None or not self.ddp_config.overlap_grad_reduce:
+            return finish_grad_sync(self, *args, **kwargs)
+        with line.finishing(self):
+            return finish_grad_sync(self, *args, **kwargs)
+
+    return patched_finish_grad_sync
+
+
 def start_all_at_the_end(finish_grad_sync: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish_grad_sync)
     def patched_finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +205,7 @@ def start_all_at_the_end(finish_grad_sync: Callable[..., Any]) -> Callable[..., 
             force = kwargs.get("force_all_reduce", args[0] if args else False)  # from 0.16 on
             for line in lines_of(self):
                 if len(line.started) < len(line.groups):
-                    line.finish({"force_all_reduce": force} if force else {})
+                    line.start_all({"force_all_reduce": force} if force else {})
         return finish_grad_sync(self, *args, **kwargs)
 
     return patched_finish_grad_sync
@@ -201,7 +229,6 @@ def line_up_at_birth(init: Callable[..., None]) -> Callable[..., None]:
 def begin_in_line(zero_grad_buffer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(zero_grad_buffer)
     def patched_zero_grad_buffer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        forget_counts(self)
         if self.ddp_config.overlap_grad_reduce:
             settle_grad_reduces(self)
             _line_up(self)
@@ -252,6 +279,7 @@ PATCH = Patch(
             diagnose,
             replace={
                 "param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync": start_in_line,
+                "param_and_grad_buffer._ParamAndGradBucketGroup.finish_grad_sync": finish_in_line,
                 "distributed_data_parallel.DistributedDataParallel.__init__": line_up_at_birth,
                 "distributed_data_parallel.DistributedDataParallel.finish_grad_sync": start_all_at_the_end,
                 "distributed_data_parallel.DistributedDataParallel.zero_grad_buffer": begin_in_line,
