@@ -3,11 +3,12 @@
     plain, patched = both_ways(folder, SCRIPT, "--train-iters 5 --save ck")
     assert_alike(plain, patched)
 
-Each has a session of its own, in which nothing is left running when this returns.
+Nothing of a job is left running when this returns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -89,7 +90,7 @@ def run(folder, script, flags, *, with_megapatch, ranks=2, env=()):
         try:
             code = job.wait(TIMEOUT)
         finally:
-            left = _end_session(job.pid)
+            left = _end_what_is_left(folder)
     notes = [json.loads(note.read_text()) for note in folder.glob("ended-*")]
     assert all((applied is not None) == with_megapatch for applied in notes), notes
     logs = {"/".join(path.parts[-2:]): path.read_text(errors="replace") for path in folder.glob("logs/**/*.log")}
@@ -165,28 +166,28 @@ def _of_make():
 
 
 # ------------------------------------------------------------------------------------------ what is left running
-def _end_session(session):
-    """Kill the processes of a session that are left, and return what each runs."""
-    if _in_session(session):
+def _end_what_is_left(folder):
+    """Kill the processes of the job in this folder that are left, and return what each runs.
+
+    They are known by their environment: torchrun gives each rank a session of its own.
+    """
+    if _of_job(folder):
         time.sleep(1)  # some are about to end
-    commands = []
-    for process in _in_session(session):
-        try:
-            command = Path(f"/proc/{process}/cmdline").read_text().split("\0")
-            os.kill(process, signal.SIGKILL)
-        except OSError:  # it has ended
-            continue
-        commands.append(re.sub(r"\d+", "N", " ".join(command[1:])))
-    return sorted(commands)
+    commands = {}
+    while left := _of_job(folder):
+        for process in left:
+            with contextlib.suppress(OSError):  # it has ended
+                command = (process / "cmdline").read_text().split("\0")
+                os.kill(int(process.name), signal.SIGKILL)
+                commands[process.name] = re.sub(r"\d+", "N", " ".join(command[1:]))
+        time.sleep(0.1)
+    return sorted(commands.values())
 
 
-def _in_session(session):
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, of = stat.read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue
-        if int(of) == session and state != "Z":
-            found.append(int(stat.parent.name))
+def _of_job(folder):
+    variable, found = f"JOB_FOLDER={folder}".encode(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # somebody else's, or it has ended
+            if variable in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process)
     return found
