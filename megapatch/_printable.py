@@ -28,7 +28,7 @@ _SECRETS = (
     ),
     (
         _BEGINS + r"(?:A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}|ya29\.[\w-]{16,}"
-        r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)",
+        r"|eyJ[\w-]{8,1024}\.[\w-]{8,}(?:\.[\w-]*)?)",  # with a bound, as each may begin in the one before
         HIDDEN,
     ),
     (
@@ -48,10 +48,13 @@ _NAME = (
     r"|credential)s?))(?![A-Za-z0-9_])"
 )
 _OPTION = rf"(?<!\w)--?(?:[\w-]{{0,20}}[_-])?{_NAME}"
-_VALUE = r"""\\+"(?:(?!\\+").)*\\+"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*[^\s'")\]},;.:]|\S+"""
+_VALUE = (
+    r"""\\+"(?:[^\\"]|\\+(?![\\"])|(?<!\\)")*\\+"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\S*[^\s'")\]},;.:]|\S+"""
+)
 _NAMED = rf"""({_NAME}\\*['"]?\s*(?:=>|[:=])\s*|{_OPTION}\s+(?!-))(?:{_VALUE})"""
 _USER = r"[^/@:?#]*:|[^/?#]*@"
-_QUERY_VALUE = r"(?<==)[^&;#]+?(?=[)\]}>'\",.;:]*(?:[&;#]|$))|(?<=[?])[^=&;#]+?(?=[)\]}>'\",.;:]*(?:[;#]|$))"
+_AFTER_A_VALUE = ")]}>'\",.:"
+"""Characters at the end of a value that rather belong to the text around the URL."""
 
 
 @functools.cache
@@ -125,7 +128,15 @@ def _without_query(word: str) -> str:
     """Return a word without the values behind the first "?" or "#" of the URL in it."""
     if (found := word.find("://")) < 0 or not (query := _compiled("[?#]").search(word, found)):
         return word
-    return word[: query.start()] + _compiled(_QUERY_VALUE).sub(HIDDEN, word[query.start() :])
+    parts = _compiled("([&;#])").split(word[query.start() :])
+    for number in range(0, len(parts), 2):
+        part, end = parts[number], (parts[number + 1 : number + 2] or [""])[0]
+        mark = "=" if "=" in part else "?" if end != "&" else ""
+        before, found_mark, value = part.partition(mark) if mark else (part, "", "")
+        if value:
+            after = value[max(1, len(value.rstrip(_AFTER_A_VALUE))) :]
+            parts[number] = f"{before}{found_mark}{HIDDEN}{after}"
+    return word[: query.start()] + "".join(parts)
 
 
 def _escaped(text: str, keep: str = "") -> str:

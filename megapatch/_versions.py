@@ -9,8 +9,12 @@ from __future__ import annotations
 import ast
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from ._finding import find_module
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 PACKAGES = {"megatron-core": "megatron.core", "torch": "torch", "wrapt": "wrapt"}
 """Distribution to the package whose version a report shows."""
@@ -43,8 +47,17 @@ def version_of(distribution: str, module: str) -> str | None:
     except metadata.PackageNotFoundError:
         installed = None
     if installed and os.path.realpath(str(installed.locate_file(module.replace(".", "/")))) == folder:
-        return installed.version
+        return stated(installed, "Version") or "unknown version"
     return f"{version_in_source(folder) or 'unknown version'} (source)"
+
+
+def stated(distribution: metadata.Distribution, field: str) -> str | None:
+    """Return what an installed distribution states; None if its METADATA is missing or cannot be read."""
+    try:
+        found = distribution.metadata[field]
+    except Exception:  # other versions of Python raise other ones
+        return None
+    return found if isinstance(found, str) else None
 
 
 def remark(module: str) -> str:
@@ -96,7 +109,7 @@ def version_in_source(folder: str) -> str | None:
         try:
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 stated = _constants(ast.parse(file.read()))
-        except (OSError, SyntaxError, ValueError):
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # the parser's, of deep nesting
             continue
         if all(part in stated for part in ("MAJOR", "MINOR", "PATCH")):
             numbers = f"{stated['MAJOR']}.{stated['MINOR']}.{stated['PATCH']}"

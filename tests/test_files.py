@@ -24,8 +24,49 @@ def test_a_report_is_replaced_and_nothing_else_is_there(tmp_path):
     path = files.path_of(tmp_path / "made", "rank", 37)
     files.write(path, {"rank": 37, "size": 40})
     files.write(path, {"rank": 37, "size": 41})
-    assert list(files.read(path.parent, "rank", [])) == [(path, {"rank": 37, "size": 41})]
+    assert list(files.read(path.parent, "rank", [], dict)) == [{"rank": 37, "size": 41}]
     assert list(tmp_path.rglob("*")) == [path.parent, path]
+
+
+def test_a_part_is_never_written_through_a_link(tmp_path, monkeypatch):
+    """Others may write to a shared folder, and know a process's number."""
+    path, theirs = files.path_of(tmp_path / "shared", "rank", 0), tmp_path / "theirs"
+    path.parent.mkdir()
+    theirs.write_text("theirs")
+    monkeypatch.setattr(os, "urandom", lambda count: b"abcd")
+    for name in (f"rank-00000.{os.getpid()}.part", f"rank-00000.{os.getpid()}.61626364.part"):
+        (path.parent / name).symlink_to(theirs)
+    with pytest.raises(FileExistsError):
+        files.write(path, {})
+    assert theirs.read_text() == "theirs" and not path.exists()
+
+
+def test_a_part_that_cannot_be_written_goes(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "put", lambda part, path: os.stat(tmp_path / "nothing"))
+    with pytest.raises(FileNotFoundError):
+        files.write(files.path_of(tmp_path, "rank", 0), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('"began": Infinity', "Infinity is not a number"),
+        ('"began": 1e400', "expected a time"),
+        ('"began": "today"', "TypeError"),
+        ('"facts": ' + "[" * 100_000, "RecursionError"),
+        ("", "more than"),
+    ],
+)
+def test_a_foreign_file_is_one_sentence(tmp_path, text, says):
+    path = files.path_of(tmp_path, "rank", 0)
+    path.write_text(f'{{"rank": 0, "size": 1, {text}}}')
+    if not text:
+        os.truncate(path, 2**32)  # sparse
+    unreadable = []
+    assert list(files.read(tmp_path, "rank", unreadable, dict)) == []
+    (sentence,) = unreadable
+    assert sentence.startswith(f"{path} cannot be read: ") and says in sentence
 
 
 def test_a_device_is_no_folder():

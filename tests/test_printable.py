@@ -170,7 +170,11 @@ def test_ordinary_text_stays(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["x y z " * 3000, "a://" * 10_000, "a://b:" * 7000 + "@", "A_" * 6000, "x_-" * 5000, "?=" * 5000, "\\" * 9000],
+    [
+        *("x y z " * 3000, "a://" * 10_000, "a://b:" * 7000 + "@", "A_" * 6000, "x_-" * 5000, "?=" * 5000),
+        *("\\" * 9000, 'KEY=\\"' + "\\" * 20_000, "eyJaaaaaaaa-" * 20_000),
+        *("a://b?" + "?" * 20_000 + "=", "a://b?c" + ")" * 20_000 + "&"),
+    ],
 )
 def test_long_text_takes_no_long_time(text):
     import time

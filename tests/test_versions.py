@@ -48,6 +48,22 @@ def test_the_version_of_what_is_installed():
     assert _versions.version_of("no-such-distribution", "megapatch_no_such_module") is None
 
 
+@pytest.mark.parametrize("metadata", [None, b"Version: 1.0\xff\n", b"Name: megapatch-test-foreign\n"])
+@pytest.mark.parametrize("source", ["", "[" * 100_000, "\0"])
+def test_metadata_and_sources_of_others_may_be_broken(tmp_path, monkeypatch, metadata, source):
+    package, info = tmp_path / "megapatch_test_foreign", tmp_path / "megapatch_test_foreign-1.0.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (package / "__init__.py").touch()
+    (package / "version.py").write_text(source)
+    if metadata is not None:
+        (info / "METADATA").write_bytes(metadata)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert _versions.version_of("megapatch-test-foreign", "megapatch_test_foreign") == "unknown version"
+    assert _versions.version_in_source(str(package)) is None
+
+
 # What importing a real checkout of Megatron may run: torch, and git in a subprocess.
 POISON = "import subprocess\nsubprocess.run(['git', 'rev-parse'])\nraise RuntimeError('imported')\n"
 

@@ -51,14 +51,12 @@ def audit(folder: str, as_json: bool, html: str | None) -> int:
 def read(folder: Path) -> tuple[Summary, list[str]]:
     """Return the summary of the reports in a folder, and a sentence for each that is missing or cannot be read."""
     unreadable: list[str] = []
-    reports: list[Mapping[str, Any]] = []
-    for path, data in files.read(folder, KIND, unreadable):
-        try:
-            summarize([data])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            unreadable.append(files.cannot_be_read(path, error))
-        else:
-            reports.append(data)
+
+    def parse(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        summarize([data])
+        return data
+
+    reports = list(files.read(folder, KIND, unreadable, parse))
     summary = summarize(reports)
     for attempt in summary.attempts:
         unreadable += files.without_a_file(folder, attempt.ranks, attempt.size)

@@ -102,19 +102,8 @@ class Compared(NamedTuple):
 
 def compare_files(folder: Path) -> Compared:
     """Read and compare the files of all ranks: of each attempt by itself, if a job was restarted."""
-    read: list[dict[str, Any]] = []
     unreadable: list[str] = []
-    for path, data in files.read(folder, _KIND, unreadable):
-        try:
-            found, digest, lacking = _read(data)
-            began = float(data.get("began", 0))
-            when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(began))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, OSError) as error:
-            unreadable.append(files.cannot_be_read(path, error))
-        else:
-            more = {"began": began, "when": when, "facts": found, "digest": digest, "lacking": lacking}
-            read.append({**data, **more})
-    attempts = files.attempts(read)
+    attempts = files.attempts(list(files.read(folder, _KIND, unreadable, _read)))
     compared = Compared([], [], [], unreadable)
     for number, attempt in enumerate(attempts, 1):
         said = f"attempt {number} of {len(attempts)}, {attempt[0]['when']}: " if attempts[1:] else ""
@@ -146,19 +135,20 @@ def _compare(folder: Path, reports: list[dict[str, Any]]) -> Compared:
     )
 
 
-def _read(data: dict[str, Any]) -> tuple[Facts, str, list[str]]:
-    """Return a file's facts, its digest, and its patches that are not in place; raise if they are not text."""
+def _read(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a file's data with facts, digest, time and patches that are not in place; raise if it lacks them."""
 
     def text(value: object) -> str:
         if not isinstance(value, str):
             raise TypeError(f"expected text, found {type(value).__name__}")
         return value
 
-    facts = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
+    facts: Facts = {"number of ranks": (str(data["size"]), "")}  # files of another run would be of another
     facts |= {name: (text(value), text(why)) for name, (value, why) in data["facts"].items()}
     lacking = [
         f"{text(patch['name'])} is {patch['status']} ({text(patch['reason'])})"
         for patch in data["report"]["patches"]
         if Status(patch["status"]) in NEEDS_ATTENTION
     ]
-    return facts, text(data["report"]["digest"]), lacking
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(data.get("began", 0)))
+    return {**data, "when": when, "facts": facts, "digest": text(data["report"]["digest"]), "lacking": lacking}

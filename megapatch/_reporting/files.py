@@ -9,19 +9,24 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from .._printable import cut
 from .._ranks import numbered
 from .terminal import as_json
 
 _MOST_RANKS = 2**20
+_LARGEST = 2**26  # bytes; ours have some 100 KB
+_LATEST = 2**33  # seconds since 1970, in the year 2242
 _WORLD = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 """Variables that are the same on all ranks of an attempt, and often others on those of another one."""
 _own: dict[tuple[int, Path], Path] = {}
 """By process and the first name that its file could have, the file that it writes."""
+
+
+_Parsed = TypeVar("_Parsed")
 
 
 def process() -> dict[str, Any]:
@@ -71,9 +76,14 @@ def write(path: Path, data: dict[str, Any]) -> None:
         OSError: where that is not possible.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_text(as_json(data), encoding="utf-8")
-    put(part, path)
+    part = path.with_suffix(f".{os.getpid()}.{os.urandom(4).hex()}.part")
+    try:
+        with part.open("x", encoding="utf-8") as file:  # never through a link that somebody has put there
+            file.write(as_json(data))
+        put(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def why_not_writable(folder: Path) -> str | None:
@@ -93,27 +103,37 @@ def put(part: Path, path: Path) -> None:
         FileExistsError: where something else has the name. Root could replace a device, such as /dev/null.
     """
     if path.exists() and not path.is_file():
-        part.unlink()
         raise FileExistsError(errno.EEXIST, "not a regular file, so it is not replaced", str(path))
     part.replace(path)
 
 
-def read(folder: Path, kind: str, unreadable: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the files of all ranks; add a sentence for each that cannot be one of them to `unreadable`."""
+def read(
+    folder: Path, kind: str, unreadable: list[str], parse: Callable[[dict[str, Any]], _Parsed]
+) -> Iterator[_Parsed]:
+    """Yield what `parse` makes of each rank's file; add a sentence for each that cannot be one to `unreadable`."""
     for path in sorted(folder.glob(f"{kind}-*.json")):
         try:
             if not path.is_file():  # a pipe would be waited for
                 raise ValueError("it is not a regular file")
-            data = json.loads(path.read_text(encoding="utf-8"))
+            if path.stat().st_size > _LARGEST:
+                raise ValueError(f"it has more than {_LARGEST} bytes")
+            data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
             if not isinstance(data, dict):
                 raise ValueError(f"expected an object, found {type(data).__name__}")
             rank, size = data.get("rank"), data.get("size")
             if not (type(rank) is type(size) is int and 0 <= rank < size <= _MOST_RANKS):
                 raise ValueError(f"expected a rank of at most {_MOST_RANKS}, found rank {rank} of {size}")
-        except (OSError, ValueError, RecursionError) as error:
-            unreadable.append(cannot_be_read(path, error))
+            if not 0 <= (began := data.get("began", 0)) < _LATEST:
+                raise ValueError(f"expected a time in seconds since 1970, found {began}")
+            parsed = parse(data)
+        except Exception as error:  # a foreign file may hold anything
+            unreadable.append(f"{path} cannot be read: {type(error).__name__}: {cut(str(error), 200)}")
         else:
-            yield path, data
+            yield parsed
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
 
 
 _Read = TypeVar("_Read", bound=Mapping[str, Any])
@@ -130,11 +150,6 @@ def attempts(reports: Sequence[_Read]) -> list[list[_Read]]:
             found.append(latest[world])
         latest[world][report["rank"]] = report
     return [list(by_rank.values()) for by_rank in found] or [[]]
-
-
-def cannot_be_read(path: Path, error: Exception) -> str:
-    """Say that a file cannot be read."""
-    return f"{path} cannot be read: {type(error).__name__}: {cut(str(error), 200)}"
 
 
 def without_a_file(folder: Path, ranks: Collection[int], size: int) -> list[str]:

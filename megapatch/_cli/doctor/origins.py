@@ -89,7 +89,7 @@ def _package(name: str, module: str, folder: str) -> Package:
         # A checkout may have metadata beside its sources, too, which no installer has put there.
         if _is_at(dist, module, folder) and dist.read_text("RECORD") is not None:
             return _installed(dist)
-        version = version or dist.version
+        version = version or _versions.stated(dist, "Version")
     top = folder
     for _ in module.split("."):
         top = os.path.dirname(top)
@@ -105,10 +105,12 @@ def _installed(dist: metadata.Distribution) -> Package:
     """Return a package as its installer described it: with a commit, if it was installed from one."""
     try:
         commit = json.loads(dist.read_text("direct_url.json") or "{}")["vcs_info"]["commit_id"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         commit = None
     place = os.path.realpath(str(dist.locate_file("")))
-    return Package(dist.metadata["Name"], dist.version, "installed", place, commit)
+    commit = commit if isinstance(commit, str) else None
+    name = _versions.stated(dist, "Name") or "unnamed"
+    return Package(name, _versions.stated(dist, "Version"), "installed", place, commit)
 
 
 def _repository(folder: str) -> str | None:
@@ -126,6 +128,6 @@ def commit_of(checkout: str) -> str | None:
     command = ["git", "--git-dir", os.path.join(checkout, ".git"), "rev-parse", "--verify", "--quiet", "HEAD"]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
