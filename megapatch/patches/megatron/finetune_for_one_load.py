@@ -11,7 +11,8 @@ Seam      the three functions. The setting stays as they leave it, as trainers r
           What the call itself loads is not changed.
 Limits    a setting that was changed before the patch was applied stays. With PEFT, Bridge's setup() sets it to
           False where `load` has a checkpoint, whatever it was. A load from another folder goes by the setting as
-          it is.
+          it is. A trainer that sets it to True again after such a start is not seen: to load the weights alone of
+          its own checkpoint, it can name the folder otherwise, as with a slash at its end.
 Numbers   change in loads after such a start, to those of a process that starts with the same checkpoint.
 Cost      nothing in a step.
 """
