@@ -58,13 +58,14 @@ class Sealed(metaclass=Meta):
 
 def test_what_is_installed_is_a_plain_function_that_pickles_copies_and_shows_its_signature(modules):
     target = importlib.import_module(name := modules.write(TARGET))
-    signature = inspect.signature(target.greet)
+    signature, arguments = inspect.signature(target.greet), inspect.getfullargspec(target.greet)
     make_engine(make_patch(name, "greet", "Greeter.greet")).activate()
     for function in (target.greet, target.Greeter.greet):
         assert pickle.loads(pickle.dumps(function)) is function
         assert copy.deepcopy(function) is function
         assert inspect.isfunction(function)
     assert inspect.signature(target.greet) == signature
+    assert inspect.getfullargspec(target.greet) == arguments
 
 
 def test_restore_gives_the_identical_original_everywhere(modules):

@@ -6,6 +6,8 @@ and a proxy cannot be pickled or deep-copied.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
 from collections.abc import Callable
 from types import FunctionType, ModuleType
@@ -61,6 +63,9 @@ class ReplacedTarget:
     def _make_replacement(self, patch_name: str, make: Callable[..., Any]) -> Any:
         replacement = self._check_plain(make(self.original))
         setattr(replacement, MARK, patch_name)
+        with contextlib.suppress(TypeError, ValueError):  # of an original that has none
+            # getfullargspec() follows no __wrapped__.
+            vars(replacement)["__signature__"] = inspect.signature(replacement)
         if self.inherited:  # pickle goes by these, and would find the parent's
             replacement.__module__ = self.parent.__module__
             replacement.__qualname__ = f"{self.parent.__qualname__}.{self.attribute}"

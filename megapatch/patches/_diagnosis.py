@@ -133,6 +133,8 @@ def judged_by_name(name: str, paths: tuple[str, ...], missing: list[str], *, fix
 
 def cannot_run(what: str, error: Exception) -> Verdict:
     """Return the verdict on code that raises when a diagnosis runs it."""
+    if not __debug__:
+        return Verdict(UNKNOWN, f"expected {what} to run on a stand-in with assertions; python -O turns them off")
     return Verdict(UNKNOWN, f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
 
 

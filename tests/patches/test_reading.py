@@ -1,5 +1,6 @@
 """Helpers by which diagnoses read upstream's code, and stand-ins with which they run it."""
 
+import subprocess
 import sys
 
 from megapatch._dotted import find
@@ -84,3 +85,15 @@ def test_a_dotted_path_that_ends_early_is_none():
     assert find(here, "syncs.code.co_names") is find(here, "gone.__name__") is find(None, "syncs") is None
     assert resolve(f"{__name__}:syncs") is syncs
     assert resolve("a_module.that_is_gone:syncs") is None
+
+
+def test_without_assertions_the_reason_blames_no_release():
+    code = (
+        "from megapatch.patches._diagnosis import cannot_run; print(cannot_run('code', ValueError('no')).reason)"
+    )
+    plain, optimized = (
+        subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True).stdout
+        for flags in ((), ("-O",))
+    )
+    assert "ValueError: no" in plain and "assertions" not in plain
+    assert "python -O" in optimized and "ValueError" not in optimized

@@ -194,6 +194,12 @@ def differences(target):
     if not isinstance(target, AddedTarget):
         if not takes_the_same(original, function):
             yield f"{name} has another signature: {inspect.signature(function)}"
+        if inspect.getfullargspec(function).args != [
+            each.name
+            for each in inspect.signature(function).parameters.values()
+            if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        ]:
+            yield f"{name} has other arguments for getfullargspec(): {inspect.getfullargspec(function)}"
         if (function.__name__, function.__doc__) != (original.__name__, original.__doc__):
             yield f"{name} has lost its name or docstring (functools.wraps keeps them)"
     if copy.deepcopy(function) is not function:
