@@ -38,7 +38,7 @@ VARIABLES = {
     "MEGATRON_CHECKOUT": Variable(
         "a checkout of Megatron-LM",
         ("megatron/core",),
-        "with tox -e slime: that Megatron instead of a wheel",
+        "with tox -e slime and tox -e jobs: that Megatron instead of a wheel",
     ),
     "NEMO_RL_CHECKOUT": Variable(
         "a checkout of NeMo-RL",
@@ -129,7 +129,7 @@ def pytest_configure():
     megatron = os.environ.get("MEGATRON_CHECKOUT")
     if megatron and not any(os.path.realpath(place) == os.path.realpath(megatron) for place in sys.path):
         raise pytest.UsageError(
-            f"MEGATRON_CHECKOUT={megatron}: expected it on PYTHONPATH, where tox -e slime puts it; not found there"
+            f"MEGATRON_CHECKOUT={megatron}: expected it on PYTHONPATH, where tox puts it; not found there"
         )
 
 

@@ -35,14 +35,14 @@ PRINTED = re.compile(
             r"iteration +\d+/ +\d+ .*?(?=\|Number|\n)",
             r"(?:validation|test) loss at iteration .*",
             r"successfully (?:saved|loaded) checkpoint .*",
-            r"exiting program at iteration .*",
+            r"exiting program at iteration \d+",
             r"\w+Error: .*",
             r"JOB .*",
         )
     )
 )
 """What counts of the lines that a rank prints."""
-VARYING = re.compile(r"elapsed time per iteration \(ms\): [\d.]+")
+VARYING = re.compile(r"(elapsed time per iteration \(ms\)|toks/s(/gpu)?): [\d.]+")
 
 
 @dataclass(frozen=True)
