@@ -91,7 +91,7 @@ def settings(until, **folders):
             reset_attention_mask=False,
             reset_position_ids=False,
             eod_mask_loss=False,
-            **{"seq_length" if apart else "sequence_length": SEQUENCE},
+            seq_length=SEQUENCE,
             dataloader_type="single",
             num_workers=0,
         ),

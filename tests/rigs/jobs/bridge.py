@@ -39,7 +39,10 @@ def find_bridge():
     if find_spec("transformers") is not None:
         return
     sys.meta_path.insert(0, BarePackages((BRIDGE, MODELS, f"{MODELS}.conversion")))
-    sys.meta_path.append(ForImporters((BRIDGE, "nvidia_resiliency_ext"), ABSENT))
+    sys.meta_path += [
+        ForImporters((BRIDGE, "nvidia_resiliency_ext"), ABSENT),
+        ForImporters(("megatron.core.inference.contexts.attention_context.triton",), ["triton"]),  # Bridge 0.3
+    ]
     importlib.import_module(MODELS).__getattr__ = _provider
 
 
