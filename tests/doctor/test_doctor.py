@@ -197,6 +197,7 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
         SiteReport("a.b", status, reason, None, ("a.b:f",), (secret,), (secret,), (secret,), trace)
         for status, reason in (
             (Status.FAILED, f"ValueError: {secret}"),
+            (Status.FAILED, f"TimeoutExpired: {secret}"),
             (Status.PENDING, f"cannot be imported: Odd: {secret}"),
         )
     ]
@@ -216,6 +217,7 @@ def test_a_report_has_nothing_that_is_not_known_to_be_fine(secret, monkeypatch):
     text = markdown(found)
     assert "zq" not in text
     assert "failed       megatron.a\n  a.b: failed\n    ValueError\n    replaced a.b:f\n    rebound: 1\n" in text
+    assert "    TimeoutExpired\n" in text
     assert "      run.py:7 in f\n    ValueError\n" in text
     assert "    cannot be imported: Odd\n" in text and "MEGAPATCH_TOKEN is set and means nothing" in text
 

@@ -28,6 +28,8 @@ _NAME = re.compile(r"[\w.:*?!+\[\]-]{1,200}( \((source|\d+)\))?", re.ASCII)
 _EXCEPTION = re.compile(
     r"(cannot be imported: \w+|\b\w+(?:Error|Exception|Exit|Interrupt|Iteration|Warning)\b):? ?(.*)", re.DOTALL
 )
+_ANY_EXCEPTION = re.compile(r"([\w.]+):? ?(.*)", re.DOTALL)
+"""The reason of a failed site: whatever its class is called, it begins with that."""
 _OF_NAMES = re.compile(
     r"No module named '[\w.]+'|cannot import name '\w+' from '[\w.]+'|name '\w+' is not defined"
     r"|(?:module|type object) '[\w.]+' has no attribute '\w+'|'\w+' object has no attribute '\w+'"
@@ -81,7 +83,8 @@ def _patch(patch: PatchReport) -> Iterator[str]:
         if site.status is not Status.NOT_INSTALLED:
             yield f"  {_names(site.module)}: {site.status.value}"
             if patch.patch.family in _OURS and site.status is not Status.DISABLED:
-                yield f"    {_without_messages(site.reason)}"
+                pattern = _ANY_EXCEPTION if site.status is Status.FAILED else _EXCEPTION
+                yield f"    {_without_messages(site.reason, pattern)}"
             yield from (f"    {line}" for line in _facts(site))
 
 
@@ -102,14 +105,14 @@ def _names(text: str) -> str:
     return text if all(_NAME.fullmatch(part.strip()) for part in text.split(",")) else "(left out)"
 
 
-def _without_messages(text: str) -> str:
+def _without_messages(text: str, pattern: re.Pattern[str] = _EXCEPTION) -> str:
     """Return a sentence of megapatch's, with the type alone of an exception that it ends with."""
 
     def shown(error: re.Match[str]) -> str:
         message = _OF_NAMES.match(error[2])
         return f"{error[1]}: {message[0]}" if message else error[1]
 
-    return _EXCEPTION.sub(shown, text, count=1)
+    return pattern.sub(shown, text, count=1)
 
 
 def _below_the_path(path: str) -> str:
