@@ -32,7 +32,7 @@ SETTINGS = {
     " --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
     "async save": f"{BOTH} --async-save --use-persistent-ckpt-worker {MCORE}",
     "constant structure": f"{BOTH} --ckpt-assume-constant-structure",
-    "offload": f"{BOTH} --optimizer-cpu-offload --use-precision-aware-optimizer",
+    "offload": f"{BOTH} --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer",
     "exit interval": f"{BOTH} --exit-interval 3",
     "rerun": f"{BOTH} --error-injection-rate 13 --error-injection-type correct_result",
 }
