@@ -12,7 +12,8 @@ import re
 
 import pytest
 from rigs.jobs.flags import BOTH, DISTRIBUTED, FLAGS
-from rigs.jobs.job import JOBS, assert_alike, both_ways, of_checkout
+from rigs.jobs.job import JOBS, assert_alike, both_ways, differences, of_checkout
+from rigs.jobs.job import run as run_once
 from rigs.megatron.options import needs_training
 from rigs.megatron.save import minor
 
@@ -31,7 +32,7 @@ SETTINGS = {
     " --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01",
     "async save": f"{BOTH} --async-save --use-persistent-ckpt-worker {MCORE}",
     "constant structure": f"{BOTH} --ckpt-assume-constant-structure",
-    "offload": f"{BOTH} --optimizer-cpu-offload --use-precision-aware-optimizer",
+    "offload": f"{BOTH} --optimizer-cpu-offload --optimizer-offload-fraction 0.5 --use-precision-aware-optimizer",
     "exit interval": f"{BOTH} --exit-interval 3",
     "rerun": f"{BOTH} --error-injection-rate 13 --error-injection-type correct_result",
 }
@@ -106,3 +107,32 @@ def test_only_an_evaluation(tmp_path):
     assert steps(plain) == []
     assert len(plain.printed["1/stdout.log"]) == 2
     assert_alike(plain, patched)
+
+
+@pytest.mark.nightly
+def test_its_main_twice_in_a_process(tmp_path):
+    flags = f"main 3 {SCRIPT} {FLAGS} {BOTH} --load ck"
+    plain, patched = both_ways(tmp_path, JOBS / "twice.py", flags)
+    assert plain.code == 0
+    assert steps(plain) == [1, 2, 3, 4, 5]
+    assert_alike(plain, patched)
+
+
+@pytest.mark.nightly
+def test_train_twice_is_one_longer_run(tmp_path):
+    """Plain Megatron fails in its second call."""
+    plain, patched = both_ways(tmp_path, JOBS / "twice.py", f"train 3 {SCRIPT} {FLAGS} {BOTH}")
+    assert plain.code == 1
+    assert steps(plain) == [1, 2, 3]
+    longer = run_once(tmp_path / "longer", SCRIPT, f"{FLAGS} {BOTH}", with_megapatch=False)
+    assert patched.code == longer.code == 0
+    assert patched.saved == longer.saved
+    assert without_losses(patched) == without_losses(longer)
+    (found,) = differences([[job.folder / "ck/iter_0000005" for job in (longer, patched)]])
+    begun = ("iteration", "num_floating_point_operations_so_far")  # with which the second call began
+    assert found == [f"/common_state/shard_0_1/0/args/{name}" for name in begun]
+
+
+def without_losses(job):
+    """Return the lines without losses of steps: Megatron counts the first of each call in the next line again."""
+    return [re.sub(r"(?<=iteration).*?/ +\d+ |lm loss: \S+", "", line) for line in job.printed["1/stdout.log"]]
