@@ -1,5 +1,7 @@
 """Megatron-Bridge's pretrain() and finetune(), by torchrun at 2 ranks, to the end of the process."""
 
+from importlib.metadata import version
+
 import pytest
 from rigs.jobs.job import JOBS, assert_alike, both_ways, differences, run
 
@@ -40,6 +42,8 @@ def test_a_run_that_is_killed_and_resumes(tmp_path):
 
 @pytest.mark.nightly
 def test_a_call_after_a_step_that_failed_ends_as_without_the_failure(tmp_path):
+    if version("megatron-bridge").startswith("0.3."):
+        pytest.skip("its pretrain() leaves Megatron's global state, and refuses a second call")
     straight = run(tmp_path / "straight", SCRIPT, "pretrain=5", with_megapatch=False)
     # in the second half of the fourth step
     plain, patched = both_ways(tmp_path, SCRIPT, "pretrain=5 pretrain=5", env={"JOB_FAIL": "12"})
