@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
 from unittest import mock
 
 import torch
@@ -63,6 +66,49 @@ def a_norm_of_what_the_optimizer_trains(run):
     ]
     run.note("trained", [(each.requires_grad, each.is_leaf, list(vars(each))) for each in trained])
     trainer.train(0)
+
+
+class OneCount(torch.optim.AdamW):
+    """Has one step count for all parameters."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state.update({name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")})
+                    state["step"] = self.count = getattr(self, "count", torch.zeros(()))
+        self.count = next(iter(self.state.values()))["step"]
+        self.count += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                rate = group["lr"] / self.state[parameter]["step"].item()
+                parameter.data.add_(parameter.grad, alpha=-rate)
+
+
+@program("fp32, sharded", "bf16, sharded")
+def a_save_of_an_optimizer_with_one_count_for_all(run):
+    trainer = with_adam(run, OneCount)
+    for data in range(3):
+        trainer.train(data)
+        trainer.disk.tree(loading=False)
+
+
+class Whole(torch.optim.AdamW):
+    """Is pickled and copied with all that it has, hooks of users too."""
+
+    def __getstate__(self):
+        return self.__dict__
+
+
+@program("bf16", "fp16", "bf16, sharded", "fp32")
+def an_optimizer_that_is_pickled_whole(run):
+    trainer = with_adam(run, Whole)
+    trainer.train(0)
+    for part in parts_of(trainer.optimizer):
+        run.note("pickled", sorted(pickle.loads(pickle.dumps(part.optimizer)).__dict__))
+        run.note("copied", sorted(copy.deepcopy(part.optimizer).__dict__))
+    trainer.train(1)
 
 
 # ------------------------------------------------------------------------------------ experts
@@ -180,3 +226,24 @@ def buffers_zeroed_and_groups_reset_by_hand(run):
 @program("bf16, overlapped reduce", "bf16")
 def gradients_that_nobody_zeroes(run):
     _zeroed_by(run, lambda ddp: None)
+
+
+# ------------------------------------------------------------------------------------ schedules
+@program("fp32", "bf16, sharded")
+def a_schedule_of_ones_own_is_loaded(run):
+    trainer = run.trainer()
+    trainer.train(0)
+    kind = importlib.import_module("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    calls = []
+
+    class Noting(kind):
+        def step(self, increment):
+            calls.append(increment)
+            super().step(increment)
+
+    saved = trainer.schedule.state_dict()
+    trainer.schedule = trainer.layout.schedule_of(trainer.optimizer)
+    trainer.schedule.__class__ = Noting
+    trainer.schedule.load_state_dict(saved)
+    trainer.train(1)
+    run.note("calls", calls)

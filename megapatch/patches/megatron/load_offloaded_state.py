@@ -14,7 +14,8 @@ Seam      the class attributes HybridDeviceOptimizer._sync_hdo_state_to_sub_opti
           parameters in fp32 among those that it updates, and of DistributedOptimizer
           _set_main_param_and_optimizer_states, whose original gets the state that a format leaves out, and the
           right step, in a tensor of the parameter's own, and sharded_state_dict, which prepares a load by loading
-          the present state, and after which each parameter has its step tensor again.
+          the present state, and after which each parameter has its step tensor again. Parameters that share one
+          when a load begins go on sharing it.
 Limits    in 0.14 and 0.16 torch may refuse to read the classes of optimizers in a checkpoint: pass them to
           torch.serialization.add_safe_globals().
           Without Transformer Engine and Apex the optimizers of both devices have one class, and Megatron moves the
@@ -28,12 +29,15 @@ Cost      one more copy of the main parameters while state of an offloaded optim
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from ..._dotted import temporarily_set
+from ..._mcore.known import arguments_of
+from ..._mcore.side_table import SideTable
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,
@@ -54,6 +58,9 @@ LOAD_BUCKETS = ("load_parameter_state_from_dp_reshardable", "load_parameter_stat
 LOADED_STEP = 2.0
 """Of a diagnosis."""
 RELIED_ON = ("param_to_inner_param", "param_to_fp32_param", "param_update_in_fp32")
+
+_share_steps = SideTable()
+"""By distributed optimizer: whether its parameters shared a step count when the last load began."""
 
 
 def diagnose(module: ModuleType) -> Verdict:
@@ -176,7 +183,7 @@ def set_all_but_the_step(set_tensors: Callable[..., Any]) -> Callable[..., Any]:
         if "step" in state:
             # load_state_dict() has set the right one, in one tensor for all. Buckets hold the one that was there
             # when loading began, other formats none, which the original takes for an error.
-            if not is_offloaded and hasattr(state["step"], "clone"):
+            if not (is_offloaded or _share_steps.get(self, False)) and hasattr(state["step"], "clone"):
                 state["step"] = state["step"].clone()
             tensors = {**tensors, "step": state["step"]}
         if is_offloaded:  # the original sets all that is in the state
@@ -200,24 +207,41 @@ def _main_param(optimizer: Any, model_param: Any) -> Any:
 
 
 def give_each_its_step(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(sharded_state_dict)
+
     @functools.wraps(sharded_state_dict)
     def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not arguments_of(signature, (self, *args), kwargs).get("is_loading"):
+            return sharded_state_dict(self, *args, **kwargs)
+        shared = _steps_are_shared(self.optimizer)
+        _share_steps.set(self, shared)
         try:
             return sharded_state_dict(self, *args, **kwargs)
         finally:
-            _give_each_its_step(getattr(self.optimizer, "state", {}))
+            if not shared:
+                _give_each_its_step(self.optimizer)
 
     return patched_sharded_state_dict
 
 
-def _give_each_its_step(states: Any) -> None:
+def _steps_are_shared(inner: Any) -> bool:
+    steps = [id(state["step"]) for state in _with_step(inner)]
+    return len(set(steps)) < len(steps)
+
+
+def _give_each_its_step(inner: Any) -> None:
     """Clone a step tensor that several parameters share: the optimizer counts up in place."""
     seen: set[int] = set()
-    for state in states.values():
-        step = state.get("step") if isinstance(state, dict) else None
-        if step is not None and hasattr(step, "clone"):  # else a number
-            state["step"] = step.clone() if id(step) in seen else step
-        seen.add(id(step))
+    for state in _with_step(inner):
+        if id(state["step"]) in seen:
+            state["step"] = state["step"].clone()
+        seen.add(id(state["step"]))
+
+
+def _with_step(inner: Any) -> list[dict[str, Any]]:
+    """Return the states whose step is a tensor."""
+    states = getattr(inner, "state", {}).values()
+    return [state for state in states if isinstance(state, dict) and hasattr(state.get("step"), "clone")]
 
 
 PATCH = Patch(

@@ -219,6 +219,8 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
         *missing_reads(f"{OPTIMIZERS}.optimizer:MixedPrecisionOptimizer.prepare_grads", GRADS),
         *missing_names(f"{OPTIMIZERS}.optimizer:ChainedOptimizer.__init__", CHILDREN),
     ]
+    for kind in (FLOAT16, DISTRIBUTED):
+        missing += missing_reads(f"{OPTIMIZERS}:{kind}.load_state_dict", "load_state_dict")
     for path in PATCH.sites[0].replace:
         owner, _, name = path.rpartition(".")
         missing += missing_attributes(f"{OPTIMIZERS}:{owner}", name)
@@ -238,22 +240,19 @@ def diagnose_optimizers(module: ModuleType) -> Verdict:
     )
 
 
-def settle_by_state(init: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a load of the optimizer settle the loads of the model before it."""
+def settle_by_state(load_state_dict: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a load of the optimizer settle the loads of the model before it.
 
-    @functools.wraps(init)
-    def patched_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        if hook := getattr(self.optimizer, "register_load_state_dict_post_hook", None):
-            hook(functools.partial(_settle, weakref.ref(self)))  # torch pickles and copies no hooks
+    A hook of torch's on the inner optimizer is not an option: where that is pickled whole, so is the hook.
+    """
 
-    return patched_init
+    @functools.wraps(load_state_dict)
+    def patched_load_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = load_state_dict(self, *args, **kwargs)
+        _seen.set(self, _loads)
+        return result
 
-
-def _settle(owner: weakref.ref[Any], inner: Any) -> None:
-    """Called by torch's optimizer once its state was loaded; main parameters come with it, or right afterwards."""
-    if (optimizer := owner()) is not None:
-        _seen.set(optimizer, _loads)
+    return patched_load_state_dict
 
 
 def agree_first(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -346,7 +345,8 @@ PATCH = Patch(
             OPTIMIZERS,
             diagnose_optimizers,
             replace={
-                "optimizer.MixedPrecisionOptimizer.__init__": settle_by_state,
+                f"{FLOAT16}.load_state_dict": settle_by_state,
+                f"{DISTRIBUTED}.load_state_dict": settle_by_state,
                 f"{FLOAT16}.{GRADS}": agree_first,
                 f"{DISTRIBUTED}.{GRADS}": agree_first,
                 f"{CHAINED}.prepare_grads": agree_first,

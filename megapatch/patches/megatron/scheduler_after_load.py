@@ -13,6 +13,8 @@ Seam      the class attribute load_state_dict(): num_steps is 0 before the origi
           The scheduler's own step(0) after it writes the rates of its optimizer. If either raises, the scheduler
           and the rates are put back as they were before the load.
 Limits    a load that fails here leaves weights and optimizer state that were loaded before it.
+          A scheduler with a step() of its own is not stepped a second time: its first step after a load has the
+          weight decay that Megatron computes.
 Numbers   change where the scheduler has stepped before the load, to those of a new scheduler that loads the same.
           The weight decay of the first step after a load changes where the checkpoint's schedule has another one
           than the scheduler had, to that of a run that was not interrupted.
@@ -22,6 +24,7 @@ Cost      nothing in a step.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -62,7 +65,8 @@ def load_from_the_start(load_state_dict: Callable[..., Any]) -> Callable[..., An
         setattr(self, STEPS, 0)
         try:
             result = load_state_dict(self, *args, **kwargs)
-            self.step(0)  # the original has computed weight decay before it read the settings
+            if getattr(self.step, "__func__", None) is getattr(sys.modules[MODULE], SCHEDULER).step:
+                self.step(0)  # the original has computed weight decay before it read the settings
             return result
         except BaseException:
             vars(self).update(before)

@@ -19,7 +19,7 @@ BODY_DOES_NOT_MATTER = {
         "reshard_model_weights",
     ),
     "megatron.groups-destroyed": ("initialize_model_parallel",),
-    "megatron.main-params-after-load": ("__init__", "_copy_model_grads_to_main_grads", "prepare_grads", "load"),
+    "megatron.main-params-after-load": ("_copy_model_grads_to_main_grads", "prepare_grads", "load"),
     "megatron.override-after-load": ("load_state_dict", "__init__"),
     "megatron.parameters-without-gradients": ("start_grad_sync",),
     "megatron.recovery-before-pretrained": ("checkpoint_exists",),
