@@ -82,7 +82,10 @@ def call_when_missed(on_missed: Callable[[], object]) -> None:
     front_finder.on_missed = on_missed
 
 
-class _Loader(wrapt.ObjectProxy):  # type: ignore[type-arg]
+_Proxy: Any = wrapt.ObjectProxy  # not every release has its type
+
+
+class _Loader(_Proxy):  # type: ignore[misc]
     """A module's loader, which also says when the module's body has run."""
 
     def exec_module(self, module: ModuleType) -> None:
@@ -117,13 +120,14 @@ class _FrontFinder:
         if sys.meta_path[0] is not self:
             self._may_have_missed = True
             self._step_in_front()
-        if not self._may_have_missed and (name not in self._on_loaded or name in sys.modules):
+        if not self._may_have_missed and name not in self._on_loaded:
             return None
-        if _is_asking_others(name):
+        if name in sys.modules or _is_asking_others(name):  # a reload is no import
             return None
         spec = _ask_others(name, path, target)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
+            loader: Any = _Loader(spec.loader)
+            spec.loader = loader
         return spec
 
     def note_loaded(self, name: str, module: ModuleType) -> None:
