@@ -59,6 +59,13 @@ def test_each_site_of_megatron_replaces_something():
     assert [site.module for site in sites if not site.replace] == []
 
 
+def test_a_patch_has_one_site_in_a_module():
+    """Reports, ranks that compare themselves and the table of verdicts know a site by its patch and its module."""
+    for patch in PATCHES:
+        modules = [site.module for site in patch.sites]
+        assert len(modules) == len(set(modules)), patch.name
+
+
 ADDED = [(path, added) for patch in PATCHES for site in patch.sites for path, added in site.add.items()]
 
 

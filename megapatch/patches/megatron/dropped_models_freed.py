@@ -60,6 +60,7 @@ def refer_weakly(make: Callable[..., Any]) -> Callable[..., Any]:
         for cell in _cells_of(hook, self):
             cell.cell_contents = weakref.proxy(self)
 
+        @functools.wraps(hook)
         def patched_hook(*unused: Any) -> Any:
             return None if owner() is None else hook(*unused)
 

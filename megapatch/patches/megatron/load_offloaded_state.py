@@ -211,7 +211,7 @@ def give_each_its_step(sharded_state_dict: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(sharded_state_dict)
     def patched_sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not arguments_of(signature, (self, *args), kwargs).get("is_loading"):
+        if arguments_of(signature, (self, *args), kwargs).get("is_loading") is not True:
             return sharded_state_dict(self, *args, **kwargs)
         shared = _steps_are_shared(self.optimizer)
         _share_steps.set(self, shared)

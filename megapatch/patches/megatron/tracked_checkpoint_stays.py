@@ -71,6 +71,12 @@ def diagnose_tracker(module: ModuleType) -> Verdict:
     return Verdict(FIXED, "the tracker names the step that was saved")
 
 
+def diagnose_bridge(module: ModuleType) -> Verdict:
+    """Say what most needs attention of both."""
+    found = diagnose_tracker(module), diagnose(module)
+    return min(found, key=lambda verdict: (UNKNOWN, NEEDED, FIXED).index(verdict.kind))
+
+
 def keep_the_tracked(remove: Callable[..., Any]) -> Callable[..., Any]:
     module, signature = sys.modules[remove.__module__], inspect.signature(remove)
 
@@ -110,12 +116,13 @@ def _from_tracked_on(folder: Path, tracker: Path) -> int:
 
 def save_a_copy_of_the_counters(save_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(save_checkpoint)
+    is_needed = diagnose_tracker(sys.modules[save_checkpoint.__module__]).kind is NEEDED
 
     @functools.wraps(save_checkpoint)
     def patched_save_checkpoint(*args: Any, **kwargs: Any) -> Any:
         state = arguments_of(signature, args, kwargs).get("state")
         counters = find(state, COUNTERS)
-        if counters is None or not find(state, "cfg.checkpoint.async_save"):
+        if not is_needed or counters is None or not find(state, "cfg.checkpoint.async_save"):
             return save_checkpoint(*args, **kwargs)
         state.train_state = copied = copy.copy(counters)
         try:
@@ -132,10 +139,7 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/4678",
     sites=(
-        *(
-            Site(module, diagnose, replace={REMOVE: keep_the_tracked})
-            for module in ("megatron.training.checkpointing", BRIDGE)
-        ),
-        Site(BRIDGE, diagnose_tracker, replace={SAVE: save_a_copy_of_the_counters}),
+        Site("megatron.training.checkpointing", diagnose, replace={REMOVE: keep_the_tracked}),
+        Site(BRIDGE, diagnose_bridge, replace={REMOVE: keep_the_tracked, SAVE: save_a_copy_of_the_counters}),
     ),
 )
