@@ -3,6 +3,7 @@
 The scenarios of the patches of Megatron are those of `megapatch verify`, with a single rank.
 """
 
+import argparse
 import functools
 import importlib
 import random
@@ -20,6 +21,7 @@ from megapatch._layers import MARK
 from megapatch._verify.checks import CHECKS, checkpoints, loads
 from megapatch.patch import FIXED, NEEDED, Patch, Site, Verdict
 from megapatch.patches import PATCHES
+from megapatch.patches.megatron.finetune_for_one_load import put_back
 from megapatch.testing import init_parallel, tiny_gpt
 
 
@@ -71,8 +73,9 @@ def start_with_peft():
     """Of the imitation of Bridge's setup, and of Megatron's load where wheels have it."""
     loads.start_from_pretrained()
     setup = importlib.import_module("megatron.bridge.training.setup")
-    settings = SimpleNamespace(finetune=False, pretrained_checkpoint="")
+    settings = argparse.Namespace(finetune=False, load="run", pretrained_checkpoint="")
     setup._create_peft_pre_wrap_hook(SimpleNamespace(checkpoint=settings), None)([])
+    put_back(settings, "run")  # as the next load does as it begins
     assert not settings.finetune
 
 
