@@ -60,10 +60,8 @@ def test_a_straight_run(tmp_path):
     assert_alike(plain, patched)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [pytest.param(name, marks=() if name == "both overlaps" else pytest.mark.nightly) for name in SETTINGS],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_a_run_that_is_killed_and_resumes(tmp_path, setting):
     killed = run(tmp_path, setting, JOB_AT="kill 4")
     assert [job.code for job in killed] == [ENDED_IN_ORDER.get(setting, 1)] * 2
