@@ -16,7 +16,7 @@ from rigs.walker import changed, copies, of_modules, of_process, walk
 
 
 class Thing:
-    """What is changed below."""
+    """An object whose attributes each test changes."""
 
     __slots__ = ("__dict__", "__weakref__", "slot")
 

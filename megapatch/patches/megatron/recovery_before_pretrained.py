@@ -70,26 +70,16 @@ def _loading_from(source: Source) -> Iterator[None]:
         _source.reset(token)
 
 
-def note_source(source: Callable[[Any], Read], load_checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    read = source(load_checkpoint)
+def note_source(source: Callable[[Any], Read], load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap load_checkpoint(), or Bridge's setup(), which decides whether to call it."""
+    read = source(load)
 
-    @functools.wraps(load_checkpoint)
-    def patched_load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(load)
+    def patched_load(*args: Any, **kwargs: Any) -> Any:
         with _loading_from(read(args, kwargs)):
-            return load_checkpoint(*args, **kwargs)
+            return load(*args, **kwargs)
 
-    return patched_load_checkpoint
-
-
-def note_source_of_setup(setup: Callable[..., Any]) -> Callable[..., Any]:
-    read = _loads.source_in_bridge(setup)
-
-    @functools.wraps(setup)
-    def patched_setup(*args: Any, **kwargs: Any) -> Any:
-        with _loading_from(read(args, kwargs)):
-            return setup(*args, **kwargs)
-
-    return patched_setup
+    return patched_load
 
 
 def count_recovery(checkpoint_exists: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,6 +111,10 @@ PATCH = Patch(
     sites=(
         _site(MEGATRON, "unwrap_model", call_megatron, _loads.source_in_megatron),
         _site(BRIDGE, "_load_checkpoint_from_path", call_bridge, _loads.source_in_bridge),
-        Site("megatron.bridge.training.setup", diagnose_setup, replace={SETUP: note_source_of_setup}),
+        Site(
+            "megatron.bridge.training.setup",
+            diagnose_setup,
+            replace={SETUP: functools.partial(note_source, _loads.source_in_bridge)},
+        ),
     ),
 )
