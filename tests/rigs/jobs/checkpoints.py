@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from argparse import Namespace
+from pathlib import Path
 
 importlib.import_module("megatron.core")  # with the CPU in the place of GPUs; saved objects are of its classes
 import torch  # noqa: E402
@@ -22,6 +23,9 @@ def load(folder):
         for name, one in known
     }
     dcp.load(state, storage_reader=reader, no_dist=True)
+    if (common := Path(folder, "common.pt")).exists():  # of older Megatrons
+        state["common"] = torch.load(common, weights_only=False)
+        del state["common"]["args"]  # which say how megapatch is reached
     return dict(leaves(state))
 
 

@@ -26,9 +26,19 @@ from pathlib import Path
 HERE = Path(__file__).parent
 TESTS = HERE.parent.parent
 JOBS = TESTS / "jobs"
-TIMEOUT = 600
+TIMEOUT = 1200
 RUN = ("-m", "megapatch", "run", "--", sys.executable)
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--redirects=3")
+IN_RAY = {
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_agent_register_timeout_ms": "300000",  # a busy machine takes more than the 30 s of both
+    "RAY_raylet_start_wait_time_s": "300",
+    "RAY_worker_niceness": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "WANDB_MODE": "disabled",
+}
 PRINTED = re.compile(
     "|".join(
         (
@@ -38,10 +48,11 @@ PRINTED = re.compile(
             r"exiting program at iteration \d+",
             r"\w+Error: .*",
             r"JOB .*",
+            r"(?:step|rollout) \d+: \{.*\}",
         )
     )
 )
-"""What counts of the lines that a rank prints."""
+"""What counts of the lines that a rank prints; steps and rollouts are slime's."""
 VARYING = re.compile(r"(elapsed time per iteration \(ms\)|toks/s(/gpu)?): [\d.]+")
 
 
@@ -67,38 +78,52 @@ class Ended:
 
 
 def both_ways(folder, script, flags, **options):
-    """Run a job plain and with megapatch, at the same time, each in a folder below this one; return both ends."""
+    """Run a job plain and with megapatch, each in a folder below this one; return both ends.
+
+    They run at the same time, but for jobs in a Ray, which have twice as many processes.
+    """
     _of_make()  # once, before two jobs do
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1 if "reach" in options else 2) as pool:
         plain = pool.submit(run, folder / "plain", script, flags, with_megapatch=False, **options)
         patched = pool.submit(run, folder / "patched", script, flags, with_megapatch=True, **options)
         return plain.result(), patched.result()
 
 
-def run(folder, script, flags, *, with_megapatch, ranks=2, env=()):
-    """Run a job in a folder of its own; in the same one again it is a job that resumes."""
+def run(folder, script, flags, *, with_megapatch, ranks=2, env=(), reach=None, paths=()):
+    """Run a job in a folder of its own; in the same one again it is a job that resumes.
+
+    reach   of a job that starts a Ray of its own: more flags, with which its workers import megapatch
+    paths   folders for PYTHONPATH
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("ended-*"), *folder.glob("logs/**/*.log")):
         old.unlink()
     torchrun = [*TORCHRUN, f"--log-dir={folder}/logs", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *(RUN if with_megapatch else ()), *torchrun, str(script), *flags.split()]
+    if reach is not None:
+        command = [sys.executable, str(script), *flags.split(), *(reach.split() if with_megapatch else ())]
+        env = {**IN_RAY, **dict(env)}
     with (folder / "log").open("w") as log:
         output = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
         job = subprocess.Popen(
-            command, cwd=folder, env=_environment(folder, env), start_new_session=True, **output
+            command, cwd=folder, env=_environment(folder, env, paths), start_new_session=True, **output
         )
         try:
             code = job.wait(TIMEOUT)
         finally:
-            left = _end_what_is_left(folder)
+            left = _end_what_is_left(folder, patience=1 if reach is None else 60)
     notes = [json.loads(note.read_text()) for note in folder.glob("ended-*")]
     assert all((applied is not None) == with_megapatch for applied in notes), notes
-    logs = {"/".join(path.parts[-2:]): path.read_text(errors="replace") for path in folder.glob("logs/**/*.log")}
+    paths = [*folder.glob("logs/**/*.log"), *([] if reach is None else [folder / "log"])]
+    logs = {"/".join(path.parts[-2:]): path.read_text(errors="replace") for path in paths}
+    printed = {
+        name: [VARYING.sub("", line).strip() for line in PRINTED.findall(text)] for name, text in logs.items()
+    }
+    if reach is not None:  # its processes have names of their own each time
+        printed = {"all": sorted(line for lines in printed.values() for line in lines)}
     return Ended(
         code=code,
-        printed={
-            name: [VARYING.sub("", line).strip() for line in PRINTED.findall(text)] for name, text in logs.items()
-        },
+        printed=printed,
         saved=sorted(path.relative_to(folder).as_posix() for path in folder.glob("ck*/**/*")),
         left=left,
         notes=len(notes),
@@ -129,11 +154,13 @@ def differences(checkpoints):
     return json.loads(found.stdout.splitlines()[-1])
 
 
-def _environment(folder="", more=()):
+def _environment(folder="", more=(), paths=()):
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MEGAPATCH_", "PYTEST_"))}
     return {
         **kept,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE / "startup"), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(HERE / "startup"), *map(str, paths), os.environ.get("PYTHONPATH")])
+        ),
         "PYTHONWARNINGS": "ignore",  # Megatron's own
         "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -166,13 +193,14 @@ def _of_make():
 
 
 # ------------------------------------------------------------------------------------------ what is left running
-def _end_what_is_left(folder):
+def _end_what_is_left(folder, patience):
     """Kill the processes of the job in this folder that are left, and return what each runs.
 
-    They are known by their environment: torchrun gives each rank a session of its own.
+    They are known by their environment: torchrun gives each rank a session of its own, and Ray each process.
     """
-    if _of_job(folder):
-        time.sleep(1)  # some are about to end
+    for _ in range(patience):  # some are about to end
+        if _of_job(folder):
+            time.sleep(1)
     commands = {}
     while left := _of_job(folder):
         for process in left:

@@ -88,6 +88,8 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
+        if "ray" in sys.modules:  # which ends its workers by SIGKILL
+            leave_a_note()
         for group in self.param_groups:
             step = group["step"] = group.get("step", 0) + 1
             if what and step == int(number):

@@ -1,22 +1,22 @@
-"""First on PYTHONPATH of a job's processes: before they import Megatron, the CPU takes the place of GPUs."""
+"""First on PYTHONPATH of a job's processes: before they import Megatron or a framework, the CPU takes the place of
+GPUs."""
 
 import importlib
 import os
 import sys
 
 TESTS = os.path.abspath(os.path.join(__file__, *[os.pardir] * 4))
+STAND_INS = {"megatron": "on_cpu", "slime": "frameworks", "nemo_rl": "frameworks"}
 
 
 class BeforeMegatron:
     """A finder for sys.meta_path that finds nothing; torchrun's agent and other helpers never import Megatron."""
 
-    asked = False
-
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "megatron" and not self.asked:
-            self.asked = True
+        stand_ins = STAND_INS.pop(name.partition(".")[0], None)
+        if stand_ins:
             sys.path.append(TESTS)
-            importlib.import_module("rigs.jobs.on_cpu")
+            importlib.import_module(f"rigs.jobs.{stand_ins}")
 
 
 sys.meta_path.insert(0, BeforeMegatron())
