@@ -34,14 +34,59 @@ __all__ = [
 ]
 
 
-class VerdictKind(enum.Enum):
-    """The possible findings of a diagnosis."""
+class Status(enum.Enum):
+    """The state of a site in this process; the one that most needs attention comes first.
 
-    NEEDED = "needed"
-    FIXED = "fixed"
-    ABSENT = "absent"
+    Attributes:
+        is_well: True: the defect cannot happen. False: the patch is needed, or may be, and is not in place; it is
+            logged, and doctor exits with 1. None: neither.
+    """
+
+    _value_: str
+    is_well: bool | None
+
+    def __new__(cls, word: str, is_well: bool | None = None) -> Status:
+        status = object.__new__(cls)
+        status._value_, status.is_well = word, is_well
+        return status
+
+    FAILED = "failed", False
+    OVERWRITTEN = "overwritten", False
+    MISSED = "missed", False
+    REFUSED = "refused", False
     UNSUPPORTED = "unsupported"
-    UNKNOWN = "unknown"
+    PENDING = "pending"
+    DISABLED = "disabled"
+    APPLIED = "applied", True
+    NOT_NEEDED = "not-needed", True
+    NOT_INSTALLED = "not-installed"
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether a patch that is needed, or may be, is not in place."""
+        return self.is_well is False
+
+
+class VerdictKind(enum.Enum):
+    """The possible findings of a diagnosis.
+
+    Attributes:
+        status: of the site afterwards; with `Status.APPLIED` its targets are installed.
+    """
+
+    _value_: str
+    status: Status
+
+    def __new__(cls, word: str, status: Status) -> VerdictKind:
+        kind = object.__new__(cls)
+        kind._value_, kind.status = word, status
+        return kind
+
+    NEEDED = "needed", Status.APPLIED
+    FIXED = "fixed", Status.NOT_NEEDED
+    ABSENT = "absent", Status.NOT_NEEDED
+    UNSUPPORTED = "unsupported", Status.UNSUPPORTED
+    UNKNOWN = "unknown", Status.REFUSED
 
 
 NEEDED = VerdictKind.NEEDED
@@ -60,27 +105,12 @@ class Verdict(NamedTuple):
     """The finding of a diagnosis.
 
     Attributes:
-        kind: one of NEEDED, FIXED, ABSENT, UNSUPPORTED, UNKNOWN.
+        kind: NEEDED, FIXED, or another `VerdictKind`.
         reason: why, in words that a user can act on.
     """
 
     kind: VerdictKind
     reason: str
-
-
-class Status(enum.Enum):
-    """The state of a site in this process; the one that most needs attention comes first."""
-
-    FAILED = "failed"
-    OVERWRITTEN = "overwritten"
-    MISSED = "missed"
-    REFUSED = "refused"
-    UNSUPPORTED = "unsupported"
-    PENDING = "pending"
-    DISABLED = "disabled"
-    APPLIED = "applied"
-    NOT_NEEDED = "not-needed"
-    NOT_INSTALLED = "not-installed"
 
 
 class _Immutable:

@@ -22,7 +22,7 @@ from . import watch
 from .edges import broken_modules_are_logged, clean_record
 from .entry_points import third_parties
 from .first_sign import FirstSign
-from .record import NEEDS_ATTENTION, Off, Record, Unloaded
+from .record import Off, Record, Unloaded
 from .roster import Roster
 from .settings import Settings
 
@@ -262,7 +262,7 @@ class Engine:
         Args:
             loaded: the target that has just been loaded, whose spec still says that it is being imported.
         """
-        if bad := next((record for record in self.records if record.status in NEEDS_ATTENTION), None):
+        if bad := next((record for record in self.records if record.status.needs_attention), None):
             self.first_sign.not_in_place(f"{bad.name} is {bad.status.value} at {bad.where}")
         under_way = (watch.half_loaded(sys.modules.get(name)) for name in self._watched if name != loaded)
         if self._applied and not any(under_way):

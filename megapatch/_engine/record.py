@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("megapatch")
 
-NEEDS_ATTENTION = (Status.FAILED, Status.OVERWRITTEN, Status.MISSED, Status.REFUSED)
-"""Statuses in which a patch that is needed, or may be, is not in place: logged, and doctor's exit code 1."""
-
 NOT_IMPORTED = "not imported yet"
 _MISSED = "loaded, and not patched: megapatch did not see its import; megapatch.apply() patches it"
 
@@ -75,7 +72,7 @@ class Record:
         """Record the status; one that needs attention is logged at WARNING, once."""
         is_new = (status, reason) != (self.status, self.reason)
         self.status, self.reason, self.traceback = status, reason, trace
-        if is_new and status in NEEDS_ATTENTION:
+        if is_new and status.needs_attention:
             text = f"{self.name}: {self.where} is {status.value}: {reason}{self._advice()}{see(status.value)}"
             log.warning("%s", f"{text}\n{trace}" if trace else text)
 

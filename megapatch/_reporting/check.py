@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._engine.record import NEEDS_ATTENTION
 from .._engine.settings import REPORT
 from .._exact_version import exact_version
 from .._ranks import numbered, place
@@ -66,7 +65,7 @@ def check(*ignored: object, **also_ignored: object) -> None:
 def _line(report: Report) -> str:
     patches = [patch for patch in report.patches if patch.patch.family != "audit"]  # whose sites repair nothing
     applied = sum(patch.status is Status.APPLIED for patch in patches)
-    bad = [patch.patch.name for patch in report.patches if patch.status in NEEDS_ATTENTION]
+    bad = [patch.patch.name for patch in report.patches if patch.status.needs_attention]
     lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
     early = "" if applied or bad else " as yet: call check() when Megatron has been imported"
     patches_applied = f"{terminal.counted(applied, 'patch', 'patches')} applied" if applied else "no patch applied"
@@ -148,7 +147,7 @@ def _read(data: dict[str, Any]) -> dict[str, Any]:
     lacking = [
         f"{text(patch['name'])} is {patch['status']} ({text(patch['reason'])})"
         for patch in data["report"]["patches"]
-        if Status(patch["status"]) in NEEDS_ATTENTION
+        if Status(patch["status"]).needs_attention
     ]
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(data.get("began", 0)))
     return {**data, "when": when, "facts": facts, "digest": text(data["report"]["digest"]), "lacking": lacking}

@@ -13,19 +13,19 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._engine.record import NEEDS_ATTENTION, Record
+from .._engine.record import Record
 from .._engine.settings import ACCEPT, REPORT
 from .._places import Line, in_words, user_lines
 from .._ranks import place
 from .._troubleshooting import see
 from ..errors import AuditError
-from ..patch import Status, VerdictKind
+from ..patch import Status
 from ._rules import RULES
 from ._timeline import Timeline
 
 log = logging.getLogger("megapatch")
 
-_NOT_IN_PLACE = frozenset((Status.DISABLED, *NEEDS_ATTENTION)) - {Status.REFUSED}
+_NOT_IN_PLACE = {Status.DISABLED, *(status for status in Status if status.needs_attention)} - {Status.REFUSED}
 """Statuses of patches that may be needed; one that was refused is for code that it does not know."""
 
 
@@ -247,7 +247,7 @@ def repairs(names: Collection[str]) -> tuple[Repair, ...]:
 
 
 def _would_repair(record: Record) -> bool:
-    is_needed = record.verdict is None or record.verdict.kind is VerdictKind.NEEDED
+    is_needed = record.verdict is None or record.verdict.kind.status is Status.APPLIED
     return record.status in _NOT_IN_PLACE and is_needed
 
 

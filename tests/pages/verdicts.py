@@ -19,13 +19,8 @@ INTRODUCTION = """\
 `docs/verdicts.csv`. This page is made of it. CI asks the diagnoses of the releases that it installs, and fails
 where they differ. No version number is looked at. Tags and commits are checkouts.
 
-| verdict | meaning |
-| --- | --- |
-| `needed` | the defect is there, in a shape that the patch knows: it is applied |
-| `fixed` | upstream has repaired it |
-| `absent` | this release has no such feature |
-| `unsupported` | known, and megapatch does not patch it |
-| `not looked at` | nobody has asked yet; `megapatch doctor` does |
+The verdicts are explained in [Writing a patch](writing-a-patch.md#the-diagnosis). Nobody has asked yet where it says
+`not looked at`; `megapatch doctor` does.
 
 ## Your release
 

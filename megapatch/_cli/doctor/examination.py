@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
-from ..._engine.record import NEEDS_ATTENTION
 from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
 from ..._finding import find_module
 from ..._reporting import files, terminal
@@ -88,7 +87,7 @@ def examine(importing: bool) -> Examination:
     bad = [
         f"not in place: {name} at {site.module} is {site.status.value}: {site.reason}"
         for name, site in sites
-        if site.status in NEEDS_ATTENTION
+        if site.status.needs_attention
     ]
     if not _is_there(_to_patch()):
         problems.append(
