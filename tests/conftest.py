@@ -17,7 +17,9 @@ from rigs.turns import has_its_turn, with_other_releases
 
 from megapatch._engine.engine import this_process
 from megapatch._versions import here
+from megapatch.patches._catalogue import CATALOGUE
 
+PATCHES = TESTS.parent / "megapatch/patches"
 _numbers = itertools.count()
 
 
@@ -121,6 +123,11 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_configure():
     this_process().first_sign.hush()
+    files = {f"{path.parent.name}.{path.stem.replace('_', '-')}" for path in PATCHES.glob("*/[!_]*.py")}
+    if changed := files ^ {name for named in CATALOGUE.values() for name in named}:
+        raise pytest.UsageError(
+            f"run `cd tests && python -m pages`: patches have come or gone: {', '.join(changed)}"
+        )
     if ABSENT and os.environ.get("MEGATRON_REQUIRED"):
         raise pytest.UsageError(f"MEGATRON_REQUIRED is set, and its tests {'; '.join(ABSENT.values())}")
     for name, variable in VARIABLES.items():

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megapatch._engine.engine import this_process
 from megapatch._engine.settings import VARIABLES, Settings
+from megapatch.errors import MegapatchError
+from megapatch.patches._catalogue import RETIRED
 
 NAMES = ["megatron.forward-pre-hook", "megatron.train-reentry", "slime.train-reentry"]
 
@@ -39,6 +42,16 @@ def test_an_unknown_name_is_said_once_with_near_matches():
         "did you mean megatron.forward-pre-hook or megatron.train-reentry?",
         f"MEGAPATCH_DISABLE: no patch is called 'xyz'; known patches: {', '.join(NAMES)}.",
     ]
+
+
+def test_a_removed_patch_stays_known(monkeypatch):
+    monkeypatch.setitem(RETIRED, "megatron.gone", "megatron-core 0.99.0")
+    assert off(DISABLE="megatron.gone,megatron.go*", ONLY="megatron.gone") == (NAMES, [])
+    this_process().restore("megatron.gone")  # changes nothing
+    with pytest.raises(MegapatchError, match=r"was removed from megapatch; megatron-core 0\.99\.0 has the repair"):
+        this_process().roster.matching_names("megatron.gone")
+    with pytest.raises(MegapatchError, match="no patch is called"):
+        this_process().restore("megatron.never")
 
 
 def test_a_family_needs_an_asterisk():

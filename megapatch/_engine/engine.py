@@ -95,7 +95,7 @@ class Engine:
             MegapatchError: for an unknown name.
             RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
         """
-        chosen = self.roster.matching_names(*names or "*")
+        chosen = self.roster.matching_names(*(set(names or "*") - _catalogue.RETIRED.keys()))
         self.load_families()  # so that restored ones stay away when their module is imported
         self._restore(self.roster.of_patches(chosen))
 

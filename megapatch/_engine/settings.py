@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from ..patches._catalogue import RETIRED
+
 DISABLE = "MEGAPATCH_DISABLE"
 ONLY = "MEGAPATCH_ONLY"
 STRICT = "MEGAPATCH_STRICT"
@@ -47,6 +49,8 @@ def matching(pattern: str, known: Iterable[str]) -> list[str]:
 
 def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: str = "patches") -> str:
     """Say in one sentence that a name or glob stands for no patch, or other kind, and suggest similar names."""
+    if kind == "patch" and name in RETIRED:
+        return f"{name} was removed from megapatch; {RETIRED[name]} has the repair"
     import difflib  # only when a name is wrong
 
     known = list(known)
@@ -185,6 +189,6 @@ class Settings(NamedTuple):
         ]:
             family, dot, _ = pattern.partition(".")
             may_come = more_to_come and family not in families and (dot or "*" in pattern)
-            if not matching(pattern, known) and not may_come:
+            if not matching(pattern, [*known, *RETIRED]) and not may_come:
                 found.append(f"{variable}: {unknown_name(pattern, known)}")
         return found

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from megapatch import patches
 from megapatch.patch import Patch
-from megapatch.patches import PATCHES
 
 INTRODUCTION = Path(__file__).with_name("limits_introduction.md")
 WIDTH = 115
@@ -39,7 +39,7 @@ def page() -> str:
     parts = [INTRODUCTION.read_text().rstrip()]
     for family, title in FAMILIES.items():
         parts.append(f"## {title}")
-        for patch in PATCHES:
+        for patch in patches.PATCHES:
             if patch.family == family:
                 parts.append(f"### {patch.name}")
                 for section in limits(patch):
