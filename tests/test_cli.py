@@ -66,7 +66,18 @@ def test_help(command, capsys, monkeypatch):
 def test_list_names_every_patch():
     shown = run("list")
     assert shown.returncode == 0
-    assert [line.split()[0] for line in shown.stdout.splitlines()] == [patch.name for patch in PATCHES]
+    lines = shown.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [patch.name for patch in PATCHES]
+    assert [line.endswith(" (changes numbers)") for line in lines] == [patch.changes_numbers for patch in PATCHES]
+
+
+def test_list_of_a_property_and_of_names(capsys):
+    for names in (["@same-numbers"], ["verl.*", "@same-numbers"]):
+        assert main(["list", *names]) == 0
+        expected = [p.name for p in PATCHES if not p.changes_numbers or (p.family == "verl" and len(names) > 1)]
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == expected
+    assert main(["list", "@same"]) == 2
+    assert capsys.readouterr() == ("", "no selection of patches is called '@same'; known: @same-numbers\n")
 
 
 def test_explain_tells_all_about_a_patch():
@@ -82,7 +93,7 @@ def test_explain_tells_all_about_a_patch():
         "\nLimits    needs megatron.forward-pre-hook",
         "\nCost      once a call",
         "\nLink      https://github.com/THUDM/slime/issues/1779",
-        "\nNumbers   not changed",
+        "\nNumbers   change in a first call",
         "\nSite      megatron.training.training: train",
     ):
         assert told in shown.stdout

@@ -67,6 +67,25 @@ def test_the_reason_names_the_variable_and_what_was_typed():
     assert both.why_disabled("me.too") == "switched off by MEGAPATCH_DISABLE=me.too"
 
 
+def test_patches_by_a_property():
+    """One that is not loaded may change numbers."""
+    for settings, kept, changing in (
+        (Settings(only=("@same-numbers",)), None, "not named by MEGAPATCH_ONLY=@same-numbers"),
+        (Settings(disable=("@same-numbers",)), "switched off by MEGAPATCH_DISABLE=@same-numbers", None),
+        (Settings(only=("@same-numbers", "megatron.*")), None, None),
+    ):
+        assert settings.complaints(NAMES) == []
+        assert settings.why_disabled("megatron.too", changes_numbers=False) == kept
+        assert settings.why_disabled("megatron.too") == changing
+
+
+def test_an_unknown_property_is_said_with_the_known_one():
+    for pattern in ("@same", "@same-numbers*", "@*"):
+        said = f"MEGAPATCH_ONLY: no selection of patches is called '{pattern}'; known: @same-numbers"
+        assert Settings(only=(pattern,)).complaints(NAMES, more_to_come=True) == [said]
+        assert Settings(only=(pattern,)).why_disabled("me.too", changes_numbers=False)
+
+
 def test_at_most_three_near_matches():
     names = [f"slime.{letter}-hook" for letter in "abcde"]
     (complaint,) = Settings(disable=("slime.x-hook",)).complaints(names)

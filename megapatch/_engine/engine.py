@@ -95,8 +95,8 @@ class Engine:
             MegapatchError: for an unknown name.
             RestoreError: when someone else has patched a target on top of megapatch; nothing is changed then.
         """
-        chosen = self.roster.matching_names(*(set(names or "*") - _catalogue.RETIRED.keys()))
         self.load_families()  # so that restored ones stay away when their module is imported
+        chosen = self.roster.matching_names(*(set(names or "*") - _catalogue.RETIRED.keys()))
         self._restore(self.roster.of_patches(chosen))
 
     def _restore(self, chosen: Collection[Record]) -> None:

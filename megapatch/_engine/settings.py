@@ -37,6 +37,9 @@ RUN_TARGETS = "MEGAPATCH_RUN_TARGETS"
 
 RAISE = "raise"
 
+SAME_NUMBERS = "@same-numbers"
+"""Stands for the patches that do not change the numbers of a run that did not crash."""
+
 _MOST_NAMES = 9
 """Names that a sentence lists one by one."""
 _OFF, _ON = ("", "0", "false", "no", "off"), ("1", "true", "yes", "on")
@@ -47,6 +50,11 @@ def matching(pattern: str, known: Iterable[str]) -> list[str]:
     return [name for name in known if fnmatchcase(name, pattern)]
 
 
+def stands_for(pattern: str, name: str, changes_numbers: bool) -> bool:
+    """Return whether a name, a glob or `SAME_NUMBERS` stands for the patch of this name."""
+    return not changes_numbers if pattern == SAME_NUMBERS else bool(matching(pattern, [name]))
+
+
 def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: str = "patches") -> str:
     """Say in one sentence that a name or glob stands for no patch, or other kind, and suggest similar names."""
     if kind == "patch" and name in RETIRED:
@@ -54,6 +62,8 @@ def unknown_name(name: str, known: Iterable[str], kind: str = "patch", kinds: st
     import difflib  # only when a name is wrong
 
     known = list(known)
+    if name.startswith("@"):
+        return f"no selection of {kinds} is called {name!r}; known: {SAME_NUMBERS}"
     families = {patch.partition(".")[0] for patch in known}
     near = [f"{name}.*"] if name in families else difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     if len(known) > _MOST_NAMES:  # their families
@@ -155,18 +165,19 @@ class Settings(NamedTuple):
         """Return whether this is the variable of a switch that is off."""
         return self._switches.get(variable, "1") in _OFF
 
-    def switched_off(self, name: str) -> str | None:
-        """Say why this name is explicitly off, or return None."""
+    def switched_off(self, name: str, changes_numbers: bool = True) -> str | None:
+        """Say why this patch is explicitly off, or return None. One that is not loaded may change numbers."""
         for pattern in self.disable:
-            if matching(pattern, [name]):
+            if stands_for(pattern, name, changes_numbers):
                 return f"switched off by {DISABLE}={pattern}"
         return None
 
-    def why_disabled(self, name: str) -> str | None:
+    def why_disabled(self, name: str, changes_numbers: bool = True) -> str | None:
         """Say why this patch stays off, or return None when it may be applied."""
-        if self.only and not any(matching(pattern, [name]) for pattern in self.only):
-            return self.switched_off(name) or f"not named by {ONLY}={','.join(self.only)}"
-        return self.switched_off(name)
+        off = self.switched_off(name, changes_numbers)
+        if self.only and not any(stands_for(pattern, name, changes_numbers) for pattern in self.only):
+            return off or f"not named by {ONLY}={','.join(self.only)}"
+        return off
 
     def complaints(self, known: Iterable[str], more_to_come: bool = False) -> list[str]:
         """Write one sentence for each bad value in the environment.
@@ -188,7 +199,7 @@ class Settings(NamedTuple):
             *((ONLY, name) for name in self.only),
         ]:
             family, dot, _ = pattern.partition(".")
-            may_come = more_to_come and family not in families and (dot or "*" in pattern)
-            if not matching(pattern, [*known, *RETIRED]) and not may_come:
+            may_come = more_to_come and family not in families and (dot or "*" in pattern) and pattern[0] != "@"
+            if pattern != SAME_NUMBERS and not matching(pattern, [*known, *RETIRED]) and not may_come:
                 found.append(f"{variable}: {unknown_name(pattern, known)}")
         return found

@@ -17,6 +17,9 @@ from rigs.jobs.job import run as run_once
 from rigs.megatron.options import needs_training
 from rigs.megatron.save import minor
 
+from megapatch._engine.settings import SAME_NUMBERS
+from megapatch.patches import PATCHES
+
 pytestmark = needs_training
 SCRIPT = of_checkout("pretrain_gpt.py") or JOBS / "pretrain_gpt.py"
 MCORE = "--async-strategy mcore" if minor() > 16 else ""
@@ -57,6 +60,15 @@ def test_a_straight_run(tmp_path):
     assert steps(plain) == [1, 2, 3, 4, 5]
     assert len(plain.printed["1/stdout.log"]) == 5 + 3  # evaluations
     assert "megatron.train-reentry" in patched.applied
+    assert_alike(plain, patched)
+
+
+@pytest.mark.nightly
+def test_a_straight_run_with_the_patches_that_keep_numbers(tmp_path):
+    plain, patched = run(tmp_path, "both overlaps", MEGAPATCH_ONLY=SAME_NUMBERS)
+    assert plain.code == 0
+    assert "megatron.forward-pre-hook" in patched.applied
+    assert not patched.applied & {patch.name for patch in PATCHES if patch.changes_numbers}
     assert_alike(plain, patched)
 
 

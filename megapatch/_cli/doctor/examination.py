@@ -210,8 +210,9 @@ def _third_parties() -> list[Distribution]:
 def _settings(environment: Mapping[str, str], report: Report) -> list[tuple[str, str, str]]:
     """Return each known variable that is set: name, value, and effect here."""
     settings = Settings.from_environment(environment)
-    off = [patch.patch for patch in report.patches if settings.switched_off(patch.patch.name)]
-    on = [patch.patch for patch in report.patches if not settings.why_disabled(patch.patch.name)]
+    patches = [patch.patch for patch in report.patches]
+    off = [patch for patch in patches if settings.switched_off(patch.name, patch.changes_numbers)]
+    on = [patch for patch in patches if not settings.why_disabled(patch.name, patch.changes_numbers)]
     effects = VARIABLES | {
         DISABLE: f"keeps off {report.names(off) or 'nothing'}",
         ONLY: f"keeps off everything but {report.names(on) or 'nothing'}",
