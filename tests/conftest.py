@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from rigs.needs import TESTS, missing, reason_to_skip, uses_torch
-from rigs.quick import is_quick
-from rigs.turns import has_its_turn, with_other_releases
+from rigs.where import TESTS, missing, reason_to_skip, runs_in_ci, uses_torch, with_other_releases
 
 from megapatch._engine.engine import this_process
 from megapatch._versions import here
@@ -106,12 +104,12 @@ def pytest_addoption(parser):
     parser.addoption(
         "--ci",
         action="store_true",
-        help="without those marked nightly; with Megatrons but the newest a few modules only: tests/rigs/turns.py",
+        help="without those marked nightly; modules take turns with Megatrons and Pythons: tests/rigs/where.py",
     )
 
 
 def pytest_ignore_collect(collection_path, config):
-    if collection_path.suffix == ".py" and not is_to_run(collection_path.relative_to(TESTS).as_posix(), config):
+    if collection_path.suffix == ".py" and not is_to_run(collection_path, config):
         return True
     wanted = config.getoption("torch")
     if wanted == "without" and collection_path.is_dir():
@@ -167,21 +165,24 @@ def pytest_collect_directory(path, parent):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items, config):
-    for item in items:
-        if is_quick(item.nodeid):  # with those of TrainStep, which are chosen by their parameters
-            item.add_marker("quick")
     if config.getoption("ci"):
         left_out = with_other_releases(items)
         left_out |= {item for item in items if item.get_closest_marker("nightly")}
-        left_out |= {item for item in items if not is_to_run(item.nodeid, config)}
+        left_out |= {item for item in items if not is_to_run(item.path, config, is_quick(item))}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
 
 
-def is_to_run(place, config):
+def is_quick(item):
+    return item.get_closest_marker("quick") is not None
+
+
+def is_to_run(file, config, quick=True):
     # A framework's own releases are tested with one Megatron, which need not be the newest.
     of_framework = any(os.environ.get(name) for name in VARIABLES if name.endswith("_RELEASES"))
-    return not config.getoption("ci") or of_framework or has_its_turn(place, here().get("megatron-core", ""))
+    if not config.getoption("ci") or of_framework:
+        return True
+    return runs_in_ci(file.relative_to(TESTS).as_posix(), here().get("megatron-core", ""), quick=quick)
 
 
 def wrong_with(folder: Path, variable: Variable) -> str | None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/writing-a-patch.md"

@@ -8,7 +8,7 @@ import sys
 import types
 
 import pytest
-from rigs.needs import needs_megatron, needs_torch
+from rigs.where import needs_megatron, needs_torch
 
 import megapatch
 from megapatch._exact_version import exact_version

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from rigs.command import run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 import megapatch
 from megapatch._exact_version import exact_version

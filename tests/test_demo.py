@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from rigs.command import heed_ctrl_c, run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch._cli import demo
 from megapatch._finding import find_module

@@ -11,7 +11,7 @@ import types
 import pytest
 from rigs.command import run
 from rigs.engine import TARGET, activated, make_patch
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch import _version
 from megapatch._engine import first_sign

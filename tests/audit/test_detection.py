@@ -13,7 +13,7 @@ from rigs.audit import running_audit
 from rigs.cells import AUDITED, run_cells
 from rigs.megatron.options import UNPATCHED
 from rigs.mistakes.table import LATER, MISTAKES, as_markdown, as_sentence
-from rigs.turns import chosen, with_nightly
+from rigs.where import chosen, with_nightly
 
 from megapatch import audit
 from megapatch.audit import RULES

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 from rigs.audit import WATCHERS, idle_audit, part_of, patches_of
-from rigs.needs import needs_torch
+from rigs.where import needs_torch
 
 from megapatch.audit._audit import Call
 from megapatch.audit._calls import Calls

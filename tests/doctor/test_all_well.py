@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rigs.command import run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch.audit._settings import bad_values
 from megapatch.patches._catalogue import CATALOGUE

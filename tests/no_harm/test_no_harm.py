@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from rigs.megatron.save import minor
-from rigs.turns import chosen
+from rigs.where import chosen
 
 from megapatch._engine.settings import SAME_NUMBERS
 from megapatch.patches import PATCHES

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rigs.needs import TESTS
 from rigs.walker import changed, copies, of_modules, of_process, walk
+from rigs.where import TESTS
 
 
 class Thing:

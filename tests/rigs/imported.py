@@ -18,7 +18,7 @@ from unittest import mock
 
 from megapatch.testing import run_ranks
 from megapatch.testing._server import ensure_server, no_main_module
-from rigs.needs import missing
+from rigs.where import missing
 
 MOST = 4  # servers that are kept
 MODULES = (  # what init_parallel() and tiny_gpt() import

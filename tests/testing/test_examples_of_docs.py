@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from rigs.megatron.save import minor
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch.testing import run_ranks
 from megapatch.testing._tiny_gpt import _work_without_transformer_engine as work_without_transformer_engine

@@ -7,7 +7,7 @@ import json
 
 import pytest
 from rigs.command import run
-from rigs.needs import needs_megatron
+from rigs.where import needs_megatron
 
 from megapatch._finding import find_module
 from megapatch._verify.check import CannotRunHere, DefectSeen

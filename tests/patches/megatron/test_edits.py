@@ -3,8 +3,8 @@
 import importlib
 import warnings
 
-from rigs.needs import needs_megatron
 from rigs.renames import another_body, edited, empty
+from rigs.where import needs_megatron
 
 from megapatch.patch import NEEDED, UNKNOWN
 from megapatch.patches import PATCHES
