@@ -131,7 +131,9 @@ class Ledger:
         step: int | None = None,
         about: str = "",
     ) -> None:
-        """Record that a rule was broken; the first time of its kind is logged: WARNING, or INFO for a note.
+        """Record that a rule was broken; the first time of its kind is logged.
+
+        At WARNING, but notes of a rule after its first one: a process that is killed has said it by then.
 
         Args:
             kind: tells ways of breaking the same rule apart, in a word by which `_rules` has causes.
@@ -146,21 +148,23 @@ class Ledger:
             if known is not None:
                 known.count, known.last_step = known.count + 1, self.step
                 return
-            where = self._where() if where is None else where
+            where = self.here() if where is None else where
             known_repairs = repairs(RULES[rule].patches_of(kind))
             first = self.step if step is None else step
             before = self.timeline.since(first - 1)
             rank, _, is_known = place()
             rank_or_none = rank if is_known else None
             finding = Finding(rule, kind, what, rank_or_none, first, where, 1, self.step, known_repairs, before)
+            is_new = not finding.is_note or all(other != rule for other, *_ in self._found)
             self._found[rule, kind, about] = finding
-        if finding.is_note:
-            log.info("audit: note: %s", finding)
+        text = f"note: {finding}" if finding.is_note else str(finding)
+        if is_new:
+            log.warning("audit: %s" + see("audit-finding"), text)
         else:
-            log.warning("audit: %s" + see("audit-finding"), finding)
+            log.info("audit: %s", text)
         self.changed()
 
-    def _where(self) -> tuple[str, ...]:
+    def here(self) -> tuple[str, ...]:
         """Return the user's code now; of the latest call or step where there is none, as in autograd's threads."""
         return in_words((() if self._looks_back else user_lines()) or self.during)
 
@@ -201,12 +205,11 @@ class Ledger:
             log.info("audit: nothing found in %s", made)
         if notes:
             log.info("audit: noted in %s", "\n  ".join([f"{made}:", *map(str, notes)]))
-            names = ", ".join(dict.fromkeys(note.rule for note in notes))
+            count, names = f"{len(notes)} note{'s' * (len(notes) > 1)}", dict.fromkeys(note.rule for note in notes)
             log.warning(
-                "audit: %s, logged at INFO: %s; with %s=FOLDER, megapatch audit FOLDER shows them"
-                + see("audit-notes"),
-                f"{len(notes)} note{'s' * (len(notes) > 1)}",
-                names,
+                "audit: %s of %s; with %s=FOLDER, megapatch audit FOLDER shows all" + see("audit-notes"),
+                count,
+                ", ".join(names),
                 REPORT,
             )
 
