@@ -5,7 +5,7 @@ from importlib.metadata import version
 import pytest
 from rigs.jobs.job import JOBS, assert_alike, both_ways, differences, run
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
 pytestmark = pytest.mark.skipif(
     any(find_module(name) is None for name in ("megatron.bridge", "nvidia_resiliency_ext", "omegaconf")),

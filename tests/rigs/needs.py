@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
 TESTS = Path(__file__).parent.parent
 TORCH, MEGATRON = "torch", "megatron.core"
