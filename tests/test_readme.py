@@ -42,3 +42,13 @@ def test_each_frameworks_page_has_the_line_for_its_own_patches_alone(family):
     in_table = {name for row in rows for name in re.findall(r"`([a-z_]+\.[a-z0-9-]+)`", row.split("|")[-2])}
     chosen = {name for pattern in only.split(",") for name in matching(pattern, names)}
     assert chosen == in_table | set(CATALOGUE[family])
+
+
+def test_the_figures_of_upstreams_tests_are_the_sums_of_their_table():
+    page = (ROOT / "docs" / "testing.md").read_text()
+    rows = re.findall(r"^\| [\w]+ \| (?:core_|Bridge )\S+ \| (\d+) \| (\d+) / .*$", page, re.MULTILINE)
+    tests, passed = (f"{sum(map(int, column)):,}" for column in zip(*rows, strict=True))
+    (of_those,) = re.findall(rf"Of the {tests} tests of .* {passed} pass without megapatch, and (\d+) of", page)
+    assert f"{tests} unit tests end as" in README
+    assert f"{passed} of them pass, and {of_those} of these run patched functions" in README
+    assert f"{tests} unit tests of" in (ROOT / "CHANGELOG.md").read_text()
