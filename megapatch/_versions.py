@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ._finding import find_module
+from ._python.finding import find_module
 
 if TYPE_CHECKING:
     from importlib import metadata

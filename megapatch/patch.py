@@ -273,7 +273,7 @@ def unpatched(function: Any) -> Any:
     Without a replacement of ours in the ``__wrapped__`` chain this is `function` itself: a decorator of upstream's
     is part of the code that a diagnosis looks at.
     """
-    from ._layers import MARK, attribute_of, layers_of
+    from ._python.layers import MARK, attribute_of, layers_of
 
     found = function
     layers = list(layers_of(function))

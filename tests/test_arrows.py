@@ -16,19 +16,7 @@ ROOT = Path(megapatch.__file__).parent
 
 # A room may import the rooms of the lines above its own.
 LEVELS = (
-    {
-        "errors",
-        "_version",
-        "_loaded_modules",
-        "_layers",
-        "_meetings",
-        "_dotted",
-        "_finding",
-        "_places",
-        "_printable",
-        "_ranks",
-        "_troubleshooting",
-    },
+    {"errors", "_version", "_python", "_meetings", "_printable", "_ranks", "_troubleshooting"},
     {"patch", "_exact_version", "_versions", "_mcore", "_pausing"},
     {"weight_sync", "train_step"},
     {"patches"},
@@ -36,7 +24,7 @@ LEVELS = (
     {"_reporting"},
     {"audit"},
     {"_api"},
-    {"streaming", "testing", "_nemo_rl_split_step"},
+    {"streaming", "testing"},
     {"_verify"},
     {"reach"},
     {"_cli"},

@@ -42,7 +42,7 @@ def test_what_needs_a_model_is_loaded_with_the_first_one():
     assert "megapatch.patches.nemo_rl.split_train_step" in loaded
     late = (
         "megapatch.train_step",
-        "megapatch._nemo_rl_split_step.worker",
+        "megapatch.patches.nemo_rl._split_step.worker",
         "dataclasses",
     )  # each costs 1 ms or more
     assert not set(late) & set(loaded)

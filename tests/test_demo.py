@@ -16,7 +16,7 @@ from rigs.command import heed_ctrl_c, run
 from rigs.where import needs_megatron
 
 from megapatch._cli import demo
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
 README = Path(__file__).parent.parent / "README.md"
 HAS_CORE = find_module("megatron.core") is not None

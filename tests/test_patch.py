@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rigs.engine import make_patch
 
-from megapatch._layers import MARK
+from megapatch._python.layers import MARK
 from megapatch.errors import MisuseError
 from megapatch.patch import Patch, Status, VerdictKind, unpatched
 from megapatch.patches import PATCHES

@@ -56,3 +56,13 @@ def test_each_frameworks_page_has_the_patches_that_are_needed_first_with_their_r
         patch = known[name]
         assert changes == ("yes" if patch.changes_numbers else "no: it is in")
         assert report == "not reported" if patch.upstream is None else report.endswith(f"]({patch.upstream})")
+
+
+def test_the_figures_of_upstreams_tests_are_the_sums_of_their_table():
+    page = (ROOT / "docs" / "testing.md").read_text()
+    rows = re.findall(r"^\| [\w]+ \| (?:core_|Bridge )\S+ \| (\d+) \| (\d+) / .*$", page, re.MULTILINE)
+    tests, passed = (f"{sum(map(int, column)):,}" for column in zip(*rows, strict=True))
+    (of_those,) = re.findall(rf"Of the {tests} tests of .* {passed} pass without megapatch, and (\d+) of", page)
+    assert f"{tests} unit tests end as" in README
+    assert f"{passed} of them pass, and {of_those} of these run patched functions" in README
+    assert f"{tests} unit tests of" in (ROOT / "CHANGELOG.md").read_text()

@@ -33,9 +33,9 @@ NO_MEGATRON = {MEGATRON: HOW_TO_GET[MEGATRON]}
 
 # A plugin for pytest: as if these were not installed.
 HIDE = """
-from megapatch import _finding
-found = _finding.find_module
-_finding.find_module = lambda name: None if name.partition(".")[0] in {hidden} else found(name)
+from megapatch._python import finding
+found = finding.find_module
+finding.find_module = lambda name: None if name.partition(".")[0] in {hidden} else found(name)
 """
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from .._layers import HIDDEN, attribute_of
+from .._python.layers import HIDDEN, attribute_of
 
 _MOST_PARTS = 5000
 _UNWRAPPING = (HIDDEN, "unwrap")

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .. import _finding
+from .._python import finding
 from .._troubleshooting import see
 from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
@@ -119,7 +119,7 @@ class Record:
             return Status.PENDING, "its import is under way"
         if loaded and self.looked_for:
             return Status.MISSED, self.reason if self.status is Status.MISSED else _MISSED
-        if not loaded and all(_finding.find_module(name) is None for name in self.modules):
+        if not loaded and all(finding.find_module(name) is None for name in self.modules):
             return Status.NOT_INSTALLED, "there is no such module to import"
         return Status.PENDING, NOT_IMPORTED
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import wrapt
 
-from .._dotted import below
-from .._layers import HOLDER, MARK, attribute_of, innermost, layers_of
+from .._python.dotted import below
+from .._python.layers import HOLDER, MARK, attribute_of, innermost, layers_of
 from .holders import Holder
 
 

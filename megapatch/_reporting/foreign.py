@@ -17,11 +17,11 @@ from typing import Any
 
 import wrapt
 
-from .._dotted import below
 from .._engine.rebuilt import RebuiltTarget
 from .._engine.target import ReplacedTarget
 from .._engine.watch import half_loaded
-from .._layers import attribute_of, layers_of
+from .._python.dotted import below
+from .._python.layers import attribute_of, layers_of
 
 
 def patchers(

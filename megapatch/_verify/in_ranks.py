@@ -81,7 +81,7 @@ def _statuses(names: tuple[str, ...]) -> dict[str, PatchStatus]:
 
     from .._api import report
     from .._engine.engine import this_process
-    from .._finding import find_module
+    from .._python.finding import find_module
 
     quiet()
     this_process().load_families()

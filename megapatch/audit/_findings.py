@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .._engine.engine import this_process
 from .._engine.record import Record
 from .._engine.settings import ACCEPT, REPORT
-from .._places import Line, in_words, user_lines
+from .._python.places import Line, in_words, user_lines
 from .._ranks import place
 from .._troubleshooting import see
 from ..errors import AuditError

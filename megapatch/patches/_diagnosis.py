@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from .._dotted import find
-from .._layers import innermost
+from .._python.dotted import find
+from .._python.layers import innermost
 from ..patch import ABSENT, FIXED, NEEDED, UNKNOWN, Verdict, unpatched
 
 ASSERTIONS = (AssertionError, RuntimeError, ValueError)

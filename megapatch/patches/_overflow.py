@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from .._dotted import temporarily_set
+from .._python.dotted import temporarily_set
 from .._troubleshooting import see
 
 OVERFLOW = (False, None, None)

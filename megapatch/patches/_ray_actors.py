@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from .._loaded_modules import loaded_modules
+from .._python.loaded_modules import loaded_modules
 from .._troubleshooting import see
 
 log = logging.getLogger("megapatch")

@@ -13,7 +13,7 @@ PACKAGES = {name.partition(".")[0] for family in CATALOGUE.values() for names in
 
 # An environment without Megatron and frameworks, whatever is installed.
 BARE = f"""
-import sys, megapatch._finding as finding
+import sys, megapatch._python.finding as finding
 find = finding.find_module
 finding.find_module = lambda name: None if name.partition(".")[0] in {PACKAGES} else find(name)
 from megapatch._cli.main import main

@@ -6,7 +6,7 @@ import pytest
 from rigs.jobs.job import JOBS, assert_alike, both_ways, differences, run
 from rigs.where import needs_megatron
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
 pytestmark = [
     needs_megatron,

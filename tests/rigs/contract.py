@@ -21,11 +21,11 @@ import numpy
 import torch
 
 from megapatch import Patch, Site, Status
-from megapatch._dotted import find
 from megapatch._engine.engine import Engine
 from megapatch._engine.settings import Settings
 from megapatch._engine.target import AddedTarget
-from megapatch._finding import find_module
+from megapatch._python.dotted import find
+from megapatch._python.finding import find_module
 from rigs.imported import run_with_megatron
 from rigs.megatron.options import UNPATCHED
 from rigs.renames import assert_renames_are_seen

@@ -22,7 +22,7 @@ from importlib.util import resolve_name
 from types import FunctionType, ModuleType
 from unittest import mock
 
-from megapatch._dotted import find
+from megapatch._python.dotted import find
 from megapatch.patch import ABSENT, FIXED, NEEDED
 from megapatch.patches import PATCHES
 from megapatch.testing import run_ranks

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
-from megapatch._layers import MARK
+from megapatch._python.layers import MARK
 
 VALUES = (
     type(None),

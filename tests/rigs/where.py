@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import pytest
 
-from megapatch._finding import find_module
+from megapatch._python.finding import find_module
 
 Choice = TypeVar("Choice")
 TESTS = Path(__file__).parent.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +139,20 @@ def test_the_table():
     assert "not here, as it is not installed: roll.*, skyrl.grad-scale\n" in text
     assert "all well: 1 defect was seen without megapatch and repaired with it; switched off: megatron.b" in text
     assert found.exit_code == 0
+
+
+def test_the_page_shows_what_is_printed():
+    """As `megapatch verify megatron.nested-no-sync train-step` in the first ten minutes."""
+    rows = [
+        results.Row(name, outcome, seen, repaired=True, difference=0.0)
+        for name, outcome, seen in (
+            ("megatron.nested-no-sync", results.REPAIRED, True),
+            ("train-step", results.RIGHT, None),
+        )
+    ]
+    printed = shown(*rows, step=0.0117, cost=(0.0, 8946e-6)).text(100)
+    page = (Path(__file__).parents[2] / "docs/first-ten-minutes.md").read_text()
+    assert f"```text\n{printed.partition(chr(10) * 2)[2]}\n```" in page
 
 
 def test_what_is_wrong_is_in_the_table_in_the_last_line_and_in_the_exit_code():

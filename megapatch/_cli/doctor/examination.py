@@ -16,7 +16,7 @@ from ... import _api
 from ..._engine import entry_points
 from ..._engine.engine import this_process
 from ..._engine.settings import DISABLE, ONLY, REPORT, VARIABLES, Settings, unknown_variables
-from ..._finding import find_module
+from ..._python.finding import find_module
 from ..._reporting import files, terminal
 from ..._reporting.report import Report, SiteReport
 from ..._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL

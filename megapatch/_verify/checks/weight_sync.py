@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..._finding import find_module
+from ..._python.finding import find_module
 from ..._versions import version_of
 from ..check import DP, CannotRunHere, Check, Layout, expect
 from . import _syncs

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore import bucket_groups
 from ..._mcore.known import OPTIMIZER, arguments_of, is_a, is_model
 from ..._mcore.param_gathers import has_stepped
@@ -23,6 +22,7 @@ from ..._mcore.rerun_machine import BEFORE_STEP, rewind_interrupted_step
 from ..._mcore.rerun_machine import MODULE as RERUN
 from ..._mcore.side_table import SideTable
 from ..._mcore.step_state import StepState, running_timers
+from ..._python.dotted import temporarily_set
 from ...errors import MegapatchError
 from ...patch import unpatched
 from .._diagnosis import missing_attributes, missing_names

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters
 from ._schedules import MODULE, PACKAGE, one_microbatch

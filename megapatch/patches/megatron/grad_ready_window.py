@@ -36,9 +36,9 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore.bucket_groups import DDP, GROUP, bucket_groups
 from ..._mcore.side_table import SideTable
+from ..._python.dotted import temporarily_set
 from ...errors import MegapatchError
 from ...patch import ABSENT, FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_names, missing_parameters, resolve

@@ -35,8 +35,8 @@ from collections.abc import Callable
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.process_groups import PARALLEL_STATE, Leftovers, Noted, groups_made, process_groups
+from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     Idle,

@@ -35,9 +35,9 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore.known import arguments_of
 from ..._mcore.side_table import SideTable
+from ..._python.dotted import temporarily_set
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict, unpatched
 from .._diagnosis import (
     StandIn,

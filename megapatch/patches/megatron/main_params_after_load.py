@@ -51,7 +51,6 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.changes import Changes, count_of
 from ..._mcore.main_params import (
     CHILDREN,
@@ -66,7 +65,8 @@ from ..._mcore.main_params import (
 )
 from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loaded
 from ..._mcore.side_table import SideTable
-from ..._places import user_line
+from ..._python.dotted import find
+from ..._python.places import user_line
 from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, missing_reads

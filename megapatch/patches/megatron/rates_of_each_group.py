@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import temporarily_set
+from ..._python.dotted import temporarily_set
 from ..._troubleshooting import see
 from ...patch import FIXED, NEEDED, Patch, Site, Verdict
 from .._diagnosis import before_release, gone

@@ -34,9 +34,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from ..._dotted import temporarily_set
 from ..._mcore.devices import device_of
 from ..._mcore.known import is_a
+from ..._python.dotted import temporarily_set
 from ..._troubleshooting import see
 from ...errors import MegapatchError
 from ...patch import Patch, Site

@@ -30,10 +30,10 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.devices import device_of
 from ..._mcore.sharded_leaves import FLAG, NVRX, OBJECT_FIELDS, PLANS, TENSOR_FIELDS, structure
 from ..._mcore.side_table import SideTable
+from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import (
     answering_none,

@@ -26,8 +26,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._mcore.known import arguments_of
+from ..._python.dotted import find
 from ..._ranks import place
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import codes_of, gone, lacking, missing_attributes, missing_parameters, missing_reads

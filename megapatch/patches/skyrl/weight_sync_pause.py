@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find
 from ..._pausing.generation import PAUSE, RESUME
+from ..._python.dotted import find
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from ...weight_sync import paused_generation
 from .._diagnosis import gone, in_finally, lacking, missing_names, reads_in_order

@@ -26,9 +26,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from ..._dotted import find, temporarily_set
 from ..._pausing.generation import resumed_on_failure
 from ..._pausing.waiting import attempt, tell_besides
+from ..._python.dotted import find, temporarily_set
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict, unpatched
 from .._diagnosis import gone, in_finally, missing_attributes, reads_in_order
 

@@ -14,7 +14,8 @@ from rigs.nemo_rl.dtensor import SECOND, WORKERS, find_workers
 from rigs.nemo_rl.worker import GPT, SHAPES, batch, nll_loss, worker_for
 from rigs.renames import assert_renames_are_seen
 
-from megapatch import Patch, _finding
+from megapatch import Patch
+from megapatch._python import finding
 from megapatch.patches._catalogue import of_family
 from megapatch.patches.nemo_rl import (
     abort_resets_rerun,
@@ -89,7 +90,7 @@ def logprobs_in_a_step():
 
 def there(module):
     """The module, or None: releases differ, and our imitation has not all."""
-    return importlib.import_module(module) if _finding.find_module(module) else None
+    return importlib.import_module(module) if finding.find_module(module) else None
 
 
 def swap_that_raises():
