@@ -18,6 +18,7 @@ from typing import Any
 
 from ..._finding import find_module
 from ..._versions import version_of
+from ...testing._server import SAFE_PATH
 from ..check import DP, CannotRunHere, Check, Layout, expect
 from . import _syncs
 from ._syncs import LONG, RECORD, STARTED, Interrupted
@@ -92,8 +93,13 @@ def _found(package: str, folder: Path) -> dict[str, Any]:
     output = folder / "output"
     with output.open("w") as file:
         ended = subprocess.run(
-            [sys.executable, "-c", f"from {_syncs.__name__} import main; main({str(folder)!r}, '{package}')"],
-            env=environment,
+            [
+                sys.executable,
+                "-c",
+                "import sys; sys.path = [*filter(None, sys.path)]; "  # without the working directory
+                f"from {_syncs.__name__} import main; main({str(folder)!r}, '{package}')",
+            ],
+            env=environment | SAFE_PATH,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
