@@ -18,7 +18,6 @@ from typing import Any
 
 from ..._finding import find_module
 from ..._versions import version_of
-from ...testing._server import SAFE_PATH
 from ..check import DP, CannotRunHere, Check, Layout, expect
 from . import _syncs
 from ._syncs import LONG, RECORD, STARTED, Interrupted
@@ -86,6 +85,8 @@ def assert_syncs(found: dict[str, Any]) -> None:
 
 def _found(package: str, folder: Path) -> dict[str, Any]:
     """Run the engine's process, which may write nothing outside of this folder, and download nothing."""
+    from ...testing._server import SAFE_PATH  # here there is torch
+
     environment = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
     environment |= dict.fromkeys(("HF_HUB_OFFLINE", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK"), "1")
     caches = ("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR", "SGLANG_CACHE_DIR")
