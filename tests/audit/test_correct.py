@@ -11,8 +11,7 @@ from no_harm.compare import different
 from rigs.cells import AUDITED, run_cells
 from rigs.imported import WITHOUT_MEGAPATCH
 from rigs.megatron.options import ADAM, UNPATCHED, assert_same_parameters
-from rigs.megatron.save import minor
-from rigs.where import OLDER, chosen, with_nightly
+from rigs.where import chosen, with_nightly
 
 from megapatch.testing import TinyGPT, init_parallel, tiny_gpt
 
@@ -83,7 +82,7 @@ def of(ranks, name):
     return left, notes[0] | notes[1], [*findings[0], *findings[1]]
 
 
-@pytest.mark.parametrize("name", with_nightly([*CORRECT]) if f"0.{minor()}" in OLDER else CORRECT)
+@pytest.mark.parametrize("name", with_nightly([*CORRECT]))
 def test_nothing_is_found(audited, name):
     _, notes, findings = of(audited, name)
     assert findings == [] and notes == CORRECT[name].finds

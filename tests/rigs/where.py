@@ -47,12 +47,14 @@ SHARES = {
     "patches/megatron/test_edits.py": EACH,
     "test_package.py": EACH,
     "test_verdicts.py": EACH,
-    "no_harm/": ("0.16", NEWEST),  # older ones lack half of what these programs do
     # They depend little on Megatron's version, or, of frameworks, not at all.
+    "audit/": (NEWEST,),
     "jobs/": (NEWEST,),
+    "no_harm/": (NEWEST,),  # and older ones lack half of what these programs do
     "patches/nemo_rl/": (NEWEST,),
     "patches/roll/": (NEWEST,),
     "patches/slime/": (NEWEST,),
+    "patches/megatron/test_same_operations.py": (NEWEST,),
     "test_demo.py": (NEWEST,),
     "verify/": (NEWEST,),
     # Nor do these; each of their processes imports torch for the README's Python in half the time.
