@@ -15,6 +15,7 @@ from rigs.where import (
     OLDER,
     ON_THE_READMES,
     OTHER_PYTHONS,
+    QUICK_BY_TURNS,
     QUICK_WITH_EACH,
     README,
     SHARES,
@@ -131,6 +132,8 @@ def test_each_module_that_needs_megatron_runs_with_the_newest_and_one_other():
         if not runs_without_megatron(file):
             assert NEWEST in share
             assert len(share) == (1 if module.startswith(tuple(SHARES)) else 2) or share == {*EACH}
+            quick = {minor for minor in EACH if runs_in_ci(module, f"{minor}.2", pythons[minor])}
+            assert quick == share or (len(quick) == 2 and module.startswith(QUICK_BY_TURNS)) or quick == {*EACH}
     assert all(runs_in_ci(QUICK_WITH_EACH, f"{minor}.2") for minor in EACH)
 
 
