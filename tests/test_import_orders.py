@@ -59,8 +59,11 @@ def run(command, folder):
     return json.loads(answers[0])
 
 
-def test_every_order(tmp_path):
-    assert run([sys.executable, *DRIVER], tmp_path) == {"orders": 794, "problems": []}
+@pytest.mark.parametrize(
+    ("longest", "orders"), [("2", 194), pytest.param("3", 794, marks=pytest.mark.nightly)], ids=["2", "3"]
+)
+def test_every_order(tmp_path, longest, orders):
+    assert run([sys.executable, *DRIVER, longest], tmp_path) == {"orders": orders, "problems": []}
 
 
 @pytest.mark.parametrize("hook", HOOKS)

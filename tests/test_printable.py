@@ -137,6 +137,7 @@ def test_no_secret_no_control_character_and_no_forged_line_goes_out(patching, da
             json.loads(output)
 
 
+@settings(deadline=None)
 @given(PASSWORD, st.sampled_from(URLS), ANY, ANY)
 def test_no_part_of_a_password_is_left_in_a_url(password, url, before, after):
     cleaned = _printable.clean(f"{before.replace('zq', '')} {url.format(password)} {after.replace('zq', '')}")
@@ -144,6 +145,7 @@ def test_no_part_of_a_password_is_left_in_a_url(password, url, before, after):
     assert "host.example" in cleaned
 
 
+@settings(deadline=None)
 @given(ANY, SECRET.flatmap(foreign))
 def test_cleaning_twice_is_cleaning_once(text, secret):
     for clean in (_printable.clean, _printable.one_line, _printable.first_line_at_the_margin):

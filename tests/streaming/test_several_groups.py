@@ -92,7 +92,11 @@ async def test_advantages_of_a_group_that_is_trained_on_no_more_are_forgotten():
     """It is evicted once its weights are too old; the buffer does not say so."""
     world = World({"before microbatch": "raise"})
     await world.put("a", version=0)
-    pump = world.pump(max_staleness=1, compute_advantages=lambda data: data)
+
+    async def advantages(data):  # a plain function would run in a thread, on real time
+        return data
+
+    pump = world.pump(max_staleness=1, compute_advantages=advantages)
     assert await raised(pump.step())
     (group,) = pump._steps.computed
     world.buffer.clear([group])
