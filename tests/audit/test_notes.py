@@ -82,9 +82,7 @@ def test_the_first_note_of_a_rule_is_one_warning_when_it_is_seen_and_all_are_lis
     ledger.summarize()
     assert [record.levelname for record in caplog.records] == ["WARNING", *["INFO"] * 3, "WARNING"]
     first, second, nothing, listed, warned = caplog.messages
-    assert first.startswith(
-        "audit: note: saved-is-trained (after 1 optimizer step): saved: copies. The run continues"
-    )
+    assert first.startswith("audit: note: saved-is-trained (after 1 optimizer step): saved: copies. The run ")
     assert "At train.py:3 in save." in first and second.startswith("audit: note: saved-is-trained")
     assert nothing == "audit: nothing found in 1 optimizer step"
     assert listed.startswith("audit: noted in 1 optimizer step:\n  saved-is-trained")

@@ -141,6 +141,21 @@ def test_an_attempt_before_a_restart_is_kept_apart(tmp_path):
     assert data["unreadable"] == []
 
 
+def test_an_attempt_that_was_killed_is_not_made_well_by_a_clean_one_after_it(tmp_path):
+    """The second has the same port, and the first has left no file of rank 1."""
+    write(tmp_path, report(0, 2, ended=False, began=1.0, seconds=2.0))
+    (tmp_path / "audit-00000.json").rename(tmp_path / "audit-00000-1.json")
+    write(tmp_path, report(0, 2, began=5.0), report(1, 2, began=4.0, seconds=3.0))
+    summary, unreadable = read(tmp_path)
+    assert [attempt.ranks for attempt in summary.attempts] == [[0], [0, 1]]
+    assert unreadable == [f"rank 1 left no file in {tmp_path}"]
+    write(tmp_path, report(0, 1, began=5.0))
+    (tmp_path / "audit-00001.json").unlink()
+    (tmp_path / "audit-00000-1.json").write_text(json.dumps(report(0, 1, ended=False, began=1.0)))
+    shown = run("audit", str(tmp_path))
+    assert shown.returncode == 2 and "attempt 1 of 2" in shown.stdout and not shown.stderr
+
+
 def test_two_models_of_a_job_are_kept_apart_and_a_rank_that_left_nothing_borrows_no_other_report():
     worlds = [report(rank, 2, world=world, began=rank) for rank in range(2) for world in "ab"]
     assert [attempt.ranks for attempt in summarize(worlds).attempts] == [[0, 1], [0, 1]]
