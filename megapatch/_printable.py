@@ -59,9 +59,9 @@ _NAMED = (
 )
 # Of other variables in capitals, as DB_PASS, only what is known to be harmless stays.
 _HARMLESS = r"""\\*['"]?(?:-?[\d.]+|(?i:true|false|yes|no|on|off|none)|\*\*\*)(?:[\s'")\]},;\\]|$)"""
-_KNOWN = "CUDA|GLOO|MASTER|MEGAPATCH|MEGATRON|NCCL|NVTE|OMP|PYTHON|PYTORCH|RAY|TORCH|TORCHELASTIC|TRITON|UCX"
+_KNOWN = "CUDA|GLOO|LD|MASTER|MEGAPATCH|MEGATRON|NCCL|NVTE|OMP|PYTHON|PYTORCH|RAY|TORCH|TORCHELASTIC|TRITON|UCX"
 _VARIABLE = (
-    rf"""((?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))(?!(?:{_KNOWN})[A-Z0-9_])[A-Z][A-Z0-9]{{0,30}}(?:_[A-Z0-9]{{1,30}}){{1,9}}"""
+    rf"""((?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))(?!(?:{_KNOWN})_)[A-Z][A-Z0-9]{{0,30}}(?:_[A-Z0-9]{{1,30}}){{1,9}}"""
     rf"""(?:=|\\*['"]\s*[:=]\s*))(?!{_HARMLESS})(?:{_VALUE})"""
 )
 _USER = r"[^/@:?#]*:|[^/?#]*@"

@@ -34,18 +34,15 @@ def holds(top: Any, sought: Any) -> bool:
 
     Less than `reaches`: without ``__wrapped__`` nothing else says that it has to do with ours.
     """
-    todo, seen = [top], 0
-    while todo and seen < _MOST_HANDS:
-        part, seen = todo.pop(), seen + 1
+    found = [top]
+    for part in found:  # which grows
         if part is sought:
             return True
-        if type(part) in (functools.partial, MethodType, staticmethod, classmethod):
-            todo.append(part.func if type(part) is functools.partial else part.__func__)
-        elif type(part) is FunctionType:
-            todo += [value for cell in part.__closure__ or () for value in _contents(cell)]
-            named = (part.__globals__.get(name) for name in _names_in(part.__code__))
-            defaults = (*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values())
-            todo += [value for value in (*defaults, *named) if value is sought]
+        if type(part) is FunctionType and len(found) < _MOST_HANDS:
+            at_hand = [*(part.__defaults__ or ()), *(part.__kwdefaults__ or {}).values()]
+            at_hand += [part.__globals__.get(name) for name in _names_in(part.__code__)]
+            found += [value for cell in part.__closure__ or () for value in _contents(cell)]
+            found += [value for value in at_hand if value is sought]
     return False
 
 

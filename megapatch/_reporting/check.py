@@ -79,10 +79,8 @@ def _why_none(patches: Collection[PatchReport]) -> str:
     sites = [site for patch in patches for site in patch.sites if site.status is not Status.NOT_INSTALLED]
     if any(site.verdict is not None for site in sites):
         return ""
-    off = {site.reason for site in sites if site.status is Status.DISABLED}
-    if off and all(site.status is Status.DISABLED for site in sites):
-        return f": {min(off)}"
-    return " as yet: call check() when Megatron has been imported"
+    off = {site.reason if site.status is Status.DISABLED else "" for site in sites}
+    return f": {min(off)}" if off and all(off) else " as yet: call check() when Megatron has been imported"
 
 
 # -------------------------------------------------------------------------------------- a file a rank
