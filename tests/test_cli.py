@@ -225,3 +225,13 @@ def test_an_old_python_is_told_in_one_sentence():
     shown = run("-c", script)
     assert shown.returncode == 1
     assert shown.stderr.splitlines()[-1] == "ImportError: megapatch needs Python 3.10 or later; this is 3.9.1"
+
+
+@pytest.mark.parametrize(("command", "kind"), [("doctor", "rank"), ("audit", "audit")])
+@pytest.mark.parametrize("text", ['{"rank": 0, "size": 1, "began": Infinity}', "[" * 100_000])
+def test_a_file_of_others_that_cannot_be_read_is_a_sentence_and_2(tmp_path, capsys, command, kind, text):
+    file = tmp_path / f"{kind}-00000.json"
+    file.write_text(text)
+    assert main([command, str(tmp_path)]) == 2
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert said.startswith(f"{file} cannot be read: ")

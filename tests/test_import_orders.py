@@ -99,7 +99,8 @@ def test_what_is_expected_of_some_orders_said_in_words():
     assert after("THA") == ("!", (1, "!"), ("applied",))  # the holder is rebound
     assert after("THFA") == ("?!", (1, ""), ("applied",))  # it holds what someone else has wrapped
     assert after("ATF") == ("!?", None, ("applied",))
-    assert after("ATG") == ("!~", None, ("overwritten",))
+    assert after("ATG") == ("!~", None, ("applied",))
+    assert after("ATGRG") == ("~", None, ("overwritten",))
     assert after("ATR") == ("", None, ("missed",))
     assert after("ATD") == ("!", None, ("applied",))
     assert TARGET not in sys.modules

@@ -105,6 +105,15 @@ def test_only_the_audit_may_be_told_to_raise():
     settings = Settings.from_environment(raising)
     assert settings.audit and settings.strict
     assert settings.complaints(NAMES) == ["MEGAPATCH_STRICT=raise is neither 1 nor 0; it is taken for 1"]
+    misspelt = off(AUDIT="riase")[1]
+    assert misspelt == ["MEGAPATCH_AUDIT=riase is neither 1, 0 nor raise; it is taken for 1"]
+
+
+def test_the_audits_variables_without_the_audit_are_said():
+    for name, value in {"AUDIT_EVERY": "5", "AUDIT_ACCEPT": "stepped-once"}.items():
+        said = f"MEGAPATCH_{name} is set, and MEGAPATCH_AUDIT is not; set MEGAPATCH_AUDIT=1 to watch"
+        for audit, expected in {"": [said], "0": [], "1": []}.items():
+            assert off(**{name: value, "AUDIT": audit})[1] == expected
 
 
 @pytest.mark.parametrize("variable", ["AUDIT", "STRICT", "NO_ENTRY_POINTS", "QUIET"])
@@ -122,7 +131,8 @@ def test_switches(variable):
         assert (getattr(settings, variable.lower()), settings.complaints(NAMES)) == (on, [])
     settings = Settings.from_environment({f"MEGAPATCH_{variable}": "perhaps"})
     assert getattr(settings, variable.lower())
-    assert settings.complaints(NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither 1 nor 0; it is taken for 1"]
+    neither = "1, 0 nor raise" if variable == "AUDIT" else "1 nor 0"
+    assert settings.complaints(NAMES) == [f"MEGAPATCH_{variable}=perhaps is neither {neither}; it is taken for 1"]
 
 
 def test_the_page_has_each_variable_with_the_meaning_that_doctor_shows():

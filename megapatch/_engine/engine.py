@@ -19,7 +19,7 @@ from .._troubleshooting import see
 from ..patch import Patch, PatchInfo, Status
 from ..patches import _catalogue
 from . import watch
-from .edges import broken_modules_are_logged, clean_record
+from .edges import broken_modules_are_logged, clean_record, warn_of_a_setting
 from .entry_points import third_parties
 from .first_sign import FirstSign
 from .record import Off, Record, Unloaded
@@ -126,6 +126,7 @@ class Engine:
     def _stay_off(self, home: str) -> None:
         """Leave this process to the copy of megapatch in the folder `home`."""
         self._active = False
+        self.first_sign.hush()  # the copy that stays has a sign of its own
         for record in self.records:
             record.stay_away(Off.SECOND_COPY)
         log.warning(
@@ -280,7 +281,7 @@ class Engine:
             problem = complaint.partition(";")[0]  # the names that it suggests change as patches are loaded
             if problem not in self._warned_of:
                 self._warned_of.add(problem)
-                log.warning("%s" + see("settings"), complaint)
+                warn_of_a_setting(complaint)
 
     def _raise_if_strict(self, records: Iterable[Record]) -> None:
         if self.settings.strict:

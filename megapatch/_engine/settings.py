@@ -106,7 +106,8 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
 class Settings(NamedTuple):
     """The user's choices, as names and globs; a ``_value`` is a variable's text.
 
-    `unknown_variables` has a sentence for each variable that looks like one of ours and is not.
+    `unknown_variables` has a sentence for each variable that looks like one of ours and is not; `without_audit`
+    names the audit's variables that are set while MEGAPATCH_AUDIT is not.
     """
 
     disable: tuple[str, ...] = ()
@@ -115,6 +116,7 @@ class Settings(NamedTuple):
     no_entry_points_value: str = ""
     audit_value: str = ""
     quiet_value: str = ""
+    without_audit: tuple[str, ...] = ()
     unknown_variables: tuple[str, ...] = ()
 
     @classmethod
@@ -129,6 +131,7 @@ class Settings(NamedTuple):
             no_entry_points_value=switch(NO_ENTRY_POINTS),
             audit_value=switch(AUDIT),
             quiet_value=switch(QUIET),
+            without_audit=tuple(name for name in (EVERY, ACCEPT) if switch(name) and not switch(AUDIT)),
             unknown_variables=tuple(unknown_variables(environment)),
         )
 
@@ -187,11 +190,12 @@ class Settings(NamedTuple):
             more_to_come: whether other distributions have patches that are not loaded yet. A name that may be of
                 such a patch is not judged: it has a family, and not that of a known patch.
         """
-        found = [
-            f"{variable}={value} is neither 1 nor 0; it is taken for 1"
-            for variable, value in self._switches.items()
-            if value not in (*_OFF, *_ON, *((RAISE,) if variable == AUDIT else ()))
-        ]
+        found = []
+        for variable, value in self._switches.items():
+            more, expected = ((RAISE,), f"1, 0 nor {RAISE}") if variable == AUDIT else ((), "1 nor 0")
+            if value not in (*_OFF, *_ON, *more):
+                found.append(f"{variable}={value} is neither {expected}; it is taken for 1")
+        found += [f"{name} is set, and {AUDIT} is not; set {AUDIT}=1 to watch" for name in self.without_audit]
         known = list(known)
         families = {patch.partition(".")[0] for patch in known}
         for variable, pattern in [

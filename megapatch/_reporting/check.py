@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from ..errors import InconsistentError
 from ..patch import Status
 from . import files, terminal
 from .facts import Facts, differences, look
-from .report import Report, make_report
+from .report import PatchReport, Report, make_report
 
 _KIND = "rank"
 """The beginning of these files' names."""
@@ -67,9 +68,18 @@ def _line(report: Report) -> str:
     applied = sum(patch.status is Status.APPLIED for patch in patches)
     bad = [patch.patch.name for patch in report.patches if patch.status.needs_attention]
     lacking = f", NOT in place: {', '.join(bad)}" if bad else ""
-    early = "" if applied or bad else " as yet: call check() when Megatron has been imported"
+    early = "" if applied or bad else _why_none(patches)
     patches_applied = f"{terminal.counted(applied, 'patch', 'patches')} applied" if applied else "no patch applied"
     return f"megapatch {exact_version()}, digest {report.digest}: {patches_applied}{early}{lacking}"
+
+
+def _why_none(patches: Collection[PatchReport]) -> str:
+    """Return the end of the sentence that no patch is applied: why all are off, or that it was too early."""
+    sites = [site for patch in patches for site in patch.sites if site.status is not Status.NOT_INSTALLED]
+    if any(site.verdict is not None for site in sites):
+        return ""
+    off = {site.reason if site.status is Status.DISABLED else "" for site in sites}
+    return f": {min(off)}" if off and all(off) else " as yet: call check() when Megatron has been imported"
 
 
 # -------------------------------------------------------------------------------------- a file a rank

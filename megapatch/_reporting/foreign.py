@@ -67,7 +67,7 @@ def _on_top(target: ReplacedTarget, ours: Collection[int]) -> Iterator[str]:
     layers = list(layers_of(target.current))
     inside = next((number for number, layer in enumerate(layers) if layer is target.replacement), None)
     if inside is None and layers:
-        yield f"{_who(layers[0])} has replaced"
+        yield f"{_who(layers[0])} has {'wrapped' if target.is_in_effect else 'replaced'}"
     for layer in layers[:inside] if inside else ():
         if id(layer) not in ours:
             yield f"{_who(layer)} has wrapped"
