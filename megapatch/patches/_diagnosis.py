@@ -138,6 +138,11 @@ def cannot_run(what: str, error: Exception) -> Verdict:
     return Verdict(UNKNOWN, f"expected {what} to run on a stand-in; it raises {type(error).__name__}: {error}")
 
 
+def most_urgent(*found: Verdict) -> Verdict:
+    """Return the verdict that most needs attention, of parts of one site."""
+    return min(found, key=lambda verdict: (UNKNOWN, NEEDED, FIXED).index(verdict.kind))
+
+
 def missing_names(path: str, *names: str) -> list[str]:
     """Return the names that the function's own code mentions neither as variable or attribute nor in a text."""
     function = resolve(path)
