@@ -13,10 +13,10 @@ from rigs.command import run
 from rigs.needs import needs_megatron
 
 import megapatch
-from megapatch._exact_version import exact_version
 from megapatch._reporting import check as module
 from megapatch._reporting.check import compare_files
 from megapatch._reporting.report import make_report
+from megapatch._versions import exact_version
 
 DDP = "megatron.core.distributed.distributed_data_parallel"
 

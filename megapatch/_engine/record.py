@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from .._python import finding
-from .._troubleshooting import see
+from .._version import see
 from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
 from .edges import comes_from_outside

@@ -25,7 +25,7 @@ from numbers import Number
 from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .._troubleshooting import see
+from .._version import see
 from ..errors import MegapatchError, MisuseError
 
 if TYPE_CHECKING:

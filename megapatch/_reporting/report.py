@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from .. import _versions
 from .._engine.left_behind import left_behind
 from .._engine.record import Record
-from .._exact_version import exact_version
 from .._printable import clean, one_line
+from .._versions import exact_version
 from ..patch import PatchInfo, Status
 from . import foreign
 from .terminal import document, width, wrapped

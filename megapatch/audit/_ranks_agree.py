@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from .._mcore.side_table import SideTable
 from .._ranks import numbered
-from .._troubleshooting import see
+from .._version import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._exact_version import exact_version
 from .._ranks import place
 from .._reporting import files
 from .._reporting.report import make_report
 from .._reporting.terminal import document, width
+from .._versions import exact_version
 from ..patch import Status
 from ._audit import Audit, Part
 from ._findings import Finding, Ledger

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._engine.settings import ACCEPT, EVERY, names_in, unknown_name
-from .._troubleshooting import see
+from .._version import see
 from ..errors import MisuseError
 from ._rules import RULES
 

@@ -67,7 +67,7 @@ from ..._mcore.param_gathers import finish_gathers, overlapping_ddps, record_loa
 from ..._mcore.side_table import SideTable
 from ..._python.dotted import find
 from ..._python.places import user_line
-from ..._troubleshooting import see
+from ..._version import see
 from ...patch import FIXED, NEEDED, UNKNOWN, Patch, Site, Verdict
 from .._diagnosis import cannot_run, lacking, missing_attributes, missing_names, missing_parameters, missing_reads
 from ._stand_ins import MODULES, load_one, steps_around_a_load

@@ -37,7 +37,7 @@ from typing import Any
 from ..._mcore.devices import device_of
 from ..._mcore.known import is_a
 from ..._python.dotted import temporarily_set
-from ..._troubleshooting import see
+from ..._version import see
 from ...errors import MegapatchError
 from ...patch import Patch, Site
 from ._diagnoses_of_save_failures import (
