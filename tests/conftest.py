@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rigs.chosen import choose, keywords_of
 from rigs.needs import TESTS, missing, reason_to_skip, uses_torch
 from rigs.quick import is_quick
 from rigs.turns import has_its_turn, with_other_releases
@@ -121,7 +122,8 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_configure():
+def pytest_configure(config):
+    choose(config.getoption("keyword"))
     this_process().first_sign.hush()
     files = {f"{path.parent.name}.{path.stem.replace('_', '-')}" for path in PATCHES.glob("*/[!_]*.py")}
     if changed := files ^ {name for named in CATALOGUE.values() for name in named}:
@@ -168,6 +170,7 @@ def pytest_collect_directory(path, parent):
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items, config):
     for item in items:
+        item.extra_keyword_matches.update(keywords_of(item))
         if is_quick(item.nodeid):  # with those of TrainStep, which are chosen by their parameters
             item.add_marker("quick")
     if config.getoption("ci"):
