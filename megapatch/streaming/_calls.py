@@ -10,10 +10,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from .._pausing.blocking import device_setter
-from .._pausing.waiting import is_remote, result_of, wait_to_end
+from .._pausing.waiting import begin, failure_of, is_remote, raise_cancelled, result_of, wait_to_end
 from .._version import see
 from ._parts import Trainer
 
@@ -103,10 +103,8 @@ async def perform(
     Args:
         data: whether it returns data. The result of another call is waited for in full, as `finished` does.
     """
-    if is_remote(call):
-        result = call.remote(*args, **kwargs)  # type: ignore[attr-defined]
-    elif thread is None or inspect.iscoroutinefunction(call):
-        result = call(*args, **kwargs)
+    if thread is None or is_remote(call) or inspect.iscoroutinefunction(call):
+        result = begin(call, *args, **kwargs)
     else:
         function = functools.partial(_raising_no_stop_iteration, call, *args, **kwargs)
         result = asyncio.get_running_loop().run_in_executor(thread, function)
@@ -121,18 +119,6 @@ async def run_to_end(coroutine: Coroutine[Any, Any, _T]) -> _T:
     if cancelled is not None:
         raise_cancelled(cancelled, task)
     return task.result()
-
-
-def raise_cancelled(cancelled: BaseException, task: asyncio.Task[Any]) -> NoReturn:
-    """Raise the cancellation, caused by the task's failure if there is one: `from None` would hide the context."""
-    if (failure := failure_of(task)) is not None:
-        raise cancelled from failure
-    raise cancelled
-
-
-def failure_of(task: asyncio.Task[Any]) -> BaseException | None:
-    """Return why a finished task failed, or None if it did not fail."""
-    return None if task.cancelled() else task.exception()
 
 
 class SequentialCalls:

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from .._pausing.waiting import failure_of
 from .._version import see
-from ._calls import MicrobatchQueue, Watchdog, failure_of, perform, run_to_end
+from ._calls import MicrobatchQueue, Watchdog, perform, run_to_end
 from ._config import StreamingConfig
 from ._groups import Group, Groups
 from ._parts import Buffer
