@@ -42,8 +42,8 @@ class Record:
         name: the patch, or a glob for several.
         where: the module, in messages.
         modules: the modules whose import is watched.
-        looked_for: whether megapatch has looked for the modules since this was made, or allowed again. A loaded
-            one that was not considered then was missed; before that it is about to be considered.
+        looked_for: whether sys.modules was searched since this was made or allowed again. Until then a loaded
+            module is pending, afterwards missed.
         paths: of the targets in their module, as the site has them; none while the patches are not loaded.
         installed: the targets in place.
         installation: how many sites were installed in this process when this one was; a later one may stand on top
