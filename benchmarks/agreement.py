@@ -15,7 +15,7 @@ import tracemalloc
 from datetime import timedelta
 from unittest import mock
 
-from megapatch._meetings import name_of
+from megapatch._ranks import name_of
 from megapatch._reporting import agreement
 from megapatch._reporting.facts import facts
 from megapatch.errors import InconsistentError

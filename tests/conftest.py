@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from rigs.chosen import choose, keywords_of
 from rigs.where import TESTS, missing, reason_to_skip, runs_in_ci, uses_torch, with_other_releases
 
 from megapatch._engine.engine import this_process
@@ -119,7 +120,8 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-def pytest_configure():
+def pytest_configure(config):
+    choose(config.getoption("keyword"))
     this_process().first_sign.hush()
     files = {f"{path.parent.name}.{path.stem.replace('_', '-')}" for path in PATCHES.glob("*/[!_]*.py")}
     if changed := files ^ {name for named in CATALOGUE.values() for name in named}:
@@ -165,6 +167,8 @@ def pytest_collect_directory(path, parent):
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items, config):
+    for item in items:
+        item.extra_keyword_matches.update(keywords_of(item))
     if config.getoption("ci"):
         left_out = with_other_releases(items)
         left_out |= {item for item in items if item.get_closest_marker("nightly")}

@@ -25,7 +25,7 @@ TESTS = (
     "test_verdicts.py",
     "verify/test_command.py",
 )
-NAMES = "divide or arrows or catalog or generated or quick or file_is_whole or every_patch or another_body"
+NAMES = "megatron.divide-by-zero or arrows or catalog or generated or quick or file_is_whole or every_patch"
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from rigs.where import needs_megatron
 
 import megapatch
 from megapatch._engine.record import Off
-from megapatch._exact_version import exact_version
 from megapatch._reporting import check as module
 from megapatch._reporting.check import compare_files
 from megapatch._reporting.report import make_report
+from megapatch._versions import exact_version
 from megapatch.patch import ABSENT, Verdict
 
 DDP = "megatron.core.distributed.distributed_data_parallel"

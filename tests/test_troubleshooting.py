@@ -15,7 +15,7 @@ import pytest
 import megapatch
 from megapatch._engine.record import Record
 from megapatch._engine.settings import Settings, unknown_variables
-from megapatch._troubleshooting import see
+from megapatch._version import see
 from megapatch.audit._settings import bad_values
 from megapatch.patch import Status
 

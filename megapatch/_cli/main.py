@@ -16,9 +16,9 @@ from typing import Any
 
 from .._engine.engine import this_process
 from .._engine.settings import SAME_NUMBERS
-from .._exact_version import exact_version
 from .._printable import first_line_at_the_margin
 from .._reporting import terminal
+from .._versions import exact_version
 from ..errors import MegapatchError
 from ..patch import Patch, PatchInfo
 from .doctor import EXIT_CODES, compare, doctor

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from types import FrameType, TracebackType
 
-from .._troubleshooting import see
+from .._version import see
 
 log = logging.getLogger("megapatch")
 

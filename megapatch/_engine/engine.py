@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .._troubleshooting import see
+from .._version import see
 from ..patch import Patch, PatchInfo, Status
 from ..patches import _catalogue
 from . import watch

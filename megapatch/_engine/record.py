@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from .._python import finding
-from .._troubleshooting import see
+from .._version import see
 from ..patch import Patch, PatchInfo, Status, Verdict
 from . import watch
 from .edges import comes_from_outside
@@ -42,8 +42,8 @@ class Record:
         name: the patch, or a glob for several.
         where: the module, in messages.
         modules: the modules whose import is watched.
-        looked_for: whether megapatch has looked for the modules since this was made, or allowed again. A loaded
-            one that was not considered then was missed; before that it is about to be considered.
+        looked_for: whether sys.modules was searched since this was made or allowed again. Until then a loaded
+            module is pending, afterwards missed.
         paths: of the targets in their module, as the site has them; none while the patches are not loaded.
         installed: the targets in place.
         installation: how many sites were installed in this process when this one was; a later one may stand on top

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
 from .._engine.settings import REPORT
-from .._exact_version import exact_version
 from .._ranks import numbered, place
+from .._versions import exact_version
 from ..errors import InconsistentError
 from ..patch import Status
 from . import files, terminal

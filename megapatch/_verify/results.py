@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .._engine.settings import AUDIT, DISABLE, EVERY, ONLY, STRICT
-from .._exact_version import exact_version
 from .._printable import clean, first_line_at_the_margin
 from .._reporting.terminal import COULD_NOT_LOOK, NOT_WELL, WELL, counted, document, table, wrapped
+from .._versions import exact_version
 from ..errors import RanksFailed, RanksTimedOut
 from ..patch import Status
 from ..patches._catalogue import CATALOGUE

@@ -30,7 +30,7 @@ class BucketState:
         arrived: for each parameter, whether one of them is its own. It stays the same list: hooks keep it.
         had: for each parameter, whether it has had a gradient in any step.
         all_had: whether all of them have.
-        before: how many gradients had arrived until then, since an audit began to watch.
+        before: gradients that had arrived in earlier steps of this audit.
         reduces: how often the bucket was reduced since it was zeroed.
         stepped: whether an optimizer step has used its gradients.
         dropped: whether they were zeroed unused since the last step.

@@ -17,7 +17,7 @@ from .._engine.record import Record
 from .._engine.settings import ACCEPT, REPORT
 from .._python.places import Line, in_words, user_lines
 from .._ranks import place
-from .._troubleshooting import see
+from .._version import see
 from ..errors import AuditError
 from ..patch import Status
 from ._rules import RULES

@@ -7,9 +7,9 @@ Watches   the hooks that DistributedDataParallel gives to its parameters, _Param
 Limits    chunks that were wrapped before any audit began are not judged, nor Megatron-FSDP and torch's FSDP2,
           which have no buckets. Gradients that are zeroed by hand, without reset(), are looked at where a
           gradient would be added to old ones. A replayed CUDA graph runs no hook. Gradients that are dropped
-          while an exception is handled, by an abort, or for a rerun, are dropped on purpose; others perhaps. Those
-          that a step changes nothing of are judged once, and so are those that are written by hand. Experts have
-          no gradient where they had no tokens; a gradient of zero has arrived.
+          while an exception is handled, by an abort, or for a rerun, are dropped on purpose; others perhaps.
+          Gradients that are written by hand after they were zeroed or used are taken for new ones. Experts have no
+          gradient where they had no tokens; a gradient of zero has arrived.
 Cost      a fraction of a microsecond a parameter and microbatch; no collective, no sync.
 """
 

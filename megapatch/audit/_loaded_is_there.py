@@ -3,11 +3,10 @@
 Watches   load_state_dict() of Megatron's optimizers and load_parameter_state() of the distributed one, in all
           releases; and then their next step, as it begins. Loads of weights, by torch's
           Module.load_state_dict() or dist_checkpointing.load(), and reload_model_params() are events for the
-          other parts. And step() of OptimizerParamScheduler, which must not advance after a step that Megatron has
-          skipped, as it does after an fp16 overflow, unless another was made since it last advanced; and advances
-          once a step in most trainers. A load that moves it does not count; the next step shows whether it has the
-          steps that were loaded.
-Limits    of moments it is known whether any were loaded, and are there; not which. Those that were there after the
+          other parts. And step() of OptimizerParamScheduler: a scheduler must not advance if every step since it
+          last advanced was skipped (fp16 overflow). Most trainers advance it once a step. A load that moves it
+          does not count; the next step shows whether it has the steps that were loaded.
+Limits    it knows that moments were loaded, not that they are the right ones. Moments that were there after the
           load, and are all zero now, were perhaps zeroed on purpose: a note (kept-between-steps). An optimizer
           without step counts, as SGD, is not judged, nor are Megatron-FSDP's. A schedule that is not an
           OptimizerParamScheduler is not seen, nor one that never advances.

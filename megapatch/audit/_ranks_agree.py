@@ -8,11 +8,10 @@ Watches   the optimizer step, as it begins, every MEGAPATCH_AUDIT_EVERY steps (5
 Limits    only where every rank is audited and comes to this step, which ranks settle through torch.distributed's
           store in each step that compares. A difference is found within as many steps as lie between two hashes,
           and named one step later. Of Transformer Engine's fp8 weights the bytes are compared, not the scales of
-          blocks; GTP's, by the ranks that have the same part. Words that only change places may be found a
-          comparison later: bytes are added up in columns, of two widths in turn. Nothing is compared while a CUDA
-          graph is captured, nor as the process ends: a rank that ends early would be waited for. Where a rank
-          has freed a model whose optimizer still steps, and others have not, they wait for it once, and compare
-          no more.
+          blocks; GTP's, by the ranks that have the same part. Values that swapped places may pass one comparison;
+          the next sums bytes in columns of another width. Nothing is compared while a CUDA graph is captured, nor
+          as the process ends: a rank that ends early would be waited for. If some ranks freed a model whose
+          optimizer still steps and others did not, the others wait once, then stop comparing.
 Cost      reads the parameters once in that step, after one meeting of all ranks in the store, whose server does
           two operations a rank; copies at most 128 KiB at a time, and makes no sync between hashes. With `raise`
           the meeting, two all-reduces of 8 bytes and a sync are in every step.
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple
 
 from .._mcore.side_table import SideTable
 from .._ranks import numbered
-from .._troubleshooting import see
+from .._version import see
 from ..errors import AuditError
 from ..patch import Site
 from ._audit import Audit, Part, Step

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._engine.engine import this_process
-from .._exact_version import exact_version
+from .._printable import clean_data
 from .._ranks import place
 from .._reporting import files
 from .._reporting.report import make_report
 from .._reporting.terminal import document, width
+from .._versions import exact_version
 from ..patch import Status
 from ._audit import Audit, Part
 from ._findings import Finding, Ledger
@@ -83,7 +84,8 @@ class AuditReport(NamedTuple):
             "findings": [_described(finding) for finding in self.findings],
             "notes": [_described(note) for note in self.notes],
         }
-        return document(**{**self._asdict(), **files.process(), **changed})
+        data: dict[str, Any] = clean_data(document(**{**self._asdict(), **files.process(), **changed}))
+        return data
 
     def __str__(self) -> str:
         from ._summary import summarize  # a process that leaves its report prints none

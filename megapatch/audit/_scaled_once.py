@@ -1,9 +1,8 @@
 """scaled-once and unscaled-once: the loss is multiplied by the loss scale, and gradients are divided by it, once.
 
-Watches   get_loss_scale() of the mixed-precision optimizer, which shows whether anybody asked for the scale
-          between zeroing and the step, as scale_loss() does; its division, which shows how often gradients were
-          divided; both in all releases. And the hooks of the config, as a forward-backward call begins, which
-          show the scale of auxiliary losses.
+Watches   the mixed-precision optimizer, in all releases. Counts, between zeroing and step, calls of
+          get_loss_scale(), as scale_loss() makes one, and divisions of gradients. And the hooks of the config, as
+          a forward-backward call begins, which show the scale of auxiliary losses.
           Where nobody asked, what a step's first loss was multiplied by, and what the hook makes of 1: a trainer
           may read `optimizer.grad_scaler.scale`, a property.
 Limits    a scale that was asked for is taken for applied, though a trainer may only have logged it. Of one that

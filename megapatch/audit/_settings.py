@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .._engine.edges import warn_of_a_setting
 from .._engine.settings import ACCEPT, EVERY, names_in, unknown_name
-from .._troubleshooting import see
+from .._version import see
 from ..errors import MisuseError
 from ._rules import RULES
 

@@ -1,12 +1,12 @@
-"""main-params-agree, kept-between-steps: a step begins from the model's parameters, and from what was left.
+"""main-params-agree, kept-between-steps: as a step begins, main parameters are the model's; nothing has changed.
 
 Watches   the optimizers with main parameters in fp32, as they take the gradients of a step, thus after all that
           patches put right as a step begins: every MEGAPATCH_AUDIT_EVERY steps (50), and in the step after a load,
           a save, an exception, a forward-only call, and the making of a model. This rank's part of each parameter
-          is compared with its main parameter, rounded. In the other steps some elements of up to 16 parameters
-          are; that is read in the next step that is looked at closely, or as findings are asked for. In all
-          releases. And of each optimizer some elements of its moments, and of the weights of which there is one
-          copy (in fp32), as a step has ended, and as the next one begins. Loads show themselves to LoadedIsThere.
+          is compared with its main parameter, rounded. In other steps it copies a few elements of up to 16
+          parameters, and compares them at the next close look, or as findings are asked for. In all releases. And
+          of each optimizer some elements of its moments, and of the weights of which there is one copy (in fp32),
+          as a step has ended, and as the next one begins. Loads show themselves to LoadedIsThere.
 Limits    FP8 parameters, main parameters on another device, and those that a precision-aware optimizer does not
           keep in fp32 are not compared. Between steps up to 16 parameters of each optimizer are looked at, 8
           elements of each; FSDP's are not.

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from .._python.loaded_modules import loaded_modules
-from .._troubleshooting import see
+from .._version import see
 
 log = logging.getLogger("megapatch")
 

@@ -10,12 +10,13 @@ Upstream  unfixed in 0.16 to 0.19 and on main: NovaSky-AI/SkyRL#2146, Primus#107
           there a second pass fails with "Cannot set grad twice".
 Seam      the schedules, and the bucket groups' finish_grad_sync() and reset(). A step is held back by the switch
           that Megatron has for its first one (is_first_batch): hooks start nothing, finish_grad_sync() starts the
-          reduce. A call is held if config.finalize_model_grads_func is None, or has not been seen to finish a
-          call's gradients within it (one that once did not is never trusted again); if gradients of an earlier
-          call of the step wait to be reduced; and if each microbatch counts and their number differs from that of
-          the step learned from. A bucket group with frozen parameters reduces when it is finished, and learns
-          nothing. All else overlaps as before, also the last call of a step whose others were in no_sync().
-          Correcting the learned counts is not an option: how many passes a step has is known only at its end.
+          reduce. A call's reduces wait for finish_grad_sync() if one of these is so: (a) nobody finishes gradients
+          within it: config.finalize_model_grads_func is None, or was not seen to (one that once did not is never
+          trusted again); (b) gradients of an earlier call of the step wait to be reduced; (c) each microbatch
+          counts, and their number differs from that of the step learned from. A bucket group with frozen
+          parameters reduces when it is finished, and learns nothing. All else overlaps as before, also the last
+          call of a step whose others were in no_sync(). Correcting the learned counts is not an option: how many
+          passes a step has is known only at its end.
 Limits    if you finished gradients in every call and start deferring them mid-run, the reduce has begun before
           anyone can know: the second call of that step raises MegapatchError.
           Finishing more than once a step, and backward passes outside Megatron's schedules, are left to Megatron.

@@ -186,12 +186,14 @@ OF_MAIN = {forward_pre_hook_after_split.PATCH, abort_resets_rerun.PATCH}
 """The others are held to it on a release's shape, where there is no checkout with all it has."""
 
 
+@pytest.mark.every_patch("nemo_rl")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_renamed_name_is_not_taken_for_a_repair(shape):
     env = {**UNPATCHED, "NEMO_RL_SHAPE": shape}
     assert_renames_are_seen("nemo_rl", at_least=30, setup=find_workers, env=env)
 
 
+@pytest.mark.every_patch("nemo_rl")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_contract_is_kept(shape, monkeypatch):
     monkeypatch.setenv("NEMO_RL_SHAPE", shape)
