@@ -13,7 +13,14 @@ ROOT = Path(__file__).parent.parent
 GENERATED = {"api.md", "limits.md", "patches.md"}
 TABLE = re.compile(r"<!-- Generated from .*?<!-- the end of what is generated -->", re.DOTALL)
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
-MAINTAINERS = {"CONTRIBUTING.md", "architecture.md", "process-state.md", "testing.md", "writing-a-patch.md"}
+MAINTAINERS = {
+    "CONTRIBUTING.md",
+    "architecture.md",
+    "audit-tests.md",
+    "process-state.md",
+    "testing.md",
+    "writing-a-patch.md",
+}
 PAGES += [page for page in sorted(ROOT.glob("docs/*.md")) if page.name not in GENERATED]
 
 
