@@ -6,6 +6,7 @@ Read from the source, so that imports in functions and under TYPE_CHECKING count
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def test_every_room_has_its_level():
 
 def test_the_ground_floor_is_few_ideas():
     assert len([path for path in ROOT.iterdir() if path.name != "__pycache__"]) <= 24
+
+
+def test_the_page_names_every_room():
+    """And none that is gone."""
+    page = (ROOT.parent / "docs/architecture.md").read_text().partition("## The rooms")[2].partition("\n## ")[0]
+    cells = "".join(re.findall(r"^\| (`megapatch/.*?) \|", page, re.MULTILINE))
+    named = set(re.findall(r"`megapatch/(\w+)(?:/|\.py)`", cells))
+    assert named == set().union(*LEVELS) - {"__init__", "__main__"}
 
 
 def test_every_arrow_points_down():

@@ -17,7 +17,7 @@ from megapatch.testing import TinyGPT, init_parallel, tiny_gpt
 
 STEPS = 3
 PLAIN = {"sgd": {}, "adam": ADAM}
-PAGE = (Path(__file__).parents[2] / "docs" / "audit.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "audit-tests.md").read_text()
 
 
 def trained(program):

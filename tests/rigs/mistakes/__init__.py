@@ -1,7 +1,7 @@
 """Mistakes of trainers, on a tiny model and the real Megatron without patches, and what the audit finds of each.
 
 Each is a function `mistake(model, step)` that makes one step of a trainer that has it, below a row for each
-variant. The tests hold the table to what is found; `docs/audit.md` shows it.
+variant. The tests hold the table to what is found; `docs/audit-tests.md` shows it.
 """
 
 from __future__ import annotations

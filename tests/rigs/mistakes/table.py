@@ -1,4 +1,4 @@
-"""All mistakes of trainers, by name; `python -m rigs.mistakes.table` prints what docs/audit.md has of them."""
+"""All mistakes of trainers, by name; `python -m rigs.mistakes.table` prints the table of docs/audit-tests.md."""
 
 from __future__ import annotations
 
