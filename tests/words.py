@@ -17,6 +17,7 @@ MAINTAINERS = {
     "CONTRIBUTING.md",
     "architecture.md",
     "audit-tests.md",
+    "benchmark-programs.md",
     "process-state.md",
     "testing.md",
     "writing-a-patch.md",

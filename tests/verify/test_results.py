@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megapatch._verify.check import Check
 from megapatch._verify.in_ranks import PatchStatus, ScenarioResult
 from megapatch._verify.results import Results
 from megapatch.errors import RanksFailed, RanksTimedOut
+from megapatch.patches._catalogue import CATALOGUE
 
 APPLIED = PatchStatus("applied", "the defect is there")
 FIXED = PatchStatus("not-needed", "upstream has repaired it")
@@ -153,6 +155,26 @@ def test_the_page_shows_what_is_printed():
     printed = shown(*rows, step=0.0117, cost=(0.0, 8946e-6)).text(100)
     page = (Path(__file__).parents[2] / "docs/first-ten-minutes.md").read_text()
     assert f"```text\n{printed.partition(chr(10) * 2)[2]}\n```" in page
+
+
+def test_verifys_own_page_shows_what_is_printed():
+    """But for the widths of columns: the page leaves lines out."""
+    page = (Path(__file__).parents[2] / "docs/verify.md").read_text()
+    block = page.partition("## A run")[2].partition("```text\n")[2].partition("```")[0]
+    cells = [re.split(" {2,}", line) for line in block.splitlines() if line.count("  ") >= 4]
+    texts = dict(re.findall(r"^(\S+): (?:not needed|cannot run): (.*)$", block, re.MULTILINE))
+    seen, well, numbers = {"yes": True}, {"well": True}, {"equal": 0.0}
+    rows = [
+        results.Row(name, outcome, seen.get(met), well.get(how), numbers.get(differ), text=texts.get(name, ""))
+        for name, outcome, met, how, differ in cells[1:]
+    ]
+    away = [family for family in CATALOGUE if family != "megatron"]
+    rows += [results.Row(name, results.NOT_HERE) for family in away for name in CATALOGUE[family]]
+    printed = shown(*rows, step=0.0308, cost=(0.0, 9861e-6)).text(100)
+    printed = printed.partition("\n\n")[2].partition("all well")[0]
+    assert [line.split() for line in printed.splitlines()] == [
+        line.split() for line in block.partition("\n\n")[2].partition("all well")[0].splitlines() if line != "..."
+    ]
 
 
 def test_what_is_wrong_is_in_the_table_in_the_last_line_and_in_the_exit_code():
