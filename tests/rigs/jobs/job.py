@@ -107,6 +107,20 @@ def run(folder, script, flags, *, with_megapatch, ranks=2, env=()):
     )
 
 
+def run_alone(folder, script, *arguments, env):
+    """Run a script without torchrun, and return what it prints."""
+    command = [sys.executable, str(script), *arguments]
+    with (folder / "printed").open("w") as printed, (folder / "log").open("w") as log:
+        output = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": log}
+        try:
+            subprocess.run(
+                command, cwd=folder, env=_environment(folder, env), check=True, timeout=3 * TIMEOUT, **output
+            )
+        finally:
+            _end_what_is_left(folder)
+    return (folder / "printed").read_text()
+
+
 def assert_alike(plain, patched):
     """Compare how two jobs have ended, and all elements of their checkpoints."""
     ends = [
