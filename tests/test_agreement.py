@@ -303,11 +303,11 @@ def waiting(rank, world_size):
     import torch.distributed as dist
 
     import megapatch
-    from megapatch import _ranks
+    from megapatch._reporting import meetings
 
     group, said = dist.new_group([0, 1, 2], timeout=timedelta(seconds=2)), []
     logging.getLogger("megapatch").addFilter(lambda record: said.append(record.getMessage()))
-    _ranks.LATE = agreement.LATE = timedelta(seconds=1)
+    meetings.LATE = agreement.LATE = timedelta(seconds=1)
     if rank < 2:
         with pytest.raises(megapatch.InconsistentError, match=r"rank 2 did not come within 1\.6 seconds"):
             megapatch.assert_consistent(group)

@@ -20,7 +20,8 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from .._ranks import default_store, meet, name_of, numbered
+from .._ranks import default_store, numbered
+from .._reporting.meetings import meet, name_of
 from .._version import see
 
 log = logging.getLogger("megapatch")
