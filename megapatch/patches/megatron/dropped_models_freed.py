@@ -83,4 +83,5 @@ PATCH = Patch(
     doc=__doc__,
     upstream="https://github.com/NVIDIA/Megatron-LM/issues/2774",
     sites=(Site(MODULE, diagnose, replace={f"{DDP}.{MAKE}": refer_weakly}),),
+    leaves=((f"{DDP}.{MAKE}", "the hooks that it makes hold their DistributedDataParallel weakly"),),
 )
