@@ -239,12 +239,15 @@ class Patch(PatchInfo):
         upstream: the issue or pull request that describes the defect, as a URL; None if it was not reported.
         sites: where it applies; each stands or falls by itself.
         changes_numbers: whether a run that did not crash before gives other numbers with the patch.
+        leaves: attributes that differ on purpose after a normal call, as ``"Class.attribute"`` or
+            ``"module.attribute"``, each with the reason. Everything else is as upstream leaves it.
 
     Raises:
         MisuseError: for a name of another form, and without sites.
     """
 
     sites: tuple[Site, ...]
+    leaves: tuple[tuple[str, str], ...]
 
     def __init__(
         self,
@@ -253,6 +256,7 @@ class Patch(PatchInfo):
         upstream: str | None,
         sites: tuple[Site, ...],
         changes_numbers: bool = False,
+        leaves: tuple[tuple[str, str], ...] = (),
     ) -> None:
         if not re.fullmatch(r"[a-z0-9_]+(\.[a-z0-9-]+)+", name):
             raise MisuseError(f"patch name {name!r} is not of the form family.what-it-makes-right")
@@ -261,7 +265,7 @@ class Patch(PatchInfo):
         doc = doc or "(Python was started with -OO, which removes docstrings.)"
         modules = tuple(dict.fromkeys(site.module for site in sites))
         super().__init__(name, doc, upstream, modules, changes_numbers)
-        self._set(sites=tuple(sites))
+        self._set(sites=tuple(sites), leaves=tuple(leaves))
 
     def __repr__(self) -> str:
         return f"<Patch {self.name} at {', '.join(site.module for site in self.sites)}>"

@@ -13,4 +13,9 @@ by_hand  programs of what is done by hand, and with classes of one's own
 trainer  what programs build, and what is recorded of it
 runs     the job of the ranks
 compare  where two records differ
+
+Other programs, of calls one by one, compare more: after each call all that can be reached.
+
+calls    the programs
+states   the job of the ranks, and where two of its records differ
 """

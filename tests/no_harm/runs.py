@@ -36,17 +36,20 @@ LONGEST = 40
 MODULES = (steps, loads, saves, by_hand)
 
 
-def run(pairs, mode, folder, **env):
+def run(pairs, mode, folder, *args, of=None, **env):
     """Return each rank's record by pair, or, of a pair that failed, the text of its failure.
 
     folder   for checkpoints; it is new
+    of       another job than this module's, with its further arguments
 
     A program that hangs, or leaves the ranks apart, ends its processes. The others run in new ones.
     """
     found, left = {}, list(pairs)
     while left:
         saves = f"{folder}/{len(left)}"
-        ranks = run_cells(job, 2, left, saves, timeout=600 + 10 * len(left), env={**ENVIRONMENTS[mode], **env})
+        ranks = run_cells(
+            of or job, 2, left, saves, *args, timeout=600 + 10 * len(left), env={**ENVIRONMENTS[mode], **env}
+        )
         for pair in left:
             if pair in ranks[0].failures:
                 found[pair] = ranks[0].failures[pair]

@@ -45,6 +45,9 @@ def page() -> str:
                 for section in limits(patch):
                     items = (f"- {sentence(text)}" for each in section.paragraphs for text in _in_parts(each))
                     parts += [markdown(section.title), "\n".join(items)]
+                if patch.leaves:
+                    lines = [f"- `{attribute}`: {markdown(reason)}." for attribute, reason in patch.leaves]
+                    parts += ["After a normal call these differ:", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
