@@ -18,12 +18,12 @@ import sys
 import types
 
 import torch
-from megapatch._layers import MARK, layers_of
 from process_state.table import FILE, read
 from rigs.walker import changed, copies, of_modules, of_process, walk
 from way_back import streams
 from way_back.pictures import take_logged
 
+from megapatch._python.layers import MARK, layers_of
 from megapatch.testing import init_parallel
 
 from . import runs

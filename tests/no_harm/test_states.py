@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from rigs.megatron.save import minor
-from rigs.turns import chosen
+from rigs.where import chosen
 
 from megapatch.patches import PATCHES
 
