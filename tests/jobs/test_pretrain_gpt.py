@@ -78,9 +78,12 @@ def test_a_run_that_is_killed_and_resumes(tmp_path, setting):
     killed = run(tmp_path, setting, JOB_AT="kill 4")
     assert [job.code for job in killed] == [ENDED_IN_ORDER.get(setting, 1)] * 2
     plain, patched = run(tmp_path, setting, "--load ck")
-    assert plain.code == 0
-    assert steps(plain)[-1] == 5
-    assert len(steps(plain)) < 5
+    if setting == "rerun":  # on the same machine Megatron asks to be started again, on another one
+        assert (plain.code, steps(plain)) == (1, [])
+    else:
+        assert plain.code == 0
+        assert steps(plain)[-1] == 5
+        assert len(steps(plain)) < 5
     assert_alike(plain, patched)
 
 
