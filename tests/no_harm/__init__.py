@@ -10,6 +10,7 @@ steps    programs of steps, optimizers and schedules
 loads    programs of loads and swaps
 saves    programs of saves
 by_hand  programs of what is done by hand, and with classes of one's own
+own_classes  programs with subclasses, wrappers, mocks, hooks, copies and processes of one's own
 trainer  what programs build, and what is recorded of it
 runs     the job of the ranks
 compare  where two records differ

@@ -22,7 +22,7 @@ from way_back.pictures import take_logged
 from megapatch._mcore.process_groups import process_groups
 from megapatch.testing import init_parallel
 
-from . import by_hand, loads, saves, steps
+from . import by_hand, loads, own_classes, saves, steps
 from .layouts import LAYOUTS
 from .table import PROGRAMS
 from .trainer import Run
@@ -33,7 +33,7 @@ ALONE = timedelta(seconds=15)
 """How long a rank waits for the other one in a collective."""
 LONGEST = 40
 """Seconds that a program may take."""
-MODULES = (steps, loads, saves, by_hand)
+MODULES = (steps, loads, saves, by_hand, own_classes)
 
 
 def run(pairs, mode, folder, *args, of=None, **env):
