@@ -35,6 +35,7 @@ class BucketState:
         stepped: whether an optimizer step has used its gradients.
         dropped: whether they were zeroed unused since the last step.
         excused: whether a call was interrupted, so that they may be dropped.
+        late: a gradient that came after a reduce or a step, as `Ledger.report` takes it: it may yet be zeroed.
     """
 
     def __init__(self, bucket: Any) -> None:
@@ -48,6 +49,7 @@ class BucketState:
         """Forget everything, and be watched by another audit, or by none."""
         self.watcher = watcher
         self.arrivals = self.reduces = self.before = 0
+        self.late: tuple[Any, ...] | None = None
         self.stepped = self.excused = self.dropped = self.all_had = False
         self.had = [False] * len(self.parameters)
         self.arrived[:] = self.had
@@ -67,7 +69,7 @@ class BucketState:
     def reset(self) -> None:
         """Note that the gradients were zeroed."""
         self.take()
-        self.reduces, self.stepped = 0, False
+        self.reduces, self.stepped, self.late = 0, False, None
 
 
 def state_of(bucket: Any) -> BucketState:

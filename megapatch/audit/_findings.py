@@ -25,6 +25,7 @@ from ._timeline import Timeline
 
 log = logging.getLogger("megapatch")
 
+GONE = "a parameter that the model no longer has"
 _NOT_IN_PLACE = {Status.DISABLED, *(status for status in Status if status.needs_attention)} - {Status.REFUSED}
 """Statuses of patches that may be needed; one that was refused is for code that it does not know."""
 
@@ -295,6 +296,6 @@ def steps(count: int) -> str:
 def describe(parameters: list[Any], named: Any) -> str:
     """Name some parameters for a sentence: the first in the order of `named`, and how many more."""
     described = {id(parameter) for parameter in parameters}  # of a bucket in any order, another on each rank
-    first = next((name for name, parameter in named if id(parameter) in described), "a parameter")
+    first = next((name for name, parameter in named if id(parameter) in described), GONE)
     more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
     return f"{first}{more}"

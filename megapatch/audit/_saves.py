@@ -95,7 +95,7 @@ class Saves(Part):
             trained = _trained_of(chunk)
             missing = [parameter for parameter in trained if parameter.data_ptr() not in saved]
             if len(missing) < len(trained):
-                self.ledger.judged["saved-what-is"] += 1
+                self.ledger.judged["saved-what-is saves"] += 1
                 absent = [parameter for parameter in missing if _own_name(names[id(parameter)]) not in copies]
                 self._note_missing(chunk, absent)
 
@@ -214,7 +214,9 @@ class Saves(Part):
         now = structure(tree)
         before, then = self._saved.get(strategy, (None, None))
         reused = planned or (kept is not None and kept is then)
-        if keeps and reused and before is not None and before != now:
+        is_judged = keeps and reused and before is not None
+        self.ledger.judged["saved-what-is plans"] += is_judged
+        if is_judged and before != now:
             what = f"a plan is kept for what was saved before: {_difference(before, now)}"
             self.ledger.report("saved-what-is", "structure", what)
         return now

@@ -66,7 +66,7 @@ class StepBegins(Part):
             if left is not None and left.loads == self.audit.loads:
                 for what, now in _samples(optimizer).items():
                     for differ in differences(left.samples[what], now):
-                        self.ledger.judged["kept-between-steps"] += 1
+                        self.ledger.judged[f"kept-between-steps {what.split()[0]}"] += 1
                         self._unread.add(what, differ, self.ledger.step + 1)
 
     @observes
@@ -163,18 +163,18 @@ def _weights(optimizer: Any) -> list[Any]:
     for name in ("shard_fp32_groups", "fp32_from_fp32_groups"):
         if hasattr(optimizer, name):
             return evenly_of(getattr(optimizer, name))
-    return _stepped(optimizer)
+    return stepped_by(optimizer)
 
 
 def _moments(optimizer: Any) -> Iterator[Any]:
-    stepped = _stepped(optimizer)
+    stepped = stepped_by(optimizer)
     state = getattr(optimizer.optimizer, "state", {}) if stepped else {}
     for parameter in stepped:
         of_parameter = state.get(parameter, {})
         yield from (of_parameter[name] for name in sorted(of_parameter) if name != "step")
 
 
-def _stepped(optimizer: Any) -> list[Any]:
+def stepped_by(optimizer: Any) -> list[Any]:
     """Return some of what torch's optimizer steps; nothing for a stub."""
     groups = getattr(getattr(optimizer, "optimizer", None), "param_groups", ())
     return evenly_of([group["params"] for group in groups])

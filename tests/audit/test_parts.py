@@ -179,4 +179,4 @@ def test_parameters_are_named_in_the_models_order():
     parameters = [parameter for _, parameter in named]
     assert _findings.describe(parameters[:0:-1], named) == "b and 1 more"
     assert _findings.describe(parameters[2:], named) == "c"
-    assert _findings.describe(parameters, []) == "a parameter and 2 more"
+    assert _findings.describe(parameters, []) == "a parameter that the model no longer has and 2 more"

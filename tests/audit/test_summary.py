@@ -171,6 +171,12 @@ def test_two_models_of_a_job_are_kept_apart_and_a_rank_that_left_nothing_borrows
     assert [attempt.ranks for attempt in summarize(worlds[:-1]).attempts] == [[0, 1], [0]]
 
 
+def test_a_kept_rule_counts_each_half():
+    counts = {"losses": 32, "divisors": 0}
+    rule = {"name": "tokens-counted", "status": "kept", "reason": "", "judged": 32, "counts": counts}
+    assert "kept: tokens-counted (32 losses, no divisors)" in text(summarize([report(0, 1, rules=[rule])]))
+
+
 def test_a_kept_rule_has_the_count_of_the_rank_that_has_judged_fewest():
     rules = [
         {"name": "resumed", "status": "kept", "reason": "", "judged": n, "judges": "pauses"} for n in (7, 1200)

@@ -54,6 +54,14 @@ def unfinished(model):
     model.config.finalize_model_grads_func = finalize
 
 
+def other_optimizer(model, chunks=None, **options):
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    return get_megatron_optimizer(
+        OptimizerConfig(**{"optimizer": "sgd", "lr": 0.1, **options}), chunks or model.chunks
+    )
+
+
 class Table:
     """The mistakes of one kind, by name."""
 
