@@ -26,7 +26,7 @@ from ._timeline import Timeline
 log = logging.getLogger("megapatch")
 
 GONE = "a parameter that the model no longer has"
-_NOT_IN_PLACE = {Status.DISABLED, *(status for status in Status if status.needs_attention)} - {Status.REFUSED}
+_NOT_IN_PLACE = frozenset({Status.DISABLED, *(each for each in Status if each.needs_attention)} - {Status.REFUSED})
 """Statuses of patches that may be needed; one that was refused is for code that it does not know."""
 
 

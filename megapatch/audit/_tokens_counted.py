@@ -17,6 +17,7 @@ Cost      three small operations a microbatch; waits for a GPU in the steps in w
 from __future__ import annotations
 
 import weakref
+from types import MappingProxyType
 from typing import Any
 
 from .._mcore.step_state import counts_in
@@ -29,10 +30,12 @@ from ._samples import sample_of
 from ._step_begins import stepped_by
 from ._watching import after, site
 
-_WRONG_DIVISORS = {
-    "normalizer": "gradients of several calls were divided by the number of tokens of the last one",
-    "without": "a loss that is not zero has no tokens, by whose number calculate_per_token_loss divides",
-}
+_WRONG_DIVISORS = MappingProxyType(
+    {
+        "normalizer": "gradients of several calls were divided by the number of tokens of the last one",
+        "without": "a loss that is not zero has no tokens, by whose number calculate_per_token_loss divides",
+    }
+)
 """By kind of note, what it says."""
 
 

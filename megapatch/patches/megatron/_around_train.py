@@ -112,6 +112,16 @@ def timed_call(timers: Any) -> Iterator[None]:
     That one runs when train() returns, and pretrain() stops it before it saves the last checkpoint: it stays as
     the call leaves it, until `stop_interval_timer`.
     """
+    try:
+        with timers_stopped(timers):
+            yield
+    finally:
+        _ended.set(timers, time.time())
+
+
+@contextlib.contextmanager
+def timers_stopped(timers: Any) -> Iterator[None]:
+    """Stop, after an exception, the timers that were started here, but for the interval timer."""
     before = running_timers(timers)
     try:
         yield
@@ -119,8 +129,6 @@ def timed_call(timers: Any) -> Iterator[None]:
         for name in running_timers(timers) - before - {INTERVAL_TIMER}:
             timers._timers[name].stop()
         raise
-    finally:
-        _ended.set(timers, time.time())
 
 
 def stop_interval_timer(timers: Any) -> None:
